@@ -1,0 +1,221 @@
+"""What becomes of a call whose lock another holds: skip, retry, raise, or what a callable decides."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from celery.app.task import Context, Task
+from celery.exceptions import Reject, Retry
+
+from celery_setnx.exceptions import AlreadyRunning, LockTimeout, LockUnavailable
+from celery_setnx.lock import Holder
+from celery_setnx.options import UNSET, Options
+from celery_setnx.signals import lock_conflict
+
+logger = logging.getLogger("celery_setnx")
+
+HEADER = "singleton"
+"""The message header in which a call's key, options and waiting time travel."""
+
+_SKIPPED = "skipped"
+_DEFAULT_VISIBILITY_S = 3600.0
+
+
+def is_skipped(result: Any) -> bool:
+    """True if a task's result is the default `skip_result`: the call was skipped, and did not run."""
+    return isinstance(result, Mapping) and result.get("celery_setnx") == _SKIPPED
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A call whose lock another holds, as an `on_conflict` callable sees it.
+
+    The callable's return value is the task's result. It may call `skip()`, `retry()` or `fail()`, or raise.
+
+    Attributes:
+        task: The task; `task.request` is the call.
+        key: The lock's Redis key.
+        holder: Who holds the lock.
+        remaining_s: Seconds until the holder's deadline; None if it has none.
+        options: The options of this call.
+        waits: How often this attempt has come back already.
+        waited_s: Seconds since its first conflict.
+        server_time: The lock server's clock (Unix seconds) at the conflict.
+    """
+
+    task: Task
+    key: str
+    holder: Holder
+    remaining_s: float | None
+    options: Options
+    waits: int
+    waited_s: float
+    server_time: float
+
+    def skip(self) -> Any:
+        """The `skip_result`; to be returned as the task's result."""
+        logger.info("Skipped %s: %s is held by %s.", _call(self.task), self.key, self.holder)
+        if self.options.skip_result is not UNSET:
+            return self.options.skip_result
+        return {
+            "celery_setnx": _SKIPPED,
+            "task": self.task.name,
+            "key": self.key,
+            "holder": self.holder.as_dict(),
+        }
+
+    def retry(self, countdown: float | None = None) -> NoReturn:
+        """Send the call back to the broker; its own retries are not used up.
+
+        Args:
+            countdown: Seconds until it comes back. Defaults to `retry_delay`, doubled with each wait up to
+                `retry_delay_max`, with jitter.
+
+        Raises:
+            celery.exceptions.Retry: Always, when the call is on its way.
+            LockTimeout: It has waited for `max_wait`.
+        """
+        max_wait = self.options.max_wait
+        if max_wait is not None and self.waited_s >= max_wait:
+            raise LockTimeout(
+                self.task.name, self.key, self.holder.as_dict(), self.remaining_s, self.waited_s
+            )
+        if countdown is None:
+            countdown = backoff(self.options, self.waits)
+        if max_wait is not None:
+            countdown = min(countdown, max_wait - self.waited_s)
+        self._come_back(countdown)
+
+    def fail(self) -> NoReturn:
+        """Fail the task.
+
+        Raises:
+            AlreadyRunning: Always.
+        """
+        raise AlreadyRunning(self.task.name, self.key, self.holder.as_dict(), self.remaining_s)
+
+    def wait_for_own(self) -> NoReturn:
+        """Wait for another attempt or delivery of this very call, however long it takes."""
+        self._come_back(backoff(self.options, self.waits))
+
+    def _come_back(self, countdown: float) -> NoReturn:
+        reason = f"{self.key} is held by {self.holder}"
+        come_back(self.task, countdown, self.waits, self.server_time - self.waited_s, reason)
+
+
+def resolve(conflict: Conflict) -> Any:
+    """Apply the policy to a conflict: the task's result, or the exception that ends this attempt."""
+    request = conflict.task.request
+    own = conflict.holder.task_id == request.id
+    policy = conflict.options.on_conflict
+    if own:
+        policy = "wait"
+    elif policy == "auto":
+        policy = "retry" if in_workflow(request) else "skip"
+    lock_conflict.send(
+        sender=conflict.task,
+        task_id=request.id,
+        key=conflict.key,
+        holder=conflict.holder,
+        remaining_s=conflict.remaining_s,
+        policy="callable" if callable(policy) else policy,
+    )
+    if conflict.holder.state == "foreign" and conflict.remaining_s is None:
+        logger.error(
+            "%s is locked by a value that is not a time: %r. It is not ours to overwrite, and will never "
+            "expire; delete the key if nobody needs it.",
+            conflict.key,
+            conflict.holder.value,
+        )
+    if own:
+        conflict.wait_for_own()
+    if callable(policy):
+        return policy(conflict)
+    if policy == "skip":
+        return conflict.skip()
+    if policy == "retry":
+        conflict.retry()
+    return conflict.fail()
+
+
+def in_workflow(request: Context) -> bool:
+    """True if what follows depends on this call's result: a chain, a chord, or a mutable link."""
+    links = request.callbacks or ()
+    return bool(request.chain or request.chord or any(not _immutable(link) for link in links))
+
+
+def waited(request: Context, server_time: float) -> tuple[int, float]:
+    """How often, and for how many seconds, this attempt of a call has waited so far."""
+    wait = ((request.headers or {}).get(HEADER) or {}).get("wait") or {}
+    if wait.get("retries") != request.retries:
+        return 0, 0.0
+    return wait["count"], max(0.0, server_time - wait["since"])
+
+
+def backoff(options: Options, waits: int) -> float:
+    """Seconds until a call comes back: `retry_delay` doubled with each wait, with jitter."""
+    delay = options.retry_delay * 2.0 ** min(waits, 30)
+    return min(delay, options.retry_delay_max) * random.uniform(0.5, 1.0)
+
+
+def come_back(task: Task, countdown: float, waits: int, since: float, reason: str) -> NoReturn:
+    """Publish the running call again, unchanged but for its waiting time, and end this attempt.
+
+    Args:
+        task: The task; its request is the call.
+        countdown: Seconds until the call comes back, within what the broker can delay.
+        waits: How often it has come back already.
+        since: Server time (Unix seconds) of its first conflict.
+        reason: Why, for the log and the state RETRY.
+
+    Raises:
+        celery.exceptions.Retry: The call is on its way.
+        celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
+        LockUnavailable: The broker does not take it.
+    """
+    request = task.request
+    countdown = _deliverable(task, countdown)
+    headers = dict(request.headers or {})
+    wait = {"count": waits + 1, "since": since, "retries": request.retries}
+    headers[HEADER] = {**(headers.get(HEADER) or {}), "wait": wait}
+    signature = task.signature_from_request(
+        request, countdown=countdown, retries=request.retries, headers=headers
+    )
+    try:
+        signature.apply_async()
+    except Exception as error:
+        logger.error("%s could not be sent back to the broker (%s) while %s.", _call(task), error, reason)
+        if task.acks_late:
+            raise Reject(reason, requeue=True) from error
+        raise LockUnavailable(
+            _key_of(headers, task), f"{reason}; and the broker did not take the call back: {error}"
+        ) from error
+    logger.info("%s comes back in %.1f s (wait %d): %s.", _call(task), countdown, waits + 1, reason)
+    raise Retry(reason, when=countdown, sig=signature)
+
+
+def _deliverable(task: Task, countdown: float) -> float:
+    """A countdown that the broker keeps: far below its visibility timeout, a second at least on AMQP."""
+    app = task.app
+    options = app.conf.broker_transport_options or {}
+    visibility_s = float(options.get("visibility_timeout") or _DEFAULT_VISIBILITY_S)
+    if app.producer_pool.connections.connection.transport.driver_type == "amqp":
+        return max(1.0, countdown)
+    return min(countdown, visibility_s / 4)
+
+
+def _immutable(link: Any) -> bool:
+    return bool(link.get("immutable")) if isinstance(link, Mapping) else False
+
+
+def _key_of(headers: Mapping[str, Any], task: Task) -> str:
+    key: str | None = headers[HEADER].get("key")
+    return key or task.name
+
+
+def _call(task: Task) -> str:
+    return f"{task.name}[{task.request.id}]"

@@ -1,0 +1,119 @@
+"""From an app's configuration to its Redis client: one client per app and process, with short timeouts."""
+
+from __future__ import annotations
+
+import os
+from ssl import CERT_NONE, CERT_OPTIONAL
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.app.backends import by_url
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from celery_setnx.exceptions import OptionError
+
+SOCKET_TIMEOUT_S = 2.0
+SCHEMES = ("redis", "rediss", "redis+socket")
+_SSL_PARAMS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
+_REQS = {CERT_NONE: "none", CERT_OPTIONAL: "optional", "none": "none", "optional": "optional"}
+
+
+def client_for(app: Celery) -> redis.Redis:
+    """The Redis client that holds the app's locks: made at first use, anew in every process.
+
+    Raises:
+        OptionError: No setting names a Redis that this version can use.
+    """
+    clients: dict[int, redis.Redis] = app.__dict__.setdefault("_setnx_clients", {})
+    pid = os.getpid()
+    client = clients.get(pid)
+    if client is None:
+        # A forked child leaves its parent's client alone: the sockets are the parent's.
+        client = clients.setdefault(pid, redis.Redis(connection_pool=_pool(app)))
+    return client
+
+
+def lock_url(app: Celery) -> tuple[str, str]:
+    """The URL of the Redis that holds the app's locks, and the setting it comes from.
+
+    `setnx_url` if given, else the result backend if it is a Redis, else the broker if it is one.
+
+    Raises:
+        OptionError: None of them is a Redis, or several brokers are named.
+    """
+    explicit = app.conf.get("setnx_url")
+    if explicit:
+        return _supported(explicit, "setnx_url"), "setnx_url"
+    backend = app.conf.get("result_backend")
+    if isinstance(backend, str) and _scheme(backend) in SCHEMES:
+        return backend, "result_backend"
+    # Producers and workers may have an URL each; the locks must be the same for both.
+    brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or "amqp://"
+    urls = brokers.split(";") if isinstance(brokers, str) else list(brokers)
+    if _scheme(urls[0]) in SCHEMES:
+        if len(urls) > 1:
+            raise OptionError(
+                "broker_url names several servers, and locks must live on exactly one: "
+                "set setnx_url to the Redis that holds them"
+            )
+        return urls[0], "broker_url"
+    raise OptionError(
+        f"no Redis for locks: setnx_url is not set, and neither result_backend ({_scheme(backend) or None}) "
+        f"nor broker_url ({_scheme(urls[0])}) is one of {', '.join(SCHEMES)}. Set setnx_url, "
+        'such as "redis://localhost:6379/1"'
+    )
+
+
+def _pool(app: Celery) -> redis.ConnectionPool:
+    params = _params(app)
+    params.update(
+        # Our own, whatever the result backend waits for: a task must not hang on a dead lock server.
+        socket_timeout=SOCKET_TIMEOUT_S,
+        # One more try on a dead connection; every script knows its own token again.
+        retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 1),
+        decode_responses=False,
+    )
+    if "path" not in params:
+        params["socket_connect_timeout"] = SOCKET_TIMEOUT_S
+    params.setdefault("health_check_interval", 30)
+    for refused in ("max_connections", "retry_on_timeout"):
+        params.pop(refused, None)
+    return redis.ConnectionPool(**params)
+
+
+def _params(app: Celery) -> dict[str, Any]:
+    """Connection parameters as Celery's own Redis backend reads them from URL and ssl settings."""
+    url, setting = lock_url(app)
+    secure = _scheme(url) == "rediss"
+    ssl = app.conf.get("broker_use_ssl" if setting == "broker_url" else "redis_backend_use_ssl")
+    if secure and "ssl_cert_reqs=" not in url:
+        # The backend refuses a URL that is silent about this; without a setting we verify.
+        reqs = ssl.get("ssl_cert_reqs") if isinstance(ssl, dict) else None
+        url += ("&" if "?" in url else "?") + f"ssl_cert_reqs={_REQS.get(reqs, 'required')}"
+    backend_class, url = by_url(url, app.loader)
+    params: dict[str, Any] = dict(backend_class(app=app, url=url).connparams)
+    if setting != "result_backend":
+        # The backend's ssl settings are its own; they say nothing of another server.
+        in_url = {name for name in _SSL_PARAMS if f"{name}=" in url}
+        for name in [name for name in params if name.startswith("ssl_") and name not in in_url]:
+            del params[name]
+        if not secure and params.get("connection_class") is redis.SSLConnection:
+            del params["connection_class"]
+        if isinstance(ssl, dict) and (secure or setting == "broker_url"):
+            params = {**ssl, **params, "connection_class": redis.SSLConnection}
+    return params
+
+
+def _supported(url: str, setting: str) -> str:
+    scheme = _scheme(url)
+    if scheme not in SCHEMES:
+        raise OptionError(
+            f"{setting} has the scheme {scheme!r}; this version keeps locks on {', '.join(SCHEMES)}"
+        )
+    return url
+
+
+def _scheme(url: Any) -> str:
+    return url.partition("://")[0] if isinstance(url, str) and "://" in url else str(url or "")

@@ -1,0 +1,147 @@
+"""Every error that celery_setnx raises. All pickle, and all survive a JSON result backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class SetnxError(Exception):
+    """Root of all errors raised by celery_setnx."""
+
+
+class OptionError(SetnxError, ValueError):
+    """An option is unknown, malformed, not available yet, or cannot be combined with another."""
+
+
+class UnkeyableCall(SetnxError, TypeError):
+    """The key of a call cannot be computed, so the call is neither published nor run unlocked.
+
+    Attributes:
+        task: Name of the task (or scope) that was called.
+        reason: Which argument is at fault, and what to do.
+    """
+
+    def __init__(self, task: str, reason: str) -> None:
+        super().__init__(task, reason)
+        self.task = task
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Cannot compute the lock key of a call of {self.task}: {self.reason}"
+
+
+class AlreadyRunning(SetnxError):
+    """The lock is held by another, and the caller asked to be told so by an error.
+
+    Attributes:
+        task: Name of the task, or of the lock when no task is involved.
+        key: The lock's Redis key.
+        holder: The holder's record as plain JSON values; see `Holder.as_dict`.
+        remaining_s: Seconds until the holder's deadline, which a living holder keeps moving
+            forward; None when the lock has no readable deadline.
+    """
+
+    def __init__(
+        self, task: str, key: str, holder: Mapping[str, Any], remaining_s: float | None = None
+    ) -> None:
+        super().__init__(task, key, dict(holder), remaining_s)
+        self.task = task
+        self.key = key
+        self.holder = dict(holder)
+        self.remaining_s = remaining_s
+
+    def __str__(self) -> str:
+        return f"{self.task} is already running: {self.key} is held by {self._who()}{self._until()}."
+
+    def _who(self) -> str:
+        return str(self.holder.get("description") or "an unknown holder")
+
+    def _until(self) -> str:
+        if self.remaining_s is None:
+            return ", with no deadline"
+        return f", for {self.remaining_s:.1f} s more unless it renews its lease or releases it"
+
+
+class LockTimeout(AlreadyRunning):
+    """A task waited for its lock for longer than `max_wait`.
+
+    Attributes:
+        waited_s: Seconds since the first conflict of this attempt.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        key: str,
+        holder: Mapping[str, Any],
+        remaining_s: float | None = None,
+        waited_s: float = 0.0,
+    ) -> None:
+        super().__init__(task, key, holder, remaining_s)
+        self.args = (*self.args, waited_s)
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): "
+            f"{self.key} is held by {self._who()}{self._until()}."
+        )
+
+
+class LockLost(SetnxError):
+    """A living holder found that its lock is gone, another's, or past its deadline.
+
+    Attributes:
+        key: The lock's Redis key.
+        reason: What was found.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"The lock {self.key} is lost: {self.reason}. Stop what it protects; "
+            "a new holder may be at work, and has a larger fence."
+        )
+
+
+class LockUnavailable(SetnxError):
+    """Redis cannot decide now: unreachable, loading, read-only, full or busy. Trying again may help.
+
+    Attributes:
+        key: The lock's Redis key.
+        reason: The error, in words.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"The lock {self.key} could not be acquired: {self.reason}"
+
+
+class LockRefused(SetnxError):
+    """Redis refuses a lock command for good: a missing permission, an unknown command, a foreign key.
+
+    Attributes:
+        key: The lock's Redis key.
+        reason: The server's own words.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"Redis refuses to serve the lock {self.key}: {self.reason}. celery_setnx needs EVAL, EVALSHA "
+            "and, inside scripts, TIME, GET, SET, SETNX, GETSET, DEL, PEXPIRE and PEXPIREAT on this key "
+            "and its :holder; grant them, or point setnx_url at a server that has them."
+        )

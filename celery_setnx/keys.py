@@ -1,0 +1,328 @@
+"""From a call's arguments to the name of its lock: binding, canonical form, digest. Pure; no Redis, no app.
+
+Two calls are the same when their keys are, on the producer (before serialization) and on the worker (after
+it) alike. So the canonical form forgets what serializers forget (tuple or list, int or text as the key of
+a mapping, an Enum or its value) and keeps every type that they keep.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from hashlib import blake2b
+from string import Formatter
+from typing import Any
+from uuid import UUID
+
+from kombu.utils import json as kombu_json
+
+from celery_setnx.exceptions import OptionError, UnkeyableCall
+
+KEY_VERSION = 1
+KeyOption = Any
+"""What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
+
+_WHOLE_TASK = object()
+
+
+class KeyFunction:
+    """How the key of one task's calls is computed: made once, when the task is bound.
+
+    Args:
+        key: The `key` option. None: all bound arguments. A parameter's name. A list of names. A template
+            such as `"user:{user.id}"`: dots try the item first, then the attribute; the digest covers the
+            typed values, not the joined text. A callable taking the call's arguments. `()`: one lock for
+            the whole task.
+        signature: The signature of the task's function, without a bound `self`.
+        task: The task's name, for messages.
+
+    Raises:
+        OptionError: The key names no parameter of the task, or the template is broken.
+    """
+
+    def __init__(self, key: KeyOption, signature: inspect.Signature, task: str) -> None:
+        self._signature = signature
+        self._task = task
+        self._select = _selector(key, signature, task)
+
+    def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
+        """The digest of a call's key; empty for the lock of the whole task.
+
+        Raises:
+            UnkeyableCall: The arguments do not fit the signature, or one has no canonical form.
+        """
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UnkeyableCall(self._task, f"{error}; its signature is {self._signature}") from error
+        bound.apply_defaults()
+        chosen = self._select(bound)
+        if chosen is _WHOLE_TASK:
+            return ""
+        try:
+            return digest(chosen)
+        except (TypeError, ValueError) as error:
+            raise UnkeyableCall(self._task, self._blame(bound, error)) from error
+
+    def _blame(self, bound: inspect.BoundArguments, error: Exception) -> str:
+        for name, value in bound.arguments.items():
+            try:
+                canonical(value)
+            except (TypeError, ValueError) as cause:
+                if str(cause) == str(error):
+                    return f"argument {name!r} of type {type(value).__name__}: {cause}"
+        return str(error)
+
+
+def key_name(prefix: str, scope: str, key_digest: str) -> str:
+    """A lock's Redis key: `<prefix>:{<scope>:<digest>}`, or `<prefix>:{<scope>}` for a whole task."""
+    return f"{prefix}:{{{scope}:{key_digest}}}" if key_digest else f"{prefix}:{{{scope}}}"
+
+
+def record_name(lock_name: str) -> str:
+    """The name of a lock's record, in the same cluster slot as the lock.
+
+    Raises:
+        ValueError: No name beside this one shares its slot.
+    """
+    start = lock_name.find("{")
+    end = lock_name.find("}", start + 1)
+    if start >= 0 and end > start + 1:
+        return f"{lock_name}:holder"
+    if "}" in lock_name or not lock_name:
+        raise ValueError(
+            f"a lock cannot be named {lock_name!r}: no record beside it would share its cluster slot; "
+            "name it without '}', or with one whole {tag}"
+        )
+    return f"{{{lock_name}}}:holder"
+
+
+def digest(value: Any) -> str:
+    """The 128-bit BLAKE2b digest of a value's canonical form, in hex.
+
+    Raises:
+        TypeError: A value has no canonical form.
+        ValueError: Two keys of a mapping become one in JSON.
+    """
+    return blake2b(canonical(value), digest_size=16, person=b"celery_setnx:1").hexdigest()
+
+
+def canonical(value: Any) -> bytes:
+    """A value as typed, self-delimiting bytes: equal exactly when two calls mean the same value.
+
+    An integral float equals the int (1.0 and 1); `True` and `"1"` do not. Aware datetimes are compared as
+    instants, Decimals as numbers, an Enum as its value, a list as a tuple, mappings in any order.
+    """
+    kind = type(value)
+    if kind is str:
+        return _sized(b"s", value.encode("utf-8", "surrogatepass"))
+    if kind is int:
+        return b"i%d;" % value
+    if value is None:
+        return b"n;"
+    if kind is bool:
+        return b"t;" if value else b"f;"
+    return _canonical_other(value)
+
+
+def _canonical_other(value: Any) -> bytes:
+    if isinstance(value, Enum):
+        return canonical(value.value)
+    if isinstance(value, (list, tuple)):
+        return _counted(b"l", [canonical(item) for item in value])
+    if isinstance(value, Mapping):
+        return _counted(b"m", _pairs(value))
+    if isinstance(value, float):
+        return canonical(int(value)) if value.is_integer() else _sized(b"d", float.__repr__(value).encode())
+    if isinstance(value, str):
+        return _sized(b"s", str.encode(value, "utf-8", "surrogatepass"))
+    if isinstance(value, int):
+        return b"i%d;" % int(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _sized(b"b", bytes(value))
+    if isinstance(value, AbstractSet):
+        return _counted(b"S", sorted(canonical(item) for item in value))
+    return _canonical_scalar(value)
+
+
+def _canonical_scalar(value: Any) -> bytes:
+    if isinstance(value, UUID):
+        return _sized(b"u", value.bytes)
+    if isinstance(value, datetime):
+        offset = value.utcoffset()
+        local = value.replace(tzinfo=None) - datetime.min
+        return b"N%d;" % _microseconds(local) if offset is None else b"A%d;" % _microseconds(local - offset)
+    if isinstance(value, date):
+        return b"D%d;" % value.toordinal()
+    if isinstance(value, time):
+        return _sized(b"T", value.isoformat().encode())
+    if isinstance(value, timedelta):
+        return b"P%d;" % _microseconds(value)
+    if isinstance(value, Decimal):
+        return _sized(b"c", _decimal(value).encode())
+    if callable(getattr(type(value), "model_dump", None)):
+        return canonical(value.model_dump(mode="json"))
+    if callable(getattr(type(value), "__json__", None)):
+        return canonical(value.__json__())
+    # Types registered with kombu.utils.json.register_type: what they become in a message.
+    try:
+        encoded = json.loads(kombu_json.dumps(value))  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"a {type(value).__module__}.{type(value).__qualname__} has no canonical form; "
+            "pass its id instead, or choose what counts with key="
+        ) from None
+    return canonical(encoded)
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[bytes]:
+    pairs = {}
+    for key, value in mapping.items():
+        name = canonical(_json_name(key))
+        if name in pairs:
+            raise ValueError(f"two keys of a mapping are one in JSON: {key!r}")
+        pairs[name] = name + canonical(value)
+    return [pairs[name] for name in sorted(pairs)]
+
+
+def _json_name(key: Any) -> Any:
+    """A mapping's key as the text that JSON makes of it; other types stay what they are."""
+    if isinstance(key, Enum):
+        return _json_name(key.value)
+    if key is None:
+        return "null"
+    if isinstance(key, bool):
+        return "true" if key else "false"
+    if isinstance(key, int):
+        return int.__repr__(key)
+    if isinstance(key, float):
+        return float.__repr__(key)
+    return key
+
+
+def _decimal(number: Decimal) -> str:
+    """The shortest text of a Decimal, exact, so that 1.10 and 1.1 are the same."""
+    sign, digits, exponent = number.as_tuple()
+    if not isinstance(exponent, int):
+        return str(number)
+    text = "".join(map(str, digits))
+    stripped = text.rstrip("0")
+    if not stripped:
+        return "0"
+    return f"{'-' if sign else ''}{stripped.lstrip('0')}e{exponent + len(text) - len(stripped)}"
+
+
+def _microseconds(duration: timedelta) -> int:
+    return (duration.days * 86_400 + duration.seconds) * 1_000_000 + duration.microseconds
+
+
+def _sized(kind: bytes, data: bytes) -> bytes:
+    return b"%b%d:%b" % (kind, len(data), data)
+
+
+def _counted(kind: bytes, items: list[bytes]) -> bytes:
+    return b"%b%d:%b" % (kind, len(items), b"".join(items))
+
+
+_Selector = Callable[[inspect.BoundArguments], Any]
+
+
+def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selector:
+    if key is None:
+        return lambda bound: list(bound.arguments.items())
+    if isinstance(key, str):
+        if "{" in key or "}" in key:
+            return _template(key, signature, task)
+        return _names([key], signature, task)
+    if isinstance(key, (list, tuple)):
+        if not key:
+            return lambda bound: _WHOLE_TASK
+        return _names(list(key), signature, task)
+    if callable(key):
+        return lambda bound: _called(key, bound, task)
+    raise OptionError(
+        f"key of {task} must be a parameter name, a list of names, a template, a callable or (), "
+        f"not {key!r} of type {type(key).__name__}"
+    )
+
+
+def _names(names: list[Any], signature: inspect.Signature, task: str) -> _Selector:
+    for name in names:
+        _known(name, signature, task)
+    return lambda bound: [_argument(name, bound, task) for name in names]
+
+
+def _known(name: Any, signature: inspect.Signature, task: str) -> None:
+    parameters = signature.parameters
+    catch_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not isinstance(name, str) or not name.isidentifier() or not (name in parameters or catch_all):
+        raise OptionError(
+            f"key of {task} names {name!r}, which is no parameter of {task}{signature}; "
+            "use a parameter's name, a template in braces, or () for one lock for the whole task"
+        )
+
+
+def _argument(name: str, bound: inspect.BoundArguments, task: str) -> Any:
+    if name in bound.arguments:
+        return bound.arguments[name]
+    if name in bound.kwargs:  # caught by **kwargs
+        return bound.kwargs[name]
+    raise UnkeyableCall(task, f"the key needs argument {name!r}, which this call does not give")
+
+
+def _template(template: str, signature: inspect.Signature, task: str) -> _Selector:
+    literals: list[str] = []
+    paths: list[list[str]] = []
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise OptionError(f"key template {template!r} of {task} is broken: {error}") from None
+    for literal, path, spec, conversion in parts:
+        literals.append(literal)
+        if path is None:
+            continue
+        steps = path.split(".")
+        if spec or conversion or not all(s.isidentifier() or s.isdigit() for s in steps):
+            raise OptionError(
+                f"key template {template!r} of {task} has the field {{{path}}}: expected a parameter's name, "
+                "optionally followed by .item or .attribute, and no format"
+            )
+        if any(step.startswith("_") for step in steps):
+            raise OptionError(f"key template {template!r} of {task} reaches for a private name in {{{path}}}")
+        _known(steps[0], signature, task)
+        paths.append(steps)
+    if not paths:
+        raise OptionError(f"key template {template!r} of {task} has no field")
+    return lambda bound: [literals, [_follow(path, bound, task) for path in paths]]
+
+
+def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:
+    value = _argument(path[0], bound, task)
+    for step in path[1:]:
+        try:
+            value = value[int(step) if step.isdigit() and not isinstance(value, Mapping) else step]
+        except (TypeError, LookupError):
+            try:
+                value = getattr(value, step)
+            except AttributeError:
+                raise UnkeyableCall(
+                    task,
+                    f"the template's {{{'.'.join(path)}}} found neither an item nor an attribute "
+                    f"{step!r} in a {type(value).__name__}",
+                ) from None
+    return value
+
+
+def _called(function: Callable[..., Any], bound: inspect.BoundArguments, task: str) -> Any:
+    try:
+        value = function(*bound.args, **bound.kwargs)
+    except Exception as error:
+        raise UnkeyableCall(task, f"its key function raised {type(error).__name__}: {error}") from error
+    if value is None:
+        raise UnkeyableCall(task, "its key function returned None; return what makes two calls the same")
+    return value

@@ -1,0 +1,527 @@
+"""The lock: acquire, take over, renew, release. Redis only; nothing here knows Celery.
+
+The algorithm is the SETNX lock of the Redis documentation (https://redis.io/commands/setnx, "Design
+pattern: Locking with SETNX"): the key holds the Unix second at which the lock stops being valid, and a
+lock past that time is taken over with GETSET. Each verb is one Lua script in `lua/`, on the server's
+clock, and every change of a held lock compares the holder's token first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Literal
+
+import redis
+from redis.exceptions import (
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from celery_setnx.exceptions import (
+    AlreadyRunning,
+    LockLost,
+    LockRefused,
+    LockUnavailable,
+    SetnxError,
+)
+from celery_setnx.keys import record_name
+
+logger = logging.getLogger("celery_setnx")
+
+DAY_S = 86_400.0
+_NUMBER = re.compile(r"\d+\.?\d*")
+_REMEMBER_RELEASE_MS = 60_000
+_US = 1_000_000
+# Replies that a healthy server stops giving by itself.
+_TEMPORARY = (
+    "OOM",
+    "BUSY",
+    "LOADING",
+    "READONLY",
+    "MISCONF",
+    "NOREPLICAS",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+)
+
+Released = Literal["released", "resting", "repaired", "gone", "lost"]
+
+
+class _Script:
+    """One verb: a Lua file and its digest."""
+
+    def __init__(self, verb: str) -> None:
+        self.text = (files("celery_setnx") / "lua" / f"{verb}.lua").read_text("utf-8")
+        self.sha = sha1(self.text.encode()).hexdigest()
+
+    def __call__(self, client: Any, *arguments: Any) -> list[Any]:
+        try:
+            reply = client.evalsha(self.sha, 2, *arguments)
+        except NoScriptError:
+            reply = client.eval(self.text, 2, *arguments)
+        return [_text(item) for item in reply]
+
+
+_ACQUIRE, _RENEW, _RELEASE = _Script("acquire"), _Script("renew"), _Script("release")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, or held it when it was taken over.
+
+    Attributes:
+        token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
+        deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
+        fence: The holder's fence; 0 if foreign.
+        state: `running` or `resting`, or `foreign`: a lock that no program of ours has set.
+        since: Server time (Unix seconds) of the acquisition; None if foreign.
+        info: What the holder says of itself: task, task_id, worker, host, pid.
+        value: The lock's value in Redis.
+    """
+
+    token: str
+    deadline: float | None
+    fence: int
+    state: str
+    since: float | None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    value: str = ""
+
+    @property
+    def task_id(self) -> str | None:
+        """The holding task's id, or None if no task holds the lock."""
+        return self.info.get("task_id")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host", "pid")},
+            "state": self.state,
+            "fence": self.fence,
+            "since": self.since,
+            "deadline": self.deadline,
+            "value": self.value,
+            "description": str(self),
+        }
+
+    def __str__(self) -> str:
+        if self.state == "foreign":
+            until = (
+                f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
+            )
+            return f"a foreign client (value {self.value!r}, {until})"
+        info = self.info
+        who = f"{info['task']}[{info['task_id']}]" if info.get("task") else f"token {self.token}"
+        where = (
+            f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""
+        )
+        return f"{who}{where}, {self.state} since {_clock(self.since)}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an attempt to acquire a lock: a value, never an error.
+
+    Attributes:
+        acquired: True if the caller now holds the lock.
+        lock: The held lock, to be released once; None if another holds it.
+        taken_over_from: The dead holder's record, if an expired lock was taken over.
+        holder: The holder's record, if another holds the lock.
+        remaining_s: Seconds until the holder's deadline; None if unknown.
+        server_time: The server's clock (Unix seconds) when it decided.
+    """
+
+    acquired: bool
+    lock: HeldLock | None = None
+    taken_over_from: Holder | None = None
+    holder: Holder | None = None
+    remaining_s: float | None = None
+    server_time: float = 0.0
+
+
+class HeldLock:
+    """A lock that was acquired. Use it once: renew it, ask `ensure()`, release it.
+
+    Attributes:
+        key: The lock's Redis key.
+        token: Proof of being the holder.
+        fence: A number that only grows per lock; hand it to the resource that you protect.
+        lease_s: Seconds by which each renewal moves the deadline.
+        lost: Why the lock counts as lost, or None while it does not.
+    """
+
+    def __init__(
+        self, setnx_lock: SetnxLock, token: str, *, fence: int, since_us: int, valid_until: float
+    ) -> None:
+        self.key = setnx_lock.name
+        self.token = token
+        self.fence = fence
+        self.lease_s = setnx_lock.lease_s
+        self.lost: str | None = None
+        self.client = setnx_lock.client
+        self._lock = setnx_lock
+        self._since_us = since_us
+        self._valid_until = valid_until
+
+    def remaining_s(self) -> float:
+        """Seconds for which this process may still rely on the lock, by its monotonic clock."""
+        return 0.0 if self.lost else max(0.0, self._valid_until - self._lock.clock())
+
+    def ensure(self) -> None:
+        """Do nothing while the lock is surely ours.
+
+        Raises:
+            LockLost: The server said so, or the lease may have ended.
+        """
+        if self.lost is None and self._lock.clock() >= self._valid_until:
+            self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
+        if self.lost is not None:
+            raise LockLost(self.key, self.lost)
+
+    def renew(self) -> None:
+        """Move the deadline to one lease from now.
+
+        Raises:
+            LockLost: The lock is another's, gone, or past its deadline.
+            LockUnavailable: Redis did not answer; the lock stays ours until `remaining_s()` is 0.
+            LockRefused: Redis refuses the command.
+        """
+        (error,) = renew_all([self])
+        if error is not None:
+            raise error
+        self.ensure()
+
+    def release(self, *, at_least_for: float = 0.0) -> Released:
+        """Give the lock back; a second call answers as the first.
+
+        Args:
+            at_least_for: Seconds since the acquisition until which the lock rests. Defaults to 0.
+
+        Returns:
+            `released`; `resting` until `at_least_for` is over; `repaired` if a classic client had
+            overwritten the value of our unexpired lock; `gone` if the key had vanished; `lost` if the
+            lock is another's, in which case nothing was changed.
+
+        Raises:
+            LockUnavailable: Redis did not answer; the lease ends the lock.
+            LockRefused: Redis refuses the command.
+        """
+        rest_until = self._since_us + int(at_least_for * _US) if at_least_for else 0
+        return self._lock._release(self.token, rest_until)
+
+    def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
+        word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
+        if word in ("renewed", "repaired"):
+            self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
+        elif word == "gone":
+            self.lost = "its key has vanished from Redis (deleted, evicted, or the data was lost)"
+        else:
+            self.lost = f"the server no longer knows it as ours (the lock's value is now {reply[3]!r})"
+
+
+class SetnxLock:
+    """A lock by name: the SETNX recipe, made safe. Usable without Celery.
+
+    Nothing renews the lease behind your back: finish within it, or call `held.renew()`. (Under
+    `SingletonTask` a thread does that.)
+
+    Args:
+        client: A `redis.Redis` client. Give it short socket timeouts.
+        name: The lock's Redis key, as any program in any language sees it. The record lives beside it,
+            in the same cluster slot.
+        lease: Seconds (or timedelta) after which a holder that stopped renewing may be taken over.
+            Defaults to 30.
+        wait: Seconds for which `with` waits for a held lock. Defaults to 0.
+        info: What the record says of the holder: JSON values. Defaults to nothing.
+        retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
+        clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
+
+    Raises:
+        ValueError: A lease that is not positive, or a name whose record would live in another slot.
+
+    Example:
+        >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
+        ...     write_report(fence=held.fence)
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        name: str,
+        *,
+        lease: float | timedelta = 30.0,
+        wait: float | timedelta = 0.0,
+        info: Mapping[str, Any] | None = None,
+        retention: float | timedelta = DAY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.name = name
+        self.record = record_name(name)
+        self.lease_s = _seconds(lease)
+        self.wait_s = _seconds(wait)
+        self.info = dict(info or {})
+        self.retention_s = _seconds(retention)
+        self.clock = clock
+        self.held: HeldLock | None = None
+        if not self.lease_s > 0:
+            raise ValueError(f"the lease of {name!r} must be more than 0 seconds, not {lease!r}")
+
+    def acquire(
+        self, wait: float | timedelta = 0.0, *, token: str | None = None, task_id: str = ""
+    ) -> Outcome:
+        """Try to become the holder.
+
+        Args:
+            wait: Seconds for which a held lock is tried again, with jittered backoff. Defaults to 0.
+            token: Proof of being the holder. Calling again with the same token is harmless: it answers
+                acquired. Defaults to a new random token.
+            task_id: The id whose own resting lock does not stand in the way. Defaults to none.
+
+        Returns:
+            The outcome. That another holds the lock is a value, not an error.
+
+        Raises:
+            LockUnavailable: Redis did not decide; a lock that was acquired unseen ends with its lease.
+            LockRefused: Redis refuses a command.
+        """
+        give_up = self.clock() + _seconds(wait)
+        token = token or uuid.uuid4().hex
+        pause = 0.01
+        while True:
+            try:
+                outcome = self._acquire_once(token, task_id)
+            except SetnxError:
+                raise
+            except BaseException:
+                # A signal or time limit in mid-call: the server may have given us the lock unseen.
+                with suppress(SetnxError):
+                    self._release(token, 0)
+                raise
+            left = give_up - self.clock()
+            if outcome.acquired or left <= 0:
+                return outcome
+            # Never much later than the holder's deadline, and apart from the other waiters.
+            pause = min(pause * 2, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+
+    def release(self) -> Released:
+        """Release what the last `acquire()` on this object acquired; see `HeldLock.release`.
+
+        Raises:
+            LockLost: Nothing was acquired through this object.
+        """
+        if self.held is None:
+            raise LockLost(self.name, "it was never acquired through this object")
+        return self.held.release()
+
+    def __enter__(self) -> HeldLock:
+        outcome = self.acquire(self.wait_s)
+        if outcome.lock is None:
+            holder = outcome.holder.as_dict() if outcome.holder else {}
+            raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s)
+        return outcome.lock
+
+    def __exit__(self, *_exc: object) -> None:
+        try:
+            word = self.release()
+        except SetnxError as error:
+            logger.warning("%s It was not released; its lease of %g s ends it.", error, self.lease_s)
+        else:
+            if word in ("gone", "lost"):
+                logger.warning(
+                    "The lock %s was %s before it was released: its body may not have run alone.",
+                    self.name,
+                    word,
+                )
+
+    def _acquire_once(self, token: str, task_id: str) -> Outcome:
+        before = self.clock()
+        word, deadline_us, fence, now_us, value, record = _run(
+            self.name,
+            lambda: _acquire(
+                self.client,
+                lock=self.name,
+                record=self.record,
+                token=token,
+                lease_s=self.lease_s,
+                retention_s=self.retention_s,
+                info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
+                task_id=task_id,
+            ),
+        )
+        found = _parse_holder(record, value, int(now_us))
+        if word == "held":
+            remaining = (int(deadline_us) - int(now_us)) / _US if int(deadline_us) else None
+            return Outcome(False, holder=found, remaining_s=remaining, server_time=int(now_us) / _US)
+        valid_until = self._valid_until(before, int(deadline_us) - int(now_us))
+        since_us = int(record.split("\n")[4]) if word == "again" else int(now_us)
+        held = HeldLock(self, token, fence=int(fence), since_us=since_us, valid_until=valid_until)
+        if self.clock() >= valid_until:
+            # Acquired too long ago to rely on: the reply was late, or this process stood still.
+            held.release()
+            raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
+        self.held = held
+        return Outcome(
+            True,
+            lock=held,
+            taken_over_from=found if word == "taken_over" else None,
+            server_time=int(now_us) / _US,
+        )
+
+    def _valid_until(self, before: float, remaining_us: int) -> float:
+        """Counted from before the send, so that the server's deadline is surely later."""
+        return before + remaining_us / _US - max(0.002, self.lease_s / 100)
+
+    def _release(self, token: str, rest_until_us: int) -> Released:
+        reply = _run(
+            self.name,
+            lambda: _release(
+                self.client, lock=self.name, record=self.record, token=token, rest_until_us=rest_until_us
+            ),
+        )
+        return reply[0]  # type: ignore[no-any-return]
+
+
+def renew_all(locks: Sequence[HeldLock]) -> list[LockUnavailable | LockRefused | None]:
+    """Renew many locks of one client in one round trip.
+
+    Each lock learns what the server said of it (`HeldLock.lost`). No answer is not a loss: the lock stays
+    ours until its own deadline.
+
+    Args:
+        locks: Held locks that share one Redis client.
+
+    Returns:
+        For each lock the error that kept it from being renewed, or None.
+    """
+    if not locks:
+        return []
+    before = [held._lock.clock() for held in locks]
+    client = locks[0].client
+    try:
+        with client.pipeline(transaction=False) as pipe:
+            for held in locks:
+                pipe.evalsha(_RENEW.sha, 2, *_renew_arguments(held))
+            replies = pipe.execute(raise_on_error=False)
+    except RedisError as error:
+        replies = [error] * len(locks)
+    errors: list[LockUnavailable | LockRefused | None] = []
+    for held, sent_at, reply in zip(locks, before, replies):
+        try:
+            if isinstance(reply, NoScriptError):
+                reply = client.eval(_RENEW.text, 2, *_renew_arguments(held))
+            if isinstance(reply, Exception):
+                raise reply
+        except RedisError as error:
+            errors.append(_translated(held.key, error))
+        else:
+            held._renewed(sent_at, [_text(item) for item in reply])
+            errors.append(None)
+    return errors
+
+
+def _acquire(
+    client: redis.Redis,
+    *,
+    lock: str,
+    record: str,
+    token: str,
+    lease_s: float,
+    retention_s: float,
+    info: str,
+    task_id: str,
+) -> list[Any]:
+    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record]."""
+    if "\n" in token:
+        raise ValueError(f"a token must not contain a line break: {token!r}")
+    return _ACQUIRE(client, lock, record, token, _us(lease_s), int(retention_s * 1000), info, task_id)
+
+
+def _release(client: redis.Redis, *, lock: str, record: str, token: str, rest_until_us: int) -> list[Any]:
+    """Run lua/release.lua: [word, now us, lock value]."""
+    return _RELEASE(client, lock, record, token, rest_until_us, _REMEMBER_RELEASE_MS)
+
+
+def _renew_arguments(held: HeldLock) -> tuple[str, str, str, int, int]:
+    """Keys and arguments of lua/renew.lua."""
+    lock = held._lock
+    return lock.name, lock.record, held.token, _us(lock.lease_s), int(lock.retention_s * 1000)
+
+
+def _run(name: str, script: Callable[[], list[Any]]) -> list[Any]:
+    try:
+        return script()
+    except RedisError as error:
+        raise _translated(name, error) from error
+
+
+def _translated(name: str, error: RedisError) -> LockUnavailable | LockRefused:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (ConnectionError, TimeoutError)) or not isinstance(error, ResponseError):
+        return LockUnavailable(name, text)
+    if any(word in str(error) for word in _TEMPORARY) or type(error).__name__ in (
+        "OutOfMemoryError",
+        "ReadOnlyError",
+        "ClusterDownError",
+        "MasterDownError",
+        "TryAgainError",
+    ):
+        return LockUnavailable(name, text)
+    return LockRefused(name, text)
+
+
+def _parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
+    """Who the lock's value and record speak of; a value that is not the record's own is a foreigner's."""
+    if value is None:
+        return None
+    deadline = float(value) if _NUMBER.fullmatch(value) else None
+    if record is not None and deadline is not None:
+        token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
+        if value == str(-(-int(deadline_us) // _US)) or now_us < int(deadline_us):
+            return Holder(
+                token=token,
+                deadline=int(deadline_us) / _US,
+                fence=int(fence),
+                state=state,
+                since=int(since_us) / _US,
+                info=json.loads(info),
+                value=value,
+            )
+    return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+
+
+def _text(item: Any) -> Any:
+    return item.decode("utf-8", "replace") if isinstance(item, bytes) else item
+
+
+def _clock(moment: float | None) -> str:
+    if moment is None:
+        return "?"
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"second {moment:.0f}"
+
+
+def _seconds(duration: float | timedelta) -> float:
+    return duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * _US)

@@ -1,0 +1,241 @@
+"""The options: parsed, validated, merged. Frozen once made; nothing here talks to Redis."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from celery_setnx.exceptions import OptionError
+from celery_setnx.keys import KEY_VERSION, KeyOption
+from celery_setnx.lock import DAY_S
+
+DEFAULT_PREFIX = "setnx"
+CONFLICT_POLICIES = ("auto", "skip", "retry", "wait", "join", "raise")
+REDIS_ERROR_POLICIES = ("retry", "run", "raise")
+
+
+class _Unset:
+    """Stands for `skip_result` left alone, because None is a result."""
+
+    def __repr__(self) -> str:
+        return "a JSON dict naming the holder"
+
+
+UNSET = _Unset()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one task is guarded. Durations are seconds, given as int, float or timedelta.
+
+    Attributes:
+        key: What makes two calls the same; see `celery_setnx.keys.KeyFunction`. Defaults to all arguments.
+        scope: The name the key lives under; tasks with the same scope and key exclude each other.
+            Defaults to the task's name.
+        on_conflict: At run time, the lock held by another: `"skip"`, `"retry"`, `"raise"`, `"auto"` (a
+            step of a workflow retries, any other call skips) or a callable taking a `Conflict`.
+            Defaults to `"auto"`.
+        skip_result: What a skipped task returns. Defaults to a JSON dict naming the holder.
+        lease: Seconds after which a holder that stopped renewing may be taken over. Renewed every third
+            of it while the task runs. Defaults to 30.
+        at_least_for: The lock rests until this long after its acquisition. Defaults to 0.
+        at_most_for: Renewal stops after this long. Defaults to never.
+        retry_delay: First wait before a conflicting task comes back; doubled each time, with jitter.
+            Defaults to 1.
+        retry_delay_max: Longest such wait. Defaults to 60.
+        max_wait: After this long a waiting task fails with `LockTimeout`. Defaults to never.
+        dedupe: Publish-time deduplication. Defaults to none; not available yet.
+        on_duplicate: What becomes of a duplicate. Defaults to `"return"`; not available yet.
+        queue_lease: How long a mark lasts beyond eta or countdown. Defaults to 3600; not available yet.
+        hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False; not
+            available yet.
+        on_redis_error: At run time, Redis unreachable: `"retry"`, `"run"` unguarded, or `"raise"`.
+            Defaults to `"retry"`.
+    """
+
+    key: KeyOption = None
+    scope: str | None = None
+    on_conflict: str | Callable[[Any], Any] = "auto"
+    skip_result: Any = UNSET
+    lease: float = 30.0
+    at_least_for: float = 0.0
+    at_most_for: float | None = None
+    retry_delay: float = 1.0
+    retry_delay_max: float = 60.0
+    max_wait: float | None = None
+    dedupe: str | None = None
+    on_duplicate: str | Callable[..., Any] = "return"
+    queue_lease: float = 3600.0
+    hold_on_retry: bool = False
+    on_redis_error: str = "retry"
+
+
+NAMES = tuple(option.name for option in fields(Options))
+# They act when a call is published, so a message need not carry them. Key and scope travel as the
+# finished key.
+PUBLISH_ONLY = frozenset({"key", "scope", "dedupe", "on_duplicate", "queue_lease"})
+_DURATIONS = {
+    "lease": "positive",
+    "at_least_for": "not negative",
+    "at_most_for": "positive or None",
+    "retry_delay": "positive",
+    "retry_delay_max": "positive",
+    "max_wait": "not negative or None",
+    "queue_lease": "positive",
+}
+_NOT_YET = {
+    "on_conflict": ("wait", "join"),
+    "dedupe": ("until_started", "until_done"),
+    "hold_on_retry": (True,),
+}
+_NOT_YET_AT_ALL = ("on_duplicate", "queue_lease")
+
+
+def merged(where: str, *layers: Mapping[str, Any]) -> Options:
+    """Options from layers of plain mappings, the farthest first and the nearest last.
+
+    Args:
+        where: The task (or setting) the options belong to, for messages.
+        layers: Mappings of option names to values, as the user wrote them.
+
+    Raises:
+        OptionError: A name is unknown, a value malformed, not available yet, or two exclude each other.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values.update(checked(where, layer))
+    options = Options(**values)
+    _check_together(where, options)
+    return options
+
+
+def checked(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer of options with durations in seconds.
+
+    Raises:
+        OptionError: A name is unknown, or a value malformed or not available yet.
+    """
+    if not isinstance(layer, Mapping):
+        raise OptionError(f"the options of {where} must be a mapping of names to values, not {layer!r}")
+    return {name: _value(where, name, value) for name, value in layer.items()}
+
+
+def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one call that travel in its message.
+
+    Raises:
+        OptionError: As `checked`, or an option is a callable, which no message can carry.
+    """
+    values = checked(where, layer)
+    for name, value in values.items():
+        if callable(value) and name not in PUBLISH_ONLY:
+            raise OptionError(
+                f"option {name!r} of one call of {where} is a callable, which cannot travel in a message; "
+                "give it to the task"
+            )
+    return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The app's settings, from `setnx_*` in its configuration.
+
+    Attributes:
+        prefix: First part of every key of ours; give each environment its own. Defaults to `setnx`.
+        defaults: Options for all tasks of the app. Defaults to none.
+        retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
+    """
+
+    prefix: str
+    defaults: Mapping[str, Any]
+    retention: float
+
+
+def settings(conf: Any) -> Settings:
+    """Read and validate the app's `setnx_prefix`, `setnx_defaults`, `setnx_retention`, `setnx_key_version`.
+
+    Raises:
+        OptionError: A setting is malformed.
+    """
+    prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
+    check_name("setnx_prefix", prefix)
+    retention = conf.get("setnx_retention", DAY_S)
+    version = conf.get("setnx_key_version")
+    if version not in (None, KEY_VERSION):
+        raise OptionError(
+            f"setnx_key_version must be {KEY_VERSION}, the only key format so far, not {version!r}"
+        )
+    return Settings(
+        prefix=prefix,
+        defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
+        retention=_duration("the app", "setnx_retention", retention, "positive"),
+    )
+
+
+def check_name(what: str, name: Any) -> None:
+    """Refuse a prefix or scope that would break the key's cluster slot.
+
+    Raises:
+        OptionError: The name is no text, is empty, or holds a brace.
+    """
+    if not isinstance(name, str) or not name or "{" in name or "}" in name:
+        raise OptionError(
+            f"{what} must be a text without braces (they mark the cluster slot), not {name!r}; "
+            "a task whose name has braces needs a scope of its own"
+        )
+
+
+def _value(where: str, name: str, value: Any) -> Any:
+    if name not in NAMES:
+        close = difflib.get_close_matches(str(name), NAMES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
+        raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
+    if name in _NOT_YET_AT_ALL or value in _NOT_YET.get(name, ()):
+        raise OptionError(f"{name}={value!r} of {where} is not available yet")
+    if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
+        return _duration(where, name, value, _DURATIONS[name])
+    if name == "scope" and value is not None:
+        check_name(f"scope of {where}", value)
+    elif name == "on_conflict" and not callable(value):
+        _one_of(where, name, value, CONFLICT_POLICIES)
+    elif name == "on_redis_error":
+        _one_of(where, name, value, REDIS_ERROR_POLICIES)
+    elif name == "dedupe" and value is not None:
+        _one_of(where, name, value, _NOT_YET["dedupe"])
+    elif name == "hold_on_retry" and not isinstance(value, bool):
+        raise OptionError(f"hold_on_retry of {where} must be True or False, not {value!r}")
+    return value
+
+
+def _one_of(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise OptionError(
+            f"{name} of {where} must be one of {', '.join(map(repr, allowed))}, not {value!r}{hint}"
+        )
+
+
+def _duration(where: str, name: str, value: Any, rule: str) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise OptionError(f"{name} of {where} must be seconds or a timedelta, not {value!r}")
+    if not (seconds > 0 if rule.startswith("positive") else seconds >= 0) or seconds == float("inf"):
+        raise OptionError(f"{name} of {where} must be {rule} and finite, in seconds, not {value!r}")
+    return float(seconds)
+
+
+def _check_together(where: str, options: Options) -> None:
+    if options.retry_delay_max < options.retry_delay:
+        raise OptionError(
+            f"retry_delay_max ({options.retry_delay_max:g} s) of {where} is shorter than its "
+            f"retry_delay ({options.retry_delay:g} s)"
+        )
+    if options.at_most_for is not None and options.at_most_for < options.at_least_for:
+        raise OptionError(
+            f"at_most_for ({options.at_most_for:g} s) of {where} is shorter than its "
+            f"at_least_for ({options.at_least_for:g} s)"
+        )

@@ -1,0 +1,26 @@
+"""What happens to locks, as Celery signals. Receivers observe; an error in one is logged, never felt.
+
+Every signal has the task as sender and these arguments: `task_id`, `key`, and where there is a lock,
+`fence`. They are sent in the process that runs the task.
+"""
+
+from __future__ import annotations
+
+from celery.utils.dispatch import Signal
+
+lock_acquired = Signal(name="lock_acquired", providing_args={"task_id", "key", "fence"})
+"""The lock is ours and the body is about to run."""
+
+lock_conflict = Signal(
+    name="lock_conflict", providing_args={"task_id", "key", "holder", "remaining_s", "policy"}
+)
+"""Another holds the lock; `policy` is what becomes of the call."""
+
+lock_taken_over = Signal(name="lock_taken_over", providing_args={"task_id", "key", "fence", "holder"})
+"""An expired lock was taken over from the dead `holder`; `lock_acquired` follows."""
+
+lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome"})
+"""The lock was given back; `outcome` is `released`, `resting` or `repaired`."""
+
+lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", "reason"})
+"""A living holder found its lock gone, another's, or past its deadline. Sent once per held lock."""

@@ -1,0 +1,82 @@
+"""The embedded server, clean databases, and the rule that no key of ours stays without a TTL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+
+LOCK_DB = 1
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """One server for the whole run."""
+    with EmbeddedServer() as server:
+        os.environ["SETNX_TEST_URL"] = server.url().rpartition("/")[0]
+        yield server
+
+
+@pytest.fixture
+def foreign_keys() -> set[str]:
+    """Names of keys that a test sets without a TTL, as a foreign program would."""
+    return set()
+
+
+@pytest.fixture
+def locks(server: EmbeddedServer, foreign_keys: set[str]) -> Iterator[redis.Redis]:
+    """A client of the empty lock database; afterwards every key of ours must have a TTL."""
+    with redis.Redis.from_url(server.url(LOCK_DB), decode_responses=True) as client:
+        client.flushdb()
+        yield client
+        endless = {key for key in client.scan_iter() if client.pttl(key) == -1}
+        assert endless <= foreign_keys, f"keys without a TTL: {endless - foreign_keys}"
+
+
+@pytest.fixture
+def journal(server: EmbeddedServer) -> Iterator[Journal]:
+    """An empty journal, and gates that are all closed."""
+    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
+        client.delete(Journal.KEY, *client.scan_iter("gate:*"))
+        yield Journal(client)
+
+
+@pytest.fixture
+def gates(server: EmbeddedServer) -> Iterator[Any]:
+    """Call it with a name to let one body of that name go on."""
+    with redis.Redis.from_url(server.url(0)) as client:
+
+        def open_gate(name: str) -> None:
+            client.rpush(f"gate:{name}", "open")
+            client.expire(f"gate:{name}", 60)
+
+        yield open_gate
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where workers log to."""
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="session")
+def worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A prefork worker with four processes that lives for the whole run. Not to be killed."""
+    worker = Worker(logs, concurrency=4)
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def tasks(worker: Worker, locks: redis.Redis, journal: Journal) -> Any:
+    """The module of tasks that the worker runs, with clean databases."""
+    from tests import workerapp
+
+    return workerapp

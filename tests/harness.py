@@ -1,0 +1,121 @@
+"""Real workers as processes, and waiting for conditions: what the tests are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+
+Value = TypeVar("Value")
+
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
+    """The condition's first true value; fails the test after the deadline."""
+    give_up = time.monotonic() + deadline_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > give_up:
+            raise AssertionError(f"not within {deadline_s:g} s: {what}; last seen: {value!r}")
+        time.sleep(0.01)
+
+
+class Journal:
+    """What happened in the workers, in order: written by `tests.workerapp`, read by tests."""
+
+    KEY = "journal"
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def write(self, what: str, **details: Any) -> None:
+        self._client.rpush(self.KEY, json.dumps({"what": what, "pid": os.getpid(), **details}))
+
+    def entries(self, **wanted: Any) -> list[dict[str, Any]]:
+        """All entries with these details."""
+        entries = [json.loads(entry) for entry in self._client.lrange(self.KEY, 0, -1)]
+        return [e for e in entries if all(e.get(name) == value for name, value in wanted.items())]
+
+    def words(self, task_id: str) -> list[str]:
+        """What happened to one task, in order."""
+        return [entry["what"] for entry in self.entries(task_id=task_id)]
+
+    def wait_for(self, what: str, count: int = 1, **wanted: Any) -> list[dict[str, Any]]:
+        """The entries, once there are that many."""
+
+        def enough() -> list[dict[str, Any]]:
+            found = self.entries(what=what, **wanted)
+            return found if len(found) >= count else []
+
+        return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}")
+
+
+class Worker:
+    """A `celery worker` process, started and ready."""
+
+    def __init__(
+        self,
+        directory: Path,
+        app: str = "tests.workerapp",
+        *,
+        concurrency: int = 2,
+        pool: str = "prefork",
+        queues: str = "celery",
+        environment: dict[str, str] | None = None,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.name = f"w{time.monotonic_ns()}"
+        self.log = directory / f"{self.name}.log"
+        command = [
+            sys.executable, "-m", "celery", "-A", app, "worker", "-P", pool, "-c", str(concurrency),
+            "-n", f"{self.name}@test", "-Q", queues, "-l", "INFO",
+            "--without-gossip", "--without-mingle", "--without-heartbeat", *arguments,
+        ]  # fmt: skip
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        wait_until(self._is_ready, f"worker ready; its log: {self.log}", 30)
+
+    def _is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the worker ended with {self.process.returncode}:\n{self.log_text()}")
+        return " ready." in self.log_text()
+
+    def log_text(self) -> str:
+        """All the worker has logged so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for_log(self, text: str) -> str:
+        """The log, once it holds the text."""
+        return wait_until(lambda: text in self.log_text() and self.log_text(), f"{text!r} in {self.log}")
+
+    def kill(self) -> None:
+        """kill -9 of the worker and its pool, as a dying host would."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Warm shutdown; what does not end in time is killed."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.kill()
