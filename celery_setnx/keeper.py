@@ -86,9 +86,9 @@ class Keeper:
             try:
                 self._renew(due)
             except Exception:
-                logger.exception("The keeper of leases failed; it tries again in a second.")
+                logger.exception("Renewing %d leases failed; it is tried again.", len(due))
                 for watched in due:
-                    watched.due = self._clock() + 1.0
+                    watched.due = self._clock() + watched.held.lease_s / 20
 
     def _renew(self, due: list[_Watched]) -> None:
         by_client: dict[int, list[_Watched]] = {}
@@ -116,11 +116,18 @@ class Keeper:
             if still_held:
                 reason = held.lost or _ran_out(watched, now)
                 held.lost = reason
-                watched.on_lost(held, reason)
+                _tell(watched.on_lost, held, reason)
         elif watched.stop_at <= now:
             watched.due = now + left
         else:
             watched.due = now + (min(left, held.lease_s / 20) if watched.failing else held.lease_s / 3)
+
+
+def _tell(on_lost: OnLost, held: HeldLock, reason: str) -> None:
+    try:
+        on_lost(held, reason)
+    except Exception:
+        logger.exception("What was to be told of the loss of %s failed.", held.key)
 
 
 def _ran_out(watched: _Watched, now: float) -> str:

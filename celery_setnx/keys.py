@@ -59,7 +59,7 @@ class KeyFunction:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise UnkeyableCall(self._task, f"{error}; its signature is {self._signature}") from error
+            raise UnkeyableCall(self._task, f"{error}; its signature is {_bare(self._signature)}") from error
         bound.apply_defaults()
         chosen = self._select(bound)
         if chosen is _WHOLE_TASK:
@@ -109,7 +109,7 @@ def digest(value: Any) -> str:
         TypeError: A value has no canonical form.
         ValueError: Two keys of a mapping become one in JSON.
     """
-    return blake2b(canonical(value), digest_size=16, person=b"celery_setnx:1").hexdigest()
+    return blake2b(canonical(value), digest_size=16, person=b"celery_setnx:%d" % KEY_VERSION).hexdigest()
 
 
 def canonical(value: Any) -> bytes:
@@ -262,9 +262,15 @@ def _known(name: Any, signature: inspect.Signature, task: str) -> None:
     catch_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not isinstance(name, str) or not name.isidentifier() or not (name in parameters or catch_all):
         raise OptionError(
-            f"key of {task} names {name!r}, which is no parameter of {task}{signature}; "
+            f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
             "use a parameter's name, a template in braces, or () for one lock for the whole task"
         )
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """The signature without annotations, for messages."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def _argument(name: str, bound: inspect.BoundArguments, task: str) -> Any:

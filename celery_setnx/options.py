@@ -74,9 +74,9 @@ class Options:
 
 
 NAMES = tuple(option.name for option in fields(Options))
-# They act when a call is published, so a message need not carry them. Key and scope travel as the
-# finished key.
-PUBLISH_ONLY = frozenset({"key", "scope", "dedupe", "on_duplicate", "queue_lease"})
+# They act when a call is published, so its message need not carry them. Key and scope do travel, beside
+# the finished key: the call's own retry computes its key again.
+PUBLISH_ONLY = frozenset({"dedupe", "on_duplicate", "queue_lease"})
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",

@@ -18,7 +18,7 @@ URL = os.environ["SETNX_TEST_URL"]
 
 app = Celery("workerapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}")
 app.conf.update(
-    setnx_url=f"{URL}/{LOCK_DB}",
+    setnx_url=os.environ.get("SETNX_TEST_LOCK_URL") or f"{URL}/{LOCK_DB}",
     setnx_prefix="t",
     broker_connection_retry_on_startup=True,
     broker_transport_options={"visibility_timeout": 3600},
@@ -26,7 +26,7 @@ app.conf.update(
     result_expires=600,
 )
 
-control = redis.Redis.from_url(f"{URL}/{BROKER_DB}")
+control = redis.Redis.from_url(f"{URL}/{BROKER_DB}", socket_timeout=None)
 journal = Journal(control)
 
 
@@ -87,7 +87,9 @@ def whole(name: str) -> str:
     return body(name)
 
 
-@app.task(base=SingletonTask, singleton={"key": "name", "on_conflict": lambda conflict: {"busy": conflict.key}})
+@app.task(
+    base=SingletonTask, singleton={"key": "name", "on_conflict": lambda conflict: {"busy": conflict.key}}
+)
 def own_policy(name: str) -> Any:
     return body(name)
 
@@ -102,7 +104,9 @@ def stubborn(name: str) -> Any:
     return body(name)
 
 
-@app.task(base=SingletonTask, bind=True, max_retries=2, singleton={"key": "name", "lease": 2, "retry_delay": 0.1})
+@app.task(
+    base=SingletonTask, bind=True, max_retries=2, singleton={"key": "name", "lease": 2, "retry_delay": 0.1}
+)
 def flaky(self: Any, name: str, failures: int) -> Any:
     """Retries itself `failures` times."""
     body(name)
@@ -161,6 +165,55 @@ class Classy(SingletonTask):
 classy = app.register_task(Classy())
 
 
+@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2, "retry_delay": 0.1})
+def inspected(self: Any, name: str) -> dict[str, Any]:
+    """Returns what its message said."""
+    body(name)
+    request = self.request
+    header = request.headers["singleton"]
+    return {
+        "headers": {"tenant": request.headers.get("tenant"), "options": header.get("options")},
+        "priority": request.delivery_info.get("priority"),
+        "expires": request.expires,
+        "timelimit": request.timelimit,
+        "shadow": request.shadow,
+        "retries": request.retries,
+    }
+
+
+@app.task
+def journal_arrival(name: str) -> None:
+    journal.write("arrival", name=name)
+
+
+@app.task(base=SingletonTask, bind=True, singleton={"key": "depth", "on_conflict": "raise"})
+def recursive(self: Any, depth: int) -> Any:
+    """Calls itself as a plain function."""
+    held = current_lock()
+    nested = self(depth - 1) if depth else None
+    assert current_lock() is held
+    return [depth, nested]
+
+
+@app.task(
+    base=SingletonTask, bind=True, max_retries=1, singleton={"key": "name", "lease": 2, "retry_delay": 0.1}
+)
+def lingering(self: Any, name: str) -> Any:
+    """Publishes its retry, and takes its time to end."""
+    if self.request.retries:
+        return self.request.retries
+    try:
+        raise self.retry(countdown=0)
+    finally:
+        body(name)
+
+
+@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2, "on_conflict": "raise"})
+def replacing(self: Any, name: str, times: int) -> Any:
+    body(name)
+    return self.replace(replacing.si(name, times - 1)) if times else name
+
+
 @app.task(base=SingletonTask)
 def add(x: Any, y: Any = 0) -> Any:
     """A step of workflows: equal members have equal keys."""
@@ -169,7 +222,9 @@ def add(x: Any, y: Any = 0) -> Any:
     return (x if isinstance(x, int) else -1) + y
 
 
-@app.task(base=SingletonTask, singleton={"retry_delay": 0.05, "on_conflict": "auto", "key": (), "scope": "crowd"})
+@app.task(
+    base=SingletonTask, singleton={"retry_delay": 0.05, "on_conflict": "auto", "key": (), "scope": "crowd"}
+)
 def crowded(x: Any = 0) -> Any:
     """All calls of it exclude each other, whatever their arguments."""
     journal.write("start", at=time.monotonic(), task_id=current_task.request.id, name="crowded")
@@ -192,6 +247,13 @@ def plain(value: Any) -> Any:
 @app.task(base=SingletonTask, soft_time_limit=1, singleton={"key": "name", "lease": 2})
 def limited(name: str) -> str:
     return body(name)
+
+
+@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 1})
+def careful(self: Any, name: str) -> Any:
+    """Asks before it relies on its lock."""
+    body(name)
+    self.lock.ensure()
 
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 1, "at_most_for": 0.2})

@@ -1,0 +1,140 @@
+"""Which Redis holds the locks, and how it is reached."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_setnx import OptionError
+from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
+from examples.embedded import EmbeddedServer
+
+
+def app_with(**conf: Any) -> Celery:
+    app = Celery("connecting", set_as_current=False)
+    app.conf.update(conf)
+    return app
+
+
+def parameters(**conf: Any) -> dict[str, Any]:
+    return client_for(app_with(**conf)).connection_pool.connection_kwargs
+
+
+@pytest.mark.parametrize(
+    ("conf", "url", "setting"),
+    [
+        ({"setnx_url": "redis://a/3", "result_backend": "redis://b", "broker_url": "redis://c"}, "redis://a/3", "setnx_url"),
+        ({"result_backend": "redis://b/1", "broker_url": "redis://c"}, "redis://b/1", "result_backend"),
+        ({"result_backend": "db+sqlite://", "broker_url": "redis://c/2"}, "redis://c/2", "broker_url"),
+        ({"broker_url": "redis://c/2"}, "redis://c/2", "broker_url"),
+        ({"broker_url": "amqp://x", "result_backend": "rediss://b"}, "rediss://b", "result_backend"),
+    ],
+)  # fmt: skip
+def test_first_redis_of_the_settings_holds_the_locks(conf: Any, url: str, setting: str) -> None:
+    """setnx_url, else the result backend, else the broker."""
+    assert lock_url(app_with(**conf)) == (url, setting)
+
+
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [
+        ({"broker_url": "amqp://x"}, "no Redis for locks: setnx_url is not set"),
+        ({"broker_url": "redis://a;redis://b"}, "broker_url names several servers"),
+        ({"setnx_url": "memcached://a"}, "setnx_url has the scheme 'memcached'"),
+        ({"setnx_url": "sentinel://a"}, "setnx_url has the scheme 'sentinel'"),
+    ],
+)
+def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf: Any, message: str) -> None:
+    """No lock server: said at once, never guessed."""
+    with pytest.raises(OptionError, match=message):
+        client_for(app_with(**conf))
+
+
+def test_user_password_and_database_are_decoded() -> None:
+    """ACL users and percent-encoded passwords."""
+    read = parameters(setnx_url="redis://bob:p%40ss%2Fword@host:6380/5")
+    assert (read["username"], read["password"], read["host"], read["port"], read["db"]) == (
+        "bob", "p@ss/word", "host", 6380, 5,
+    )  # fmt: skip
+
+
+def test_socket_timeouts_are_our_own() -> None:
+    """Whatever the result backend waits for, a lock command answers soon or fails."""
+    read = parameters(setnx_url="redis://h/0?socket_timeout=100", redis_socket_timeout=120)
+    assert read["socket_timeout"] == read["socket_connect_timeout"] == SOCKET_TIMEOUT_S
+    assert read["retry"].get_retries() == 1
+
+
+def test_unix_socket_is_reached_by_its_path() -> None:
+    """redis+socket:// with a database."""
+    read = parameters(setnx_url="redis+socket:///run/redis.sock?virtual_host=4")
+    assert (read["path"], read["db"]) == ("/run/redis.sock", 4)
+
+
+def test_unix_socket_serves_locks(tmp_path: Any) -> None:
+    """A real server behind a real socket."""
+    with EmbeddedServer(unixsocket=str(tmp_path / "r.sock")):
+        client = client_for(app_with(setnx_url=f"redis+socket://{tmp_path}/r.sock"))
+        assert client.ping()
+
+
+@pytest.mark.parametrize(
+    ("conf", "expected"),
+    [
+        ({"setnx_url": "rediss://h"}, ssl.CERT_REQUIRED),
+        ({"setnx_url": "rediss://h?ssl_cert_reqs=none"}, ssl.CERT_NONE),
+        ({"setnx_url": "rediss://h", "redis_backend_use_ssl": {"ssl_cert_reqs": ssl.CERT_OPTIONAL}}, ssl.CERT_OPTIONAL),
+        ({"result_backend": "rediss://h?ssl_cert_reqs=required"}, ssl.CERT_REQUIRED),
+        ({"result_backend": "rediss://h", "redis_backend_use_ssl": {"ssl_cert_reqs": "none"}}, ssl.CERT_NONE),
+        ({"broker_url": "rediss://h", "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_NONE}}, ssl.CERT_NONE),
+        ({"broker_url": "redis://h", "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED}}, ssl.CERT_REQUIRED),
+    ],
+)  # fmt: skip
+def test_tls_verifies_unless_told_otherwise(conf: Any, expected: ssl.VerifyMode) -> None:
+    """rediss:// with Celery's ssl options; a URL that is silent about it is verified."""
+    pool = client_for(app_with(**conf)).connection_pool
+    assert issubclass(pool.connection_class, redis.SSLConnection)
+    assert pool.connection_kwargs["ssl_cert_reqs"] == expected
+
+
+def test_tls_files_travel() -> None:
+    """CA, certificate and key of Celery's own option names."""
+    files = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
+    options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, **files}
+    read = parameters(broker_url="rediss://h", broker_use_ssl=options)
+    assert {name: read[name] for name in files} == files
+
+
+def test_tls_of_the_result_backend_is_not_used_for_another_server() -> None:
+    """redis_backend_use_ssl speaks of the backend, not of a plain setnx_url."""
+    options = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    pool = client_for(app_with(setnx_url="redis://h", redis_backend_use_ssl=options)).connection_pool
+    assert not issubclass(pool.connection_class, redis.SSLConnection)
+    assert not any(name.startswith("ssl_") for name in pool.connection_kwargs)
+
+
+def test_apps_of_one_process_have_clients_of_their_own() -> None:
+    """Two apps never share a client by accident; one app keeps its client."""
+    one, other = app_with(setnx_url="redis://a"), app_with(setnx_url="redis://b")
+    assert client_for(one) is client_for(one)
+    assert client_for(one) is not client_for(other)
+    assert client_for(other).connection_pool.connection_kwargs["host"] == "b"
+
+
+def test_forked_child_has_a_client_of_its_own(server: EmbeddedServer) -> None:
+    """One client per process: a child never reads its parent's replies."""
+    app = app_with(setnx_url=server.url(1))
+    parents = client_for(app)
+    assert parents.ping()
+    child = os.fork()
+    if child == 0:
+        own = client_for(app)
+        os._exit(0 if own is not parents and own.ping() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client_for(app) is parents
+    assert parents.ping()

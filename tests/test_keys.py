@@ -1,0 +1,375 @@
+"""Keys: what is the same call, what is not, and that producer and worker agree."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.serialization import dumps, loads, register_pickle
+from pydantic import BaseModel
+
+from celery_setnx.exceptions import OptionError, UnkeyableCall
+from celery_setnx.keys import KeyFunction, canonical, digest, key_name, record_name
+
+register_pickle()
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class User(BaseModel):
+    id: int
+    name: str = "x"
+
+
+class Reduced:
+    """Has kombu's own hook for JSON."""
+
+    def __json__(self) -> dict[str, Any]:
+        return {"id": 7, "at": datetime(2026, 1, 2)}
+
+
+def call(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **more: Any) -> None:
+    """The signature under test."""
+
+
+def key(option: Any = None, function: Callable[..., Any] = call) -> Callable[..., str]:
+    made = KeyFunction(option, inspect.signature(function), "proj.call")
+    return lambda *args, **kwargs: made.digest(args, kwargs)
+
+
+def sent(value: Any, serializer: str) -> Any:
+    """What a worker gets of a value."""
+    content_type, encoding, data = dumps(value, serializer=serializer)
+    return loads(data, content_type, encoding, accept=[content_type])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, 2), [1, 2]),
+        ({1: "a"}, {"1": "a"}),
+        ({"a": 1, "b": {"x": 1, "y": 2}}, {"b": {"y": 2, "x": 1}, "a": 1}),
+        ({True: 1, None: 2, 1.5: 3}, {"true": 1, "null": 2, "1.5": 3}),
+        (Colour.RED, "red"),
+        (Level.LOW, 1),
+        ({Colour.RED: 1, Level.LOW: 2}, {"red": 1, "1": 2}),
+        (1.0, 1),
+        (-0.0, 0),
+        (Decimal("1.10"), Decimal("1.1")),
+        (Decimal("0E+5"), Decimal("0")),
+        (Decimal("1E+2"), Decimal("100")),
+        ({1, 2, 3}, frozenset([3, 2, 1])),
+        (bytearray(b"x"), b"x"),
+        (datetime(2026, 1, 1, 12, tzinfo=timezone.utc), datetime(2026, 1, 1, 13, tzinfo=timezone(timedelta(hours=1)))),
+        (OrderedDict(a=1), {"a": 1}),
+        (User(id=1), {"id": 1, "name": "x"}),
+        (Reduced(), {"at": datetime(2026, 1, 2), "id": 7}),
+    ],
+)  # fmt: skip
+def test_canonical_form_forgets_what_serializers_forget(one: Any, other: Any) -> None:
+    """Equal for the user, whatever form a message gives it."""
+    assert canonical(one) == canonical(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, "1"),
+        (1, True),
+        (0, False),
+        (None, "None"),
+        (None, "null"),
+        ("a", b"a"),
+        (Decimal("1"), 1),
+        (Decimal("NaN"), Decimal("Infinity")),
+        (Decimal("-1"), Decimal("1")),
+        (date(2026, 1, 1), datetime(2026, 1, 1)),
+        (datetime(2026, 1, 1), datetime(2026, 1, 1, tzinfo=timezone.utc)),
+        (time(1), time(1, tzinfo=timezone.utc)),
+        (timedelta(1), 86400),
+        (["a", "b"], ["ab"]),
+        (["a", ["b"]], [["a"], "b"]),
+        (["a", "b", ["c"]], ["a", ["b"], "c"]),
+        ("x_b-y", "x"),
+        ([], {}),
+        ([], set()),
+        ({"a": "b"}, [["a", "b"]]),
+        ({"a": {"b": 1}}, {"a": {}, "b": 1}),
+        (1.5, "1.5"),
+        (float("nan"), float("inf")),
+        (UUID(int=1), str(UUID(int=1))),
+        ("s1:a", ["a"]),
+        ("\ud800", "?"),
+    ],
+)
+def test_canonical_form_keeps_types_apart(one: Any, other: Any) -> None:
+    """Look-alikes and crafted concatenations are different keys."""
+    assert canonical(one) != canonical(other)
+
+
+def test_positional_keyword_and_default_are_one_call() -> None:
+    """However the arguments are given, the call is the same."""
+    same = {key()(1), key()(1, 2), key()(a=1), key()(a=1, b=2), key()(1, b=2, c=3), key()(1, c=3)}
+    assert len(same) == 1
+
+
+def test_arguments_do_not_run_together() -> None:
+    """f("x_b-y", "z") and f("x", "y_b-z") differ, as do *rest and **more."""
+    different = [key()("x_b-y", "z"), key()("x", "y_b-z"), key()("x", "y", "z"), key()("x", "y", z="z")]
+    assert len(set(different)) == len(different)
+
+
+def test_key_name_is_a_parameter_never_a_constant() -> None:
+    """`key="a"` means the argument a; a text that is no parameter is refused."""
+    assert key("a")(1, 5) == key("a")(1, 6) != key("a")(2, 5)
+    with pytest.raises(OptionError, match=r"names 'constant', which is no parameter of proj.call\(a\)"):
+        key("constant", lambda a: None)
+
+
+def test_key_of_a_list_covers_typed_values_in_order() -> None:
+    """`key=["a", "b"]`: both values, neither their names nor their text."""
+    assert key(["a", "b"])(1, 2, c=9) == key(["a", "b"])(1, 2) != key(["a", "b"])(2, 1)
+    assert key("a")(1) == key(["b"])(9, 1)
+    assert key(["a", "b"])("1", 2) != key(["a", "b"])(1, 2)
+
+
+def test_template_covers_typed_values_not_text() -> None:
+    """The joined text of two calls may be the same; their keys are not."""
+    template = "{a}:{b}"
+    assert key(template)("x", "y:z") != key(template)("x:y", "z")
+    assert key("u:{a}")(1) != key("u:{a}")("1")
+    assert key("u:{a}")(1) != key("v:{a}")(1)
+
+
+def test_template_dots_try_item_then_attribute() -> None:
+    """`{a.id}` finds the id of a mapping, of a model, and an index of a list."""
+    assert key("{a.id}")({"id": 5}) == key("{a.id}")(User(id=5))
+    assert key("{a.items}")({"items": 1}) == key("{a.items}")({"items": 1.0})
+    with pytest.raises(UnkeyableCall, match="neither an item nor an attribute 'id' in a int"):
+        key("{a.id}")(5)
+
+
+def test_template_index_reaches_into_a_list() -> None:
+    """A step of digits is an index."""
+    assert key("{a.1}")([7, 8]) == key("{a.1}")([9, 8]) != key("{a.1}")([7, 9])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{a",
+        "a}",
+        "{}",
+        "{0}",
+        "{a!r}",
+        "{a:>3}",
+        "{_a}",
+        "{a.__class__}",
+        "{a[0]}",
+        "{a.}",
+        "{nobody}",
+        "{{a}}",
+    ],
+)
+def test_broken_template_is_refused_when_bound(template: str) -> None:
+    """Formats, conversions, private names and unknown fields are refused."""
+    with pytest.raises(OptionError):
+        key(template, lambda a: None)
+
+
+def test_callable_gets_the_calls_arguments_with_defaults() -> None:
+    """A key function sees the call as the task does."""
+    made = key(lambda a, b, *rest, c, **more: (a, b, rest, c, more))
+    assert made(1) == made(1, 2, c=3) != made(1, 3)
+
+
+@pytest.mark.parametrize("function", [lambda *a, **k: None, lambda *a, **k: 1 / 0, lambda *a, **k: object()])
+def test_callable_that_gives_no_key_fails_loudly(function: Any) -> None:
+    """None, an error or an object without a canonical form is an UnkeyableCall."""
+    with pytest.raises(UnkeyableCall, match="call of proj.call"):
+        key(function)(1)
+
+
+@pytest.mark.parametrize("option", [(), []])
+def test_empty_key_is_one_lock_for_the_whole_task(option: Any) -> None:
+    """No digest: the name of the lock can be typed."""
+    assert key(option)(1) == key(option)(2, 3) == ""
+    assert key_name("setnx", "proj.call", "") == "setnx:{proj.call}"
+
+
+@pytest.mark.parametrize("option", [5, 1.5, b"a", {"a": 1}])
+def test_key_of_another_type_is_refused(option: Any) -> None:
+    """A key option is one of the five documented forms."""
+    with pytest.raises(OptionError):
+        key(option)
+
+
+def test_key_of_a_caught_keyword_is_found() -> None:
+    """A name that only **more catches works, and is missed loudly."""
+    assert key("z")(1, z=1) != key("z")(1, z=2)
+    with pytest.raises(UnkeyableCall, match="needs argument 'z'"):
+        key("z")(1)
+
+
+def test_unkeyable_argument_is_named_with_its_type() -> None:
+    """The error names task, argument and type, and says what to do."""
+    with pytest.raises(UnkeyableCall, match=r"proj\.call: argument 'b' of type object: .*key=") as caught:
+        key()(1, object())
+    assert isinstance(caught.value, TypeError)
+
+
+def test_mapping_whose_keys_are_one_in_json_is_refused() -> None:
+    """{1: a, "1": b} would lose an entry on its way to the worker."""
+    with pytest.raises(UnkeyableCall, match="two keys of a mapping are one in JSON"):
+        key()({1: "a", "1": "b"})
+
+
+def test_call_that_does_not_fit_the_signature_is_refused() -> None:
+    """Missing and surplus arguments are named, with the signature."""
+    with pytest.raises(
+        UnkeyableCall,
+        match=r"missing a required argument: 'a'; its signature is \(a, b=2, \*rest, c=3, \*\*more\)",
+    ):
+        key()()
+
+
+def test_lock_name_keeps_scope_and_digest_in_one_slot() -> None:
+    """Lock and record share the tag."""
+    assert key_name("setnx", "proj.call", "00ff") == "setnx:{proj.call:00ff}"
+    assert record_name("setnx:{proj.call:00ff}") == "setnx:{proj.call:00ff}:holder"
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [("lock.foo", "{lock.foo}:holder"), ("a{tag}b", "a{tag}b:holder"), ("a{b", "{a{b}:holder")],
+)
+def test_record_shares_the_cluster_slot_of_a_named_lock(name: str, record: str) -> None:
+    """A name without a tag becomes the tag of its record."""
+    from redis.crc import key_slot
+
+    assert record_name(name) == record
+    assert key_slot(name.encode()) == key_slot(record.encode())
+
+
+@pytest.mark.parametrize("name", ["a{}b", "a}b", "{}x", "}", "a{}{b}", ""])
+def test_lock_name_without_a_sibling_in_its_slot_is_refused(name: str) -> None:
+    """No record could live beside such a lock in a cluster."""
+    with pytest.raises(ValueError, match="cannot be named"):
+        record_name(name)
+
+
+def test_digest_is_pinned() -> None:
+    """The key format: if this changes, KEY_VERSION must."""
+    assert digest([["a", 1], ["b", "x"]]) == "5058e4c6a49b839f7de6aacd1d558973"
+
+
+def test_registered_json_type_is_keyed_by_its_json() -> None:
+    """A type known to kombu's JSON alone is what its message says."""
+    from kombu.utils.json import register_type
+
+    class Money:
+        def __init__(self, cents: int) -> None:
+            self.cents = cents
+
+    register_type(Money, "money", lambda m: m.cents, Money)
+    assert canonical(Money(5)) == canonical(Money(5)) != canonical(Money(6))
+    assert canonical(sent(Money(5), "json")) == canonical(Money(5))
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.text() | st.floats(allow_nan=False)
+JSON_SCALARS = (
+    PLAIN
+    | st.floats()
+    | st.integers()
+    | st.binary()
+    | st.uuids()
+    | st.decimals()
+    | st.dates()
+    | st.times()
+    | st.datetimes()
+    | st.datetimes(timezones=st.sampled_from([timezone.utc, timezone(timedelta(hours=5, minutes=30))]))
+)
+YAML_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]))
+    | st.floats(allow_nan=False)
+    | st.binary()
+    | st.dates(min_value=date(1000, 1, 1))
+    | st.datetimes(min_value=datetime(1000, 1, 1))
+)
+
+
+def nested(scalars: st.SearchStrategy[Any], keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        scalars,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(keys, inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+
+
+MESSAGES = {
+    "json": nested(JSON_SCALARS, st.text() | st.integers()),
+    "pickle": nested(JSON_SCALARS | st.frozensets(st.integers()), st.text() | st.integers() | st.binary()),
+    "msgpack": nested(PLAIN | st.binary(), st.text()),
+    "yaml": nested(YAML_SCALARS, st.text("abc") | st.integers()),
+}
+
+
+@pytest.mark.parametrize("serializer", MESSAGES)
+@given(data=st.data())
+def test_producer_and_worker_compute_the_same_key(serializer: str, data: st.DataObject) -> None:
+    """A value before serialization and after it has one canonical form."""
+    value = data.draw(MESSAGES[serializer])
+    try:
+        before = canonical(value)
+    except ValueError:  # {1: .., "1": ..}: refused before it is sent
+        return
+    assert canonical(sent(value, serializer)) == before
+
+
+@given(st.lists(nested(JSON_SCALARS, st.text()), min_size=2, max_size=2))
+def test_canonical_forms_are_equal_only_for_equal_values(pair: list[Any]) -> None:
+    """No two values that JSON tells apart share a canonical form."""
+    one, other = pair
+    if canonical(one) == canonical(other):
+        assert canonical([one, one]) == canonical([other, other])
+        assert repr(_normal(one)) == repr(_normal(other))
+
+
+def _normal(value: Any) -> Any:
+    """What the canonical form forgets, forgotten in Python."""
+    if isinstance(value, (list, tuple)):
+        return [_normal(item) for item in value]
+    if isinstance(value, dict):
+        return sorted((name, repr(_normal(item))) for name, item in value.items())
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        sign, digits, exponent = value.as_tuple()
+        text = "".join(map(str, digits)).lstrip("0")
+        zeros = len(text) - len(text.rstrip("0"))
+        return ("decimal", sign if text else 0, text.rstrip("0"), exponent + zeros if text else 0)
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return ("instant", value - datetime(1970, 1, 1, tzinfo=timezone.utc))
+    return value

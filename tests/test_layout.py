@@ -1,0 +1,91 @@
+"""The shape of the package: imports point down, scripts have one caller, the public names are few."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import celery_setnx
+
+PACKAGE = Path(celery_setnx.__file__).parent
+LAYERS = [
+    {"exceptions", "keys"},
+    {"lock"},
+    {"options", "connection", "signals"},
+    {"keeper", "conflict"},
+    {"task"},
+    {"__init__"},
+]  # fmt: skip
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+# Within a level: who may know whom.
+SIDEWAYS = {("keys", "exceptions")}
+
+
+def modules() -> dict[str, ast.Module]:
+    return {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules of ours that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("celery_setnx"):
+            assert node.level == 0
+            rest = (node.module or "").partition(".")[2]
+            found |= {rest} if rest else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[2] for a in node.names if a.name.startswith("celery_setnx.")}
+    return found
+
+
+def test_every_module_has_a_level() -> None:
+    """A new module must be given its place."""
+    assert set(modules()) == set(LEVEL)
+
+
+@pytest.mark.parametrize("module", sorted(LEVEL))
+def test_imports_only_point_down(module: str) -> None:
+    """exceptions, keys -> lock -> options, connection, signals -> keeper, conflict -> task."""
+    for imported in imports(modules()[module]):
+        assert LEVEL[imported] < LEVEL[module] or (module, imported) in SIDEWAYS, (
+            f"{module} imports {imported}"
+        )
+
+
+@pytest.mark.parametrize("module", ["exceptions", "keys", "lock"])
+def test_lock_knows_no_celery(module: str) -> None:
+    """The lock is usable without Celery."""
+    for node in ast.walk(modules()[module]):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not any(name.partition(".")[0] == "celery" for name in names)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """A module opens with one sentence."""
+    for name, tree in modules().items():
+        assert ast.get_docstring(tree), name
+
+
+def test_no_assert_outside_tests() -> None:
+    """An assert vanishes under -O."""
+    for name, tree in modules().items():
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), name
+
+
+def test_one_verb_per_lua_file() -> None:
+    """Every script is named for its verb, states its keys and arguments, and fits a screen."""
+    scripts = {path.stem: path.read_text() for path in (PACKAGE / "lua").glob("*.lua")}
+    assert set(scripts) == {"acquire", "renew", "release"}
+    for name, text in scripts.items():
+        assert all(word in text for word in ("-- KEYS", "-- ARGV", "-- Returns")), name
+        assert text.count("\n") <= 60, name
+
+
+def test_public_names_are_exported_and_documented() -> None:
+    """__all__ is complete, sorted and documented."""
+    assert sorted(celery_setnx.__all__) == celery_setnx.__all__
+    for name in celery_setnx.__all__:
+        assert getattr(celery_setnx, name).__doc__, name

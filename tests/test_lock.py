@@ -1,0 +1,384 @@
+"""SetnxLock without Celery, on a real server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import redis
+
+from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
+from tests.harness import wait_until
+
+NAME, RECORD = "lock.foo", "{lock.foo}:holder"
+
+
+def server_us(client: redis.Redis) -> int:
+    """The server's clock in microseconds."""
+    seconds, microseconds = client.time()
+    return seconds * 1_000_000 + microseconds
+
+
+def test_free_lock_is_acquired_with_a_fence(locks: redis.Redis) -> None:
+    """A free lock: acquired, nobody taken over, and the value is the second at which it ends."""
+    outcome = SetnxLock(locks, NAME, lease=10).acquire()
+    assert outcome.acquired
+    assert outcome.taken_over_from is None
+    assert outcome.lock is not None
+    assert outcome.lock.fence > 0
+    assert 9 < outcome.lock.remaining_s() < 10
+    assert int(locks.get(NAME)) - server_us(locks) / 1e6 == pytest.approx(10.5, abs=0.6)
+
+
+def test_held_lock_is_an_outcome_that_names_the_holder(locks: redis.Redis) -> None:
+    """Not getting the lock is a value: who holds it, since when, and for how long still."""
+    info = {"task": "proj.report", "task_id": "id-1", "worker": "celery@web1", "pid": 4711}
+    SetnxLock(locks, NAME, lease=timedelta(seconds=10), info=info).acquire()
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert not outcome.acquired
+    assert outcome.lock is None
+    assert 9 < outcome.remaining_s <= 10
+    assert outcome.holder.task_id == "id-1"
+    assert outcome.holder.info == info
+    assert str(outcome.holder).startswith("proj.report[id-1] on celery@web1 (pid 4711), running since 20")
+
+
+def test_record_is_readable_text_beside_the_lock(locks: redis.Redis) -> None:
+    """redis-cli GET shows the record: token, deadline, fence, state, since and info, a line each."""
+    held = SetnxLock(locks, NAME, lease=10, info={"task": "t"}).acquire().lock
+    token, deadline, fence, state, since, info = locks.get(RECORD).split("\n")
+    assert (token, int(fence), state, info) == (held.token, held.fence, "running", '{"task":"t"}')
+    assert int(deadline) - int(since) == 10_000_000
+    assert int(locks.get(NAME)) == -(-int(deadline) // 1_000_000)
+
+
+def test_release_frees_the_lock_and_is_answered_alike_twice(locks: redis.Redis) -> None:
+    """A second release with the same token answers as the first, and the lock is free."""
+    held = SetnxLock(locks, NAME).acquire().lock
+    assert held.release() == held.release() == "released"
+    assert locks.get(NAME) is None
+    assert 0 < locks.ttl(RECORD) <= 60
+
+
+def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks: redis.Redis) -> None:
+    """Past its deadline a lock is taken over; the outcome says from whom, and the fence has grown."""
+    dead = SetnxLock(locks, NAME, lease=0.05, info={"task": "t", "task_id": "dead"}).acquire().lock
+    outcome = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "taken over")
+    assert outcome.taken_over_from.token == dead.token
+    assert outcome.taken_over_from.task_id == "dead"
+    assert outcome.lock.fence > dead.fence
+
+
+def test_stale_release_changes_nothing(locks: redis.Redis) -> None:
+    """The old holder's release of a lock that was taken over says lost, and leaves it alone."""
+    stale = SetnxLock(locks, NAME, lease=0.05).acquire().lock
+    wait_until(lambda: SetnxLock(locks, NAME, lease=10).acquire().acquired, "taken over")
+    before = locks.get(NAME), locks.get(RECORD)
+    assert stale.release() == "lost"
+    assert (locks.get(NAME), locks.get(RECORD)) == before
+
+
+def test_renew_moves_the_deadline(locks: redis.Redis) -> None:
+    """Renewed in time, a lock outlives its lease."""
+    lock = SetnxLock(locks, NAME, lease=0.4)
+    held = lock.acquire().lock
+    give_up = time.monotonic() + 1.2
+    while time.monotonic() < give_up:
+        held.renew()
+        assert not SetnxLock(locks, NAME).acquire().acquired
+    assert held.release() == "released"
+
+
+def test_expired_lease_is_not_renewed_back_to_life(locks: redis.Redis) -> None:
+    """Once its deadline has passed a lock is lost, though nobody has taken it."""
+    held = SetnxLock(locks, NAME, lease=0.05).acquire().lock
+    before = locks.get(RECORD)
+    deadline_us = int(before.split("\n")[1])
+    wait_until(lambda: server_us(locks) >= deadline_us, "the lease is over")
+    with pytest.raises(LockLost, match="no longer knows it as ours"):
+        held.renew()
+    assert locks.get(RECORD) == before
+
+
+def test_ensure_raises_when_the_lease_may_be_over(locks: redis.Redis) -> None:
+    """ensure() trusts this process's own clock, with a margin."""
+    now = [0.0]
+    held = SetnxLock(locks, NAME, lease=10, clock=lambda: now[0]).acquire().lock
+    held.ensure()
+    now[0] = 9.8
+    held.ensure()
+    now[0] = 9.91
+    with pytest.raises(LockLost, match=r"lock\.foo is lost: its lease of 10 s ended"):
+        held.ensure()
+    assert held.remaining_s() == 0
+
+
+def test_vanished_lock_is_lost_at_the_next_renewal(locks: redis.Redis) -> None:
+    """A key that was deleted or evicted is noticed."""
+    held = SetnxLock(locks, NAME).acquire().lock
+    locks.delete(NAME)
+    with pytest.raises(LockLost, match="vanished"):
+        held.renew()
+    assert held.release() == "gone"
+
+
+def test_lost_record_is_lost(locks: redis.Redis) -> None:
+    """Without its record a lock cannot be shown to be ours."""
+    held = SetnxLock(locks, NAME).acquire().lock
+    locks.delete(RECORD)
+    with pytest.raises(LockLost, match="no longer knows it as ours"):
+        held.renew()
+    assert held.release() == "lost"
+
+
+def test_renewal_repairs_what_a_classic_loser_overwrote(locks: redis.Redis) -> None:
+    """The recipe's loser overwrites the value; while our record is unexpired the lock is ours."""
+    held = SetnxLock(locks, NAME, lease=10).acquire().lock
+    locks.getset(NAME, int(time.time()) - 100)
+    rival = SetnxLock(locks, NAME).acquire()
+    assert not rival.acquired
+    assert rival.holder.token == held.token
+    held.renew()
+    assert int(locks.get(NAME)) > time.time() + 5
+    locks.getset(NAME, int(time.time()) - 100)
+    assert held.release() == "repaired"
+    assert locks.get(NAME) is None
+
+
+def test_text_under_a_held_lock_is_a_loss(locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """Somebody who writes text over our lock wants it stopped: lost, and never overwritten."""
+    foreign_keys.add(NAME)
+    held = SetnxLock(locks, NAME).acquire().lock
+    locks.set(NAME, "maintenance")
+    with pytest.raises(LockLost, match="'maintenance'"):
+        held.renew()
+    assert held.release() == "lost"
+    assert locks.get(NAME) == "maintenance"
+
+
+@pytest.mark.parametrize("value", ["maintenance", "", "-5", "1e9", "0x10", "12 "])
+def test_foreign_text_is_held_and_never_overwritten(
+    locks: redis.Redis, foreign_keys: set[str], value: str
+) -> None:
+    """A value that is no number belongs to somebody else: held without an end."""
+    foreign_keys.add(NAME)
+    locks.set(NAME, value)
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert not outcome.acquired
+    assert outcome.remaining_s is None
+    assert outcome.holder.state == "foreign"
+    assert locks.get(NAME) == value
+
+
+def test_foreign_key_of_another_type_is_held(locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """A list under the lock's name is somebody's data."""
+    foreign_keys.add(NAME)
+    locks.rpush(NAME, "x")
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert not outcome.acquired
+    assert "(not a string)" in str(outcome.holder)
+    assert locks.type(NAME) == "list"
+
+
+@pytest.mark.parametrize("offset", [0, 0.5])
+def test_foreign_second_is_respected_to_its_end(
+    locks: redis.Redis, foreign_keys: set[str], offset: float
+) -> None:
+    """A value of the recipe, integer or fraction, is held until its second plus one."""
+    foreign_keys.add(NAME)
+    value = locks.time()[0] + offset
+    locks.set(NAME, f"{value:.1f}" if offset else int(value))
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert not outcome.acquired
+    taken = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "taken over")
+    assert taken.taken_over_from.state == "foreign"
+    assert taken.server_time >= value + 1
+    assert locks.ttl(NAME) > 0
+
+
+def test_acquire_again_with_the_same_token_is_acquired(locks: redis.Redis) -> None:
+    """A resent acquire is answered acquired, with the fence and deadline of the first."""
+    lock = SetnxLock(locks, NAME, lease=10)
+    first = lock.acquire(token="mine").lock
+    record = locks.get(RECORD)
+    again = lock.acquire(token="mine").lock
+    assert again.fence == first.fence
+    assert locks.get(RECORD) == record
+    assert again.release() == "released"
+
+
+def test_wait_ends_when_the_lock_is_released(locks: redis.Redis) -> None:
+    """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline."""
+    held = SetnxLock(locks, NAME, lease=30).acquire().lock
+    waited: list[float] = []
+
+    class ReleasingLock(SetnxLock):
+        """Frees the lock of the other after a few tries."""
+
+        def _acquire_once(self, token: str, task_id: str) -> Any:
+            waited.append(time.monotonic())
+            if len(waited) == 4:
+                held.release()
+            return super()._acquire_once(token, task_id)
+
+    assert ReleasingLock(locks, NAME).acquire(wait=10).acquired
+    assert len(waited) == 4
+    assert waited[-1] - waited[0] < 5
+
+
+def test_wait_gives_up_in_time(locks: redis.Redis) -> None:
+    """acquire(wait=...) answers held when its time is over."""
+    SetnxLock(locks, NAME).acquire()
+    before = time.monotonic()
+    assert not SetnxLock(locks, NAME).acquire(wait=0.2).acquired
+    assert 0.2 <= time.monotonic() - before < 2
+
+
+def test_with_holds_and_releases(locks: redis.Redis) -> None:
+    """The README's three lines."""
+    with SetnxLock(locks, "nightly-report", lease=60) as held:
+        assert held.fence
+        assert locks.exists("nightly-report")
+    assert not locks.exists("nightly-report")
+
+
+def test_with_raises_already_running_when_held(locks: redis.Redis) -> None:
+    """`with` needs the lock: held by another is an error that names it."""
+    lock = SetnxLock(locks, NAME, info={"task": "t", "task_id": "1"})
+    lock.acquire()
+    with pytest.raises(AlreadyRunning, match=r"lock\.foo is held by t\[1\]"), SetnxLock(locks, NAME):
+        pass
+
+
+def test_with_releases_when_the_body_raises(locks: redis.Redis) -> None:
+    """The body's own error comes through, and the lock is free."""
+    with pytest.raises(ZeroDivisionError), SetnxLock(locks, NAME):
+        raise ZeroDivisionError
+    assert not locks.exists(NAME)
+
+
+def test_with_warns_of_a_lock_lost_on_the_way(locks: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    """Losing the lock inside `with` is reported, not hidden."""
+    with caplog.at_level(logging.WARNING), SetnxLock(locks, NAME):
+        locks.delete(NAME)
+    assert "was gone before it was released" in caplog.text
+
+
+def test_with_warns_when_the_release_fails(
+    locks: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing release never hides the body's own error."""
+    lock = SetnxLock(locks, NAME)
+    monkeypatch.setattr(lock, "_release", _unavailable)
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), lock:
+        raise ZeroDivisionError
+    assert "was not released" in caplog.text
+    monkeypatch.undo()
+    assert lock.release() == "released"
+
+
+def _unavailable(*_args: Any) -> Any:
+    raise LockUnavailable(NAME, "gone away")
+
+
+def test_release_without_acquire_is_an_error(locks: redis.Redis) -> None:
+    """There is nothing to give back."""
+    with pytest.raises(LockLost, match="never acquired"):
+        SetnxLock(locks, NAME).release()
+
+
+@pytest.mark.parametrize("lease", [0, -1, timedelta(0), float("nan")])
+def test_lease_must_be_positive(locks: redis.Redis, lease: Any) -> None:
+    """A lease of nothing is refused at once."""
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        SetnxLock(locks, NAME, lease=lease)
+
+
+def test_token_with_a_line_break_is_refused(locks: redis.Redis) -> None:
+    """The record is packed by lines."""
+    with pytest.raises(ValueError, match="line break"):
+        SetnxLock(locks, NAME).acquire(token="a\nb")
+
+
+def test_late_reply_is_not_an_acquisition(locks: redis.Redis) -> None:
+    """A process that stood still for its whole lease must not start: the lock is given back."""
+    moments = iter([0.0, 0.0, 20.0])
+    lock = SetnxLock(locks, NAME, lease=10, clock=lambda: next(moments, 20.0))
+    with pytest.raises(LockUnavailable, match="the reply took longer than the lease of 10 s"):
+        lock.acquire()
+    assert not locks.exists(NAME)
+
+
+def test_interrupted_acquire_gives_back_what_it_may_hold(
+    locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time limit that strikes between the server's grant and our reading it leaves no lock behind."""
+    lock = SetnxLock(locks, NAME)
+    acquire = SetnxLock._acquire_once
+
+    def interrupted(self: SetnxLock, token: str, task_id: str) -> Any:
+        acquire(self, token, task_id)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SetnxLock, "_acquire_once", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    assert not locks.exists(NAME)
+
+
+def test_rest_keeps_the_lock_closed_then_opens_it(locks: redis.Redis) -> None:
+    """release(at_least_for=...) lets a lock rest until then; its end is no crash."""
+    held = SetnxLock(locks, NAME, lease=10).acquire().lock
+    assert held.release(at_least_for=0.3) == "resting"
+    assert held.release(at_least_for=0.3) == "resting"
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert not outcome.acquired
+    assert outcome.holder.state == "resting"
+    taken = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "rest over")
+    assert taken.taken_over_from is None
+    assert taken.lock.fence > held.fence
+
+
+def test_rest_that_is_over_is_a_plain_release(locks: redis.Redis) -> None:
+    """A body longer than at_least_for frees the lock at once."""
+    held = SetnxLock(locks, NAME, lease=10).acquire().lock
+    assert held.release(at_least_for=1e-6) == "released"
+
+
+def test_own_rest_lets_the_same_task_pass(locks: redis.Redis) -> None:
+    """A task's own retry passes through its resting lock; another task does not."""
+    SetnxLock(locks, NAME).acquire(token="id-1|0|ab").lock.release(at_least_for=10)
+    assert not SetnxLock(locks, NAME).acquire(token="id-2|0|ab", task_id="id-2").acquired
+    outcome = SetnxLock(locks, NAME).acquire(token="id-1|1|cd", task_id="id-1")
+    assert outcome.acquired
+    assert outcome.taken_over_from is None
+
+
+def test_fence_grows_after_the_lock_was_forgotten(locks: redis.Redis) -> None:
+    """Even with all keys gone, the next fence is larger."""
+    first = SetnxLock(locks, NAME).acquire().lock
+    locks.flushdb()
+    assert SetnxLock(locks, NAME).acquire().lock.fence > first.fence
+
+
+def test_client_that_returns_bytes_serves_as_well(server: Any, locks: redis.Redis) -> None:
+    """decode_responses of the user's client does not matter."""
+    with redis.Redis.from_url(server.url(1)) as client:
+        held = SetnxLock(client, NAME, info={"task": "t"}).acquire().lock
+        held.renew()
+        assert SetnxLock(client, NAME).acquire().holder.token == held.token
+        assert held.release() == "released"
+
+
+def test_script_flush_does_not_matter(locks: redis.Redis) -> None:
+    """A server that has forgotten the scripts gets them again."""
+    for _ in range(2):
+        locks.script_flush()
+        held = SetnxLock(locks, NAME).acquire().lock
+        locks.script_flush()
+        held.renew()
+        locks.script_flush()
+        assert held.release() == "released"

@@ -1,0 +1,128 @@
+"""Options: names, values, layers, and what cannot go together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_setnx import OptionError
+from celery_setnx.options import Options, merged, plain, settings
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    """Nothing given: a lease of 30 s, auto, all arguments as key."""
+    options = merged("t")
+    assert options == Options()
+    assert (options.lease, options.on_conflict, options.key, options.on_redis_error) == (
+        30,
+        "auto",
+        None,
+        "retry",
+    )
+
+
+def test_nearest_layer_wins() -> None:
+    """call > task > base class > app."""
+    options = merged(
+        "t", {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
+    )
+    assert (options.lease, options.max_wait, options.scope) == (3, 2, "app")
+
+
+def test_timedelta_is_seconds() -> None:
+    """Durations are seconds or timedelta."""
+    assert merged("t", {"lease": timedelta(minutes=2)}).lease == 120
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"on_conflct": "skip"}, "proj.t has an unknown option 'on_conflct'; did you mean 'on_conflict'"),
+        ({"zzz": 1}, "unknown option 'zzz'; the options are key, scope"),
+        ({"on_conflict": "skpi"}, "on_conflict of proj.t must be one of .* not 'skpi'; did you mean 'skip'"),
+        ({"on_conflict": None}, "must be one of"),
+        ({"on_redis_error": "ignore"}, "on_redis_error of proj.t must be one of 'retry', 'run', 'raise'"),
+        ({"lease": 0}, "lease of proj.t must be positive and finite, in seconds, not 0"),
+        ({"lease": -1}, "must be positive"),
+        ({"lease": float("inf")}, "must be positive and finite"),
+        ({"lease": float("nan")}, "must be positive"),
+        ({"lease": "30"}, "must be seconds or a timedelta, not '30'"),
+        ({"lease": True}, "must be seconds or a timedelta"),
+        ({"lease": None}, "must be seconds or a timedelta"),
+        ({"at_least_for": -1}, "must be not negative"),
+        ({"max_wait": -1}, "must be not negative or None"),
+        ({"retry_delay": 0}, "must be positive"),
+        ({"retry_delay": 5, "retry_delay_max": 1}, "retry_delay_max .* is shorter than its retry_delay"),
+        ({"at_least_for": 5, "at_most_for": 1}, "at_most_for .* is shorter than its at_least_for"),
+        ({"scope": "a{b"}, "scope of proj.t must be a text without braces"),
+        ({"scope": ""}, "must be a text without braces"),
+        ({"hold_on_retry": 2}, "hold_on_retry of proj.t must be True or False"),
+        ({"dedupe": "until_later"}, "dedupe of proj.t must be one of"),
+        ({"on_conflict": "wait"}, "on_conflict='wait' of proj.t is not available yet"),
+        ({"on_conflict": "join"}, "not available yet"),
+        ({"dedupe": "until_started"}, "not available yet"),
+        ({"dedupe": "until_done"}, "not available yet"),
+        ({"hold_on_retry": True}, "not available yet"),
+        ({"on_duplicate": "raise"}, "not available yet"),
+        ({"queue_lease": 5}, "not available yet"),
+        ("lease=5", "must be a mapping"),
+    ],
+)
+def test_bad_option_is_refused_by_name(layer: Any, message: str) -> None:
+    """What was expected, what came, and what was perhaps meant."""
+    with pytest.raises(OptionError, match=message):
+        merged("proj.t", layer)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"max_wait": None},
+        {"at_most_for": None},
+        {"skip_result": None},
+        {"dedupe": None},
+        {"hold_on_retry": False},
+    ],
+)
+def test_none_means_the_default(layer: Any) -> None:
+    """Switching an option off is allowed where the table says none."""
+    merged("t", {"max_wait": 1, "at_most_for": 1}, layer)
+
+
+def test_callable_of_one_call_is_refused() -> None:
+    """A message carries no functions."""
+    with pytest.raises(OptionError, match="'on_conflict' of one call of t is a callable"):
+        plain("t", {"on_conflict": print})
+    with pytest.raises(OptionError, match="'key' of one call of t is a callable"):
+        plain("t", {"key": lambda: 1})
+
+
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [
+        ({"setnx_prefix": "a{b"}, "setnx_prefix must be a text without braces"),
+        ({"setnx_key_version": 2}, "setnx_key_version must be 1"),
+        ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
+        (
+            {"setnx_defaults": {"leese": 1}},
+            "setnx_defaults has an unknown option 'leese'; did you mean 'lease'",
+        ),
+    ],
+)
+def test_bad_setting_is_refused(conf: dict[str, Any], message: str) -> None:
+    """The app's settings are held to the same rules."""
+    with pytest.raises(OptionError, match=message):
+        settings(conf)
+
+
+def test_settings_are_read_under_celerys_namespace() -> None:
+    """config_from_object(namespace="CELERY") gives CELERY_SETNX_PREFIX."""
+    app = Celery("spaced")
+    app.config_from_object(
+        {"CELERY_SETNX_PREFIX": "prod", "CELERY_SETNX_DEFAULTS": {"lease": 5}}, namespace="CELERY"
+    )
+    read = settings(app.conf)
+    assert (read.prefix, read.defaults, read.retention) == ("prod", {"lease": 5.0}, 86400)

@@ -1,0 +1,172 @@
+"""When things die: a worker in mid-task, the lock server before, during and after a body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from celery_setnx import LockLost, LockUnavailable
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+
+
+@pytest.fixture
+def doomed(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker of its own, to be killed."""
+    worker = Worker(logs, concurrency=1, queues="doomed")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def lock_server() -> Iterator[EmbeddedServer]:
+    """A server for locks alone, so that it can fail while the broker lives."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def far_worker(server: EmbeddedServer, lock_server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker whose locks are on the other server."""
+    environment = {"SETNX_TEST_LOCK_URL": lock_server.url()}
+    worker = Worker(logs, concurrency=2, queues="far", environment=environment)
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def far(far_worker: Worker, lock_server: EmbeddedServer, journal: Journal) -> Any:
+    """Tasks to be sent to the far worker's queue; its lock server is up and empty."""
+    lock_server.restart()
+    from tests import workerapp
+
+    return workerapp
+
+
+def test_lock_of_a_killed_worker_is_taken_over(
+    tasks: Any, journal: Journal, gates: Any, doomed: Worker, worker: Worker
+) -> None:
+    """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
+    first = tasks.work.apply_async(["gated"], queue="doomed")
+    (started,) = journal.wait_for("start", task_id=first.id)
+    doomed.kill()
+    second = tasks.work.apply_async(["gated"], singleton={"on_conflict": "retry"})
+    journal.wait_for("conflict", task_id=second.id)
+    (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
+    assert taken_over["holder"]["task_id"] == first.id
+    assert taken_over["holder"]["pid"] == started["pid"]
+    assert taken_over["holder"]["worker"] == f"{doomed.name}@test"
+    assert taken_over["fence"] > started["fence"]
+    gates("gated")
+    assert second.get(timeout=10) == "gated"
+    journal.wait_for("postrun", count=journal.words(second.id).count("retry") + 1, task_id=second.id)
+    assert [word for word in journal.words(second.id) if word not in ("conflict", "retry", "postrun")] == [
+        "taken_over",
+        "acquired",
+        "start",
+        "end",
+        "released",
+    ]
+    log = worker.wait_for_log("took over t:{tests.workerapp.work:")
+    assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
+
+
+def test_task_waits_in_place_for_an_unreachable_server(
+    far: Any, journal: Journal, lock_server: EmbeddedServer
+) -> None:
+    """Redis unreachable at acquire: the task waits for a lease, comes back by the broker, and runs at last."""
+    lock_server.stop()
+    result = far.work.apply_async(["a"], queue="far")
+    (retry,) = journal.wait_for("retry", task_id=result.id)
+    assert retry["retries"] == 0
+    lock_server.start(lock_server.port)
+    assert result.get(timeout=20) == "a"
+    assert journal.entries(what="conflict") == []
+
+
+def test_unreachable_server_fails_the_task_if_asked(far: Any, lock_server: EmbeddedServer) -> None:
+    """on_redis_error="raise": LockUnavailable, and the body does not run."""
+    lock_server.stop()
+    result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "raise"})
+    with pytest.raises(LockUnavailable, match="could not be acquired"):
+        result.get(timeout=20)
+    lock_server.start(lock_server.port)
+
+
+def test_unreachable_server_lets_the_body_run_if_asked(
+    far: Any, journal: Journal, far_worker: Worker, lock_server: EmbeddedServer
+) -> None:
+    """on_redis_error="run": the body runs without a lock, and the log says so."""
+    lock_server.stop()
+    result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "run"})
+    assert result.get(timeout=20) == "a"
+    assert journal.entries(what="start")[0]["key"] is None
+    far_worker.wait_for_log(f"[{result.id}] runs unguarded")
+    lock_server.start(lock_server.port)
+
+
+def test_result_stands_when_the_release_fails(
+    far: Any, journal: Journal, gates: Any, far_worker: Worker, lock_server: EmbeddedServer
+) -> None:
+    """Redis dies during the body: the task still succeeds, and the log says that the lease ends the lock."""
+    result = far.work.apply_async(["gated"], queue="far")
+    journal.wait_for("start", task_id=result.id)
+    lock_server.stop()
+    gates("gated")
+    assert result.get(timeout=20) == "gated"
+    far_worker.wait_for_log(f"[{result.id}] has ended, but its lock was not released")
+    lock_server.start(lock_server.port)
+
+
+def test_body_learns_that_redis_has_died(
+    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
+) -> None:
+    """Without an answer for a whole lease the lock counts as lost: a signal, and ensure() raises."""
+    result = far.careful.apply_async(["gated"], queue="far")
+    journal.wait_for("start", task_id=result.id)
+    lock_server.stop()
+    (lost,) = journal.wait_for("lost", task_id=result.id)
+    assert "could not be reached" in lost["reason"]
+    gates("gated")
+    with pytest.raises(LockLost):
+        result.get(timeout=20)
+    lock_server.start(lock_server.port)
+    assert len(journal.entries(what="lost")) == 1
+
+
+def test_body_learns_that_redis_has_lost_its_data(
+    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
+) -> None:
+    """The next renewal finds the lock gone: a signal, and ensure() raises."""
+    result = far.careful.apply_async(["gated"], queue="far")
+    journal.wait_for("start", task_id=result.id)
+    lock_server.restart()
+    journal.wait_for("lost", task_id=result.id)
+    gates("gated")
+    with pytest.raises(LockLost):
+        result.get(timeout=20)
+
+
+def test_stopped_holder_never_touches_the_next_holders_lock(
+    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
+) -> None:
+    """A holder that slept past its lease: its release is refused, and the next one's lock stays."""
+    result = far.overlong.apply_async(["gated"], queue="far")
+    (start,) = journal.wait_for("start", task_id=result.id)
+    journal.wait_for("lost", task_id=result.id)
+    second = far.overlong.apply_async(["gated"], queue="far")
+    (taken,) = journal.wait_for("taken_over", task_id=second.id)
+    assert taken["fence"] > start["fence"]
+    with redis.Redis.from_url(lock_server.url(), decode_responses=True) as client:
+        before = client.get(start["key"])
+        gates("gated")
+        with pytest.raises(LockLost):
+            result.get(timeout=20)
+        assert client.get(start["key"]) == before
+    gates("gated")
+    assert second.get(timeout=20) is None
+    assert journal.words(second.id)[:4] == ["taken_over", "acquired", "start", "end"]
