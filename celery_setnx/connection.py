@@ -1,18 +1,24 @@
-"""From an app's configuration to its Redis client: one client per app and process, with short timeouts."""
+"""The Redis that holds an app's locks: which one it is, its client, and a check when a worker starts."""
 
 from __future__ import annotations
 
+import logging
 import os
+import uuid
 from ssl import CERT_NONE, CERT_OPTIONAL
 from typing import Any
 
 import redis
-from celery import Celery
+from celery import Celery, bootsteps
 from celery.app.backends import by_url
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from celery_setnx.exceptions import OptionError
+from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock import SetnxLock
+from celery_setnx.options import settings
+
+logger = logging.getLogger("celery_setnx")
 
 SOCKET_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+socket")
@@ -64,6 +70,52 @@ def lock_url(app: Celery) -> tuple[str, str]:
         f"nor broker_url ({_scheme(urls[0])}) is one of {', '.join(SCHEMES)}. Set setnx_url, "
         'such as "redis://localhost:6379/1"'
     )
+
+
+class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Tries every verb, a take-over included, when a worker starts: before the first task needs them."""
+
+    def start(self, worker: Any) -> None:
+        """Warn of an unreachable or evicting server; refuse to start on one that forbids a command.
+
+        Raises:
+            LockRefused: The server or its ACL forbids what the lock needs.
+            OptionError: No setting names a Redis that this version can use.
+        """
+        app = worker.app
+        client = client_for(app)
+        lock = SetnxLock(client, f"{settings(app.conf).prefix}:{{check:{uuid.uuid4().hex}}}", lease=0.05)
+        try:
+            lock.acquire()
+            outcome = lock.acquire(wait=5.0)
+            if outcome.lock is not None:
+                outcome.lock.renew()
+                outcome.lock.release()
+            memory = client.info("memory")
+        except LockUnavailable as error:
+            logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
+        except LockRefused as error:
+            logger.critical("This worker cannot lock. %s", error)
+            raise
+        except redis.ResponseError:
+            return  # INFO is not among what the lock needs
+        else:
+            _warn_of_eviction(memory)
+
+
+def check_at_worker_start(app: Celery) -> None:
+    """Have workers of the app try its lock server when they start."""
+    app.steps["worker"].add(LockServerCheck)
+
+
+def _warn_of_eviction(memory: dict[str, Any]) -> None:
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if memory.get("maxmemory") and policy != "noeviction":
+        logger.warning(
+            "The lock server evicts keys when its memory is full (maxmemory-policy %s), and locks are keys: "
+            "a task may lose its lock. Set maxmemory-policy noeviction, or point setnx_url at another Redis.",
+            policy,
+        )
 
 
 def _pool(app: Celery) -> redis.ConnectionPool:

@@ -20,7 +20,7 @@ from celery.local import Proxy
 from celery.utils.dispatch import Signal
 
 from celery_setnx.conflict import HEADER, Conflict, backoff, come_back, resolve, waited
-from celery_setnx.connection import client_for
+from celery_setnx.connection import check_at_worker_start, client_for
 from celery_setnx.exceptions import (
     AlreadyRunning,
     LockTimeout,
@@ -179,6 +179,7 @@ class _Guard:
         self.options = merged(task, *self.layers)
         self.key_function = KeyFunction(self.options.key, signature, task)
         check_name(f"scope of {task}", self.options.scope or task)
+        check_at_worker_start(app)
 
     def header(
         self,
@@ -393,7 +394,8 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
     if raises and issubclass(LockTimeout, retried) and not issubclass(AlreadyRunning, spared):
         raise OptionError(
             f"{task.name} has @singleton with on_conflict='raise' or max_wait, and an autoretry_for that "
-            "would retry the error; add base=SingletonTask, or celery_setnx.AlreadyRunning to dont_autoretry_for"
+            "would retry the error; add base=SingletonTask, or put celery_setnx.AlreadyRunning into "
+            "dont_autoretry_for"
         )
 
 

@@ -1,17 +1,18 @@
-"""Which Redis holds the locks, and how it is reached."""
+"""Which Redis holds the locks, how it is reached, and what a starting worker finds out about it."""
 
 from __future__ import annotations
 
 import os
 import ssl
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import OptionError
-from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
+from celery_setnx import LockRefused, OptionError
+from celery_setnx.connection import SOCKET_TIMEOUT_S, LockServerCheck, client_for, lock_url
 from examples.embedded import EmbeddedServer
 
 
@@ -138,3 +139,55 @@ def test_forked_child_has_a_client_of_its_own(server: EmbeddedServer) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client_for(app) is parents
     assert parents.ping()
+
+
+def start_worker_check(app: Celery) -> None:
+    """What a worker does when it starts."""
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+
+
+def test_worker_start_leaves_nothing_behind(locks: redis.Redis, server: EmbeddedServer, caplog: Any) -> None:
+    """A good server: no word, and no lock stays."""
+    start_worker_check(app_with(setnx_url=server.url(1)))
+    assert caplog.text == ""
+    assert all(key.endswith(":holder") for key in locks.keys())
+
+
+@pytest.mark.parametrize(
+    "command", ["eval|evalsha", "setnx", "getset", "set", "del", "pexpireat", "pexpire", "time"]
+)
+def test_worker_does_not_start_where_the_acl_forbids_a_command(
+    server: EmbeddedServer, locks: redis.Redis, command: str, caplog: Any
+) -> None:
+    """The missing permission is named before the first task needs it, a take-over's included."""
+    forbidden = [f"-{name}" for name in command.split("|")]
+    locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", "~*", "+@all", *forbidden)
+    url = server.url(1).replace("redis://", "redis://limited:pw@")
+    with pytest.raises(LockRefused, match="Redis refuses to serve the lock"):
+        start_worker_check(app_with(setnx_url=url))
+    assert "This worker cannot lock" in caplog.text
+    assert command.split("|")[-1] in caplog.text.lower()
+    locks.execute_command("ACL", "DELUSER", "limited")
+
+
+def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, locks: redis.Redis) -> None:
+    """The permissions that the error message asks for are enough; INFO is not among them."""
+    needed = "eval evalsha time get set setnx getset del pexpire pexpireat"
+    locks.execute_command(
+        "ACL", "SETUSER", "least", "reset", "on", ">pw", "~setnx:*", *[f"+{name}" for name in needed.split()]
+    )
+    start_worker_check(app_with(setnx_url=server.url(0).replace("redis://", "redis://least:pw@")))
+    locks.execute_command("ACL", "DELUSER", "least")
+
+
+def test_worker_start_warns_of_a_server_that_evicts(caplog: Any) -> None:
+    """maxmemory with a policy other than noeviction can drop locks."""
+    with EmbeddedServer(**{"maxmemory": "50mb", "maxmemory-policy": "allkeys-lru"}) as evicting:
+        start_worker_check(app_with(setnx_url=evicting.url()))
+    assert "maxmemory-policy allkeys-lru" in caplog.text
+
+
+def test_worker_starts_without_its_lock_server(caplog: Any) -> None:
+    """A server that is down may come back: a warning, no refusal."""
+    start_worker_check(app_with(setnx_url="redis://127.0.0.1:1/0"))
+    assert "Until it answers, tasks do as their on_redis_error says" in caplog.text

@@ -20,7 +20,7 @@ LAYERS = [
 ]  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 # Within a level: who may know whom.
-SIDEWAYS = {("keys", "exceptions")}
+SIDEWAYS = {("keys", "exceptions"), ("connection", "options")}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -50,6 +50,10 @@ end
 
 local fence = int(math.max(h_fence + 1, now))
 local expiry = int(math.ceil(deadline / 1000) + retention)
-redis.call('PEXPIREAT', KEYS[1], expiry)
+local expires = redis.pcall('PEXPIREAT', KEYS[1], expiry)
+if type(expires) == 'table' then -- forbidden: what was free or expired is free again, not there for ever
+  redis.call('DEL', KEYS[1])
+  return expires
+end
 redis.call('SET', KEYS[2], table.concat({token, int(deadline), fence, 'running', int(now), info}, '\n'), 'PXAT', expiry)
 return {word, int(deadline), fence, int(now), old, record}
