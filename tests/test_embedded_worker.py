@@ -1,0 +1,139 @@
+"""A worker in the test's own process (celery.contrib.testing), as users' test suites run it: any broker, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, Task
+from celery.contrib.testing.worker import start_worker
+from pydantic import BaseModel
+
+from celery_setnx import SingletonTask, current_lock, is_skipped, singleton
+from examples.embedded import EmbeddedServer
+
+
+class User(BaseModel):
+    """An argument that is a model."""
+
+    id: int
+
+
+class Gate:
+    """Bodies that wait in the test's own process."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Close it, and forget who waited."""
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Semaphore(0)
+
+    def wait(self) -> None:
+        self.entered.release()
+        assert self.open.acquire(timeout=20)
+
+    def wait_for_body(self) -> None:
+        """Return once a body is waiting."""
+        assert self.entered.acquire(timeout=20)
+
+
+GATE = Gate()
+
+
+@pytest.fixture
+def gate(locks: redis.Redis) -> Gate:
+    """Holds the bodies of one test open."""
+    GATE.reset()
+    return GATE
+
+
+@pytest.fixture(scope="module")
+def app(server: EmbeddedServer) -> Iterator[Any]:
+    """An app on an in-memory broker with a threaded worker; only the locks are in Redis."""
+    app = Celery("embedded", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), broker_transport_options={"polling_interval": 0.01})
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="bound", singleton={"retry_delay": 0.1})
+    def bound(self: Task, wait: bool) -> Any:
+        assert self.lock is current_lock()
+        if wait:
+            GATE.wait()
+        return [self.request.id, self.lock.fence]
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="nested", singleton={"key": ()})
+    def nested(self: Task, depth: int) -> Any:
+        return [depth, self(depth - 1) if depth else bool(self.lock)]
+
+    @app.task(shared=False, name="plain")
+    @singleton(key=())
+    def plain(wait: bool) -> Any:
+        if wait:
+            GATE.wait()
+        return current_lock().key
+
+    @app.task(
+        base=SingletonTask, shared=False, name="modelled", pydantic=True, singleton={"key": "{user.id}"}
+    )
+    def modelled(user: User, note: str = "") -> Any:
+        GATE.wait()
+        return [user.id, current_lock().key]
+
+    with start_worker(app, pool="threads", concurrency=3, perform_ping_check=False, shutdown_timeout=30):
+        yield app
+
+
+def test_bound_task_sees_its_own_request_and_lock(app: Any, gate: Gate) -> None:
+    """Also where Celery does not protect its request stack, `self.request` is the call."""
+    result = app.tasks["bound"].delay(False)
+    task_id, fence = result.get(timeout=20)
+    assert task_id == result.id
+    assert fence > 0
+
+
+def test_threads_of_one_process_exclude_each_other(app: Any, gate: Gate) -> None:
+    """Two calls in two threads of one worker: one body."""
+    first = app.tasks["bound"].delay(True)
+    gate.wait_for_body()
+    assert is_skipped(app.tasks["bound"].delay(True).get(timeout=20))
+    gate.open.release()
+    assert first.get(timeout=20)[0] == first.id
+
+
+def test_nested_direct_call_is_not_guarded(app: Any, gate: Gate) -> None:
+    """A body that calls its own task as a function does not meet its own lock."""
+    assert app.tasks["nested"].delay(1).get(timeout=20)[0] == 1
+
+
+def test_decorated_function_is_guarded_in_threads(app: Any, gate: Gate) -> None:
+    """The decorator alone."""
+    first = app.tasks["plain"].delay(True)
+    gate.wait_for_body()
+    assert is_skipped(app.tasks["plain"].delay(False).get(timeout=20))
+    gate.open.release()
+    assert first.get(timeout=20) == "setnx:{plain}"
+
+
+def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app: Any, gate: Gate) -> None:
+    """A model, its dumped form, and a message sent by name have one key."""
+    task = app.tasks["modelled"]
+    first = task.delay(User(id=5))
+    gate.wait_for_body()
+    assert is_skipped(task.delay({"id": 5}, note="other").get(timeout=20))
+    assert is_skipped(app.send_task("modelled", [{"id": 5}]).get(timeout=20))
+    gate.open.release()
+    assert first.get(timeout=20)[0] == 5
+
+
+def test_retry_waits_on_any_broker(app: Any, gate: Gate) -> None:
+    """A conflict with retry comes back through the in-memory broker."""
+    first = app.tasks["bound"].delay(True)
+    gate.wait_for_body()
+    second = app.tasks["bound"].apply_async([True], singleton={"on_conflict": "retry"})
+    gate.open.release(2)
+    fences = [result.get(timeout=20)[1] for result in (first, second)]
+    assert fences == sorted(fences)
