@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,12 @@ from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker
 
 LOCK_DB = 1
+
+
+@pytest.fixture(autouse=True)
+def hear_us(caplog: pytest.LogCaptureFixture) -> None:
+    """Our log lines are heard, whatever a worker in this process has done to logging."""
+    caplog.set_level(logging.INFO, logger="celery_setnx")
 
 
 @pytest.fixture(scope="session")

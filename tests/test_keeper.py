@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -89,18 +90,36 @@ def test_vanished_lock_is_told_once(locks: redis.Redis, losses: Any, tell: Any) 
     assert lock.lost == losses[0][1]
 
 
-def test_unreachable_server_is_a_loss_only_at_the_deadline(losses: Any, tell: Any, caplog: Any) -> None:
-    """While the lease lasts, renewing is tried again; a server that comes back saves the lock."""
+def impatient(server: EmbeddedServer) -> redis.Redis:
+    """A client that soon finds out that the server does not answer."""
+    return redis.Redis(port=server.port, socket_timeout=0.1, socket_connect_timeout=0.1, retry=None)
+
+
+def test_dead_server_is_a_loss_at_the_deadline(losses: Any, tell: Any, caplog: Any) -> None:
+    """Without an answer for a whole lease the lock is lost; the trouble is logged once."""
     keeper = Keeper(time.monotonic)
     with EmbeddedServer() as server:
-        client = redis.Redis(port=server.port, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
-        saved, gone = held(client, "saved", lease=3), held(client, "gone", lease=0.6)
+        lock = held(impatient(server), "a", lease=0.6)
         server.stop()
-        keeper.watch(gone, tell)
-        wait_until(lambda: losses, "the short lease ends")
-        assert losses == [("gone", "Redis could not be reached for a whole lease of 0.6 s")]
-        assert saved.remaining_s() > 0
+        keeper.watch(lock, tell)
+        wait_until(lambda: losses, "the lease ends")
+        assert losses == [("a", "Redis could not be reached for a whole lease of 0.6 s")]
         assert caplog.text.count("renewing goes on") == 1
+
+
+def test_server_that_answers_again_in_time_saves_the_lock(losses: Any, tell: Any, caplog: Any) -> None:
+    """A failed renewal is no loss: it is tried again while the lease lasts."""
+    keeper = Keeper(time.monotonic)
+    with EmbeddedServer() as server:
+        lock = held(impatient(server), "a", lease=3)
+        os.kill(server.pid, signal.SIGSTOP)
+        keeper.watch(lock, tell)
+        wait_until(lambda: "renewing goes on" in caplog.text, "a renewal fails")
+        assert 0 < lock.remaining_s() < 2.5
+        os.kill(server.pid, signal.SIGCONT)
+        wait_until(lambda: lock.remaining_s() > 2.5, "a renewal succeeds")
+        assert losses == []
+        keeper.forget(lock)
 
 
 def test_at_most_for_lets_the_lease_run_out(locks: redis.Redis, losses: Any, tell: Any) -> None:
