@@ -194,8 +194,9 @@ def come_back(task: Task, countdown: float, waits: int, since: float, reason: st
         raise LockUnavailable(
             _key_of(headers, task), f"{reason}; and the broker did not take the call back: {error}"
         ) from error
-    logger.info("%s comes back in %.1f s (wait %d): %s.", _call(task), countdown, waits + 1, reason)
-    raise Retry(reason, when=countdown, sig=signature)
+    # Celery logs this text, in its own line about the retry.
+    message = f"{reason}; comes back in {countdown:.1f} s (wait {waits + 1})"
+    raise Retry(message, when=countdown, sig=signature)
 
 
 def _deliverable(task: Task, countdown: float) -> float:
