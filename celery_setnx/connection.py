@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import uuid
-from ssl import CERT_NONE, CERT_OPTIONAL
 from typing import Any
 
 import redis
 from celery import Celery, bootsteps
 from celery.app.backends import by_url
 from redis.backoff import ExponentialBackoff
+from redis.connection import parse_url
 from redis.retry import Retry
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError
@@ -22,8 +23,18 @@ logger = logging.getLogger("celery_setnx")
 
 SOCKET_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+socket")
-_SSL_PARAMS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
-_REQS = {CERT_NONE: "none", CERT_OPTIONAL: "optional", "none": "none", "optional": "optional"}
+_PARAMS = (
+    "host",
+    "port",
+    "path",
+    "username",
+    "password",
+    "db",
+    "connection_class",
+    "client_name",
+    "protocol",
+)
+_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
 
 
 def client_for(app: Celery) -> redis.Redis:
@@ -84,10 +95,10 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         """
         app = worker.app
         client = client_for(app)
-        lock = SetnxLock(client, f"{settings(app.conf).prefix}:{{check:{uuid.uuid4().hex}}}", lease=0.05)
+        name = f"{settings(app.conf).prefix}:{{check:{uuid.uuid4().hex}}}"
         try:
-            lock.acquire()
-            outcome = lock.acquire(wait=5.0)
+            SetnxLock(client, name, lease=0.1).acquire()  # to be taken over
+            outcome = SetnxLock(client, name).acquire(wait=5.0)
             if outcome.lock is not None:
                 outcome.lock.renew()
                 outcome.lock.release()
@@ -97,7 +108,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         except LockRefused as error:
             logger.critical("This worker cannot lock. %s", error)
             raise
-        except redis.ResponseError:
+        except redis.RedisError:
             return  # INFO is not among what the lock needs
         else:
             _warn_of_eviction(memory)
@@ -136,25 +147,27 @@ def _pool(app: Celery) -> redis.ConnectionPool:
 
 
 def _params(app: Celery) -> dict[str, Any]:
-    """Connection parameters as Celery's own Redis backend reads them from URL and ssl settings."""
     url, setting = lock_url(app)
-    secure = _scheme(url) == "rediss"
-    ssl = app.conf.get("broker_use_ssl" if setting == "broker_url" else "redis_backend_use_ssl")
-    if secure and "ssl_cert_reqs=" not in url:
-        # The backend refuses a URL that is silent about this; without a setting we verify.
-        reqs = ssl.get("ssl_cert_reqs") if isinstance(ssl, dict) else None
-        url += ("&" if "?" in url else "?") + f"ssl_cert_reqs={_REQS.get(reqs, 'required')}"
-    backend_class, url = by_url(url, app.loader)
-    params: dict[str, Any] = dict(backend_class(app=app, url=url).connparams)
-    if setting != "result_backend":
-        # The backend's ssl settings are its own; they say nothing of another server.
-        in_url = {name for name in _SSL_PARAMS if f"{name}=" in url}
-        for name in [name for name in params if name.startswith("ssl_") and name not in in_url]:
-            del params[name]
-        if not secure and params.get("connection_class") is redis.SSLConnection:
-            del params["connection_class"]
-        if isinstance(ssl, dict) and (secure or setting == "broker_url"):
-            params = {**ssl, **params, "connection_class": redis.SSLConnection}
+    if setting == "result_backend":
+        ssl = app.conf.get("redis_backend_use_ssl") or {}
+        if _scheme(url) == "rediss" and "ssl_cert_reqs" not in ssl and "ssl_cert_reqs=" not in url:
+            # The backend refuses a URL that is silent about this; we verify.
+            url += ("&" if "?" in url else "?") + "ssl_cert_reqs=required"
+        backend_class, url = by_url(url, app.loader)
+        return dict(backend_class(app=app, url=url).connparams)
+    parsed = parse_url(re.sub(r"^redis\+socket:", "unix:", url))  # type: ignore[no-untyped-call]
+    if "virtual_host" in parsed:
+        parsed["db"] = int(str(parsed["virtual_host"]).strip("/"))
+    params = {name: parsed[name] for name in parsed if name in _PARAMS or name.startswith("ssl_")}
+    secure = "connection_class" in params and issubclass(params["connection_class"], redis.SSLConnection)
+    if setting == "broker_url":
+        ssl = app.conf.get("broker_use_ssl")
+    else:
+        ssl = app.conf.get("redis_backend_use_ssl") if secure else None
+    if ssl and "path" not in params:
+        params = {**(ssl if isinstance(ssl, dict) else {}), **params, "connection_class": redis.SSLConnection}
+    if "ssl_cert_reqs" in params:
+        params["ssl_cert_reqs"] = _REQS.get(params["ssl_cert_reqs"], params["ssl_cert_reqs"])
     return params
 
 

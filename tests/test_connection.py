@@ -68,7 +68,7 @@ def test_socket_timeouts_are_our_own() -> None:
     """Whatever the result backend waits for, a lock command answers soon or fails."""
     read = parameters(setnx_url="redis://h/0?socket_timeout=100", redis_socket_timeout=120)
     assert read["socket_timeout"] == read["socket_connect_timeout"] == SOCKET_TIMEOUT_S
-    assert read["retry"].get_retries() == 1
+    assert read["retry"]._retries == 1
 
 
 def test_unix_socket_is_reached_by_its_path() -> None:
@@ -88,7 +88,7 @@ def test_unix_socket_serves_locks(tmp_path: Any) -> None:
     ("conf", "expected"),
     [
         ({"setnx_url": "rediss://h"}, ssl.CERT_REQUIRED),
-        ({"setnx_url": "rediss://h?ssl_cert_reqs=none"}, ssl.CERT_NONE),
+        ({"setnx_url": "rediss://h?ssl_cert_reqs=CERT_NONE"}, ssl.CERT_NONE),
         ({"setnx_url": "rediss://h", "redis_backend_use_ssl": {"ssl_cert_reqs": ssl.CERT_OPTIONAL}}, ssl.CERT_OPTIONAL),
         ({"result_backend": "rediss://h?ssl_cert_reqs=required"}, ssl.CERT_REQUIRED),
         ({"result_backend": "rediss://h", "redis_backend_use_ssl": {"ssl_cert_reqs": "none"}}, ssl.CERT_NONE),
@@ -100,7 +100,7 @@ def test_tls_verifies_unless_told_otherwise(conf: Any, expected: ssl.VerifyMode)
     """rediss:// with Celery's ssl options; a URL that is silent about it is verified."""
     pool = client_for(app_with(**conf)).connection_pool
     assert issubclass(pool.connection_class, redis.SSLConnection)
-    assert pool.connection_kwargs["ssl_cert_reqs"] == expected
+    assert pool.make_connection().cert_reqs == expected
 
 
 def test_tls_files_travel() -> None:
