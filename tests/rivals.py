@@ -1,4 +1,4 @@
-"""Processes that fight for one lock: ours, and the classic recipe to the letter. `python -m tests.rivals KIND ...`"""
+"""Processes that fight for one lock: ours, and the classic recipe to the letter."""
 
 from __future__ import annotations
 

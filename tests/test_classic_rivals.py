@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_ours_and_the_recipe_exclude_each_other(
     rivals = [start(kind, server, history, 5, 0.002) for kind in ("ours", "classic") * 3]
     assert [rival.wait(30) for rival in rivals] == [0] * 6
     found = sections(history)
-    overlapping = [pair for pair in zip(found, found[1:]) if pair[1][1] < pair[0][2]]
+    overlapping = [pair for pair in pairwise(found) if pair[1][1] < pair[0][2]]
     assert overlapping == []
     counts = Counter(kind for kind, _begin, _end in found)
     assert min(counts["ours"], counts["classic"]) > 20

@@ -1,4 +1,4 @@
-"""A worker in the test's own process (celery.contrib.testing), as users' test suites run it: any broker, threads."""
+"""A worker in the test's own process (celery.contrib.testing), as users' test suites run it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_vanished_lock_is_lost_at_the_next_renewal(locks: redis.Redis) -> None:
     locks.delete(NAME)
     with pytest.raises(LockLost, match="vanished"):
         held.renew()
-    assert held.release() == "gone"
+    assert held.release() == held.release() == "gone"
 
 
 def test_lost_record_is_lost(locks: redis.Redis) -> None:
@@ -144,7 +144,7 @@ def test_renewal_repairs_what_a_classic_loser_overwrote(locks: redis.Redis) -> N
     held.renew()
     assert int(locks.get(NAME)) > time.time() + 5
     locks.getset(NAME, int(time.time()) - 100)
-    assert held.release() == "repaired"
+    assert held.release() == held.release() == "repaired"
     assert locks.get(NAME) is None
 
 
@@ -290,11 +290,17 @@ def test_release_without_acquire_is_an_error(locks: redis.Redis) -> None:
         SetnxLock(locks, NAME).release()
 
 
-@pytest.mark.parametrize("lease", [0, -1, timedelta(0), float("nan")])
+@pytest.mark.parametrize("lease", [0, -1, timedelta(0), float("nan"), float("inf")])
 def test_lease_must_be_positive(locks: redis.Redis, lease: Any) -> None:
     """A lease of nothing is refused at once."""
     with pytest.raises(ValueError, match="more than 0 seconds"):
         SetnxLock(locks, NAME, lease=lease)
+
+
+def test_retention_must_not_be_negative(locks: redis.Redis) -> None:
+    """A key that expires before its deadline would let a second holder in."""
+    with pytest.raises(ValueError, match="must be 0 seconds or more"):
+        SetnxLock(locks, NAME, retention=-31)
 
 
 def test_token_with_a_line_break_is_refused(locks: redis.Redis) -> None:

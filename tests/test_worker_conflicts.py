@@ -248,7 +248,7 @@ def test_send_task_by_name_is_guarded(tasks: Any, journal: Journal, gates: Any) 
 def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks: Any, journal: Journal) -> None:
     """A call whose key cannot be computed is a failure, never an unlocked run."""
     result = tasks.app.send_task("tests.workerapp.work", kwargs={"wrong": 1})
-    with pytest.raises(Exception, match="Cannot compute the lock key of a call of tests.workerapp.work"):
+    with pytest.raises(Exception, match="Cannot compute the lock key of a call of"):
         result.get(timeout=10)
     assert journal.entries(what="start") == []
 

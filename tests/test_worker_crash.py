@@ -78,7 +78,7 @@ def test_lock_of_a_killed_worker_is_taken_over(
 def test_task_waits_in_place_for_an_unreachable_server(
     far: Any, journal: Journal, lock_server: EmbeddedServer
 ) -> None:
-    """Redis unreachable at acquire: the task waits for a lease, comes back by the broker, and runs at last."""
+    """Redis unreachable at acquire: the task waits for a lease, goes back to the broker, and runs at last."""
     lock_server.stop()
     result = far.work.apply_async(["a"], queue="far")
     (retry,) = journal.wait_for("retry", task_id=result.id)

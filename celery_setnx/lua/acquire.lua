@@ -18,33 +18,34 @@ local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[2])
 local h_token, h_deadline, h_fence, h_state = '', 0, 0, ''
 if record then
-  local t, d, f, s = string.match(record, '^([^\n]*)\n(%d+)\n(%d+)\n(%l+)\n')
+  local t, d, f, s = string.match(record, '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n%d+\n')
   if not t then return redis.error_reply('FOREIGNRECORD ' .. KEYS[2] .. ' is no record of celery_setnx') end
   h_token, h_deadline, h_fence, h_state = t, tonumber(d), tonumber(f), s
 end
 
 local deadline = now + lease
 local value = int(math.ceil(deadline / 1000000))
-local word, old = 'acquired', false
+local word, old, own_rest = 'acquired', false, false
 if redis.call('SETNX', KEYS[1], value) == 0 then
   local reply = redis.pcall('GET', KEYS[1])
   old = type(reply) == 'string' and reply or '(not a string)'
   local function held(till) return {'held', int(till), int(h_fence), int(now), old, record} end
 
   if not string.match(old, '^%d+%.?%d*$') then return held(0) end
-  local recorded = old == int(math.ceil(h_deadline / 1000000))
+  local recorded = h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000))
   if now < h_deadline then
     -- Unexpired, the record decides: a classic loser may have overwritten the value.
     if h_token == token and h_state == 'running' then
       return {'again', int(h_deadline), int(h_fence), int(now), old, record}
     end
-    local own_rest = h_state == 'resting' and task_id ~= '' and string.match(h_token, '^(.*)|%d+|%x+$') == task_id
+    own_rest = h_state == 'resting' and task_id ~= '' and string.match(h_token, '^(.*)|%d+|%x+$') == task_id
     if not own_rest then return held(h_deadline) end
   elseif not recorded then
-    local till = (tonumber(old) + 1) * 1000000 -- the recipe takes over strictly after its second
+    local till = (math.min(tonumber(old), 1e11) + 1) * 1000000 -- the recipe takes over strictly after its second
     if now < till then return held(till) end
   end
-  if not recorded or (h_state == 'running' and h_token ~= token) then word = 'taken_over' end
+  local died = not recorded or (h_state ~= 'resting' and h_token ~= token)
+  if died and not own_rest then word = 'taken_over' end
   old = redis.call('GETSET', KEYS[1], value)
 end
 

@@ -13,8 +13,9 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[2])
-local value = redis.call('GET', KEYS[1])
-local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n(%l+)\n(.*)$')
+local value = redis.pcall('GET', KEYS[1])
+if type(value) == 'table' then value = '(not a string)' end
+local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(.*)$')
 local function answer(word) return {word, int(now), value} end
 
 if h_token ~= token then return answer('lost') end
@@ -40,5 +41,5 @@ if value then
 end
 -- PEXPIRE first: it is allowed when memory is full, and after one write SET is too.
 redis.call('PEXPIRE', KEYS[2], int(remember))
-redis.call('SET', KEYS[2], remembered('0', 'released'), 'PX', int(remember))
+redis.call('SET', KEYS[2], remembered('0', word), 'PX', int(remember))
 return answer(word)

@@ -13,8 +13,9 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[2])
-local value = redis.call('GET', KEYS[1])
-local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n(%l+)\n(.*)$')
+local value = redis.pcall('GET', KEYS[1])
+if type(value) == 'table' then value = '(not a string)' end
+local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(.*)$')
 local function answer(word, deadline) return {word, deadline, int(now), value} end
 
 if h_token ~= token or state ~= 'running' then return answer('lost', '0') end

@@ -1,0 +1,46 @@
+# make demo and make test need nothing but Python 3.10 or newer (with venv and pip) and make.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+# How the suite is run: MEASURE="-m coverage run" measures coverage, for `make coverage` to report.
+MEASURE ?=
+BIN := $(VENV)/bin
+
+.PHONY: help demo test coverage lint clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+help:
+	@echo "make demo      what it does, on real workers and a server of its own (or REDIS_URL=...)"
+	@echo "make test      the test suite; ARGS='-k lock' passes arguments to pytest"
+	@echo "make lint      ruff and mypy --strict"
+	@echo "make coverage  report what make test MEASURE='-m coverage run' has measured"
+	@echo "make clean     remove $(VENV) and everything else that is not in git"
+
+demo: $(VENV)/.demo
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python $(MEASURE) -m pytest $(ARGS)
+
+coverage: $(VENV)/.test
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --fail-under=95
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find celery_setnx examples tests -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp per extra: installed again only when pyproject.toml has changed.
+$(VENV)/.%: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+# pip comes last, so a virtual environment that was left half made is made again.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""A model of the lock in pure Python: explored exhaustively here, compared with the scripts elsewhere."""

@@ -1,0 +1,413 @@
+"""What clients do: tasks of ours, those who clean up after them, and the classic recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.model.explorer import DEAD, DONE, TICK, Client, Move, State, World
+from tests.model.lock import SECOND, Record, Store
+
+RETENTION_MS = 1_000
+REMEMBER_MS = 1_000
+
+
+class Ours:
+    """One delivery of a task: acquire, renew, leave, release; with retries, the attempts after it.
+
+    Args:
+        task: The task id. Two programs with the same one are two deliveries of one task.
+        lease: In ticks, like all durations here. Defaults to 3.
+        tries: How often a held lock is tried. Defaults to 2.
+        beats: How often the lease may be renewed. Defaults to 0.
+        at_least_for: How long after its acquisition the lock rests. Defaults to 0.
+        retries: How many attempts follow the first. Defaults to 0.
+        hold: How long the lock is held for the next attempt. Defaults to 0: it is released.
+        proof: Whether the holder's process may be proved dead. Defaults to no.
+        slow_send: Whether time may pass between the send and the server. Defaults to no.
+    """
+
+    prompt = frozenset[str]()
+    foreign = False
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        lease: int = 3,
+        tries: int = 2,
+        beats: int = 0,
+        at_least_for: int = 0,
+        retries: int = 0,
+        hold: int = 0,
+        proof: bool = False,
+        slow_send: bool = False,
+    ) -> None:
+        self.task = task
+        self.lease = lease * TICK
+        self.tries = tries
+        self.beats = beats
+        self.at_least_for = at_least_for * TICK
+        self.retries = retries
+        self.held_for = hold * TICK
+        self.proof = proof
+        self.slow_send = slow_send
+
+    def begin(self) -> Client:
+        """Idle, with all its tries."""
+        return Client("idle", tries=self.tries, beats=self.beats)
+
+    def token(self, me: Client, index: int) -> str:
+        """A token that is new for every delivery and attempt."""
+        return f"{self.task}|{me.attempt}|{index:x}"
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Its possible next moves."""
+        return getattr(self, f"_when_{me.at}")(me, index, state, world)  # type: ignore[no-any-return]
+
+    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+        """What the server does with its acquire."""
+        return world.verbs.acquire(
+            state.store,
+            state.now,
+            token=self.token(me, index),
+            lease=self.lease,
+            retention=RETENTION_MS,
+            task_id=self.task,
+            dead=me.dead,
+        )
+
+    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+        """What the server does with its release, or when it holds the lock for its retry."""
+        token = self.token(me, index)
+        if self.held_for and me.attempt < self.retries:
+            until = state.now + self.held_for
+            return world.verbs.hold(
+                state.store,
+                state.now,
+                token=token,
+                until=until,
+                retention=RETENTION_MS,
+                remember=REMEMBER_MS,
+            )
+        rest_until = me.since + self.at_least_for if self.at_least_for else 0
+        return world.verbs.release(
+            state.store, state.now, token=token, rest_until=rest_until, remember=REMEMBER_MS
+        )
+
+    def may_enter(self, me: Client, now: int) -> bool:
+        """Whether the lease is still ahead when the reply is read."""
+        return now < me.until
+
+    def after_conflict(self, me: Client) -> Client:
+        """Idle before the next try, or done."""
+        if me.tries == 1:
+            return DONE
+        return Client("idle", tries=me.tries - 1, beats=me.beats, attempt=me.attempt)
+
+    def after_release(self, me: Client) -> Client:
+        """Done, or idle before the next attempt."""
+        if me.attempt < self.retries:
+            return Client("idle", tries=self.tries, beats=self.beats, attempt=me.attempt + 1)
+        return DONE
+
+    def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        sent = me._replace(at="sent", sent=state.now)
+        if self.slow_send:
+            yield Move(sent, state.store)
+        else:
+            yield from self._when_sent(sent, index, state, world)
+
+    def _when_sent(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.acquire(me, index, state, world)
+        token, word = self.token(me, index), reply[0]
+        if word == "held":
+            record = state.store.record
+            if self.proof and isinstance(record, Record) and record.state == "running":
+                answered = me._replace(at="answered", word=word, seen=record.token, dead="")
+            else:
+                answered = self.after_conflict(me)
+        else:
+            until = me.sent + int(reply[1]) - state.now
+            since = state.now if self.at_least_for and word != "again" else me.since
+            if self.at_least_for and word == "again":
+                assert isinstance(store.record, Record)
+                since = store.record.since
+            answered = me._replace(at="answered", word=word, until=until, since=since, seen="", dead="")
+        yield Move(answered, store, "acquire", token, reply)
+        if store is not state.store:
+            yield Move(me, store, "acquire", token, reply, True)
+
+    def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        if me.word == "held":
+            if me.seen and is_dead(me.seen, state, world):
+                yield Move(me._replace(at="idle", sent=0, word="", seen="", dead=me.seen), state.store)
+            yield Move(self.after_conflict(me), state.store)
+        elif self.may_enter(me, state.now):
+            yield Move(me._replace(at="inside", sent=0, word="", tries=0), state.store)
+        else:
+            yield Move(self._leaving(me), state.store)
+
+    def _when_inside(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield Move(self._leaving(me), state.store)
+        if me.beats:
+            renewing = me._replace(at="renewing", beats=me.beats - 1, sent=state.now)
+            if self.slow_send:
+                yield Move(renewing, state.store)
+            else:
+                yield from self._when_renewing(renewing, index, state, world)
+
+    def _when_renewing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        token = self.token(me, index)
+        store, reply = world.verbs.renew(
+            state.store, state.now, token=token, lease=self.lease, retention=RETENTION_MS
+        )
+        yield Move(me._replace(at="renewed", word=reply[0]), store, "renew", token, reply)
+        if store is not state.store:
+            yield Move(me, store, "renew", token, reply, True)
+
+    def _when_renewed(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        if me.word in ("renewed", "repaired"):
+            yield Move(me._replace(at="inside", until=me.sent + self.lease, sent=0, word=""), state.store)
+        else:
+            yield Move(self._leaving(me), state.store)
+
+    def _when_leaving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.release(me, index, state, world)
+        token = self.token(me, index)
+        yield Move(self.after_release(me), store, "release", token, reply)
+        if store is not state.store:
+            yield Move(me, store, "release", token, reply, True)
+
+    def _leaving(self, me: Client) -> Client:
+        return Client("leaving", attempt=me.attempt, since=me.since, until=me.until)
+
+
+class Freed:
+    """The one who frees a lock that was held for a retry which will not come: revoked or expired."""
+
+    prompt = frozenset[str]()
+    foreign = False
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def begin(self) -> Client:
+        """Idle."""
+        return Client("idle")
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Free it once, at any time."""
+        store, reply = world.verbs.free(state.store, state.now, task_id=self.task, remember=REMEMBER_MS)
+        yield Move(DONE, store, "free", self.task, reply)
+
+
+class LateCopy:
+    """A copy of a client's acquire or release that the network delivers a second time, at any moment."""
+
+    prompt = frozenset[str]()
+    foreign = False
+
+    def __init__(self, verb: str, of: int) -> None:
+        self.verb = verb
+        self.of = of
+
+    def begin(self) -> Client:
+        """Not yet delivered."""
+        return Client("copied")
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Be delivered, once the client is past its first send."""
+        sender = world.programs[self.of]
+        assert isinstance(sender, Ours)
+        if state.clients[self.of].at == "idle" or (self.verb == "release" and state.clients[self.of] != DONE):
+            return
+        run = sender.acquire if self.verb == "acquire" else sender.release
+        store, reply = run(Client(), self.of, state, world)
+        yield Move(DONE, store, self.verb, sender.token(Client(), self.of), reply)
+
+
+class Parent:
+    """A worker parent: once its child is surely dead it releases the child's lock, by the child's token."""
+
+    prompt = frozenset[str]()
+    foreign = False
+
+    def __init__(self, child: int) -> None:
+        self.child = child
+
+    def begin(self) -> Client:
+        """Idle."""
+        return Client("idle")
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Wait for the death, then release; time may pass between the two."""
+        child = world.programs[self.child]
+        assert isinstance(child, Ours)
+        if me.at == "idle":
+            if state.clients[self.child] == DEAD:
+                yield Move(Client("knows"), state.store)
+            return
+        token = child.token(Client(), self.child)
+        store, reply = world.verbs.release(
+            state.store, state.now, token=token, rest_until=0, remember=REMEMBER_MS
+        )
+        yield Move(DONE, store, "release", token, reply)
+
+
+class Call(Ours):
+    """A call with `dedupe`: published, queued, run when a worker has time, perhaps retried.
+
+    Args:
+        task: The task id.
+        until_done: At most one queued or running; otherwise `until_started`, at most one queued.
+        queue_lease: How long its mark lasts, in ticks.
+        publishes: How often a duplicate is published again. Defaults to 2.
+        options: As for `Ours`.
+    """
+
+    def __init__(
+        self, task: str, *, until_done: bool, queue_lease: int, publishes: int = 2, **options: Any
+    ) -> None:
+        super().__init__(task, **options)
+        self.until_done = until_done
+        self.queue_lease = queue_lease * TICK
+        self.publishes = publishes
+
+    def begin(self) -> Client:
+        """Not yet published."""
+        return Client("idle", tries=self.publishes)
+
+    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+        """Start: acquire, and delete the own mark."""
+        return world.verbs.start(
+            state.store,
+            state.now,
+            token=self.token(me, index),
+            lease=self.lease,
+            retention=RETENTION_MS,
+            task_id=self.task,
+        )
+
+    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+        """Release; on a retry with `until_done` the mark comes back."""
+        if self.until_done and me.attempt < self.retries:
+            return world.verbs.release_for_retry(
+                state.store,
+                state.now,
+                token=self.token(me, index),
+                remember=REMEMBER_MS,
+                queue_lease=self.queue_lease,
+            )
+        return super().release(me, index, state, world)
+
+    def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = world.verbs.publish(
+            state.store,
+            state.now,
+            task_id=self.task,
+            until_done=self.until_done,
+            queue_lease=self.queue_lease,
+        )
+        if reply[0] == "duplicate":
+            tries = me.tries - 1
+            yield Move(Client("idle", tries=tries) if tries else DONE, store, "publish", self.task, reply)
+            return
+        marked = Client("marked", marked_until=state.now + self.queue_lease)
+        yield Move(marked, store, "publish", self.task, reply)
+        yield Move(me, store, "publish", self.task, reply, True)
+
+    def _when_marked(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield Move(self._queued(me), state.store)
+
+    def _when_queued(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        return self._when_sent(me._replace(at="sent", sent=state.now), index, state, world)
+
+    def _when_sent(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in super()._when_sent(me, index, state, world):
+            started = move.reply[0] != "held"
+            yield move._replace(client=move.client._replace(marked_until=0)) if started else move
+
+    def after_conflict(self, me: Client) -> Client:
+        """Queued again; its mark is untouched."""
+        return self._queued(me)
+
+    def after_release(self, me: Client) -> Client:
+        """Done, or queued again under its mark."""
+        if me.attempt >= self.retries:
+            return DONE
+        return self._queued(Client(attempt=me.attempt + 1))
+
+    def _when_leaving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in super()._when_leaving(me, index, state, world):
+            marked = self.until_done and state.store.mark is None and move.reply[0] != "lost"
+            if marked and move.client.at == "queued":
+                client = move.client._replace(marked_until=state.now + self.queue_lease)
+                yield move._replace(client=client)
+            else:
+                yield move
+
+    def _queued(self, me: Client) -> Client:
+        return Client("queued", attempt=me.attempt, beats=self.beats, marked_until=me.marked_until)
+
+
+class Classic:
+    """The recipe of the Redis documentation, on its own clock (which is right here).
+
+    Args:
+        timeout: Whole seconds; it writes now + timeout + 1.
+        tries: How often it starts over. Defaults to 1.
+        strict: Whether it takes over after the value's second, as most clients do, or within it, as the
+            documentation says. Defaults to after.
+        pauses: Whether time may pass between its clock reading and its verdict. Defaults to no.
+    """
+
+    foreign = True
+
+    def __init__(self, *, timeout: int, tries: int = 1, strict: bool = True, pauses: bool = False) -> None:
+        self.timeout = timeout
+        self.tries = tries
+        self.strict = strict
+        self.prompt = frozenset() if pauses else frozenset({"setnx", "get", "getset"})
+
+    def begin(self) -> Client:
+        """Idle, with all its tries."""
+        return Client("idle", tries=self.tries)
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Clock, SETNX, GET, GETSET, verdict; then DEL, if its lease is still valid."""
+        store, now = state.store, state.now
+        value = me.sent + self.timeout + 1
+        if me.at == "idle":
+            yield Move(me._replace(at="setnx", sent=now // SECOND), store)
+        elif me.at == "setnx":
+            if store.value is None:
+                yield Move(self._inside(value), store._replace(value=str(value), expiry=None), "setnx")
+            else:
+                yield Move(me._replace(at="get"), store, "setnx")
+        elif me.at == "get":
+            expired = store.value is not None and self._is_past(int(store.value), me.sent)
+            yield Move(me._replace(at="getset") if expired else self._again(me), store, "get")
+        elif me.at == "getset":
+            won = store.value is None or self._is_past(int(store.value), me.sent)
+            after = store._replace(value=str(value), expiry=None)
+            yield Move(self._inside(value) if won else self._again(me), after, "getset")
+        elif now < me.until:
+            yield Move(DONE, store._replace(value=None, expiry=None), "del")
+        else:
+            yield Move(DONE, store)
+
+    def _is_past(self, value: int, second: int) -> bool:
+        return value < second if self.strict else value <= second
+
+    def _inside(self, value: int) -> Client:
+        return Client("inside", until=value * SECOND)
+
+    def _again(self, me: Client) -> Client:
+        return Client("idle", tries=me.tries - 1) if me.tries > 1 else DONE
+
+
+def is_dead(token: str, state: State, world: World) -> bool:
+    """Whether the process behind a token was killed: what a rival on the same host can prove."""
+    index = int(token.rsplit("|", 1)[1], 16)
+    return state.clients[index] == DEAD

@@ -1,0 +1,256 @@
+"""Every interleaving of client programs on one lock, breadth first, each state once.
+
+A program is a pure function from a client's state and the world's to its next moves; each move is one
+atomic step on Redis or one decision of the client. Crashes, lost replies, loss of data and the clock are
+moves as well. A pause is a clock that ticks while a client does not move.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+from tests.model.lock import SECOND, Lock, Store, purge
+
+TICK = SECOND // 2
+START = 10 * SECOND
+INSIDE = frozenset({"inside", "renewing", "renewed"})
+NOTHING = Store()
+ENDED = frozenset({"done", "dead"})
+
+
+class Client(NamedTuple):
+    """Where a client stands. `until`: the time to which it relies on the lock, by its own reckoning."""
+
+    at: str = "idle"
+    tries: int = 0
+    attempt: int = 0
+    beats: int = 0
+    sent: int = 0
+    until: int = 0
+    since: int = 0
+    word: str = ""
+    seen: str = ""
+    dead: str = ""
+    marked_until: int = 0
+
+
+DONE, DEAD = Client("done"), Client("dead")
+
+
+class State(NamedTuple):
+    """The whole world. `fence`: the largest one granted. `buried`: grants that were taken over."""
+
+    now: int
+    store: Store
+    clients: tuple[Client, ...]
+    crashes: int
+    losses: int
+    wipes: int
+    fence: int = 0
+    buried: tuple[tuple[str, str], ...] = ()
+
+
+class Move(NamedTuple):
+    """One step of a client. `verb` and `token` name what ran on Redis, `reply` what it answered."""
+
+    client: Client
+    store: Store
+    verb: str = ""
+    token: str = ""
+    reply: tuple[Any, ...] = ()
+    loses_reply: bool = False
+
+
+class Event(NamedTuple):
+    """What happened between two states; `actor` is None for the clock and the server."""
+
+    actor: int | None
+    what: str
+    token: str = ""
+    reply: tuple[Any, ...] = ()
+
+
+class Program(Protocol):
+    """What a client does."""
+
+    prompt: frozenset[str]
+    foreign: bool
+
+    def begin(self) -> Client:
+        """The state in which it begins."""
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Its possible next moves."""
+
+
+class Verbs:
+    """The verbs of one lock, each computed once for equal arguments."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.acquire = cache(lock.acquire)
+        self.renew = cache(lock.renew)
+        self.release = cache(lock.release)
+        self.hold = cache(lock.hold)
+        self.free = cache(lock.free)
+        self.publish = cache(lock.publish)
+        self.start = cache(lock.start)
+        self.release_for_retry = cache(lock.release_for_retry)
+
+
+class World:
+    """Clients on one lock, and how much may go wrong.
+
+    Args:
+        programs: What the clients do.
+        lock: The verbs. Defaults to the model's own; a mutant replaces them.
+        store: What Redis holds at the start. Defaults to nothing.
+        ticks: Half seconds that the clock may advance.
+        crashes: How many clients may be killed.
+        losses: How many replies may be lost, and the command sent again.
+        wipes: How often Redis may lose all its data, and be away for a tick.
+    """
+
+    def __init__(
+        self,
+        *programs: Program,
+        lock: Lock | None = None,
+        store: Store = NOTHING,
+        ticks: int,
+        crashes: int = 0,
+        losses: int = 0,
+        wipes: int = 0,
+    ) -> None:
+        self.programs = programs
+        self.lock = lock or Lock()
+        self.verbs = Verbs(self.lock)
+        self.end = START + ticks * TICK
+        clients = tuple(program.begin() for program in programs)
+        self.start = State(START, store, clients, crashes, losses, wipes)
+
+    def steps(self, state: State) -> Iterator[tuple[Event, State]]:
+        """Everything that may happen next."""
+        now, store, clients, crashes, losses, wipes, fence, buried = state
+        clock_runs = now < self.end
+        for index, (program, me) in enumerate(zip(self.programs, clients)):
+            at = me.at
+            if at in ENDED:
+                continue
+            if at in program.prompt:
+                clock_runs = False
+            before, behind = clients[:index], clients[index + 1 :]
+            if crashes and at != "idle":
+                after = State(now, store, (*before, DEAD, *behind), crashes - 1, losses, wipes, fence, buried)
+                yield Event(index, "is killed"), after
+            for client, new_store, verb, token, reply, loses_reply in program.moves(me, index, state, self):
+                if loses_reply and not losses:
+                    continue
+                new_fence, new_buried = fence, buried
+                if verb == "acquire" and reply[0] != "held":
+                    new_fence = max(fence, int(reply[2]))
+                    if reply[0] == "taken_over" and reply[5]:
+                        new_buried = tuple(sorted({*buried, grant_in(reply[5])}))
+                yield (
+                    Event(index, verb or client.at, token, reply),
+                    State(
+                        now,
+                        new_store,
+                        (*before, client, *behind),
+                        crashes,
+                        losses - loses_reply,
+                        wipes,
+                        new_fence,
+                        new_buried,
+                    ),
+                )
+        if clock_runs:
+            later = now + TICK
+            yield Event(None, "tick"), state._replace(now=later, store=purge(store, later))
+        if wipes and store != NOTHING:
+            restarted = state._replace(now=now + TICK, store=NOTHING, wipes=wipes - 1)
+            yield Event(None, "data is lost"), restarted
+
+
+@cache
+def grant_in(record: str) -> tuple[str, str]:
+    """Token and fence of a record: a token that was sent again may have been granted twice."""
+    token, _, fence, *_ = record.split("\n")
+    return token, fence
+
+
+Property = Callable[[World, State, Event, State], bool]
+
+
+class Result(NamedTuple):
+    """What the exploration found: how many states, in which keys and times, and what is broken, how."""
+
+    moments: frozenset[tuple[Store, int]]
+    states: int
+    seconds: float
+    broken: str = ""
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        found = (
+            f"{self.broken} is broken in {len(self.trace)} steps" if self.broken else "every property holds"
+        )
+        lines = "".join(f"\n    {line}" for line in self.trace)
+        return f"{self.states:,} states in {self.seconds:.1f} s: {found}{lines}"
+
+
+def explore(world: World, properties: Sequence[Property], limit: int = 10_000_000) -> Result:
+    """Visit every reachable state, and stop at the first property that is broken.
+
+    A property is true if all is well. Raises RuntimeError past the limit: a bound that is not reached
+    proves nothing.
+    """
+    gc.disable()  # millions of tuples, none of them in a cycle
+    try:
+        return _explore(world, properties, limit)
+    finally:
+        gc.enable()
+
+
+def _explore(world: World, properties: Sequence[Property], limit: int) -> Result:
+    began = time.perf_counter()
+    origin: dict[State, tuple[State, Event] | None] = {world.start: None}
+    frontier = [world.start]
+    while frontier:
+        reached: list[State] = []
+        for state in frontier:
+            for event, after in world.steps(state):
+                for holds in properties:
+                    if not holds(world, state, event, after):
+                        trace = _trace(origin, state, event, after)
+                        spent = time.perf_counter() - began
+                        return Result(frozenset(), len(origin), spent, holds.__name__, trace)
+                step = (state, event)
+                if origin.setdefault(after, step) is step:
+                    reached.append(after)
+        if len(origin) > limit:
+            raise RuntimeError(f"more than {limit:,} states")
+        frontier = reached
+    moments = frozenset((state.store, state.now) for state in origin)
+    return Result(moments, len(origin), time.perf_counter() - began)
+
+
+def _trace(
+    origin: dict[State, tuple[State, Event] | None], state: State, event: Event, after: State
+) -> tuple[str, ...]:
+    lines = [_line(event, after)]
+    step = origin[state]
+    while step is not None:
+        before, event = step
+        lines.append(_line(event, state))
+        state, step = before, origin[before]
+    return tuple(reversed(lines))
+
+
+def _line(event: Event, after: State) -> str:
+    who = "" if event.actor is None else f"client {event.actor} "
+    answer = f" -> {event.reply[0]}" if event.reply else ""
+    token = f" {event.token}" if event.token else ""
+    return f"{after.now / SECOND:g} s: {who}{event.what}{token}{answer} (lock {after.store.value})"

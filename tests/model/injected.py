@@ -1,0 +1,50 @@
+"""The real scripts on a clock of the test's own: the line that reads TIME reads a key instead."""
+
+from __future__ import annotations
+
+from hashlib import sha1
+from typing import Any
+
+import redis
+
+from celery_setnx import lock
+
+CLOCK_KEY = "test:clock"
+SECOND = 1_000_000
+# Far ahead of any server's own clock, so that no absolute expiry comes true behind the test's back.
+EPOCH = 4_000_000_000 * SECOND
+SCRIPTS = {"acquire": "_ACQUIRE", "renew": "_RENEW", "release": "_RELEASE"}
+
+
+def with_test_clock(text: str) -> str:
+    """A script's text with the server's clock replaced by the test's."""
+    assert text.count("redis.call('TIME')") == 1, "a script reads the time exactly once"
+    return text.replace("redis.call('TIME')", f"redis.call('LRANGE', '{CLOCK_KEY}', 0, 1)")
+
+
+def texts() -> dict[str, str]:
+    """The package's scripts, by verb, on the test's clock."""
+    return {verb: with_test_clock(getattr(lock, name).text) for verb, name in SCRIPTS.items()}
+
+
+def set_clock(client: Any, now: int) -> None:
+    """Set the test's clock, in microseconds."""
+    client.delete(CLOCK_KEY)
+    client.rpush(CLOCK_KEY, now // SECOND, now % SECOND)
+
+
+class ServerClock:
+    """The clock of a server whose scripts all read it, for the length of one test."""
+
+    def __init__(self, client: redis.Redis, monkeypatch: Any) -> None:
+        self._client = client
+        for verb, text in texts().items():
+            script = lock._Script(verb)
+            script.text, script.sha = text, sha1(text.encode()).hexdigest()
+            monkeypatch.setattr(lock, SCRIPTS[verb], script)
+        self.set(10)
+
+    def set(self, second: float) -> None:
+        """Set the clock to a second of the test's own count."""
+        self.now = EPOCH + round(second * SECOND)
+        set_clock(self._client, self.now)

@@ -1,0 +1,313 @@
+"""The verbs of the lock as pure functions of what Redis holds and of the time. Units as in the scripts.
+
+`acquire`, `renew` and `release` say what lua/acquire.lua, lua/renew.lua and lua/release.lua say, word for
+word; tests/test_differential.py holds them to it. The verbs after them follow DESIGN.md ahead of their
+scripts: a lock held for retry, its resumption by the same task, take-over on proof of death, and marks.
+Each decision that a seeded mutant turns around is a method of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+SECOND = 1_000_000
+MS = 1_000
+NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
+NOT_A_STRING = "(not a string)"
+FOREIGNRECORD = ("FOREIGNRECORD",)
+_TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
+
+
+class Record(NamedTuple):
+    """What the record says of a holder; times in microseconds."""
+
+    token: str
+    deadline: int
+    fence: int
+    state: str
+    since: int
+    info: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+class Mark(NamedTuple):
+    """A queued call: its task id, and the millisecond at which the key expires (None: never)."""
+
+    task_id: str
+    expiry: int | None
+
+
+class Store(NamedTuple):
+    """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
+
+    `record` is text if a foreign program wrote it.
+    """
+
+    value: str | None = None
+    expiry: int | None = None
+    record: Record | str | None = None
+    record_expiry: int | None = None
+    mark: Mark | None = None
+
+
+def purge(store: Store, now: int) -> Store:
+    """What is left of the keys at a time."""
+    value, expiry, record, record_expiry, mark = store
+    now_ms = now // MS
+    if expiry is not None and now_ms > expiry:
+        value = expiry = None
+    if record_expiry is not None and now_ms > record_expiry:
+        record = record_expiry = None
+    if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
+        mark = None
+    return Store(value, expiry, record, record_expiry, mark)
+
+
+def up(number: int, unit: int) -> int:
+    """How many units cover a number."""
+    return -(-number // unit)
+
+
+def seconds(deadline: int) -> str:
+    """A deadline as a value of the lock: the Unix second that is surely past it."""
+    return str(up(deadline, SECOND))
+
+
+@cache
+def task_of(token: str) -> tuple[str | None, int]:
+    """The task id and retry count in a token; (None, 0) if it is no task's."""
+    match = _TASK_TOKEN.fullmatch(token)
+    return (match[1], int(match[2])) if match else (None, 0)
+
+
+class Lock:
+    """The verbs. Every one takes the keys and the time, and gives back the new keys and the reply."""
+
+    def is_past(self, now: int, deadline: int) -> bool:
+        """Whether a deadline has passed."""
+        return now >= deadline
+
+    def next_fence(self, previous: int, now: int) -> int:
+        """The fence of a new holder."""
+        return max(previous + 1, now)
+
+    def value_of(self, deadline: int) -> str:
+        """The lock's value for a deadline."""
+        return seconds(deadline)
+
+    def record_decides(self, store: Store, now: int) -> bool:
+        """Rule 5: an unexpired record of ours outweighs a value that a classic loser overwrote."""
+        record = store.record
+        return isinstance(record, Record) and not self.is_past(now, record.deadline)
+
+    def proves_death(self, record: Record, dead: str) -> bool:
+        """Whether the token of a process that was proved dead opens this lock."""
+        return dead != "" and record.state == "running" and record.token == dead
+
+    def passes_rest(self, record: Record, task_id: str) -> bool:
+        """Whether a lock rests, and rests for others only."""
+        return record.state == "resting" and task_id != "" and task_of(record.token)[0] == task_id
+
+    def resumes(self, record: Record, token: str) -> bool:
+        """Whether a token is that of the attempt for which a lock is held."""
+        task, retries = task_of(token)
+        return (
+            record.state == "held_for_retry"
+            and task is not None
+            and task == task_of(record.token)[0]
+            and retries > task_of(record.token)[1]
+        )
+
+    def acquire(
+        self,
+        store: Store,
+        now: int,
+        *,
+        token: str,
+        lease: int,
+        retention: int,
+        info: str = "",
+        task_id: str = "",
+        dead: str = "",
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """lua/acquire.lua, and (not there yet) `resumed` and take-over from a token proved dead."""
+        record = store.record
+        if isinstance(record, str):
+            return store, FOREIGNRECORD
+        found = record or Record("", 0, 0, "", 0)
+        old = store.value
+        text = None if record is None else str(record)
+
+        def held(until: float) -> tuple[Store, tuple[Any, ...]]:
+            return store, ("held", f"{until:.0f}", str(found.fence), str(now), old, text)
+
+        word, fence = "acquired", self.next_fence(found.fence, now)
+        if old is not None:
+            if not NUMBER.fullmatch(old):
+                return held(0)
+            recorded = found.deadline > 0 and old == self.value_of(found.deadline)
+            own_rest = False
+            if self.record_decides(store, now):
+                if found.token == token and found.state == "running":
+                    return store, ("again", str(found.deadline), str(found.fence), str(now), old, text)
+                if self.proves_death(found, dead):
+                    word = "taken_over"
+                elif self.resumes(found, token):
+                    word, fence = "resumed", found.fence
+                else:
+                    own_rest = self.passes_rest(found, task_id)
+                    if not own_rest:
+                        return held(found.deadline)
+            elif not recorded:
+                until = (min(float(old), 1e11) + 1) * SECOND
+                if now < until:
+                    return held(until)
+            died = not recorded or (found.state != "resting" and found.token != token)
+            if died and not own_rest and word == "acquired":
+                word = "taken_over"
+        deadline = now + lease
+        expiry = up(deadline, MS) + retention
+        after = store._replace(
+            value=self.value_of(deadline),
+            expiry=expiry,
+            record=Record(token, deadline, fence, "running", now, info),
+            record_expiry=expiry,
+        )
+        return after, (word, str(deadline), str(fence), str(now), old, text)
+
+    def renew(
+        self, store: Store, now: int, *, token: str, lease: int, retention: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """lua/renew.lua."""
+        value, record = store.value, store.record
+        if not isinstance(record, Record) or record.token != token or record.state != "running":
+            return store, ("lost", "0", str(now), value)
+        if value is None:
+            return store, ("gone", "0", str(now), None)
+        if not self.may_still_renew(store, now) or not NUMBER.fullmatch(value):
+            return store, ("lost", str(record.deadline), str(now), value)
+        deadline = now + lease
+        expiry = up(deadline, MS) + retention
+        word = "renewed" if value == self.value_of(record.deadline) else "repaired"
+        after = store._replace(
+            value=self.value_of(deadline),
+            expiry=expiry,
+            record=record._replace(deadline=deadline),
+            record_expiry=expiry,
+        )
+        return after, (word, str(deadline), str(now), value)
+
+    def may_still_renew(self, store: Store, now: int) -> bool:
+        """Whether the deadline of a lock of ours may be moved."""
+        return self.record_decides(store, now)
+
+    def release(
+        self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """lua/release.lua."""
+        value, record = store.value, store.record
+        if not isinstance(record, Record) or record.token != token:
+            return store, ("lost", str(now), value)
+        if record.state != "running":
+            return store, (record.state, str(now), value)
+        word = "gone"
+        if value is not None:
+            ours = value == self.value_of(record.deadline)
+            repaired = not ours and self.record_decides(store, now) and NUMBER.fullmatch(value)
+            if not ours and not repaired:
+                return store, ("lost", str(now), value)
+            if rest_until > now:
+                expiry = up(rest_until, MS) + remember
+                after = store._replace(
+                    value=self.value_of(rest_until),
+                    expiry=expiry,
+                    record=record._replace(deadline=rest_until, state="resting"),
+                    record_expiry=expiry,
+                )
+                return after, ("resting", str(now), value)
+            word = "repaired" if repaired else "released"
+        after = store._replace(
+            value=None,
+            expiry=None,
+            record=record._replace(deadline=0, state=word),
+            record_expiry=now // MS + remember,
+        )
+        return after, (word, str(now), value)
+
+    def hold(
+        self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """Keep the lock for the holder's own retry, until a time; nobody renews it meanwhile."""
+        freed, reply = self.release(store, now, token=token, remember=remember)
+        if reply[0] not in ("released", "repaired") or freed is store:
+            return store, reply
+        record = store.record
+        assert isinstance(record, Record)
+        expiry = up(until, MS) + retention
+        after = store._replace(
+            value=self.value_of(until),
+            expiry=expiry,
+            record=record._replace(deadline=until, state="held_for_retry"),
+            record_expiry=expiry,
+        )
+        return after, ("held_for_retry", *reply[1:])
+
+    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> tuple[Store, tuple[Any, ...]]:
+        """Free a lock that is held for the retry of a task which will not come (revoked, expired)."""
+        record = store.record
+        if not isinstance(record, Record) or record.state != "held_for_retry":
+            return store, ("lost", str(now), store.value)
+        if task_of(record.token)[0] != task_id:
+            return store, ("lost", str(now), store.value)
+        running = store._replace(record=record._replace(state="running"))
+        after, reply = self.release(running, now, token=record.token, remember=remember)
+        return (store if after is running else after), reply
+
+    def publish(
+        self, store: Store, now: int, *, task_id: str, until_done: bool, queue_lease: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """Mark a call as queued, unless it is a duplicate; sent again, its own mark is no duplicate."""
+        if store.mark is not None and store.mark.task_id != task_id:
+            return store, ("duplicate",)
+        if until_done and self._executes_a_task(store, now):
+            return store, ("duplicate",)
+        return store._replace(mark=self.mark_of(task_id, now, queue_lease)), ("marked",)
+
+    def mark_of(self, task_id: str, now: int, queue_lease: int) -> Mark:
+        """A mark that expires with its lease."""
+        return Mark(task_id, up(now + queue_lease, MS))
+
+    def start(self, store: Store, now: int, *, task_id: str, **acquire: Any) -> tuple[Store, tuple[Any, ...]]:
+        """Acquire, and delete the mark if it is this call's; a lapsed or foreign mark drops nobody."""
+        after, reply = self.acquire(store, now, task_id=task_id, **acquire)
+        if reply[0] != "held" and self.may_delete_mark(after, task_id):
+            after = after._replace(mark=None)
+        return after, reply
+
+    def may_delete_mark(self, store: Store, task_id: str) -> bool:
+        """Whether a mark is that of the starting call."""
+        return store.mark is not None and store.mark.task_id == task_id
+
+    def release_for_retry(
+        self, store: Store, now: int, *, token: str, remember: int, queue_lease: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """With `until_done`: release, and write the mark back in the same script unless another has one."""
+        after, reply = self.release(store, now, token=token, remember=remember)
+        task_id = task_of(token)[0]
+        if reply[0] != "lost" and task_id is not None and after.mark is None:
+            after = after._replace(mark=self.mark_of(task_id, now, queue_lease))
+        return after, reply
+
+    def _executes_a_task(self, store: Store, now: int) -> bool:
+        record = store.record
+        return (
+            store.value is not None
+            and isinstance(record, Record)
+            and record.state in ("running", "held_for_retry")
+            and task_of(record.token)[0] is not None
+            and not self.is_past(now, record.deadline)
+        )

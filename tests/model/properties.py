@@ -1,0 +1,171 @@
+"""What must be true of every step, and of every state that can be reached."""
+
+from __future__ import annotations
+
+from tests.model.clients import RETENTION_MS, is_dead
+from tests.model.explorer import INSIDE, TICK, Event, Result, State, World, grant_in
+from tests.model.lock import NUMBER, Lock, Record, purge, seconds, task_of
+
+RELEASES = ("release", "free")
+
+
+def exclusion(world: World, before: State, event: Event, after: State) -> bool:
+    """No client enters, or goes on, beside another whose lease is honoured."""
+    if event.actor is None:
+        return True
+    me, now = after.clients[event.actor], after.now
+    if me.at not in INSIDE:
+        return True
+    if now >= me.until and before.clients[event.actor].at in INSIDE:
+        return True
+    return not any(
+        other.at in INSIDE and now < other.until
+        for index, other in enumerate(after.clients)
+        if index != event.actor
+    )
+
+
+def one_taker(world: World, before: State, event: Event, after: State) -> bool:
+    """A dead holder is taken over from by exactly one."""
+    if event.what != "acquire" or event.reply[0] != "taken_over" or not event.reply[5]:
+        return True
+    return grant_in(event.reply[5]) not in before.buried
+
+
+def entry_kept(world: World, before: State, event: Event, after: State) -> bool:
+    """Nobody changes what Redis says of a valid holder, except the holder (and who proves it dead)."""
+    old, new = before.store, after.store
+    if old is new or event.actor is None or world.programs[event.actor].foreign:
+        return True
+    if old.value is None or (old.value, old.record) == (new.value, new.record):
+        return True
+    record = old.record
+    if not isinstance(record, Record) or after.now >= record.deadline:
+        return not _is_valid_foreigners(old.value, world, before)
+    if record.token == event.token:
+        return True
+    task, retries = task_of(record.token)
+    own, attempt = task_of(event.token)
+    if record.state == "running":
+        return is_dead(record.token, before, world)
+    if record.state == "held_for_retry":
+        return (own == task and attempt > retries) or (event.what, event.token) == ("free", task)
+    return own == task
+
+
+def _is_valid_foreigners(value: str, world: World, state: State) -> bool:
+    return any(
+        program.foreign
+        and client.at == "inside"
+        and state.now < client.until
+        and value == seconds(client.until)
+        for program, client in zip(world.programs, state.clients)
+    )
+
+
+def no_stale_release(world: World, before: State, event: Event, after: State) -> bool:
+    """A release never frees another's lock."""
+    old, new = before.store, after.store
+    if event.what not in RELEASES or (old.value, old.record) == (new.value, new.record):
+        return True
+    record = old.record
+    if not isinstance(record, Record):
+        return False
+    if event.what == "free":
+        return record.state == "held_for_retry" and event.token == task_of(record.token)[0]
+    ours = old.value in (None, seconds(record.deadline)) or after.now < record.deadline
+    return record.token == event.token and ours
+
+
+def no_release_lost(world: World, before: State, event: Event, after: State) -> bool:
+    """A release inside the lease frees the lock, or lets it rest, or holds it for the retry."""
+    old, record = before.store, before.store.record
+    if event.what != "release" or old.value is None or not NUMBER.fullmatch(old.value):
+        return True
+    if not isinstance(record, Record) or record.token != event.token or record.state != "running":
+        return True
+    if after.now >= record.deadline:
+        return True
+    kept = after.store.record
+    return after.store.value is None or (isinstance(kept, Record) and kept.state == event.reply[0])
+
+
+def no_false_loss(world: World, before: State, event: Event, after: State) -> bool:
+    """A holder is never told inside its lease that the lock is lost."""
+    old, record = before.store, before.store.record
+    if event.what not in ("renew", "release") or event.reply[0] not in ("lost", "gone"):
+        return True
+    valid = isinstance(record, Record) and record.token == event.token and after.now < record.deadline
+    return not valid or old.value is None
+
+
+def fences_rise(world: World, before: State, event: Event, after: State) -> bool:
+    """Every grant has a larger fence than all before it; a resumed or resent one has its own again."""
+    if event.what != "acquire" or event.reply[0] == "held":
+        return True
+    fence = int(event.reply[2])
+    return fence == before.fence if event.reply[0] in ("again", "resumed") else fence > before.fence
+
+
+def one_queued(world: World, before: State, event: Event, after: State) -> bool:
+    """Of the calls whose marks have not lapsed at most one is queued (until_done: or running)."""
+    if event.what not in ("publish", "release"):
+        return True
+    queued = running = 0
+    for program, client in zip(world.programs, after.clients):
+        if client.at in ("marked", "queued", "sent", "answered") and after.now < client.marked_until:
+            queued += 1
+        running += getattr(program, "until_done", False) and client.at in INSIDE and after.now < client.until
+    return queued <= 1 and (event.reply[0] != "marked" or not running)
+
+
+def others_mark_kept(world: World, before: State, event: Event, after: State) -> bool:
+    """Only the call that a mark names deletes or replaces it."""
+    mark = before.store.mark
+    if mark is None or event.actor is None or mark == after.store.mark:
+        return True
+    return task_of(event.token)[0] == mark.task_id or event.token == mark.task_id
+
+
+SAFETY = (
+    exclusion,
+    one_taker,
+    entry_kept,
+    no_stale_release,
+    no_release_lost,
+    no_false_loss,
+    fences_rise,
+)
+MARKS = (*SAFETY, one_queued, others_mark_kept)
+
+
+def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
+    """In how many ticks a lone client acquires, from the worst of all reachable states; at most bound + 1."""
+    slowest = 0
+    for store, now in result.moments:
+        for tick in range(bound + 1):
+            at = now + tick * TICK
+            _, reply = lock.acquire(purge(store, at), at, token="alone", lease=TICK, retention=RETENTION_MS)
+            if reply[0] != "held":
+                break
+        else:
+            return bound + 1
+        slowest = max(slowest, tick)
+    return slowest
+
+
+def slowest_publish(lock: Lock, result: Result, bound: int, *, until_done: bool) -> int:
+    """In how many ticks a lone publisher is no duplicate, from the worst of all reachable states."""
+    slowest = 0
+    for store, now in result.moments:
+        for tick in range(bound + 1):
+            at = now + tick * TICK
+            _, reply = lock.publish(
+                purge(store, at), at, task_id="alone", until_done=until_done, queue_lease=TICK
+            )
+            if reply[0] == "marked":
+                break
+        else:
+            return bound + 1
+        slowest = max(slowest, tick)
+    return slowest

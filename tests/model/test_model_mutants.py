@@ -1,0 +1,325 @@
+"""Every property has teeth: each of these mistakes is found, by the property that it should break."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.model.clients import Call, Classic, Freed, Ours
+from tests.model.explorer import TICK, Client, Move, Property, State, World, explore
+from tests.model.lock import Lock, Mark, Record, Store, task_of
+from tests.model.properties import (
+    entry_kept,
+    exclusion,
+    fences_rise,
+    no_false_loss,
+    no_release_lost,
+    no_stale_release,
+    one_queued,
+    one_taker,
+    others_mark_kept,
+    slowest_acquire,
+    slowest_publish,
+)
+
+Answer = tuple[Store, tuple[Any, ...]]
+
+
+class ReleasesForAnybody(Lock):
+    """Release without comparing the token."""
+
+    def release(self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int) -> Answer:
+        """As if the token were the holder's."""
+        token = store.record.token if isinstance(store.record, Record) else token
+        return super().release(store, now, token=token, rest_until=rest_until, remember=remember)
+
+
+class RenewsForAnybody(Lock):
+    """Renewal without comparing the token."""
+
+    def renew(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
+        """As if the token were the holder's."""
+        token = store.record.token if isinstance(store.record, Record) else token
+        return super().renew(store, now, token=token, lease=lease, retention=retention)
+
+
+class RenewsTheDead(Lock):
+    """Renewal that brings an expired lease back to life."""
+
+    def may_still_renew(self, store: Store, now: int) -> bool:
+        """At any time."""
+        return True
+
+
+class TakesOverEarly(Lock):
+    """Take-over one tick before the deadline."""
+
+    def is_past(self, now: int, deadline: int) -> bool:
+        """A tick too early."""
+        return now >= deadline - TICK
+
+
+class NeverTakesOver(Lock):
+    """SETNX alone."""
+
+    def acquire(self, store: Store, now: int, **arguments: Any) -> Answer:
+        """Held whenever the key is there."""
+        after, reply = super().acquire(store, now, **arguments)
+        return (store, ("held", *reply[1:])) if reply[0] == "taken_over" else (after, reply)
+
+
+class Counts(Lock):
+    """INCR instead of the clock."""
+
+    def next_fence(self, previous: int, now: int) -> int:
+        """One more than the record says, if there is a record."""
+        return previous + 1
+
+
+class KeepsTheLock(Lock):
+    """Release that leaves the lock to its lease."""
+
+    def release(self, store: Store, now: int, **arguments: Any) -> Answer:
+        """The right word, and nothing done."""
+        return store, super().release(store, now, **arguments)[1]
+
+
+class RoundsDown(Lock):
+    """The lock's value rounded down to the second."""
+
+    def value_of(self, deadline: int) -> str:
+        """A second that may lie before the deadline."""
+        return str(deadline // 1_000_000)
+
+
+class BelievesTheValue(Lock):
+    """No rule 5: a record counts only while the value is its own."""
+
+    def record_decides(self, store: Store, now: int) -> bool:
+        """Not once a classic loser has overwritten the value."""
+        record = store.record
+        recorded = isinstance(record, Record) and store.value == self.value_of(record.deadline)
+        return recorded and super().record_decides(store, now)
+
+
+class BelievesAnyProof(Lock):
+    """Take-over on proof of death that does not compare the dead token."""
+
+    def proves_death(self, record: Record, dead: str) -> bool:
+        """Somebody died."""
+        return dead != "" and record.state == "running"
+
+
+class BuriesAlive(Lock):
+    """Take-over on proof of death in any state."""
+
+    def proves_death(self, record: Record, dead: str) -> bool:
+        """Even of a lock that rests."""
+        return dead != "" and record.token == dead
+
+
+class IgnoresRest(Lock):
+    """A resting lock stands in nobody's way."""
+
+    def passes_rest(self, record: Record, task_id: str) -> bool:
+        """Everybody passes."""
+        return record.state == "resting"
+
+
+class ResumesAnyAttempt(Lock):
+    """A held lock is resumed by any delivery of the task."""
+
+    def resumes(self, record: Record, token: str) -> bool:
+        """Even by a second delivery of the attempt that is over."""
+        return record.state == "held_for_retry" and task_of(token)[0] == task_of(record.token)[0]
+
+
+class FreesAnyHold(Lock):
+    """A revoked task frees whatever is held for a retry."""
+
+    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
+        """As if the task were the one it is held for."""
+        record = store.record
+        holder = task_of(record.token)[0] if isinstance(record, Record) else None
+        return super().free(store, now, task_id=holder or task_id, remember=remember)
+
+
+class MarksForEver(Lock):
+    """A mark without a lease."""
+
+    def mark_of(self, task_id: str, now: int, queue_lease: int) -> Mark:
+        """No TTL."""
+        return Mark(task_id, None)
+
+
+class DeletesAnyMark(Lock):
+    """Starting deletes whatever mark there is."""
+
+    def may_delete_mark(self, store: Store, task_id: str) -> bool:
+        """Also another's."""
+        return store.mark is not None
+
+
+class ForgetsTheMark(Lock):
+    """A retry does not write its mark back."""
+
+    def release_for_retry(self, store: Store, now: int, *, queue_lease: int, **arguments: Any) -> Answer:
+        """Release only."""
+        return self.release(store, now, **arguments)
+
+
+class EntersUnchecked(Ours):
+    """No deadline check after acquire."""
+
+    def may_enter(self, me: Client, now: int) -> bool:
+        """Whatever the clock says."""
+        return True
+
+
+class CountsFromReply(Ours):
+    """The lease counted from when the reply was read."""
+
+    def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        if me.word != "held":
+            me = me._replace(until=state.now + self.lease)
+        return super()._when_answered(me, index, state, world)
+
+
+class TwoRoundTrips(Ours):
+    """One command asks whether the lock may be had, the next takes it."""
+
+    def _when_sent(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        _, reply = self.acquire(me, index, state, world)
+        if reply[0] == "held":
+            yield from super()._when_sent(me, index, state, world)
+        else:
+            yield Move(me._replace(at="taking", word=reply[0], seen=reply[5] or ""), state.store)
+
+    def _when_taking(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, record = state.store, state.store.record
+        if store.value is not None and isinstance(record, Record):
+            store = store._replace(value="0", record=record._replace(deadline=0))
+        store, reply = self.acquire(me, index, state._replace(store=store), world)
+        answered = me._replace(at="answered", until=me.sent + self.lease, seen="")
+        reply = (me.word, *reply[1:5], me.seen)  # it reports whom it found before
+        yield Move(answered, store, "acquire", self.token(me, index), reply)
+
+
+def classics() -> list[Classic]:
+    """A dead classic lock's takers: prompt, with the same timeout."""
+    return [Classic(timeout=1), Classic(timeout=1)]
+
+
+def calls(until_done: bool, **options: Any) -> list[Call]:
+    """Two calls with one key."""
+    return [Call(task, until_done=until_done, queue_lease=3, lease=2, **options) for task in "ab"]
+
+
+DEAD_CLASSIC = Store("9")
+MUTANTS: dict[str, tuple[Property, World]] = {
+    "release without owner check": (
+        no_stale_release,
+        World(Ours("a"), Ours("b"), lock=ReleasesForAnybody(), ticks=6),
+    ),
+    "renewal without owner check": (
+        entry_kept,
+        World(Ours("a", beats=1), Ours("b"), lock=RenewsForAnybody(), ticks=6),
+    ),
+    "renewal revives an expired lease": (
+        entry_kept,
+        World(Ours("a", beats=1, lease=1), Classic(timeout=1), lock=RenewsTheDead(), ticks=8),
+    ),
+    "take-over one tick early": (exclusion, World(Ours("a"), Ours("b"), lock=TakesOverEarly(), ticks=6)),
+    "acquire in two round trips": (
+        one_taker,
+        World(TwoRoundTrips("a"), TwoRoundTrips("b"), Ours("c"), ticks=5, crashes=1),
+    ),
+    "fence by INCR": (fences_rise, World(Ours("a"), Ours("b"), lock=Counts(), ticks=6, wipes=1)),
+    "fence by INCR, record expired": (fences_rise, World(Ours("a"), Ours("b"), lock=Counts(), ticks=8)),
+    "release keeps the lock": (no_release_lost, World(Ours("a"), lock=KeepsTheLock(), ticks=2)),
+    "no deadline check after acquire": (
+        exclusion,
+        World(EntersUnchecked("a"), Ours("b"), ticks=6),
+    ),
+    "lease counted from the reply": (exclusion, World(CountsFromReply("a"), Ours("b"), ticks=6)),
+    "deadline rounded down": (
+        exclusion,
+        World(Ours("a", lease=3), Classic(timeout=1, tries=2, strict=False), lock=RoundsDown(), ticks=8),
+    ),
+    "proof of death of anybody": (
+        exclusion,
+        World(
+            Ours("a"),
+            Ours("b", proof=True),
+            Ours("c", proof=True),
+            lock=BelievesAnyProof(),
+            ticks=3,
+            crashes=1,
+        ),
+    ),
+    "proof of death of a lock that rests": (
+        entry_kept,
+        World(
+            Ours("a", at_least_for=4), Ours("b", proof=True), lock=BuriesAlive(), ticks=3, crashes=1, losses=1
+        ),
+    ),
+    "rest ignored": (entry_kept, World(Ours("a", at_least_for=4), Ours("b"), lock=IgnoresRest(), ticks=4)),
+    "hold resumed by the same attempt": (
+        entry_kept,
+        World(Ours("a", hold=3, retries=1), Ours("a"), lock=ResumesAnyAttempt(), ticks=4),
+    ),
+    "another's hold freed": (
+        no_stale_release,
+        World(Ours("a", hold=3, retries=1), Freed("b"), lock=FreesAnyHold(), ticks=4),
+    ),
+    "no repair: release lost": (
+        no_release_lost,
+        World(Ours("a", lease=4), *classics(), lock=BelievesTheValue(), store=DEAD_CLASSIC, ticks=8),
+    ),
+    "no repair: told lost": (
+        no_false_loss,
+        World(Ours("a", lease=4, beats=1), *classics(), lock=BelievesTheValue(), store=DEAD_CLASSIC, ticks=8),
+    ),
+    "no repair: two holders": (
+        exclusion,
+        World(
+            Ours("a", lease=8),
+            Classic(timeout=1),
+            Ours("b"),
+            lock=BelievesTheValue(),
+            store=DEAD_CLASSIC,
+            ticks=12,
+        ),
+    ),
+    "mark deleted by another": (
+        others_mark_kept,
+        World(*calls(False), Ours("c"), lock=DeletesAnyMark(), ticks=5),
+    ),
+    "mark not written back": (one_queued, World(*calls(True, retries=1), lock=ForgetsTheMark(), ticks=3)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_killed(name: str) -> None:
+    """The mistake breaks its property."""
+    must_break, world = MUTANTS[name]
+    result = explore(world, [must_break])
+    print(f"{name}: {result}")
+    assert result.broken == must_break.__name__
+
+
+def test_mutant_that_never_takes_over_is_killed() -> None:
+    """Without take-over a dead lock is not acquired within its lease."""
+    lease = 3
+    for lock, holds in ((Lock(), True), (NeverTakesOver(), False)):
+        world = World(Ours("a", lease=lease), Ours("b", lease=lease), lock=lock, ticks=4, crashes=1)
+        assert (slowest_acquire(lock, explore(world, []), lease) <= lease) == holds
+
+
+@pytest.mark.parametrize("until_done", [False, True])
+def test_mutant_that_marks_for_ever_is_killed(until_done: bool) -> None:
+    """A mark without a lease blocks its key for ever once the call is lost."""
+    world = World(*calls(until_done), lock=MarksForEver(), ticks=4, crashes=1)
+    assert slowest_publish(world.lock, explore(world, []), 1_000, until_done=until_done) > 1_000

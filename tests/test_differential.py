@@ -1,0 +1,285 @@
+"""The model's lock against the real scripts: random operations on a random clock, every answer compared.
+
+`MODEL_SCALE=10` runs ten times as many; `DIFFERENTIAL_SEED=...` runs the one case that a failure named.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+from redis.exceptions import ResponseError
+
+from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, texts
+from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Record, Store, purge
+
+LOCK, RECORD = "lock.foo", "{lock.foo}:holder"
+CASES = 1_000 * int(os.environ.get("MODEL_SCALE", "1"))
+OPERATIONS = 40
+TOKENS = ("one", "two", "a|0|1f", "a|0|2F", "a|1|3a", "b|b|0|4", "|0|5")
+TASK_IDS = ("", "a", "b|b")
+LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
+RETENTIONS = (0, 1, 1_000, 86_400_000)
+REMEMBER_MS = 60_000
+GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
+
+EVERY_ANSWER = {
+    f"{verb}: {word}"
+    for verb, answers in {
+        "acquire": "acquired again taken_over held FOREIGNRECORD",
+        "renew": "renewed repaired gone lost",
+        "release": "released resting repaired gone lost",
+    }.items()
+    for word in answers.split()
+}
+MUTANTS = [
+    ("acquire", "if now < h_deadline then", "if now <= h_deadline then"),
+    ("acquire", "if now < till then", "if now <= till then"),
+    ("acquire", "tonumber(old), 1e11) + 1", "tonumber(old), 1e11)"),
+    ("acquire", "h_token == token and h_state == 'running'", "h_token == token"),
+    ("acquire", "h_state == 'resting' and task_id ~= ''", "h_state == 'resting'"),
+    ("acquire", "value = int(math.ceil(deadline / 1000000))", "value = int(math.floor(deadline / 1000000))"),
+    ("acquire", "math.max(h_fence + 1, now)", "h_fence + 1"),
+    (
+        "acquire",
+        "int(math.ceil(deadline / 1000) + retention)",
+        "int(math.floor(deadline / 1000) + retention)",
+    ),
+    ("renew", "h_token ~= token or state ~= 'running'", "state ~= 'running'"),
+    ("renew", "if now >= tonumber(h_deadline)", "if now > tonumber(h_deadline)"),
+    ("renew", "if not string.match(value", "if value == 'free' and string.match(value"),
+    ("renew", "/ 1000000)), 'PXAT', expiry)", "/ 1000000)))"),
+    ("release", "if h_token ~= token then", "if not h_token then"),
+    ("release", "if state ~= 'running' then return answer(state) end", ""),
+    ("release", "not ours and now < tonumber(h_deadline)", "not ours"),
+    ("release", "if rest_until > now then", "if rest_until > 0 then"),
+    ("release", "redis.call('DEL', KEYS[1])", ""),
+    ("release", "word), 'PX', int(remember))", "word))"),
+]
+
+
+class Step(NamedTuple):
+    """One operation: what is sent to the server, and what the model says of it."""
+
+    what: str
+    commands: list[tuple[Any, ...]]
+    reply: tuple[Any, ...] | None
+    after: Store
+
+
+class Case:
+    """A random schedule of operations, played on the model while it is made up."""
+
+    def __init__(self, seed: int, shas: dict[str, str]) -> None:
+        self.random = random.Random(seed)
+        self.shas = shas
+        self.model = Lock()
+        self.store = Store()
+        self.now = EPOCH + self.random.randrange(10 * SECOND)
+        self.last = TOKENS[0]
+
+    def steps(self) -> Iterator[Step]:
+        """The operations, each with the state that the model expects after it."""
+        yield Step("start", [("DEL", LOCK, RECORD), *_set_clock(self.now)], None, self.store)
+        verbs = (
+            [self.acquire] * 6
+            + [self.renew] * 5
+            + [self.release] * 5
+            + [self.advance] * 9
+            + [self.foreign] * 4
+        )
+        for _ in range(OPERATIONS):
+            yield self.random.choice(verbs)()
+
+    def acquire(self) -> Step:
+        """A new token, or the last one sent again."""
+        token, lease, retention = self.token(), self.random.choice(LEASES), self.random.choice(RETENTIONS)
+        info, task_id = self.random.choice(("{}", '{"pid":7}', "two\nlines")), self.random.choice(TASK_IDS)
+        self.last = token
+        return self.script(
+            "acquire",
+            (token, lease, retention, info, task_id),
+            self.model.acquire(
+                self.store,
+                self.now,
+                token=token,
+                lease=lease,
+                retention=retention,
+                info=info,
+                task_id=task_id,
+            ),
+        )
+
+    def renew(self) -> Step:
+        """By the holder or by anybody else."""
+        token, lease, retention = self.token(), self.random.choice(LEASES), self.random.choice(RETENTIONS)
+        after = self.model.renew(self.store, self.now, token=token, lease=lease, retention=retention)
+        return self.script("renew", (token, lease, retention), after)
+
+    def release(self) -> Step:
+        """By the holder, once or twice, with or without a rest, or by anybody else."""
+        token = self.token()
+        rest = self.random.choice((0, 0, self.now, self.now + 1, self.now + 2 * SECOND, self.now - SECOND))
+        after = self.model.release(self.store, self.now, token=token, rest_until=rest, remember=REMEMBER_MS)
+        return self.script("release", (token, rest, REMEMBER_MS), after)
+
+    def advance(self) -> Step:
+        """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
+        record, value = self.store.record, self.store.value
+        moments = [self.now + self.random.randrange(4 * SECOND), self.now + self.random.randrange(2_000)]
+        if isinstance(record, Record):
+            moments += [record.deadline] * 2
+        if value is not None and NUMBER.fullmatch(value) and float(value) < 9e9:
+            moments += [int(float(value) * SECOND), int((float(value) + 1) * SECOND)]
+        moments += [ms * MS for ms in (self.store.expiry, self.store.record_expiry) if ms is not None]
+        moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
+        self.now = min(max(self.now, moment), self.now + 100 * SECOND)
+        before, self.store = self.store, purge(self.store, self.now)
+        expired = [LOCK] * (before.value != self.store.value) + [RECORD] * (
+            before.record != self.store.record
+        )
+        return Step(
+            f"clock {self.now}",
+            [*_set_clock(self.now), *([("DEL", *expired)] if expired else [])],
+            None,
+            self.store,
+        )
+
+    def foreign(self) -> Step:
+        """What other programs do to the keys."""
+        second = self.now // SECOND + self.random.choice((-3, -2, -1, 0, 1, 2, 3))
+        number = self.random.choice(
+            (str(second), str(second), f"{second}.5", f"{second}.", f"00{second}", "0")
+        )
+        what = self.random.choice(("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record"))
+        store = self.store
+        if what == "getset" and store.value != NOT_A_STRING:
+            self.store = store._replace(value=number, expiry=None)
+            commands = [("GETSET", LOCK, number)]
+        elif what == "setnx":
+            if store.value is None:
+                self.store = store._replace(value=number, expiry=None)
+            commands = [("SETNX", LOCK, number)]
+        elif what == "garbage":
+            text = self.random.choice(GARBAGE)
+            self.store = store._replace(value=text, expiry=None)
+            commands = [("SET", LOCK, text)]
+        elif what == "list" and self.random.random() < 0.3:
+            self.store = store._replace(value=NOT_A_STRING, expiry=None)
+            commands = [("DEL", LOCK), ("RPUSH", LOCK, "x")]
+        elif what == "record" and self.random.random() < 0.3:
+            text = self.random.choice(("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n"))
+            self.store = store._replace(record=text, record_expiry=None)
+            commands = [("SET", RECORD, text)]
+        else:
+            gone = self.random.choice(([LOCK], [LOCK], [LOCK, RECORD], [RECORD]))
+            if LOCK in gone:
+                self.store = self.store._replace(value=None, expiry=None)
+            if RECORD in gone:
+                self.store = self.store._replace(record=None, record_expiry=None)
+            commands = [("DEL", *gone)]
+        return Step(f"foreign {commands}", commands, None, self.store)
+
+    def token(self) -> str:
+        """Mostly the holder's or the last sender's."""
+        record = self.store.record
+        holder = record.token if isinstance(record, Record) else self.last
+        return self.random.choice((holder, holder, self.last, self.random.choice(TOKENS)))
+
+    def script(self, verb: str, arguments: tuple[Any, ...], after: tuple[Store, tuple[Any, ...]]) -> Step:
+        """A call of a script."""
+        self.store, reply = after
+        command = ("EVALSHA", self.shas[verb], 2, LOCK, RECORD, *arguments)
+        return Step(f"{verb} {arguments}", [command], reply, self.store)
+
+
+def _set_clock(now: int) -> list[tuple[Any, ...]]:
+    return [("DEL", CLOCK_KEY), ("RPUSH", CLOCK_KEY, now // SECOND, now % SECOND)]
+
+
+def _send(client: redis.Redis, steps: list[Step]) -> list[tuple[Any, ...]]:
+    """For each step what its last command answered, and the keys and expiries after it."""
+    with client.pipeline(transaction=False) as pipe:
+        for step in steps:
+            for command in step.commands:
+                pipe.execute_command(*command)
+            for command in (("GET", LOCK), ("PEXPIRETIME", LOCK), ("GET", RECORD), ("PEXPIRETIME", RECORD)):
+                pipe.execute_command(*command)
+        replies = iter(pipe.execute(raise_on_error=False))
+    return [tuple([next(replies) for _ in range(len(step.commands) + 4)][-5:]) for step in steps]
+
+
+def _differences(step: Step, seen: tuple[Any, ...], remembered_until: range) -> Iterator[str]:
+    """What the server answered otherwise than the model."""
+    reply, value, expiry, record, record_expiry = seen
+    after = step.after
+    if step.reply is not None:
+        answered = (str(reply).split()[0],) if isinstance(reply, ResponseError) else tuple(reply)
+        if answered != step.reply:
+            yield f"the script answered {answered}, the model {step.reply}"
+    if (NOT_A_STRING if isinstance(value, ResponseError) else value) != after.value:
+        yield f"the lock is {value!r}, in the model {after.value!r}"
+    if record != (None if after.record is None else str(after.record)):
+        yield f"the record is {record!r}, in the model {after.record!r}"
+    if expiry != _expiry(after.value, after.expiry):
+        yield f"the lock expires at {expiry}, in the model at {after.expiry}"
+    if isinstance(after.record, Record) and after.record.deadline == 0:
+        # The one expiry that is counted from the server's own clock.
+        if record_expiry not in remembered_until:
+            yield f"the release is remembered until {record_expiry}, not within {remembered_until}"
+    elif record_expiry != _expiry(after.record, after.record_expiry):
+        yield f"the record expires at {record_expiry}, in the model at {after.record_expiry}"
+
+
+def _expiry(content: object, expiry: int | None) -> int:
+    """An expiry as PEXPIRETIME says it."""
+    return -2 if content is None else -1 if expiry is None else expiry
+
+
+def _server_ms(client: redis.Redis) -> int:
+    second, us = client.time()
+    return second * 1000 + us // 1000
+
+
+def compare(client: redis.Redis, scripts: dict[str, str], seeds: Iterable[int]) -> tuple[Counter[str], str]:
+    """Play the cases until one differs: how often each answer was given, and the difference or ''."""
+    shas = {verb: client.script_load(text) for verb, text in scripts.items()}
+    words: Counter[str] = Counter()
+    for seed in seeds:
+        steps = list(Case(seed, shas).steps())
+        before = _server_ms(client)
+        seen = _send(client, steps)
+        remembered_until = range(before + REMEMBER_MS, _server_ms(client) + REMEMBER_MS + 1)
+        client.delete(LOCK, RECORD, CLOCK_KEY)
+        for number, (step, real) in enumerate(zip(steps, seen)):
+            differences = list(_differences(step, real, remembered_until))
+            if differences:
+                history = "\n".join(f"{n:3} {s.what} -> {s.reply}" for n, s in enumerate(steps[: number + 1]))
+                return words, f"DIFFERENTIAL_SEED={seed}, step {number}: {'; '.join(differences)}\n{history}"
+            if number:  # the first only empties the keys
+                words[f"{step.what.split()[0]}: {step.reply[0]}" if step.reply else "clock, foreigners"] += 1
+    return words, ""
+
+
+def test_scripts_answer_as_the_model_does(locks: redis.Redis) -> None:
+    """Over tens of thousands of random operations the scripts and the model never differ."""
+    only = os.environ.get("DIFFERENTIAL_SEED")
+    words, difference = compare(locks, texts(), [int(only)] if only else range(CASES))
+    assert not difference, difference
+    print(f"{sum(words.values()):,} operations, no mismatch; {dict(sorted(words.items()))}")
+    assert only or (sum(words.values()) >= 20_000 and words.keys() >= EVERY_ANSWER)
+
+
+@pytest.mark.parametrize(("verb", "right", "wrong"), MUTANTS)
+def test_changed_script_differs_from_the_model(locks: redis.Redis, verb: str, right: str, wrong: str) -> None:
+    """A script with one condition or expiry changed is found out."""
+    scripts = texts()
+    assert scripts[verb].count(right) == 1
+    scripts[verb] = scripts[verb].replace(right, wrong)
+    _, difference = compare(locks, scripts, range(CASES))
+    assert difference
