@@ -60,7 +60,7 @@ _TEMPORARY = (
     "TRYAGAIN",
 )
 
-Released = Literal["released", "resting", "repaired", "gone", "lost"]
+Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
 
 class _Script:
@@ -79,6 +79,7 @@ class _Script:
 
 
 _ACQUIRE, _RENEW, _RELEASE = _Script("acquire"), _Script("renew"), _Script("release")
+_HOLD, _FREE = _Script("hold"), _Script("free")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Holder:
         token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
-        state: `running` or `resting`, or `foreign`: a lock that no program of ours has set.
+        state: `running`, `resting` or `held_for_retry`, or `foreign`: a lock that no program of ours has set.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: What the holder says of itself: task, task_id, worker, host, pid.
         value: The lock's value in Redis.
@@ -141,7 +142,7 @@ class Outcome:
     Attributes:
         acquired: True if the caller now holds the lock.
         lock: The held lock, to be released once; None if another holds it.
-        taken_over_from: The dead holder's record, if an expired lock was taken over.
+        taken_over_from: The dead holder's record, if its lock was taken over.
         holder: The holder's record, if another holds the lock.
         remaining_s: Seconds until the holder's deadline; None if unknown.
         server_time: The server's clock (Unix seconds) when it decided.
@@ -225,6 +226,33 @@ class HeldLock:
         rest_until = self._since_us + int(at_least_for * _US) if at_least_for else 0
         return self._lock._release(self.token, rest_until)
 
+    def hold(self, lease: float) -> Released:
+        """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
+
+        Args:
+            lease: Seconds from now after which it may be taken over all the same.
+
+        Returns:
+            `held_for_retry`, or `gone` or `lost`, as `release`.
+
+        Raises:
+            LockUnavailable: Redis did not answer; the running lease ends the lock.
+            LockRefused: Redis refuses the command.
+        """
+        lock = self._lock
+        reply = _run(
+            self.key,
+            lambda: _hold(
+                self.client,
+                lock=lock.name,
+                record=lock.record,
+                token=self.token,
+                lease_s=lease,
+                retention_s=lock.retention_s,
+            ),
+        )
+        return reply[0]  # type: ignore[no-any-return]
+
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
         if word == "repaired":
@@ -288,16 +316,16 @@ class SetnxLock:
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
 
-    def acquire(
-        self, wait: float | timedelta = 0.0, *, token: str | None = None, task_id: str = ""
-    ) -> Outcome:
+    def acquire(self, wait: float | timedelta = 0.0, *, token: str | None = None, dead: str = "") -> Outcome:
         """Try to become the holder.
 
         Args:
             wait: Seconds for which a held lock is tried again, with jittered backoff. Defaults to 0.
             token: Proof of being the holder. Calling again with the same token is harmless: it answers
-                acquired. Defaults to a new random token.
-            task_id: The id whose own resting lock does not stand in the way. Defaults to none.
+                acquired. Defaults to a new random token. A task's is `<task id>|<retries>|<nonce in hex>`:
+                its own resting lock does not stand in its way, and a lock held for its retry is resumed.
+            dead: The token of a holder whose process is proved dead; its lock is taken over before its
+                deadline. Defaults to none.
 
         Returns:
             The outcome. That another holds the lock is a value, not an error.
@@ -311,7 +339,7 @@ class SetnxLock:
         pause = 0.01
         while True:
             try:
-                outcome = self._acquire_once(token, task_id)
+                outcome = self._acquire_once(token, dead)
             except SetnxError:
                 raise
             except BaseException:
@@ -336,6 +364,41 @@ class SetnxLock:
             raise LockLost(self.name, "it was never acquired through this object")
         return self.held.release()
 
+    def free_dead(self, token: str) -> bool:
+        """Release the lock of a holder that is proved dead, on its behalf.
+
+        Args:
+            token: The dead holder's token.
+
+        Returns:
+            True if it held the lock still.
+
+        Raises:
+            LockUnavailable: Redis did not answer; the lease ends the lock.
+            LockRefused: Redis refuses the command.
+        """
+        word, _now, value = self._release_reply(token, 0)
+        return value is not None and word in ("released", "repaired")
+
+    def free_held(self, task_id: str) -> bool:
+        """Free the lock if it is held for a retry of a task that will not come.
+
+        Args:
+            task_id: The task's id.
+
+        Returns:
+            True if it was held for it.
+
+        Raises:
+            LockUnavailable: Redis did not answer; the lease ends the lock.
+            LockRefused: Redis refuses the command.
+        """
+        reply = _run(
+            self.name,
+            lambda: _free(self.client, lock=self.name, record=self.record, task_id=task_id),
+        )
+        return reply[0] in ("released", "repaired")
+
     def __enter__(self) -> HeldLock:
         outcome = self.acquire(self.wait_s)
         if outcome.lock is None:
@@ -356,7 +419,7 @@ class SetnxLock:
                     word,
                 )
 
-    def _acquire_once(self, token: str, task_id: str) -> Outcome:
+    def _acquire_once(self, token: str, dead: str) -> Outcome:
         before = self.clock()
         word, deadline_us, fence, now_us, value, record = _run(
             self.name,
@@ -368,7 +431,7 @@ class SetnxLock:
                 lease_s=self.lease_s,
                 retention_s=self.retention_s,
                 info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
-                task_id=task_id,
+                dead=dead,
             ),
         )
         found = _parse_holder(record, value, int(now_us))
@@ -395,13 +458,15 @@ class SetnxLock:
         return before + remaining_us / _US - max(0.002, self.lease_s / 100)
 
     def _release(self, token: str, rest_until_us: int) -> Released:
-        reply = _run(
+        return self._release_reply(token, rest_until_us)[0]  # type: ignore[no-any-return]
+
+    def _release_reply(self, token: str, rest_until_us: int) -> list[Any]:
+        return _run(
             self.name,
             lambda: _release(
                 self.client, lock=self.name, record=self.record, token=token, rest_until_us=rest_until_us
             ),
         )
-        return reply[0]  # type: ignore[no-any-return]
 
 
 def renew_all(locks: Sequence[HeldLock]) -> list[LockUnavailable | LockRefused | None]:
@@ -451,17 +516,29 @@ def _acquire(
     lease_s: float,
     retention_s: float,
     info: str,
-    task_id: str,
+    dead: str,
 ) -> list[Any]:
     """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record]."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
-    return _ACQUIRE(client, lock, record, token, _us(lease_s), int(retention_s * 1000), info, task_id)
+    return _ACQUIRE(client, lock, record, token, _us(lease_s), int(retention_s * 1000), info, dead)
 
 
 def _release(client: redis.Redis, *, lock: str, record: str, token: str, rest_until_us: int) -> list[Any]:
     """Run lua/release.lua: [word, now us, lock value]."""
     return _RELEASE(client, lock, record, token, rest_until_us, _REMEMBER_RELEASE_MS)
+
+
+def _hold(
+    client: redis.Redis, *, lock: str, record: str, token: str, lease_s: float, retention_s: float
+) -> list[Any]:
+    """Run lua/hold.lua: [word, now us, lock value]."""
+    return _HOLD(client, lock, record, token, _us(lease_s), int(retention_s * 1000))
+
+
+def _free(client: redis.Redis, *, lock: str, record: str, task_id: str) -> list[Any]:
+    """Run lua/free.lua: [word, now us, lock value]."""
+    return _FREE(client, lock, record, task_id, _REMEMBER_RELEASE_MS)
 
 
 def _renew_arguments(held: HeldLock) -> tuple[str, str, str, int, int]:

@@ -265,7 +265,7 @@ class _Run:
         pause = 0.05
         while True:
             try:
-                return self.lock.acquire(token=token, task_id=self.request.id)
+                return self.lock.acquire(token=token)
             except LockUnavailable as error:
                 if self.options.on_redis_error == "run":
                     logger.warning("%s runs unguarded (on_redis_error='run'). %s", self, error)

@@ -16,12 +16,12 @@ import redis
 from redis.exceptions import ResponseError
 
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, texts
-from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Record, Store, purge
+from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Record, Store, purge, task_of
 
 LOCK, RECORD = "lock.foo", "{lock.foo}:holder"
-CASES = 1_000 * int(os.environ.get("MODEL_SCALE", "1"))
+CASES = 1_500 * int(os.environ.get("MODEL_SCALE", "1"))
 OPERATIONS = 40
-TOKENS = ("one", "two", "a|0|1f", "a|0|2F", "a|1|3a", "b|b|0|4", "|0|5")
+TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
 RETENTIONS = (0, 1, 1_000, 86_400_000)
@@ -31,9 +31,11 @@ GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\
 EVERY_ANSWER = {
     f"{verb}: {word}"
     for verb, answers in {
-        "acquire": "acquired again taken_over held FOREIGNRECORD",
+        "acquire": "acquired again resumed taken_over held FOREIGNRECORD",
         "renew": "renewed repaired gone lost",
-        "release": "released resting repaired gone lost",
+        "release": "released resting repaired held_for_retry gone lost",
+        "hold": "held_for_retry released resting gone lost",
+        "free": "released repaired gone lost",
     }.items()
     for word in answers.split()
 }
@@ -42,7 +44,11 @@ MUTANTS = [
     ("acquire", "if now < till then", "if now <= till then"),
     ("acquire", "tonumber(old), 1e11) + 1", "tonumber(old), 1e11)"),
     ("acquire", "h_token == token and h_state == 'running'", "h_token == token"),
-    ("acquire", "h_state == 'resting' and task_id ~= ''", "h_state == 'resting'"),
+    ("acquire", "not task or task ~= h_task", "not task"),
+    ("acquire", "h_token == dead and h_state == 'running'", "dead ~= '' and h_state == 'running'"),
+    ("acquire", "h_token == dead and h_state == 'running'", "h_token == dead"),
+    ("acquire", "tonumber(retries) > tonumber(h_retries)", "tonumber(retries) >= tonumber(h_retries)"),
+    ("acquire", "if word == 'resumed' then fence = h_fence end", ""),
     ("acquire", "value = int(math.ceil(deadline / 1000000))", "value = int(math.floor(deadline / 1000000))"),
     ("acquire", "math.max(h_fence + 1, now)", "h_fence + 1"),
     (
@@ -60,6 +66,11 @@ MUTANTS = [
     ("release", "if rest_until > now then", "if rest_until > 0 then"),
     ("release", "redis.call('DEL', KEYS[1])", ""),
     ("release", "word), 'PX', int(remember))", "word))"),
+    ("hold", "if h_token ~= token then", "if not h_token then"),
+    ("hold", "if state ~= 'running' then return answer(state) end", ""),
+    ("hold", "'held_for_retry', rest}", "'running', rest}"),
+    ("free", "state ~= 'held_for_retry' or", ""),
+    ("free", "~= task_id then", "== '' then"),
 ]
 
 
@@ -90,6 +101,8 @@ class Case:
             [self.acquire] * 6
             + [self.renew] * 5
             + [self.release] * 5
+            + [self.hold] * 3
+            + [self.free] * 2
             + [self.advance] * 9
             + [self.foreign] * 4
         )
@@ -99,11 +112,13 @@ class Case:
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
         token, lease, retention = self.token(), self.random.choice(LEASES), self.random.choice(RETENTIONS)
-        info, task_id = self.random.choice(("{}", '{"pid":7}', "two\nlines")), self.random.choice(TASK_IDS)
+        info, dead = self.random.choice(("{}", '{"pid":7}', "two\nlines")), ""
+        if self.random.random() < 0.2:
+            dead = self.token()
         self.last = token
         return self.script(
             "acquire",
-            (token, lease, retention, info, task_id),
+            (token, lease, retention, info, dead),
             self.model.acquire(
                 self.store,
                 self.now,
@@ -111,7 +126,7 @@ class Case:
                 lease=lease,
                 retention=retention,
                 info=info,
-                task_id=task_id,
+                dead=dead,
             ),
         )
 
@@ -127,6 +142,27 @@ class Case:
         rest = self.random.choice((0, 0, self.now, self.now + 1, self.now + 2 * SECOND, self.now - SECOND))
         after = self.model.release(self.store, self.now, token=token, rest_until=rest, remember=REMEMBER_MS)
         return self.script("release", (token, rest, REMEMBER_MS), after)
+
+    def hold(self) -> Step:
+        """By the holder, for its retry, or by anybody else."""
+        token, lease, retention = self.token(), self.random.choice(LEASES), self.random.choice(RETENTIONS)
+        after = self.model.hold(
+            self.store,
+            self.now,
+            token=token,
+            until=self.now + lease,
+            retention=retention,
+            remember=REMEMBER_MS,
+        )
+        return self.script("hold", (token, lease, retention), after)
+
+    def free(self) -> Step:
+        """On behalf of a task whose retry will not come."""
+        record = self.store.record
+        holder = task_of(record.token)[0] if isinstance(record, Record) else None
+        task_id = self.random.choice((holder or "", *TASK_IDS))
+        after = self.model.free(self.store, self.now, task_id=task_id, remember=REMEMBER_MS)
+        return self.script("free", (task_id, REMEMBER_MS), after)
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
@@ -189,6 +225,9 @@ class Case:
         """Mostly the holder's or the last sender's."""
         record = self.store.record
         holder = record.token if isinstance(record, Record) else self.last
+        task, retries = task_of(holder)
+        if task is not None and isinstance(record, Record) and record.state == "held_for_retry":
+            self.last = f"{task}|{retries + 1}|9f"
         return self.random.choice((holder, holder, self.last, self.random.choice(TOKENS)))
 
     def script(self, verb: str, arguments: tuple[Any, ...], after: tuple[Store, tuple[Any, ...]]) -> Step:

@@ -218,11 +218,11 @@ def test_wait_ends_when_the_lock_is_released(locks: redis.Redis) -> None:
     class ReleasingLock(SetnxLock):
         """Frees the lock of the other after a few tries."""
 
-        def _acquire_once(self, token: str, task_id: str) -> Any:
+        def _acquire_once(self, token: str, dead: str) -> Any:
             waited.append(time.monotonic())
             if len(waited) == 4:
                 held.release()
-            return super()._acquire_once(token, task_id)
+            return super()._acquire_once(token, dead)
 
     assert ReleasingLock(locks, NAME).acquire(wait=10).acquired
     assert len(waited) == 4
@@ -325,8 +325,8 @@ def test_interrupted_acquire_gives_back_what_it_may_hold(
     lock = SetnxLock(locks, NAME)
     acquire = SetnxLock._acquire_once
 
-    def interrupted(self: SetnxLock, token: str, task_id: str) -> Any:
-        acquire(self, token, task_id)
+    def interrupted(self: SetnxLock, token: str, dead: str) -> Any:
+        acquire(self, token, dead)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SetnxLock, "_acquire_once", interrupted)
@@ -357,8 +357,8 @@ def test_rest_that_is_over_is_a_plain_release(locks: redis.Redis) -> None:
 def test_own_rest_lets_the_same_task_pass(locks: redis.Redis) -> None:
     """A task's own retry passes through its resting lock; another task does not."""
     SetnxLock(locks, NAME).acquire(token="id-1|0|ab").lock.release(at_least_for=10)
-    assert not SetnxLock(locks, NAME).acquire(token="id-2|0|ab", task_id="id-2").acquired
-    outcome = SetnxLock(locks, NAME).acquire(token="id-1|1|cd", task_id="id-1")
+    assert not SetnxLock(locks, NAME).acquire(token="id-2|0|ab").acquired
+    outcome = SetnxLock(locks, NAME).acquire(token="id-1|1|cd")
     assert outcome.acquired
     assert outcome.taken_over_from is None
 

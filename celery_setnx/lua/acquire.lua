@@ -1,16 +1,17 @@
--- Acquire a lock, or take it over once its deadline has passed.
+-- Acquire a lock, or take it over once its deadline has passed or its holder is proved dead.
 --
 -- KEYS  1 lock     Unix second at which it stops being valid, as in the SETNX recipe
 --       2 record   token, deadline, fence, state, since (us), info: one per line
--- ARGV  1 token       proof of being the holder, new for every attempt
+-- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
 --       2 lease       microseconds
 --       3 retention   milliseconds that both keys outlive the deadline
 --       4 info        opaque text that names the holder
---       5 task id     '' or the id whose own resting lock lets this call pass
+--       5 dead token  '' or the token of a running holder whose process is proved dead
 -- Returns {word, deadline us, fence, now us, lock value, record}: the record found, if any
---       acquired | again (this token holds it already) | taken_over | held
+--       acquired | again (this token holds it already) | resumed (held for this task's retry)
+--       taken_over | held
 
-local token, lease, retention, info, task_id = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
@@ -23,38 +24,49 @@ if record then
   h_token, h_deadline, h_fence, h_state = t, tonumber(d), tonumber(f), s
 end
 
+-- What an unexpired record lets this token do.
+local function claim()
+  if h_token == token and h_state == 'running' then return 'again' end
+  if h_token == dead and h_state == 'running' then return 'taken_over' end
+  local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
+  local h_task, h_retries = string.match(h_token, '^(.*)|(%d+)|%x+$')
+  if not task or task ~= h_task then return 'held' end
+  if h_state == 'resting' then return 'acquired' end
+  if h_state == 'held_for_retry' and tonumber(retries) > tonumber(h_retries) then return 'resumed' end
+  return 'held'
+end
+
 local deadline = now + lease
 local value = int(math.ceil(deadline / 1000000))
-local word, old, own_rest = 'acquired', false, false
+local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 if redis.call('SETNX', KEYS[1], value) == 0 then
   local reply = redis.pcall('GET', KEYS[1])
   old = type(reply) == 'string' and reply or '(not a string)'
   local function held(till) return {'held', int(till), int(h_fence), int(now), old, record} end
 
   if not string.match(old, '^%d+%.?%d*$') then return held(0) end
-  local recorded = h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000))
   if now < h_deadline then
     -- Unexpired, the record decides: a classic loser may have overwritten the value.
-    if h_token == token and h_state == 'running' then
-      return {'again', int(h_deadline), int(h_fence), int(now), old, record}
-    end
-    own_rest = h_state == 'resting' and task_id ~= '' and string.match(h_token, '^(.*)|%d+|%x+$') == task_id
-    if not own_rest then return held(h_deadline) end
-  elseif not recorded then
-    local till = (math.min(tonumber(old), 1e11) + 1) * 1000000 -- the recipe takes over strictly after its second
+    word = claim()
+    if word == 'held' then return held(h_deadline) end
+    if word == 'again' then return {word, int(h_deadline), int(h_fence), int(now), old, record} end
+    if word == 'resumed' then fence = h_fence end
+  elseif h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000)) then
+    if h_state ~= 'resting' and h_token ~= token then word = 'taken_over' end
+  else
+    local till = (math.min(tonumber(old), 1e11) + 1) * 1000000 -- the recipe takes over after its second
     if now < till then return held(till) end
+    word = 'taken_over'
   end
-  local died = not recorded or (h_state ~= 'resting' and h_token ~= token)
-  if died and not own_rest then word = 'taken_over' end
   old = redis.call('GETSET', KEYS[1], value)
 end
 
-local fence = int(math.max(h_fence + 1, now))
 local expiry = int(math.ceil(deadline / 1000) + retention)
 local expires = redis.pcall('PEXPIREAT', KEYS[1], expiry)
 if type(expires) == 'table' then -- forbidden: what was free or expired is free again, not there for ever
   redis.call('DEL', KEYS[1])
   return expires
 end
-redis.call('SET', KEYS[2], table.concat({token, int(deadline), fence, 'running', int(now), info}, '\n'), 'PXAT', expiry)
-return {word, int(deadline), fence, int(now), old, record}
+local fields = {token, int(deadline), int(fence), 'running', int(now), info}
+redis.call('SET', KEYS[2], table.concat(fields, '\n'), 'PXAT', expiry)
+return {word, int(deadline), int(fence), int(now), old, record}

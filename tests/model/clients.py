@@ -73,7 +73,6 @@ class Ours:
             token=self.token(me, index),
             lease=self.lease,
             retention=RETENTION_MS,
-            task_id=self.task,
             dead=me.dead,
         )
 

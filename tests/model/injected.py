@@ -13,7 +13,13 @@ CLOCK_KEY = "test:clock"
 SECOND = 1_000_000
 # Far ahead of any server's own clock, so that no absolute expiry comes true behind the test's back.
 EPOCH = 4_000_000_000 * SECOND
-SCRIPTS = {"acquire": "_ACQUIRE", "renew": "_RENEW", "release": "_RELEASE"}
+SCRIPTS = {
+    "acquire": "_ACQUIRE",
+    "renew": "_RENEW",
+    "release": "_RELEASE",
+    "hold": "_HOLD",
+    "free": "_FREE",
+}
 
 
 def with_test_clock(text: str) -> str:

@@ -1,8 +1,7 @@
 """The verbs of the lock as pure functions of what Redis holds and of the time. Units as in the scripts.
 
-`acquire`, `renew` and `release` say what lua/acquire.lua, lua/renew.lua and lua/release.lua say, word for
-word; tests/test_differential.py holds them to it. The verbs after them follow DESIGN.md ahead of their
-scripts: a lock held for retry, its resumption by the same task, take-over on proof of death, and marks.
+`acquire`, `renew`, `release`, `hold` and `free` say what the scripts of these names say, word for word;
+tests/test_differential.py holds them to it. The verbs of marks follow the design ahead of their scripts.
 Each decision that a seeded mutant turns around is a method of its own.
 """
 
@@ -108,9 +107,10 @@ class Lock:
         """Whether the token of a process that was proved dead opens this lock."""
         return dead != "" and record.state == "running" and record.token == dead
 
-    def passes_rest(self, record: Record, task_id: str) -> bool:
-        """Whether a lock rests, and rests for others only."""
-        return record.state == "resting" and task_id != "" and task_of(record.token)[0] == task_id
+    def passes_rest(self, record: Record, token: str) -> bool:
+        """Whether a lock rests, and rests for others only: not for the task whose token this is."""
+        task, _ = task_of(token)
+        return record.state == "resting" and task is not None and task_of(record.token)[0] == task
 
     def resumes(self, record: Record, token: str) -> bool:
         """Whether a token is that of the attempt for which a lock is held."""
@@ -131,10 +131,9 @@ class Lock:
         lease: int,
         retention: int,
         info: str = "",
-        task_id: str = "",
         dead: str = "",
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/acquire.lua, and (not there yet) `resumed` and take-over from a token proved dead."""
+        """lua/acquire.lua."""
         record = store.record
         if isinstance(record, str):
             return store, FOREIGNRECORD
@@ -159,7 +158,7 @@ class Lock:
                 elif self.resumes(found, token):
                     word, fence = "resumed", found.fence
                 else:
-                    own_rest = self.passes_rest(found, task_id)
+                    own_rest = self.passes_rest(found, token)
                     if not own_rest:
                         return held(found.deadline)
             elif not recorded:
@@ -241,7 +240,7 @@ class Lock:
     def hold(
         self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
     ) -> tuple[Store, tuple[Any, ...]]:
-        """Keep the lock for the holder's own retry, until a time; nobody renews it meanwhile."""
+        """lua/hold.lua, which is given the time until then."""
         freed, reply = self.release(store, now, token=token, remember=remember)
         if reply[0] not in ("released", "repaired") or freed is store:
             return store, reply
@@ -257,7 +256,7 @@ class Lock:
         return after, ("held_for_retry", *reply[1:])
 
     def free(self, store: Store, now: int, *, task_id: str, remember: int) -> tuple[Store, tuple[Any, ...]]:
-        """Free a lock that is held for the retry of a task which will not come (revoked, expired)."""
+        """lua/free.lua."""
         record = store.record
         if not isinstance(record, Record) or record.state != "held_for_retry":
             return store, ("lost", str(now), store.value)
@@ -283,7 +282,7 @@ class Lock:
 
     def start(self, store: Store, now: int, *, task_id: str, **acquire: Any) -> tuple[Store, tuple[Any, ...]]:
         """Acquire, and delete the mark if it is this call's; a lapsed or foreign mark drops nobody."""
-        after, reply = self.acquire(store, now, task_id=task_id, **acquire)
+        after, reply = self.acquire(store, now, **acquire)
         if reply[0] != "held" and self.may_delete_mark(after, task_id):
             after = after._replace(mark=None)
         return after, reply

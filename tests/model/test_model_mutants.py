@@ -123,7 +123,7 @@ class BuriesAlive(Lock):
 class IgnoresRest(Lock):
     """A resting lock stands in nobody's way."""
 
-    def passes_rest(self, record: Record, task_id: str) -> bool:
+    def passes_rest(self, record: Record, token: str) -> bool:
         """Everybody passes."""
         return record.state == "resting"
 
