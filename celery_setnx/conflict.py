@@ -21,6 +21,9 @@ logger = logging.getLogger("celery_setnx")
 HEADER = "singleton"
 """The message header in which a call's key, options and waiting time travel."""
 
+NONCE = "setnx_nonce"
+"""The message property that makes the token of every delivery its own."""
+
 _SKIPPED = "skipped"
 _DEFAULT_VISIBILITY_S = 3600.0
 
@@ -100,11 +103,11 @@ class Conflict:
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, however long it takes."""
-        self._come_back(backoff(self.options, self.waits))
+        self._come_back(backoff(self.options, self.waits), own=True)
 
-    def _come_back(self, countdown: float) -> NoReturn:
+    def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         reason = f"{self.key} is held by {self.holder}"
-        come_back(self.task, countdown, self.waits, self.server_time - self.waited_s, reason)
+        come_back(self.task, countdown, self.waits, self.server_time - self.waited_s, reason, own=own)
 
 
 def resolve(conflict: Conflict) -> Any:
@@ -156,13 +159,20 @@ def waited(request: Context, server_time: float) -> tuple[int, float]:
     return wait["count"], max(0.0, server_time - wait["since"])
 
 
+def has_met_itself(request: Context) -> bool:
+    """True if this attempt has waited for another delivery of the same call."""
+    return bool((((request.headers or {}).get(HEADER) or {}).get("wait") or {}).get("own"))
+
+
 def backoff(options: Options, waits: int) -> float:
     """Seconds until a call comes back: `retry_delay` doubled with each wait, with jitter."""
     delay = options.retry_delay * 2.0 ** min(waits, 30)
     return min(delay, options.retry_delay_max) * random.uniform(0.5, 1.0)
 
 
-def come_back(task: Task, countdown: float, waits: int, since: float, reason: str) -> NoReturn:
+def come_back(
+    task: Task, countdown: float, waits: int, since: float, reason: str, *, own: bool = False
+) -> NoReturn:
     """Publish the running call again, unchanged but for its waiting time, and end this attempt.
 
     Args:
@@ -171,6 +181,7 @@ def come_back(task: Task, countdown: float, waits: int, since: float, reason: st
         waits: How often it has come back already.
         since: Server time (Unix seconds) of its first conflict.
         reason: Why, for the log and the state RETRY.
+        own: Whether it waits for another delivery of itself. Defaults to False.
 
     Raises:
         celery.exceptions.Retry: The call is on its way.
@@ -181,6 +192,8 @@ def come_back(task: Task, countdown: float, waits: int, since: float, reason: st
     countdown = _deliverable(task, countdown)
     headers = dict(request.headers or {})
     wait = {"count": waits + 1, "since": since, "retries": request.retries}
+    if own or has_met_itself(request):
+        wait["own"] = True
     headers[HEADER] = {**(headers.get(HEADER) or {}), "wait": wait}
     signature = task.signature_from_request(
         request, countdown=countdown, retries=request.retries, headers=headers

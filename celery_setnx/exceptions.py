@@ -123,7 +123,7 @@ class LockUnavailable(SetnxError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"The lock {self.key} could not be acquired: {self.reason}"
+        return f"Redis does not serve the lock {self.key} now: {self.reason}"
 
 
 class LockRefused(SetnxError):

@@ -1,18 +1,28 @@
 """The thread that renews leases: one per process, started by the first lock that needs it.
 
 A lock is renewed every third of its lease, all that are due in one round trip per Redis client. A task
-shorter than that costs two dictionary operations.
+shorter than that costs two dictionary operations. The thread is a real one also under gevent and eventlet,
+where a patched thread would starve while a greenlet computes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import redis
 
 from celery_setnx.lock import HeldLock, renew_all
+
+try:
+    from _queue import Empty, SimpleQueue  # gevent patches the one in the module queue
+except ImportError:  # pragma: no cover - not CPython
+    from queue import Empty, SimpleQueue
 
 logger = logging.getLogger("celery_setnx")
 
@@ -38,10 +48,14 @@ class Keeper:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # Written by any thread, one operation at a time; the keeper's thread reads a copy. No lock that a
+        # greenlet and a real thread would have to share.
         self._watched: dict[str, _Watched] = {}
-        self._changed = threading.Condition(threading.Lock())
-        self._thread: threading.Thread | None = None
-        self._wakes_at = _NEVER
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._wakes_at = -_NEVER
+        self._starting = threading.Lock()
+        self._started = False
+        self._clients: dict[int, redis.Redis] = {}
 
     def watch(self, held: HeldLock, on_lost: OnLost, at_most_for: float | None = None) -> None:
         """Renew a lock until it is forgotten or lost.
@@ -53,14 +67,12 @@ class Keeper:
         """
         now = self._clock()
         stop_at = _NEVER if at_most_for is None else now + at_most_for
-        watched = _Watched(held, on_lost, now + held.lease_s / 3, stop_at)
-        with self._changed:
-            self._watched[held.token] = watched
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="celery_setnx-keeper", daemon=True)
-                self._thread.start()
-            if watched.due < self._wakes_at:
-                self._changed.notify()
+        watched = _Watched(held, on_lost, now + _pace(held), stop_at)
+        self._watched[held.token] = watched
+        if not self._started:
+            self._start()
+        if watched.due < self._wakes_at:
+            self._wake.put(None)
 
     def forget(self, held: HeldLock) -> bool:
         """Stop renewing a lock. To be called before it is released, so that no renewal comes after.
@@ -68,27 +80,41 @@ class Keeper:
         Returns:
             False if the lock was lost before: `on_lost` has been called, or is about to be.
         """
-        with self._changed:
-            return self._watched.pop(held.token, None) is not None
+        return self._watched.pop(held.token, None) is not None
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._started:
+                _start_real_thread(self._run)
+                self._started = True
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                now = self._clock()
-                next_due = min((w.due for w in self._watched.values()), default=_NEVER)
-                if next_due > now:
-                    self._wakes_at = next_due
-                    self._changed.wait(None if next_due == _NEVER else next_due - now)
-                    continue
-                self._wakes_at = -_NEVER
-                # What is due soon goes along: fewer round trips, and never later than planned.
-                due = [w for w in self._watched.values() if w.due - w.held.lease_s / 12 <= now]
+            now = self._clock()
+            # Announced before looking: a lock that comes after the look sees it, and wakes us.
+            self._wakes_at = _NEVER
+            watched = list(self._watched.values())
+            next_due = min((w.due for w in watched), default=_NEVER)
+            if next_due > now:
+                self._wakes_at = next_due
+                if not any(w.due < next_due for w in list(self._watched.values())):
+                    self._sleep(next_due - now)
+                continue
+            self._wakes_at = -_NEVER
+            # What is due soon goes along: fewer round trips, and never later than planned.
+            due = [w for w in watched if w.due - w.held.lease_s / 12 <= now]
             try:
                 self._renew(due)
             except Exception:
                 logger.exception("Renewing %d leases failed; it is tried again.", len(due))
-                for watched in due:
-                    watched.due = self._clock() + watched.held.lease_s / 20
+                for failed in due:
+                    failed.due = self._clock() + failed.held.lease_s / 20
+
+    def _sleep(self, seconds: float) -> None:
+        try:
+            self._wake.get(timeout=None if seconds == _NEVER else seconds)
+        except Empty:
+            return
 
     def _renew(self, due: list[_Watched]) -> None:
         by_client: dict[int, list[_Watched]] = {}
@@ -96,7 +122,8 @@ class Keeper:
             if watched.stop_at > self._clock():
                 by_client.setdefault(id(watched.held.client), []).append(watched)
         for group in by_client.values():
-            for watched, error in zip(group, renew_all([watched.held for watched in group])):
+            client = self._client_of(group[0].held)
+            for watched, error in zip(group, renew_all([w.held for w in group], client)):
                 if error is not None and not watched.failing:
                     logger.warning(
                         "%s. It stays ours for %.1f s more; renewing goes on.",
@@ -107,20 +134,34 @@ class Keeper:
         for watched in due:
             self._plan(watched)
 
+    def _client_of(self, held: HeldLock) -> Any:
+        """The lock's own client; under gevent and eventlet one that no greenlet uses."""
+        if _green() is None:
+            return held.client
+        key = id(held.client.connection_pool)
+        if key not in self._clients:
+            pool = held.client.connection_pool
+            copy = redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs)
+            self._clients[key] = redis.Redis(connection_pool=copy)
+        return self._clients[key]
+
     def _plan(self, watched: _Watched) -> None:
         held, now = watched.held, self._clock()
         left = held.remaining_s()
         if left <= 0:
-            with self._changed:
-                still_held = self._watched.pop(held.token, None) is watched
-            if still_held:
+            if self._watched.pop(held.token, None) is watched:
                 reason = held.lost or _ran_out(watched, now)
                 held.lost = reason
                 _tell(watched.on_lost, held, reason)
         elif watched.stop_at <= now:
             watched.due = now + left
         else:
-            watched.due = now + (min(left, held.lease_s / 20) if watched.failing else held.lease_s / 3)
+            watched.due = now + (min(left, held.lease_s / 20) if watched.failing else _pace(held))
+
+
+def _pace(held: HeldLock) -> float:
+    """Seconds until the next renewal; sooner where a slow reply has used up part of the lease."""
+    return min(held.lease_s / 3, held.remaining_s() / 2)
 
 
 def _tell(on_lost: OnLost, held: HeldLock, reason: str) -> None:
@@ -134,6 +175,32 @@ def _ran_out(watched: _Watched, now: float) -> str:
     if watched.stop_at <= now:
         return "its at_most_for is over, and its lease has ended"
     return f"Redis could not be reached for a whole lease of {watched.held.lease_s:g} s"
+
+
+def _start_real_thread(function: Callable[[], None]) -> None:
+    green = _green()
+    if green == "gevent":
+        import gevent.threadpool
+
+        gevent.threadpool.ThreadPool(1).spawn(function)
+    elif green == "eventlet":
+        import eventlet.patcher
+
+        eventlet.patcher.original("threading").Thread(target=function, name=_NAME, daemon=True).start()
+    else:
+        threading.Thread(target=function, name=_NAME, daemon=True).start()
+
+
+_NAME = "celery_setnx-keeper"
+
+
+def _green() -> str | None:
+    """Which library has replaced the threads of this process by greenlets, if any has."""
+    if "gevent.monkey" in sys.modules and sys.modules["gevent.monkey"].is_module_patched("threading"):
+        return "gevent"
+    if "eventlet.patcher" in sys.modules and sys.modules["eventlet.patcher"].is_monkey_patched("thread"):
+        return "eventlet"
+    return None
 
 
 def keeper_for_process(clock: Callable[[], float]) -> Keeper:

@@ -24,11 +24,15 @@ from typing import Any, Literal
 
 import redis
 from redis.exceptions import (
-    ConnectionError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
     NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
-    TimeoutError,
+    TryAgainError,
 )
 
 from celery_setnx.exceptions import (
@@ -47,20 +51,26 @@ _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
 _US = 1_000_000
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-# Replies that a healthy server stops giving by itself.
-_TEMPORARY = (
-    "OOM",
-    "BUSY",
-    "LOADING",
-    "READONLY",
-    "MISCONF",
-    "NOREPLICAS",
-    "MASTERDOWN",
-    "CLUSTERDOWN",
-    "TRYAGAIN",
+# Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
+# the code when a script meets it.
+_TEMPORARY_ERRORS = (OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgainError)
+_TEMPORARY = re.compile(
+    r"(?:.*@user_script: ?\d+: -)?"
+    r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
 
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
+
+
+def task_token(task_id: str, retries: int | None, nonce: str) -> str:
+    """A task's token: proof of being the holder, new for every delivery.
+
+    Args:
+        task_id: The task's id, which its retries share.
+        retries: How often it has retried itself.
+        nonce: Hex digits, new for every delivery.
+    """
+    return f"{task_id}|{retries or 0}|{nonce}"
 
 
 class _Script:
@@ -259,6 +269,8 @@ class HeldLock:
             logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
+        elif deadline_us and now_us >= deadline_us:
+            self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
         elif word == "gone":
             self.lost = "its key has vanished from Redis (deleted, evicted, or the data was lost)"
         else:
@@ -351,7 +363,7 @@ class SetnxLock:
             if outcome.acquired or left <= 0:
                 return outcome
             # Never much later than the holder's deadline, and apart from the other waiters.
-            pause = min(pause * 2, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
+            pause = min(pause * 2, 1.0, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
 
     def release(self) -> Released:
@@ -469,7 +481,7 @@ class SetnxLock:
         )
 
 
-def renew_all(locks: Sequence[HeldLock]) -> list[LockUnavailable | LockRefused | None]:
+def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavailable | LockRefused | None]:
     """Renew many locks of one client in one round trip.
 
     Each lock learns what the server said of it (`HeldLock.lost`). No answer is not a loss: the lock stays
@@ -477,6 +489,7 @@ def renew_all(locks: Sequence[HeldLock]) -> list[LockUnavailable | LockRefused |
 
     Args:
         locks: Held locks that share one Redis client.
+        client: The client to use. Defaults to theirs.
 
     Returns:
         For each lock the error that kept it from being renewed, or None.
@@ -484,7 +497,7 @@ def renew_all(locks: Sequence[HeldLock]) -> list[LockUnavailable | LockRefused |
     if not locks:
         return []
     before = [held._lock.clock() for held in locks]
-    client = locks[0].client
+    client = client or locks[0].client
     try:
         with client.pipeline(transaction=False) as pipe:
             for held in locks:
@@ -556,17 +569,12 @@ def _run(name: str, script: Callable[[], list[Any]]) -> list[Any]:
 
 def _translated(name: str, error: RedisError) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, (ConnectionError, TimeoutError)) or not isinstance(error, ResponseError):
-        return LockUnavailable(name, text)
-    if any(word in str(error) for word in _TEMPORARY) or type(error).__name__ in (
-        "OutOfMemoryError",
-        "ReadOnlyError",
-        "ClusterDownError",
-        "MasterDownError",
-        "TryAgainError",
-    ):
-        return LockUnavailable(name, text)
-    return LockRefused(name, text)
+    if isinstance(error, (AuthenticationError, AuthorizationError)):
+        return LockRefused(name, text)
+    temporary = not isinstance(error, ResponseError) or isinstance(error, _TEMPORARY_ERRORS)
+    return (
+        LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)
+    )
 
 
 def _parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
@@ -583,10 +591,19 @@ def _parse_holder(record: str | None, value: str | None, now_us: int) -> Holder 
                 fence=int(fence),
                 state=state,
                 since=int(since_us) / _US,
-                info=json.loads(info),
+                info=_info(info),
                 value=value,
             )
     return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+
+
+def _info(text: str) -> dict[str, Any]:
+    """What a holder says of itself; nothing, if another program has put its own words there."""
+    try:
+        info = json.loads(text)
+    except ValueError:
+        return {}
+    return info if isinstance(info, dict) else {}
 
 
 def _text(item: Any) -> Any:

@@ -49,9 +49,9 @@ class Options:
         max_wait: After this long a waiting task fails with `LockTimeout`. Defaults to never.
         dedupe: Publish-time deduplication. Defaults to none; not available yet.
         on_duplicate: What becomes of a duplicate. Defaults to `"return"`; not available yet.
-        queue_lease: How long a mark lasts beyond eta or countdown. Defaults to 3600; not available yet.
-        hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False; not
-            available yet.
+        queue_lease: How long a lock is held beyond the time of the retry that it is held for. Defaults to
+            3600.
+        hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False.
         on_redis_error: At run time, Redis unreachable: `"retry"`, `"run"` unguarded, or `"raise"`.
             Defaults to `"retry"`.
     """
@@ -89,9 +89,8 @@ _DURATIONS = {
 _NOT_YET = {
     "on_conflict": ("wait", "join"),
     "dedupe": ("until_started", "until_done"),
-    "hold_on_retry": (True,),
 }
-_NOT_YET_AT_ALL = ("on_duplicate", "queue_lease")
+_NOT_YET_AT_ALL = ("on_duplicate",)
 
 
 def merged(where: str, *layers: Mapping[str, Any]) -> Options:
@@ -147,15 +146,18 @@ class Settings:
         prefix: First part of every key of ours; give each environment its own. Defaults to `setnx`.
         defaults: Options for all tasks of the app. Defaults to none.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
+        same_host: Whether a holder on this host whose process is proved dead is taken over at once.
+            Defaults to True.
     """
 
     prefix: str
     defaults: Mapping[str, Any]
     retention: float
+    same_host: bool
 
 
 def settings(conf: Any) -> Settings:
-    """Read and validate the app's `setnx_prefix`, `setnx_defaults`, `setnx_retention`, `setnx_key_version`.
+    """Read and validate the app's `setnx_*` settings, but for `setnx_url`.
 
     Raises:
         OptionError: A setting is malformed.
@@ -172,7 +174,14 @@ def settings(conf: Any) -> Settings:
         prefix=prefix,
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
+        same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
     )
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
+    return value
 
 
 def check_name(what: str, name: Any) -> None:

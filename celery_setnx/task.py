@@ -5,21 +5,32 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import random
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, TypeVar, cast
 
 from celery import Celery, Task, current_task
 from celery._state import connect_on_app_finalize
 from celery.app.task import Context
+from celery.exceptions import Ignore, Retry
 from celery.local import Proxy
+from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
+from celery.utils.time import maybe_make_aware
 
-from celery_setnx.conflict import HEADER, Conflict, backoff, come_back, resolve, waited
+from celery_setnx.conflict import (
+    HEADER,
+    NONCE,
+    Conflict,
+    backoff,
+    come_back,
+    has_met_itself,
+    resolve,
+    waited,
+)
 from celery_setnx.connection import check_at_worker_start, client_for
 from celery_setnx.exceptions import (
     AlreadyRunning,
@@ -30,8 +41,9 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.keys import KeyFunction, key_name
-from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
+from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock, task_token
 from celery_setnx.options import Options, check_name, checked, merged, plain, settings
+from celery_setnx.process import identity, is_surely_dead
 from celery_setnx.signals import lock_acquired, lock_lost, lock_released, lock_taken_over
 
 logger = logging.getLogger("celery_setnx")
@@ -57,6 +69,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     """
 
     abstract = True
+    Request = "celery_setnx.request:SingletonRequest"
     singleton: Mapping[str, Any] = {}
     _guard: _Guard | None = None
     _calls_run = True
@@ -213,6 +226,23 @@ class _Guard:
         """The options of one call."""
         return merged(f"a call of {self.task}", *self.layers, call) if call else self.options
 
+    def lock(
+        self,
+        header: Mapping[str, Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        info: Mapping[str, Any] | None = None,
+    ) -> SetnxLock:
+        """The lock of a call: named by its header, or computed where a message has none."""
+        call = header.get("options") or {}
+        return SetnxLock(
+            client_for(self.app),
+            header.get("key") or self.key(args, kwargs, call),
+            lease=self.options_of(call).lease,
+            retention=self.settings.retention,
+            info=info,
+        )
+
 
 class _Run:
     """One guarded run of a task's body: acquire, run, release."""
@@ -220,22 +250,15 @@ class _Run:
     def __init__(self, task: Task, guard: _Guard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         request = task.request
         header = (request.headers or {}).get(HEADER) or {}
-        call = header.get("options") or {}
         self.task = task
         self.request = request
-        self.options = guard.options_of(call)
-        self.lock = SetnxLock(
-            client_for(guard.app),
-            header.get("key") or guard.key(args, kwargs, call),
-            lease=self.options.lease,
-            retention=guard.settings.retention,
-            info={
-                "task": task.name,
-                "task_id": request.id,
-                "worker": request.hostname,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-            },
+        self.options = guard.options_of(header.get("options") or {})
+        self.same_host = guard.settings.same_host
+        self.lock = guard.lock(
+            header,
+            args,
+            kwargs,
+            {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname},
         )
         self.keeper = keeper_for_process(self.lock.clock)
 
@@ -245,6 +268,7 @@ class _Run:
     def guard(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
         held = None
+        hold_for = None
         try:
             outcome = self._acquire()
             if outcome is None:
@@ -253,19 +277,29 @@ class _Run:
             if held is not None:
                 self._begin(held, outcome)
                 return body()
+        except Retry as retry:
+            if held is not None and self.options.hold_on_retry:
+                hold_for = self._seconds_until(retry.when) + self.options.queue_lease
+            raise
         finally:
             if held is not None:
-                self._end(held)
+                self._end(held, hold_for)
         return resolve(self._conflict(outcome))
 
     def _acquire(self) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
-        token = f"{self.request.id}|{self.request.retries or 0}|{uuid.uuid4().hex}"
+        nonce = (self.request.properties or {}).get(NONCE) or uuid.uuid4().hex
+        token = task_token(self.request.id, self.request.retries, nonce)
         give_up = self.lock.clock() + self.lock.lease_s
         pause = 0.05
         while True:
             try:
-                return self.lock.acquire(token=token)
+                outcome = self.lock.acquire(token=token)
+                holder = outcome.holder
+                if holder is not None and self.same_host and is_surely_dead(holder.info):
+                    # The script compares the dead token, so that nobody else's lock is meant.
+                    outcome = self.lock.acquire(token=token, dead=holder.token)
+                return outcome
             except LockUnavailable as error:
                 if self.options.on_redis_error == "run":
                     logger.warning("%s runs unguarded (on_redis_error='run'). %s", self, error)
@@ -283,23 +317,43 @@ class _Run:
         self.request.setnx_lock = held
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
-            dead = outcome.taken_over_from
-            logger.warning(
-                "%s took over %s from %s: its lease ended %.1f s ago and was not renewed. "
-                "That process died, or stood still for longer than its lease.",
-                self,
-                held.key,
-                dead,
-                outcome.server_time - (dead.deadline or outcome.server_time),
-            )
-            self._send(lock_taken_over, held, holder=dead)
+            self._report_take_over(held, outcome.taken_over_from, outcome.server_time)
         self._send(lock_acquired, held)
+        if self._has_succeeded_before():
+            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
+            raise Ignore("it has succeeded before")
 
-    def _end(self, held: HeldLock) -> None:
+    def _report_take_over(self, held: HeldLock, dead: Holder, server_time: float) -> None:
+        ended_s = server_time - (dead.deadline or server_time)
+        if ended_s >= 0:
+            why = (
+                f"its lease ended {ended_s:.1f} s ago and was not renewed. "
+                "That process died, or stood still for longer than its lease."
+            )
+        else:
+            why = "its process on this host is dead."
+        logger.warning("%s took over %s from %s: %s", self, held.key, dead, why)
+        self._send(lock_taken_over, held, holder=dead)
+
+    def _has_succeeded_before(self) -> bool:
+        """True if this is another delivery of a call whose result is known. Release never means done."""
+        redelivered = (self.request.delivery_info or {}).get("redelivered") or has_met_itself(self.request)
+        if not redelivered or not self.task.backend.persistent:
+            return False
+        try:
+            return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
+            logger.warning("%s was delivered again, and runs: its result is not known (%s).", self, error)
+            return False
+
+    def _end(self, held: HeldLock, hold_for: float | None) -> None:
         """Forget, then release: a renewal that comes after the release could only do harm."""
         watched = self.keeper.forget(held)
         try:
-            word = held.release(at_least_for=self.options.at_least_for)
+            if hold_for is not None:
+                word = held.hold(hold_for)
+            else:
+                word = held.release(at_least_for=self.options.at_least_for)
         except SetnxError as error:
             # The body's own result or exception stands.
             logger.warning(
@@ -316,6 +370,12 @@ class _Run:
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
         self._send(lock_released, held, outcome=word)
+
+    def _seconds_until(self, when: Any) -> float:
+        """Of a Retry: seconds, or the time itself."""
+        if isinstance(when, datetime):
+            when = (maybe_make_aware(when, self.task.app.timezone) - self.task.app.now()).total_seconds()
+        return max(0.0, float(when or 0.0))
 
     def _lost(self, held: HeldLock, reason: str) -> None:
         logger.warning(
@@ -379,6 +439,8 @@ def _guard_of(task: Task) -> _Guard:
     if guard is None:
         options = getattr(task.run, _OPTIONS_ATTRIBUTE)
         guard = _Guard(task.app, task.name, _signature(type(task)), [options])
+        if guard.options.hold_on_retry:
+            raise OptionError(f"hold_on_retry of {task.name} needs the base class: add base=SingletonTask")
         _refuse_autoretried_raise(task, guard.options)
         if AlreadyRunning not in task.throws:
             task.throws = (*task.throws, AlreadyRunning)

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import LockLost, LockUnavailable
+from celery_setnx import LockLost, LockUnavailable, is_skipped
+from celery_setnx.process import has_ended
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Journal, Worker, wait_until
 
 
 @pytest.fixture
 def doomed(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
     """A worker of its own, to be killed."""
     worker = Worker(logs, concurrency=1, queues="doomed")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def elsewhere(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker that proves nothing of other processes, as one on another host."""
+    worker = Worker(logs, concurrency=1, queues="elsewhere", environment={"SETNX_TEST_SAME_HOST": "no"})
     yield worker
     worker.stop()
 
@@ -47,14 +56,14 @@ def far(far_worker: Worker, lock_server: EmbeddedServer, journal: Journal) -> An
     return workerapp
 
 
-def test_lock_of_a_killed_worker_is_taken_over(
-    tasks: Any, journal: Journal, gates: Any, doomed: Worker, worker: Worker
+def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
+    tasks: Any, journal: Journal, gates: Any, doomed: Worker, elsewhere: Worker
 ) -> None:
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
     first = tasks.work.apply_async(["gated"], queue="doomed")
     (started,) = journal.wait_for("start", task_id=first.id)
     doomed.kill()
-    second = tasks.work.apply_async(["gated"], singleton={"on_conflict": "retry"})
+    second = tasks.work.apply_async(["gated"], queue="elsewhere", singleton={"on_conflict": "retry"})
     journal.wait_for("conflict", task_id=second.id)
     (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken_over["holder"]["task_id"] == first.id
@@ -71,8 +80,24 @@ def test_lock_of_a_killed_worker_is_taken_over(
         "end",
         "released",
     ]
-    log = worker.wait_for_log("took over t:{tests.workerapp.work:")
+    log = elsewhere.wait_for_log("took over t:{tests.workerapp.work:")
     assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
+
+
+def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(
+    tasks: Any, journal: Journal, gates: Any, doomed: Worker, worker: Worker
+) -> None:
+    """A rival on the same host that proves the holder dead does not wait for the deadline."""
+    first = tasks.work.apply_async(["gated-dead"], queue="doomed", singleton={"lease": 600})
+    (started,) = journal.wait_for("start", task_id=first.id)
+    assert is_skipped(tasks.work.delay("gated-dead").get(timeout=10))
+    doomed.kill()
+    wait_until(lambda: has_ended(started["pid"]), "the process has ended")
+    gates("gated-dead")
+    second = tasks.work.delay("gated-dead")
+    (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
+    assert taken_over["holder"]["task_id"] == first.id
+    worker.wait_for_log("its process on this host is dead")
 
 
 def test_task_waits_in_place_for_an_unreachable_server(
@@ -92,7 +117,7 @@ def test_unreachable_server_fails_the_task_if_asked(far: Any, lock_server: Embed
     """on_redis_error="raise": LockUnavailable, and the body does not run."""
     lock_server.stop()
     result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "raise"})
-    with pytest.raises(LockUnavailable, match="could not be acquired"):
+    with pytest.raises(LockUnavailable, match="does not serve the lock"):
         result.get(timeout=20)
     lock_server.start(lock_server.port)
 

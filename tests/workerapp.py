@@ -20,6 +20,7 @@ app = Celery("workerapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_D
 app.conf.update(
     setnx_url=os.environ.get("SETNX_TEST_LOCK_URL") or f"{URL}/{LOCK_DB}",
     setnx_prefix="t",
+    setnx_same_host=os.environ.get("SETNX_TEST_SAME_HOST") != "no",
     broker_connection_retry_on_startup=True,
     broker_transport_options={"visibility_timeout": 3600},
     worker_prefetch_multiplier=1,

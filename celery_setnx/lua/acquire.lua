@@ -20,14 +20,16 @@ local record = redis.call('GET', KEYS[2])
 local h_token, h_deadline, h_fence, h_state = '', 0, 0, ''
 if record then
   local t, d, f, s = string.match(record, '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n%d+\n')
-  if not t then return redis.error_reply('FOREIGNRECORD ' .. KEYS[2] .. ' is no record of celery_setnx') end
+  if not t or #d > 17 or #f > 17 then
+    return redis.error_reply('FOREIGNRECORD ' .. KEYS[2] .. ' is no record of celery_setnx')
+  end
   h_token, h_deadline, h_fence, h_state = t, tonumber(d), tonumber(f), s
 end
 
 -- What an unexpired record lets this token do.
 local function claim()
   if h_token == token and h_state == 'running' then return 'again' end
-  if h_token == dead and h_state == 'running' then return 'taken_over' end
+  if dead ~= '' and h_token == dead and h_state == 'running' then return 'taken_over' end
   local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
   local h_task, h_retries = string.match(h_token, '^(.*)|(%d+)|%x+$')
   if not task or task ~= h_task then return 'held' end

@@ -1,0 +1,357 @@
+"""The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.proxy import Fault, Proxy
+from tests.soak import mutants
+from tests.soak.checker import Report, check
+from tests.soak.history import History, now_us, read
+from tests.soak.holder import UNMUTATED, Duty, LockMaker, fork
+
+_TICK_S = 0.005
+_LAG_S = 0.05
+_LOOK_EVERY_S = 0.7
+_DRIVER, _PROXY, _CLOSER = -1, -2, -3
+# A record that is lost while the lock is free, as it is when its retention ends.
+_FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[2]) or 0"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a soak is made of. Rates are mean seconds between two events; 0 is never.
+
+    Attributes:
+        mutate: Changes the lock in every process. Defaults to not at all.
+        processes: Number of processes.
+        proxied: How many of them reach the server by way of the proxy.
+        locks: Number of locks.
+        leases: Leases that each attempt chooses from, in seconds.
+        kill: kill -9 of a process, every other time of a holder.
+        stop: SIGSTOP for 0.3 to 2.5 leases.
+        fault: A connection of the proxy cut, delayed or stalled.
+        flush: SCRIPT FLUSH.
+        full: No memory for up to 0.3 s.
+        forget: The record of a free lock lost.
+    """
+
+    mutate: Callable[[], LockMaker] = mutants.none
+    processes: int = 8
+    proxied: int = 4
+    locks: int = 3
+    leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)
+    kill: float = 0.25
+    stop: float = 0.2
+    fault: float = 0.1
+    flush: float = 0.25
+    full: float = 3.0
+    forget: float = 0.3
+
+
+# The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
+MUTANTS: dict[str, Scenario] = {
+    "classic recipe, unequal timeouts": Scenario(
+        mutants.classic_recipe, proxied=0, locks=1, leases=(0.02, 0.16), kill=0.03, fault=0, full=0, forget=0
+    ),
+    "plain DEL": Scenario(mutants.plain_del),
+    "INCR fence": Scenario(mutants.incr_fence),
+    "no deadline check after acquire": Scenario(mutants.no_deadline_check, proxied=8, kill=0.5, fault=0.05),
+    "milliseconds floored": Scenario(mutants.floored_milliseconds),
+    "GETSET before PEXPIREAT": Scenario(mutants.getset_first, full=0.5),
+    "expired lease revived": Scenario(mutants.reviving_renewal, processes=4, proxied=0, locks=8, stop=0.1),
+    "renewal of another's lock": Scenario(mutants.careless_renewal, locks=2, kill=1.0, stop=0.08),
+    "take-over 10 ms early": Scenario(mutants.early_take_over),
+}
+
+
+@dataclass
+class _Process:
+    pid: int
+    duty: Duty
+    continue_at: float = 0.0
+
+
+@dataclass
+class Soak:
+    """One soak on a server of its own.
+
+    Args:
+        scenario: What happens.
+        history: The file to write the history to; must be new.
+        seed: Of the driver's choices. Defaults to 0.
+    """
+
+    scenario: Scenario
+    history: Path
+    seed: int = 0
+    _processes: list[_Process] = field(default_factory=list)
+    _started: int = 0
+
+    def run(self, seconds: float, *, stop_at_violation: bool = False) -> Report:
+        """Soak, then let every process end, acquire each lock once more, and check the history.
+
+        Args:
+            seconds: How long.
+            stop_at_violation: Whether to look at the history while it grows, and end when it is enough.
+        """
+        self._random = random.Random(self.seed)
+        self._notes = History(self.history, _DRIVER)
+        self._locks = [f"lock.{number}" for number in range(self.scenario.locks)]
+        with EmbeddedServer() as server, redis.Redis(port=server.port) as admin:
+            self._admin, self._port = admin, server.port
+            self._proxy = _ProxyProcess(server.port, self.history)
+            try:
+                for number in range(self.scenario.processes):
+                    self._start(direct=number >= self.scenario.proxied)
+                found = self._drive(seconds, stop_at_violation)
+                if found is None:
+                    self._drain()
+            finally:
+                self._end()
+            return found or self._check(final=True)
+
+    def _check(self, *, final: bool) -> Report:
+        awaited = self.scenario.processes > 2 * self.scenario.locks
+        return check(read(self.history), final=final, awaited=awaited)
+
+    def _start(self, *, direct: bool, once: bool = False) -> _Process:
+        self._started += 1
+        port = self._port if direct else self._proxy.port
+        uid = _CLOSER if once else self._started
+        duty = Duty(uid, port, direct, self._locks, self.scenario.leases, self.history, once)
+        process = _Process(fork(duty, self.scenario.mutate), duty)
+        self._processes.append(process)
+        return process
+
+    def _drive(self, seconds: float, stop_at_violation: bool) -> Report | None:
+        scenario = self.scenario
+        events: dict[Callable[[], None], float] = {
+            self._kill: scenario.kill,
+            self._stop: scenario.stop,
+            self._break_connection: scenario.fault,
+            self._flush: scenario.flush,
+            self._fill: scenario.full,
+            self._forget: scenario.forget,
+        }
+        started = last = time.monotonic()
+        due = {event: started + self._after(mean) for event, mean in events.items() if mean}
+        look_at = started + _LOOK_EVERY_S if stop_at_violation else float("inf")
+        self._memory_back_at = float("inf")
+        while last < started + seconds:
+            time.sleep(_TICK_S)
+            now = time.monotonic()
+            if now - last > _LAG_S:
+                self._notes.note("lag", us=now_us() - int((now - last) * 1e6), seconds=now - last)
+            self._continue(now)
+            for event in [event for event, at in due.items() if at <= now]:
+                event()
+                due[event] = time.monotonic() + self._after(events[event])
+            if time.monotonic() >= look_at:
+                report = self._check(final=False)
+                if report.violations:
+                    return report
+                look_at = time.monotonic() + _LOOK_EVERY_S
+                now = time.monotonic()
+            last = now
+        return None
+
+    def _after(self, mean: float) -> float:
+        return mean * self._random.uniform(0.3, 1.7)
+
+    def _kill(self) -> None:
+        process = self._random.choice(self._processes)
+        if self._random.random() < 0.5:
+            process = self._a_holder() or process
+        before, us = time.monotonic(), now_us()
+        os.kill(process.pid, signal.SIGKILL)
+        _pid, status = os.waitpid(process.pid, 0)
+        if os.waitstatus_to_exitcode(status) == UNMUTATED:
+            raise RuntimeError(f"{self.scenario.mutate.__name__} does not apply to the package any more")
+        self._notes.note("kill", victim=process.duty.uid, before=before, us=us)
+        self._processes.remove(process)
+        self._start(direct=process.duty.direct)
+
+    def _a_holder(self) -> _Process | None:
+        record = self._admin.get(f"{{{self._random.choice(self._locks)}}}:holder")
+        token = record.split(b"\n")[0].decode() if record else ""
+        return next((p for p in self._processes if token.startswith(f"{p.duty.uid}-")), None)
+
+    def _stop(self) -> None:
+        running = [process for process in self._processes if not process.continue_at]
+        if len(running) < 2:
+            return
+        process = self._random.choice(running)
+        if self._random.random() < 0.5:
+            holder = self._a_holder()
+            process = holder if holder in running else process
+        seconds = self._random.uniform(0.3, 2.5) * max(self.scenario.leases)
+        os.kill(process.pid, signal.SIGSTOP)
+        process.continue_at = time.monotonic() + seconds
+        self._notes.note("stop", victim=process.duty.uid, seconds=seconds)
+
+    def _continue(self, now: float) -> None:
+        for process in self._processes:
+            if process.continue_at and now >= process.continue_at:
+                os.kill(process.pid, signal.SIGCONT)
+                process.continue_at = 0.0
+        if now >= self._memory_back_at:
+            self._admin.config_set("maxmemory", 0)
+            self._memory_back_at = float("inf")
+
+    def _break_connection(self) -> None:
+        lease = max(self.scenario.leases)
+        self._proxy.arm(
+            self._random.choice(
+                [
+                    {"action": "cut_before"},
+                    {"action": "cut_after"},
+                    {"action": "drop_reply"},
+                    {"action": "drop_reply", "answered": "acquired"},
+                    {"action": "drop_reply", "answered": "taken_over"},
+                    {"action": "drop_reply", "answered": "released"},
+                    {"action": "drop_reply", "answered": "renewed"},
+                    {"action": "delay", "seconds": self._random.uniform(0, lease)},
+                    {
+                        "action": "delay_reply",
+                        "answered": self._random.choice(["acquired", "taken_over", "renewed"]),
+                        "seconds": self._random.uniform(0.3, 1.5) * lease,
+                    },
+                    {"action": "stall"},
+                ]
+            )
+        )
+
+    def _flush(self) -> None:
+        self._admin.script_flush()
+        self._notes.note("flush")
+
+    def _fill(self) -> None:
+        """For a while no command that needs memory is served."""
+        seconds = self._random.uniform(0.05, 0.3)
+        self._notes.note("full", us=now_us(), seconds=seconds + 2 * _LAG_S)
+        self._admin.config_set("maxmemory", 1)
+        self._memory_back_at = time.monotonic() + seconds
+
+    def _forget(self) -> None:
+        name = self._random.choice(self._locks)
+        # The server may have no memory for a script of its own just now.
+        with suppress(redis.ResponseError):
+            if self._admin.eval(_FORGET, 2, name, f"{{{name}}}:holder"):
+                self._notes.note("forgot", name=name)
+
+    def _drain(self) -> None:
+        self._continue(float("inf"))
+        self._proxy.disarm()
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGTERM)
+        give_up = time.monotonic() + 10
+        for process in list(self._processes):
+            self._await_end(process, give_up)
+        # Whoever was killed last is taken over now, within a lease.
+        self._await_end(self._start(direct=True, once=True), time.monotonic() + 30)
+        for key in self._admin.scan_iter():
+            if self._admin.pttl(key) == -1 and self.scenario.mutate is not mutants.classic_recipe:
+                self._notes.note("endless", key=key.decode())
+        self._proxy.end()
+
+    def _await_end(self, process: _Process, give_up: float) -> None:
+        while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > give_up:
+                self._notes.note("crash", error=f"process {process.duty.uid} did not end")
+                return
+            time.sleep(_TICK_S)
+        self._processes.remove(process)
+
+    def _end(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, 0)
+        self._processes.clear()
+        self._proxy.end()
+
+
+class _ProxyProcess:
+    """The proxy in a process of its own: its threads must not live in a process that forks."""
+
+    def __init__(self, server_port: int, history: Path) -> None:
+        told, self._tell = os.pipe()
+        answered, answer = os.pipe()
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            status = 1
+            try:
+                os.close(self._tell)
+                _serve(server_port, told, answer, History(history, _PROXY))
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(told)
+        os.close(answer)
+        with os.fdopen(answered) as port:
+            self.port = int(port.readline())
+
+    def arm(self, fault: dict[str, Any]) -> None:
+        """Set a fault for one command."""
+        os.write(self._tell, json.dumps(fault).encode() + b"\n")
+
+    def disarm(self) -> None:
+        """Take all faults away that have not struck yet."""
+        os.write(self._tell, b"{}\n")
+
+    def end(self) -> None:
+        """End the process, which writes down how often its faults have struck."""
+        if self._pid:
+            with suppress(BrokenPipeError):
+                os.write(self._tell, b"end\n")
+            os.close(self._tell)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+def _serve(server_port: int, told: int, answer: int, history: History) -> None:
+    faults: list[Fault] = []
+    parent = os.getppid()
+    with Proxy(server_port) as proxy, os.fdopen(told) as lines:
+        os.write(answer, f"{proxy.port}\n".encode())
+        os.close(answer)
+        for line in lines:
+            if line == "end\n" or os.getppid() != parent:
+                break
+            wish = json.loads(line)
+            # No backlog: a fault that found nothing to strike gives way to a new one.
+            for fault in faults[:-4] if wish else faults:
+                proxy.disarm(fault)
+            if wish:
+                answered = wish.pop("answered", "").encode()
+                faults.append(proxy.arm(wish.pop("action"), answered=answered, **wish))
+        history.note("proxy", struck=sum(fault.struck for fault in faults))
+
+
+def soak(scenario: Scenario, seconds: float, *, seed: int = 0, stop_at_violation: bool = False) -> Report:
+    """One soak whose history is thrown away, unless it shows a violation that was not wanted."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        history = Path(directory, "history")
+        report = Soak(scenario, history, seed).run(seconds, stop_at_violation=stop_at_violation)
+        if report.violations and not stop_at_violation:
+            kept = Path(tempfile.gettempdir(), f"soak-history-{os.getpid()}-{seed}.jsonl")
+            kept.write_bytes(history.read_bytes())
+            report.violations.append(f"the history is kept in {kept}")
+        return report

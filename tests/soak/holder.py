@@ -1,0 +1,249 @@
+"""One process of the soak: acquire, critical section, renew, release, for as long as it is let."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from celery_setnx import keeper as keeper_module
+from celery_setnx import lock as lock_module
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
+from celery_setnx.keeper import Keeper
+from celery_setnx.lock import HeldLock, SetnxLock
+from tests.soak.history import History, now_us
+
+RETENTION_S = 120.0
+WAIT_S = 0.5
+STEP_S = 0.004
+# Exit status of a process whose mutation could not be made.
+UNMUTATED = 77
+
+LockMaker = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What one process is to do.
+
+    Attributes:
+        uid: Number of the process, never used twice.
+        port: Where it finds the server, perhaps by way of the proxy.
+        direct: Whether nothing stands between it and the server.
+        locks: Names of the locks that it fights for.
+        leases: Leases that it chooses from, in seconds.
+        history: The file of the history.
+        once: Whether it acquires each lock exactly once and ends, to close a soak.
+    """
+
+    uid: int
+    port: int
+    direct: bool
+    locks: Sequence[str]
+    leases: Sequence[float]
+    history: Path
+    once: bool = False
+
+
+class _Witness:
+    """A script that also writes down what the server decided, before the client can think about it."""
+
+    def __init__(self, script: Any, write: Callable[[Sequence[Any], list[Any], int, float], None]) -> None:
+        self.text, self.sha = script.text, script.sha
+        self._script = script
+        self._write = write
+
+    def __call__(self, client: Any, *arguments: Any) -> list[Any]:
+        began_us = now_us()
+        reply: list[Any] = self._script(client, *arguments)
+        self._write(arguments, reply, began_us, time.monotonic())
+        return reply
+
+
+class Holder:
+    """The process itself.
+
+    Args:
+        duty: What it is to do.
+        make_lock: Makes the lock; `SetnxLock`, or a mutant of it.
+    """
+
+    def __init__(self, duty: Duty, make_lock: LockMaker = SetnxLock) -> None:
+        self._duty = duty
+        self._make_lock = make_lock
+        self._history = History(duty.history, duty.uid)
+        self._random = random.Random(duty.uid)
+        self._client = redis.Redis(port=duty.port, socket_timeout=0.5, retry=Retry(ConstantBackoff(0.01), 2))
+        self._keeper = Keeper(time.monotonic)
+        self._parent = os.getppid()
+        self._ending = False
+        self._attempts = 0
+        self._replied_at = 0.0
+        signal.signal(signal.SIGTERM, self._end)
+        self._watch_the_scripts()
+
+    def run(self) -> None:
+        """Work until told to end, or until the parent is gone."""
+        if self._duty.once:
+            for name in self._duty.locks:
+                self._one_round(name, wait=max(self._duty.leases) + 1.0)
+            return
+        while not self._ending and os.getppid() == self._parent:
+            self._one_round(self._random.choice(self._duty.locks), wait=WAIT_S)
+
+    def _end(self, *_signal: object) -> None:
+        self._ending = True
+
+    def _one_round(self, name: str, wait: float) -> None:
+        self._attempts += 1
+        lease = self._random.choice(self._duty.leases)
+        token = f"{self._duty.uid}-{self._attempts}"
+        lock = self._make_lock(
+            self._client, name, lease=lease, info={"pid": os.getpid()}, retention=RETENTION_S
+        )
+        self._history.note(
+            "try", lock=name, token=token, lease=lease, pid=os.getpid(), direct=self._duty.direct
+        )
+        try:
+            outcome = lock.acquire(wait, token=token)
+        except LockUnavailable as error:
+            self._history.note("unavailable", token=token, error=error.reason)
+            time.sleep(STEP_S)
+            return
+        except LockRefused as error:
+            self._history.note("crash", token=token, error=str(error))
+            return
+        if outcome.lock is None:
+            if self._duty.once:
+                self._history.note("stuck", lock=name, holder=str(outcome.holder))
+            return
+        victim = outcome.taken_over_from
+        self._history.note(
+            "start",
+            lock=name,
+            token=token,
+            until=outcome.lock._valid_until,
+            replied_at=self._replied_at,
+            reported=victim and victim.token,
+            reported_pid=victim and victim.info.get("pid"),
+        )
+        self._section(outcome.lock, token)
+
+    def _section(self, held: Any, token: str) -> None:
+        kept = self._random.random() < 0.5 and isinstance(held, HeldLock)
+        if kept:
+            self._keeper.watch(held, self._lost)
+        try:
+            self._work(held, kept)
+        except LockLost as error:
+            self._history.note("lost", token=token, reason=error.reason)
+        if kept:
+            self._keeper.forget(held)
+        self._history.note("end", token=token)
+        try:
+            held.release()
+        except (LockUnavailable, LockRefused) as error:
+            self._history.note("release_failed", token=token, error=error.reason)
+
+    def _work(self, held: Any, kept: bool) -> None:
+        """Hold the lock for a while; renew by hand every third of the lease, unless the keeper does."""
+        lease = held.lease_s
+        length = self._random.choice([0.0, 0.02, self._random.uniform(0, lease), 2.5 * lease])
+        now = time.monotonic()
+        until, due = now + length, now + lease / 3
+        while now < until:
+            if not kept and now >= due:
+                try:
+                    held.renew()
+                except LockUnavailable:
+                    due = now + lease / 20
+                else:
+                    due = now + lease / 3
+            held.ensure()
+            time.sleep(STEP_S)
+            now = time.monotonic()
+
+    def _lost(self, held: HeldLock, reason: str) -> None:
+        self._history.note("lost", token=held.token, reason=reason)
+
+    def _watch_the_scripts(self) -> None:
+        lock_module._ACQUIRE = _Witness(lock_module._ACQUIRE, self._granted)  # type: ignore[assignment]
+        lock_module._RELEASE = _Witness(lock_module._RELEASE, self._released)  # type: ignore[assignment]
+        note, renewed, renew_all = self._history.note, HeldLock._renewed, lock_module.renew_all
+
+        def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
+            renewed(held, before, reply)
+            note(
+                "renewed", token=held.token, lock=held.key, word=reply[0], deadline=int(reply[1] or 0),
+                now=int(reply[2] or 0), began=before, until=held._valid_until,
+            )  # fmt: skip
+
+        def noting_errors(locks: Sequence[HeldLock]) -> list[Any]:
+            errors = renew_all(locks)
+            for held, error in zip(locks, errors):
+                if error is not None:
+                    note("renew_failed", token=held.token, error=error.reason)
+            return errors
+
+        HeldLock._renewed = noted  # type: ignore[method-assign]
+        lock_module.renew_all = noting_errors
+        keeper_module.renew_all = noting_errors
+
+    def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
+        self._replied_at = at
+        word, deadline, fence, now, _value, record = reply
+        if word == "held":
+            return
+        since = int(record.split("\n")[4]) if word == "again" else int(now)
+        victim = None
+        if word == "taken_over" and record:
+            dead = record.split("\n")
+            victim = {
+                "token": dead[0],
+                "deadline": int(dead[1]),
+                "fence": int(dead[2]),
+                "since": int(dead[4]),
+                "info": dead[5],
+            }
+        self._history.note(
+            "granted", t=at, lock=asked[0], token=asked[2], word=word, since=since, now=int(now),
+            deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
+        )  # fmt: skip
+
+    def _released(self, asked: Sequence[Any], reply: list[Any], _began_us: int, at: float) -> None:
+        self._history.note("release", t=at, token=asked[2], lock=asked[0], word=reply[0], now=int(reply[1]))
+
+
+def fork(duty: Duty, mutate: Callable[[], LockMaker]) -> int:
+    """Start a process; its id. It never returns into the caller's code.
+
+    Args:
+        duty: What it is to do.
+        mutate: Called in the new process; may change the package, and gives the lock to use.
+    """
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = UNMUTATED
+    try:
+        make_lock = mutate()
+        status = 1
+        try:
+            Holder(duty, make_lock).run()
+            status = 0
+        except BaseException as error:
+            History(duty.history, duty.uid).note("crash", error=repr(error)[:2000])
+            raise
+    finally:
+        os._exit(status)
