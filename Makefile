@@ -4,9 +4,10 @@ VENV ?= .venv
 ARGS ?=
 # How the suite is run: MEASURE="-m coverage run" measures coverage, for `make coverage` to report.
 MEASURE ?=
+SECONDS ?= 60
 BIN := $(VENV)/bin
 
-.PHONY: help demo test coverage lint clean
+.PHONY: help demo test coverage lint soak clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -15,6 +16,7 @@ help:
 	@echo "make test      the test suite; ARGS='-k lock' passes arguments to pytest"
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make coverage  report what make test MEASURE='-m coverage run' has measured"
+	@echo "make soak      raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make clean     remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
@@ -22,6 +24,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python $(MEASURE) -m pytest $(ARGS)
+
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet

@@ -54,7 +54,7 @@ class Keeper:
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._wakes_at = -_NEVER
         self._starting = threading.Lock()
-        self._started = False
+        self._thread: Any = None
         self._clients: dict[int, redis.Redis] = {}
 
     def watch(self, held: HeldLock, on_lost: OnLost, at_most_for: float | None = None) -> None:
@@ -69,7 +69,7 @@ class Keeper:
         stop_at = _NEVER if at_most_for is None else now + at_most_for
         watched = _Watched(held, on_lost, now + _pace(held), stop_at)
         self._watched[held.token] = watched
-        if not self._started:
+        if self._thread is None:
             self._start()
         if watched.due < self._wakes_at:
             self._wake.put(None)
@@ -84,21 +84,24 @@ class Keeper:
 
     def _start(self) -> None:
         with self._starting:
-            if not self._started:
-                _start_real_thread(self._run)
-                self._started = True
+            if self._thread is None:
+                self._thread = _start_real_thread(self._run)
 
     def _run(self) -> None:
+        idle_s, rested = _NEVER, True
         while True:
             now = self._clock()
             # Announced before looking: a lock that comes after the look sees it, and wakes us.
             self._wakes_at = _NEVER
             watched = list(self._watched.values())
-            next_due = min((w.due for w in watched), default=_NEVER)
+            if watched:
+                idle_s, rested = min(w.held.lease_s for w in watched) / 3, False
+            # Once idle, sleep one more time as if there were a lock: a stream of short tasks wakes nobody.
+            next_due = min((w.due for w in watched), default=_NEVER if rested else now + idle_s)
             if next_due > now:
                 self._wakes_at = next_due
-                if not any(w.due < next_due for w in list(self._watched.values())):
-                    self._sleep(next_due - now)
+                woken = self._sleep(next_due - now)
+                rested = rested or (not watched and not woken)
                 continue
             self._wakes_at = -_NEVER
             # What is due soon goes along: fewer round trips, and never later than planned.
@@ -110,11 +113,13 @@ class Keeper:
                 for failed in due:
                     failed.due = self._clock() + failed.held.lease_s / 20
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> bool:
+        """True if a lock that is due earlier has woken us."""
         try:
             self._wake.get(timeout=None if seconds == _NEVER else seconds)
         except Empty:
-            return
+            return False
+        return True
 
     def _renew(self, due: list[_Watched]) -> None:
         by_client: dict[int, list[_Watched]] = {}
@@ -177,21 +182,23 @@ def _ran_out(watched: _Watched, now: float) -> str:
     return f"Redis could not be reached for a whole lease of {watched.held.lease_s:g} s"
 
 
-def _start_real_thread(function: Callable[[], None]) -> None:
+def _start_real_thread(function: Callable[[], None]) -> Any:
+    """Start a daemon thread of the operating system, and return what keeps it alive."""
     green = _green()
     if green == "gevent":
         import gevent.threadpool
 
-        gevent.threadpool.ThreadPool(1).spawn(function)
-    elif green == "eventlet":
+        pool = gevent.threadpool.ThreadPool(1)
+        pool.spawn(function)
+        return pool
+    thread_class = threading.Thread
+    if green == "eventlet":
         import eventlet.patcher
 
-        eventlet.patcher.original("threading").Thread(target=function, name=_NAME, daemon=True).start()
-    else:
-        threading.Thread(target=function, name=_NAME, daemon=True).start()
-
-
-_NAME = "celery_setnx-keeper"
+        thread_class = eventlet.patcher.original("threading").Thread
+    thread = thread_class(target=function, name="celery_setnx-keeper", daemon=True)
+    thread.start()
+    return thread
 
 
 def _green() -> str | None:

@@ -63,7 +63,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """A retry that was revoked or has expired will not resume the lock that is held for it."""
         known = self._already_revoked
         revoked = bool(super().revoked())
-        if revoked and not known and self._guard is not None and self._options.hold_on_retry:
+        if revoked and not known and self._guard is not None and self._request_dict.get("retries"):
             _in_thread(self._free_held)
         return revoked
 

@@ -1,7 +1,7 @@
 """What happens to locks, as Celery signals. Receivers observe; an error in one is logged, never felt.
 
 Every signal has the task as sender and these arguments: `task_id`, `key`, and where there is a lock,
-`fence`. They are sent in the process that runs the task.
+`fence`. They are sent in the process that runs the task, but for `freed`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ lock_taken_over = Signal(name="lock_taken_over", providing_args={"task_id", "key
 """An expired lock was taken over from the dead `holder`; `lock_acquired` follows."""
 
 lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome"})
-"""The lock was given back; `outcome` is `released`, `resting` or `repaired`."""
+"""The lock was given back: `outcome` is `released`, `resting`, `repaired` or `held_for_retry`; or `freed`,
+without a fence, when the worker's parent did it for a process that died or a retry that will not come."""
 
 lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", "reason"})
 """A living holder found its lock gone, another's, or past its deadline. Sent once per held lock."""

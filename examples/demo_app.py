@@ -24,6 +24,8 @@ GATE_S = 30
 app = Celery("examples.demo_app", broker=URL, backend=URL)
 app.conf.update(
     setnx_prefix=PREFIX,
+    # The two workers play two hosts. On one host a dead process is proved dead, and taken over at once.
+    setnx_same_host=False,
     # Everything the demo leaves on a server that is not its own starts with its prefix.
     broker_transport_options={"global_keyprefix": f"{PREFIX}:"},
     result_backend_transport_options={"global_keyprefix": f"{PREFIX}:"},

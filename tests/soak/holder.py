@@ -188,8 +188,8 @@ class Holder:
                 now=int(reply[2] or 0), began=before, until=held._valid_until,
             )  # fmt: skip
 
-        def noting_errors(locks: Sequence[HeldLock]) -> list[Any]:
-            errors = renew_all(locks)
+        def noting_errors(locks: Sequence[HeldLock], client: Any = None) -> list[Any]:
+            errors = renew_all(locks, client)
             for held, error in zip(locks, errors):
                 if error is not None:
                     note("renew_failed", token=held.token, error=error.reason)
