@@ -1,0 +1,273 @@
+"""How a call is guarded: what binding settles of a task, and one guarded run of its body."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, cast
+
+from celery import Celery, Task
+from celery.exceptions import Ignore, Retry
+from celery.states import SUCCESS
+from celery.utils.dispatch import Signal
+from celery.utils.time import maybe_make_aware
+
+from celery_setnx.conflict import (
+    HEADER,
+    NONCE,
+    Conflict,
+    backoff,
+    come_back,
+    has_met_itself,
+    resolve,
+    waited,
+)
+from celery_setnx.connection import check_at_worker_start, client_for
+from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.keeper import keeper_for_process
+from celery_setnx.keys import KeyFunction, key_name
+from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock, task_token
+from celery_setnx.options import Options, check_name, merged, plain, settings
+from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.signals import lock_acquired, lock_lost, lock_released, lock_taken_over
+
+logger = logging.getLogger("celery_setnx")
+
+
+def lock_of(task: Task) -> HeldLock | None:
+    """The lock that the task's running call holds, or None where it is not guarded."""
+    return getattr(task.request, "setnx_lock", None)
+
+
+class Guard:
+    """What binding settles of a task: its options, its key function, where its locks live."""
+
+    def __init__(
+        self, app: Celery, task: str, signature: inspect.Signature, layers: list[Mapping[str, Any]]
+    ) -> None:
+        self.app = app
+        self.task = task
+        self.signature = signature
+        self.settings = settings(app.conf)
+        self.layers = [self.settings.defaults, *layers]
+        self.options = merged(task, *self.layers)
+        self.key_function = KeyFunction(self.options.key, signature, task)
+        check_name(f"scope of {task}", self.options.scope or task)
+        check_at_worker_start(app)
+
+    def header(
+        self,
+        args: Any,
+        kwargs: Any,
+        call: Mapping[str, Any] | None,
+        inherited: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """The header of a call: its finished key, its own options, and what a retry brings along."""
+        travelling = dict((inherited or {}).get("options") or {})
+        if call:
+            travelling.update(plain(f"a call of {self.task}", call))
+        header: dict[str, Any] = {"key": self.key(args or (), kwargs or {}, travelling)}
+        if travelling:
+            header["options"] = travelling
+        if inherited and "wait" in inherited:
+            header["wait"] = inherited["wait"]
+        return header
+
+    def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
+        """The Redis key of a call's lock."""
+        options, function = self.options, self.key_function
+        if call:
+            options = self.options_of(call)
+            if "key" in call:
+                function = KeyFunction(options.key, self.signature, self.task)
+        scope = options.scope or self.task
+        return key_name(self.settings.prefix, scope, function.digest(args, kwargs))
+
+    def options_of(self, call: Mapping[str, Any]) -> Options:
+        """The options of one call."""
+        return merged(f"a call of {self.task}", *self.layers, call) if call else self.options
+
+    def lock(
+        self,
+        header: Mapping[str, Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        info: Mapping[str, Any] | None = None,
+    ) -> SetnxLock:
+        """The lock of a call: named by its header, or computed where a message has none."""
+        call = header.get("options") or {}
+        return SetnxLock(
+            client_for(self.app),
+            header.get("key") or self.key(args, kwargs, call),
+            lease=self.options_of(call).lease,
+            retention=self.settings.retention,
+            info=info,
+        )
+
+
+class Run:
+    """One guarded run of a task's body: acquire, run, release."""
+
+    def __init__(self, task: Task, guard: Guard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        request = task.request
+        header = (request.headers or {}).get(HEADER) or {}
+        self.task = task
+        self.request = request
+        self.options = guard.options_of(header.get("options") or {})
+        self.same_host = guard.settings.same_host
+        self.lock = guard.lock(
+            header,
+            args,
+            kwargs,
+            {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname},
+        )
+        self.keeper = keeper_for_process(self.lock.clock)
+
+    def __str__(self) -> str:
+        return f"{self.task.name}[{self.request.id}]"
+
+    def guard(self, body: Callable[[], Any]) -> Any:
+        """The body's result, or what becomes of the conflict."""
+        held = None
+        hold_for = None
+        try:
+            outcome = self._acquire()
+            if outcome is None:
+                return body()
+            held = outcome.lock
+            if held is not None:
+                self._begin(held, outcome)
+                return body()
+        except Retry as retry:
+            if held is not None and self.options.hold_on_retry:
+                hold_for = self._seconds_until(retry.when) + self.options.queue_lease
+            raise
+        finally:
+            if held is not None:
+                self._end(held, hold_for)
+        return resolve(self._conflict(outcome))
+
+    def _acquire(self) -> Outcome | None:
+        """The outcome, or None if Redis is unreachable and the body is to run all the same."""
+        nonce = (self.request.properties or {}).get(NONCE) or uuid.uuid4().hex
+        token = task_token(self.request.id, self.request.retries, nonce)
+        give_up = self.lock.clock() + self.lock.lease_s
+        pause = 0.05
+        while True:
+            try:
+                outcome = self.lock.acquire(token=token)
+                dead = self._proved_dead(outcome.holder)
+                # The script compares the dead token, so that nobody else's lock is meant.
+                return self.lock.acquire(token=token, dead=dead) if dead else outcome
+            except LockUnavailable as error:
+                if self.options.on_redis_error == "run":
+                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self, error)
+                    return None
+                if self.options.on_redis_error == "raise":
+                    raise
+                if self.lock.clock() >= give_up:
+                    now = time.time()  # the server's clock cannot be asked, and this only paces
+                    waits, waited_s = waited(self.request, now)
+                    come_back(self.task, backoff(self.options, waits), waits, now - waited_s, str(error))
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
+
+    def _proved_dead(self, holder: Holder | None) -> str:
+        """The holder's token if its process is surely dead, else nothing."""
+        if holder is None or holder.state != "running" or not self.same_host:
+            return ""
+        return holder.token if is_surely_dead(holder.info) else ""
+
+    def _begin(self, held: HeldLock, outcome: Outcome) -> None:
+        self.request.setnx_lock = held
+        self.keeper.watch(held, self._lost, self.options.at_most_for)
+        if outcome.taken_over_from is not None:
+            self._report_take_over(held, outcome.taken_over_from, outcome.server_time)
+        self._send(lock_acquired, held)
+        if self._has_succeeded_before():
+            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
+            raise Ignore("it has succeeded before")
+
+    def _report_take_over(self, held: HeldLock, dead: Holder, server_time: float) -> None:
+        ended_s = server_time - (dead.deadline or server_time)
+        if ended_s >= 0:
+            why = (
+                f"its lease ended {ended_s:.1f} s ago and was not renewed. "
+                "That process died, or stood still for longer than its lease."
+            )
+        else:
+            why = "its process on this host is dead."
+        logger.warning("%s took over %s from %s: %s", self, held.key, dead, why)
+        self._send(lock_taken_over, held, holder=dead)
+
+    def _has_succeeded_before(self) -> bool:
+        """True if this is another delivery of a call whose result is known. Release never means done."""
+        redelivered = (self.request.delivery_info or {}).get("redelivered") or has_met_itself(self.request)
+        if not redelivered or not self.task.backend.persistent:
+            return False
+        try:
+            return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
+            logger.warning("%s was delivered again, and runs: its result is not known (%s).", self, error)
+            return False
+
+    def _end(self, held: HeldLock, hold_for: float | None) -> None:
+        """Forget, then release: a renewal that comes after the release could only do harm."""
+        watched = self.keeper.forget(held)
+        try:
+            if hold_for is not None:
+                word = held.hold(hold_for)
+            else:
+                word = held.release(at_least_for=self.options.at_least_for)
+        except SetnxError as error:
+            # The body's own result or exception stands.
+            logger.warning(
+                "%s has ended, but its lock was not released: %s The lease of %g s ends it.",
+                self,
+                error,
+                held.lease_s,
+            )
+            return
+        if word in ("gone", "lost"):
+            if watched:
+                self._lost(held, f"it was {word} when the task ended")
+            return
+        if word == "repaired":
+            logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
+        self._send(lock_released, held, outcome=word)
+
+    def _seconds_until(self, when: Any) -> float:
+        """Of a Retry: seconds, or the time itself."""
+        if isinstance(when, datetime):
+            when = (maybe_make_aware(when, self.task.app.timezone) - self.task.app.now()).total_seconds()
+        return max(0.0, float(when or 0.0))
+
+    def _lost(self, held: HeldLock, reason: str) -> None:
+        logger.warning(
+            "%s lost its lock %s: %s. Its body runs on, and another may run beside it.",
+            self,
+            held.key,
+            reason,
+        )
+        self._send(lock_lost, held, reason=reason)
+
+    def _conflict(self, outcome: Outcome) -> Conflict:
+        waits, waited_s = waited(self.request, outcome.server_time)
+        return Conflict(
+            task=self.task,
+            key=self.lock.name,
+            holder=cast("Holder", outcome.holder),
+            remaining_s=outcome.remaining_s,
+            options=self.options,
+            waits=waits,
+            waited_s=waited_s,
+            server_time=outcome.server_time,
+        )
+
+    def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:
+        signal.send(sender=self.task, task_id=self.request.id, key=held.key, fence=held.fence, **details)
