@@ -159,6 +159,17 @@ def test_decorated_raise_under_another_autoretry_is_fine(app: Celery) -> None:
     app.finalize()
 
 
+def test_decorated_function_cannot_hold_its_lock_for_a_retry(app: Celery) -> None:
+    """What needs the base class is refused, and the message says what to add."""
+
+    @app.task(shared=False)
+    @singleton(hold_on_retry=True)
+    def t() -> None: ...
+
+    with pytest.raises(OptionError, match="add base=SingletonTask"):
+        app.finalize()
+
+
 def test_our_errors_are_expected_of_both_kinds(app: Celery) -> None:
     """AlreadyRunning and LockTimeout are in `throws`: no traceback in the log."""
 

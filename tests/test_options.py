@@ -65,9 +65,8 @@ def test_timedelta_is_seconds() -> None:
         ({"on_conflict": "join"}, "not available yet"),
         ({"dedupe": "until_started"}, "not available yet"),
         ({"dedupe": "until_done"}, "not available yet"),
-        ({"hold_on_retry": True}, "not available yet"),
         ({"on_duplicate": "raise"}, "not available yet"),
-        ({"queue_lease": 5}, "not available yet"),
+        ({"queue_lease": 0}, "queue_lease of proj.t must be positive"),
         ("lease=5", "must be a mapping"),
     ],
 )
@@ -105,6 +104,7 @@ def test_callable_of_one_call_is_refused() -> None:
     [
         ({"setnx_prefix": "a{b"}, "setnx_prefix must be a text without braces"),
         ({"setnx_key_version": 2}, "setnx_key_version must be 1"),
+        ({"setnx_same_host": "no"}, "setnx_same_host must be True or False"),
         ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
         (
             {"setnx_defaults": {"leese": 1}},
