@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import random
 import time
 import uuid
@@ -127,6 +128,7 @@ class Run:
             {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname},
         )
         self.keeper = keeper_for_process(self.lock.clock)
+        self.pid = os.getpid()
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.request.id}]"
@@ -218,6 +220,8 @@ class Run:
 
     def _end(self, held: HeldLock, hold_for: float | None) -> None:
         """Forget, then release: a renewal that comes after the release could only do harm."""
+        if os.getpid() != self.pid:
+            return  # the body forked, and this is the child's way out: the lock is its parent's
         watched = self.keeper.forget(held)
         try:
             if hold_for is not None:

@@ -1,0 +1,165 @@
+"""One guarded run in this process: what no worker is needed to see."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.exceptions import Ignore, Retry
+
+from celery_setnx import SetnxError, SetnxLock, SingletonTask
+from celery_setnx.guard import Run
+from examples.embedded import EmbeddedServer
+
+KEY = "setnx:{guarded}"
+
+
+@pytest.fixture
+def task(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+    """A task with a call on its request stack, as a worker has it."""
+    app = Celery("guarding", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.setnx_url = server.url(1)
+
+    @app.task(base=SingletonTask, shared=False, name="guarded", singleton={"key": (), "hold_on_retry": True})
+    def guarded() -> None: ...
+
+    task = app.tasks["guarded"]
+    task.push_request(
+        id=uuid.uuid4().hex, args=[], kwargs={}, retries=0, called_directly=False, delivery_info={}
+    )
+    yield task
+    task.pop_request()
+
+
+def guard(task: Any, body: Any) -> Any:
+    return Run(task, task._guard, (), {}).guard(body)
+
+
+def test_forked_child_leaves_its_parents_lock_alone(task: Any, locks: redis.Redis) -> None:
+    """A body that forks: the child's way out through the guard releases nothing."""
+
+    def body() -> str:
+        child = os.fork()
+        if child == 0:
+            return "child"
+        os.waitpid(child, 0)
+        assert not SetnxLock(locks, KEY).acquire().acquired
+        return "parent"
+
+    if guard(task, body) == "child":
+        os._exit(0)
+    assert SetnxLock(locks, KEY).acquire().acquired
+
+
+@pytest.mark.parametrize(
+    ("when", "seconds"),
+    [
+        (None, 0),
+        (5, 5),
+        (0, 0),
+        (datetime.now(timezone.utc) + timedelta(seconds=50), 50),
+        (datetime.now(timezone.utc).replace(tzinfo=None) + timedelta(seconds=50), 50),
+        (datetime.now(timezone.utc) - timedelta(seconds=50), 0),
+    ],
+)
+def test_lock_is_held_until_the_retry_and_its_queue_lease(
+    task: Any, locks: redis.Redis, when: Any, seconds: float
+) -> None:
+    """hold_on_retry: from now to the retry's time, however it is given, plus queue_lease."""
+
+    def body() -> None:
+        raise Retry(when=when)
+
+    with pytest.raises(Retry):
+        guard(task, body)
+    outcome = SetnxLock(locks, KEY).acquire()
+    assert outcome.holder is not None
+    assert outcome.holder.state == "held_for_retry"
+    assert outcome.remaining_s == pytest.approx(3600 + seconds, abs=20)
+
+
+def test_retry_resumes_the_held_lock_with_its_fence(task: Any, locks: redis.Redis) -> None:
+    """The next attempt of the same call gets the lock that was held for it."""
+    fences = []
+
+    def first() -> None:
+        fences.append(task.lock.fence)
+        raise Retry(when=1)
+
+    with pytest.raises(Retry):
+        guard(task, first)
+    task.request.retries = 1
+    guard(task, lambda: fences.append(task.lock.fence))
+    assert fences[0] == fences[1]
+    assert SetnxLock(locks, KEY).acquire().acquired
+
+
+def test_repeated_delivery_of_a_finished_call_is_dropped(task: Any, locks: redis.Redis) -> None:
+    """A redelivered message whose result says SUCCESS does not run again, and disturbs nothing."""
+    task.request.delivery_info = {"redelivered": True}
+    task.backend.persistent = True
+    task.backend.mark_as_done(task.request.id, "result")
+    with pytest.raises(Ignore):
+        guard(task, lambda: pytest.fail("the body ran"))
+    assert SetnxLock(locks, KEY).acquire().acquired
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_repeated_delivery_of_an_unknown_call_runs(task: Any, persistent: bool) -> None:
+    """Without a result that says SUCCESS it runs again, after the first."""
+    task.request.delivery_info = {"redelivered": True}
+    task.backend.persistent = persistent
+    assert guard(task, lambda: "ran") == "ran"
+
+
+def test_repeated_delivery_runs_when_the_backend_fails(task: Any, monkeypatch: Any, caplog: Any) -> None:
+    """A backend that cannot say is no SUCCESS."""
+    task.request.delivery_info = {"redelivered": True}
+    task.backend.persistent = True
+    monkeypatch.setattr(task.backend, "get_task_meta", lambda _id: (_ for _ in ()).throw(OSError("gone")))
+    assert guard(task, lambda: "ran") == "ran"
+    assert "its result is not known (gone)" in caplog.text
+
+
+def test_lost_lock_is_told_at_the_end_at_the_latest(task: Any, locks: redis.Redis, caplog: Any) -> None:
+    """A lock that vanished during a short body is reported, and the result stands."""
+
+    def body() -> str:
+        locks.delete(KEY)
+        return "done"
+
+    assert guard(task, body) == "done"
+    assert "] lost its lock setnx:{guarded}: it was gone when the task ended" in caplog.text
+
+
+def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis, caplog: Any) -> None:
+    """A classic loser's value does not keep the lock from being given back."""
+
+    def body() -> None:
+        locks.getset(KEY, int(time.time()) - 100)
+
+    guard(task, body)
+    assert "a classic client had overwritten setnx:{guarded}" in caplog.text
+    assert not locks.exists(KEY)
+
+
+def test_failing_release_keeps_the_bodys_own_error(task: Any, monkeypatch: Any, caplog: Any) -> None:
+    """What the task raised is what the caller sees."""
+    run = Run(task, task._guard, (), {})
+    monkeypatch.setattr(run.lock, "_release", lambda *_: (_ for _ in ()).throw(SetnxError("no")))
+
+    def body() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.guard(body)
+    assert "] has ended, but its lock was not released: no" in caplog.text
+    monkeypatch.undo()
+    run.lock.release()
