@@ -5,9 +5,10 @@ ARGS ?=
 # How the suite is run: MEASURE="-m coverage run" measures coverage, for `make coverage` to report.
 MEASURE ?=
 SECONDS ?= 60
+SCALE ?= full
 BIN := $(VENV)/bin
 
-.PHONY: help demo test coverage lint soak clean
+.PHONY: help demo test coverage lint soak chaos clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -17,6 +18,7 @@ help:
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make coverage  report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak      raw lock processes under kill -9, stops and cuts; SECONDS=3600"
+	@echo "make chaos     real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
 	@echo "make clean     remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
@@ -27,6 +29,9 @@ test: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos --scale $(SCALE)
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet

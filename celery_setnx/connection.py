@@ -15,7 +15,7 @@ from redis.backoff import ExponentialBackoff
 from redis.connection import parse_url
 from redis.retry import Retry
 
-from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock import SetnxLock
 from celery_setnx.options import settings
 
@@ -105,6 +105,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             memory = client.info("memory")
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
+        except LockLost as error:
+            logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
         except LockRefused as error:
             logger.critical("This worker cannot lock. %s", error)
             raise

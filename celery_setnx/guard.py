@@ -223,6 +223,10 @@ class Run:
         if os.getpid() != self.pid:
             return  # the body forked, and this is the child's way out: the lock is its parent's
         watched = self.keeper.forget(held)
+        if watched and held.remaining_s() <= 0:
+            # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
+            self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
+            watched = False
         try:
             if hold_for is not None:
                 word = held.hold(hold_for)

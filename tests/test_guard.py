@@ -14,7 +14,7 @@ import redis
 from celery import Celery
 from celery.exceptions import Ignore, Retry
 
-from celery_setnx import SetnxError, SetnxLock, SingletonTask
+from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
 from celery_setnx.guard import Run
 from examples.embedded import EmbeddedServer
 
@@ -137,6 +137,21 @@ def test_lost_lock_is_told_at_the_end_at_the_latest(task: Any, locks: redis.Redi
 
     assert guard(task, body) == "done"
     assert "] lost its lock setnx:{guarded}: it was gone when the task ended" in caplog.text
+
+
+def test_lock_that_ran_out_unseen_is_told_at_the_end(task: Any, caplog: Any) -> None:
+    """While the keeper waits for a late reply the lease may end: ensure() says so, and so does the signal."""
+    run = Run(task, task._guard, (), {})
+    late = time.monotonic() + 31
+
+    def body() -> str:
+        run.lock.clock = lambda: late
+        with pytest.raises(LockLost):
+            task.lock.ensure()
+        return "done"
+
+    assert run.guard(body) == "done"
+    assert caplog.text.count("lost its lock setnx:{guarded}: its lease of 30 s ended") == 1
 
 
 def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis, caplog: Any) -> None:

@@ -48,7 +48,7 @@ def test_every_module_has_a_level() -> None:
 
 @pytest.mark.parametrize("module", sorted(LEVEL))
 def test_imports_only_point_down(module: str) -> None:
-    """exceptions, keys -> lock -> options, connection, signals -> keeper, conflict -> request, guard -> task."""
+    """exceptions, keys -> lock -> options, connection -> keeper, conflict -> request, guard -> task."""
     for imported in imports(modules()[module]):
         assert LEVEL[imported] < LEVEL[module] or (module, imported) in SIDEWAYS, (
             f"{module} imports {imported}"

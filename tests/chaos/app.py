@@ -1,0 +1,210 @@
+"""The app that chaos workers run: bodies, signals and renewals write to the history."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.signals import task_failure, task_postrun, task_received, task_retry, task_revoked
+
+from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, signals
+from celery_setnx.lock import HeldLock
+from tests.chaos import mutants
+from tests.soak.history import History
+
+LEASE_S = 1.5
+RETRY_MAX_S = 0.2
+GAP_S = 0.25
+_STEP_S = 0.01
+
+broker = os.environ.get("CHAOS_BROKER", "redis://127.0.0.1:1/0")
+app = Celery("chaos", broker=broker, backend=broker)
+app.conf.update(
+    setnx_url=os.environ.get("CHAOS_LOCKS", "redis://127.0.0.1:1/0"),
+    setnx_prefix="chaos",
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={
+        "visibility_timeout": float(os.environ.get("CHAOS_VISIBILITY_S", "3600")),
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    },
+    worker_prefetch_multiplier=1,
+    worker_soft_shutdown_timeout=float(os.environ.get("CHAOS_SOFT_SHUTDOWN_S", "0")),
+    worker_cancel_long_running_tasks_on_connection_loss=False,
+    result_expires=600,
+    setnx_same_host=os.environ.get("CHAOS_SAME_HOST") != "no",
+)
+mutants.apply(os.environ.get("CHAOS_MUTANT", ""), app)
+
+_history = History(Path(os.environ["CHAOS_HISTORY"]), os.getpid()) if "CHAOS_HISTORY" in os.environ else None
+_lives = itertools.count()
+
+
+def note(kind: str, **details: Any) -> None:
+    if _history is not None:
+        _history.note(kind, pid=os.getpid(), **details)
+
+
+def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
+    """Be alive for a while, asking the lock before every step, as a careful task does."""
+    lock = current_lock()
+    life = f"{os.getpid()}.{next(_lives)}"
+    ensured, why = None, "ended by an exception"
+    if deaf:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        now = time.monotonic()
+        give_up = now + seconds
+        # Written while the lock is surely held, so that the true life is longer than the recorded one.
+        note(
+            "start", tid=task.request.id, life=life, name=name, fence=lock and lock.fence,
+            lease=lock.lease_s if lock else 0.0, until=now + lock.remaining_s() if lock else now,
+            worker=task.request.hostname, retries=task.request.retries,
+        )  # fmt: skip
+        while now < give_up:
+            if lock is not None:
+                lock.ensure()
+                ensured = now
+            time.sleep(_STEP_S)
+            last, now = now, time.monotonic()
+            if now - last > GAP_S:
+                note("gap", life=life, since=last)
+        why = "done"
+    except LockLost:
+        why = "lost"
+        raise
+    finally:
+        note("end", tid=task.request.id, life=life, name=name, ensured=ensured, why=why)
+    return name
+
+
+@app.task(
+    base=SingletonTask,
+    bind=True,
+    singleton={
+        "key": "name",
+        "scope": "chaos",
+        "lease": LEASE_S,
+        "retry_delay": 0.05,
+        "retry_delay_max": RETRY_MAX_S,
+    },
+)
+def work(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
+    """The message is acknowledged before the body runs, which is Celery's default."""
+    return body(self, name, seconds, deaf)
+
+
+@app.task(
+    base=SingletonTask,
+    bind=True,
+    acks_late=True,
+    reject_on_worker_lost=True,
+    singleton={
+        "key": "name",
+        "scope": "chaos",
+        "lease": LEASE_S,
+        "retry_delay": 0.05,
+        "retry_delay_max": RETRY_MAX_S,
+    },
+)
+def late(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
+    """The message is acknowledged afterwards; a second delivery is short."""
+    again = self.request.delivery_info.get("redelivered") or (self.request.headers or {}).get("redelivered")
+    return body(self, name, 0.05 if again else seconds, deaf)
+
+
+@app.task(
+    base=SingletonTask,
+    bind=True,
+    singleton={
+        "key": "name",
+        "scope": "chaos",
+        "lease": LEASE_S,
+        "retry_delay": 0.05,
+        "retry_delay_max": RETRY_MAX_S,
+        "hold_on_retry": True,
+        "queue_lease": 60,
+    },
+)
+def held(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
+    """It keeps its lock while it waits for its second attempt."""
+    result = body(self, name, seconds, deaf)
+    if not self.request.retries:
+        note("holds", tid=self.request.id, fence=self.lock and self.lock.fence)
+        raise self.retry(countdown=1.0)
+    return result
+
+
+def _record(word: str) -> Any:
+    def receiver(sender: Any, task_id: str, **details: Any) -> None:
+        holder = details.get("holder")
+        victim = {}
+        if holder is not None:
+            victim = {
+                "fence": holder.fence,
+                "tid": holder.task_id,
+                "pid": holder.info.get("pid"),
+                "worker": holder.info.get("worker"),
+            }
+        note(
+            word,
+            tid=task_id,
+            fence=details.get("fence"),
+            victim=victim,
+            reason=str(details.get("reason") or details.get("outcome") or "")[:200],
+        )
+
+    return receiver
+
+
+for _word in ("acquired", "conflict", "taken_over", "released", "lost"):
+    getattr(signals, f"lock_{_word}").connect(_record(_word), weak=False)
+
+
+@task_received.connect
+def note_received(sender: Any, request: Any, **_details: Any) -> None:
+    note("received", tid=request.id, worker=str(request.hostname))
+
+
+@task_postrun.connect
+def note_postrun(task_id: str, state: str, retval: Any = None, **_details: Any) -> None:
+    if state == "SUCCESS":
+        note("done", tid=task_id, skipped=is_skipped(retval))
+
+
+@task_failure.connect
+def note_failure(task_id: str, exception: BaseException, **_details: Any) -> None:
+    note("failed", tid=task_id, error=type(exception).__name__, text=str(exception)[:200])
+
+
+@task_revoked.connect
+def note_revoked(request: Any, **_details: Any) -> None:
+    note("revoked", tid=request.id)
+
+
+@task_retry.connect
+def note_retry(request: Any, **_details: Any) -> None:
+    note("retry", tid=request.id)
+
+
+def _note_renewals() -> None:
+    renewed = HeldLock._renewed
+
+    def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
+        renewed(held, before, reply)
+        now = time.monotonic()
+        note(
+            "renewed", tid=held.token.partition("|")[0], fence=held.fence, word=reply[0],
+            began=before, until=now + held.remaining_s(),
+        )  # fmt: skip
+
+    HeldLock._renewed = noted  # type: ignore[method-assign]
+
+
+_note_renewals()

@@ -1,0 +1,334 @@
+"""The offline checker: what the history of one scenario says of the promises."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from tests.soak.history import Record
+
+SLACK_S = 1.0
+POLL_S = 0.2
+FINAL = ("done", "failed", "revoked")
+# The worker's parent frees what a dead child held: a median above this is a violation. None only reports it.
+CHILD_KILL_MEDIAN_S: float | None = 1.0
+# How a task may fail when its process, its time or its lock is taken from it.
+_DOCUMENTED = ("WorkerLostError", "Terminated", "TimeLimitExceeded", "SoftTimeLimitExceeded", "SystemExit")
+_INFINITY = float("inf")
+
+
+@dataclass
+class Report:
+    """What was counted, and what was broken."""
+
+    violations: list[str] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    lives: int = 0
+    tasks: int = 0
+    ends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def recovery(self) -> tuple[str, str]:
+        """Median and maximum in seconds, as text."""
+        if not self.recovery_s:
+            return "-", "-"
+        return f"{median(self.recovery_s):.2f}", f"{max(self.recovery_s):.2f}"
+
+
+@dataclass
+class Life:
+    """One body: its start is written after the acquisition, its end before the release."""
+
+    id: str
+    tid: str
+    name: str
+    pid: int
+    worker: str
+    fence: int
+    lease: float
+    start: float
+    until: float
+    renewals: list[Record] = field(default_factory=list)
+    end: Record | None = None
+    kill: Record | None = None
+    doom: float = _INFINITY
+    lost: Record | None = None
+    released: bool = False
+    resumed_at: float = 0.0
+    excused: bool = False
+    epochs: list[Record] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        """The last moment at which it surely lived."""
+        if self.end is not None:
+            return max(float(self.end["t"]), self.resumed_at)
+        killed = self.kill["before"] if self.kill else _INFINITY
+        return max(self.start, min(killed, self.doom))
+
+    def spans(self) -> list[tuple[float, float]]:
+        """When nobody else may live: all its life, or what its deadlines cover if it could not renew."""
+        cut = min((epoch["since"] for epoch in self.epochs), default=_INFINITY)
+        last = min(self.last, cut)
+        if not self.excused:
+            return [(self.start, last)] if self.start < last else []
+        spans = [[self.start, self.until]]
+        for renewal in self.renewals:
+            if renewal["word"] not in ("renewed", "repaired"):
+                break
+            if renewal["began"] > spans[-1][1]:
+                spans.append([renewal["t"], renewal["until"]])
+            else:
+                spans[-1][1] = max(spans[-1][1], renewal["until"])
+        return [(begin, min(until, last)) for begin, until in spans if begin < min(until, last)]
+
+
+def check(records: Sequence[Record], scenario: str) -> Report:
+    """Everything that the history shows of one scenario."""
+    report = Report()
+    sent = {r["tid"]: r for r in records if r["kind"] == "sent" and r["scenario"] == scenario}
+    faults = [r for r in records if r["kind"] in ("kill", "cold", "excuse", "epoch", "gap")]
+    own = [r for r in records if r.get("tid") in sent]
+    lives = _lives(own, faults)
+    report.tasks, report.lives = len(sent), len(lives)
+    by_name: dict[str, list[Life]] = defaultdict(list)
+    for life in sorted(lives, key=lambda life: life.start):
+        by_name[life.name].append(life)
+    for of_name in by_name.values():
+        _check_overlap(of_name, report)
+        _check_fences(of_name, report)
+        _check_ensured(of_name, report)
+        _check_recovery(of_name, faults, report)
+    for life in lives:
+        _check_end(life, report)
+    _check_take_overs(own, sent, by_name, report)
+    _check_tasks(own, sent, faults, lives, report)
+    return report
+
+
+def is_lost_with_its_worker(of_task: Sequence[Record], faults: Iterable[Record]) -> bool:
+    """Whether Celery documents the loss: the message was in a worker that was killed or shut down cold."""
+    # What is acknowledged late comes back.
+    if not of_task or any(record.get("task") == "late" for record in of_task):
+        return False
+    received = [record for record in of_task if record["kind"] == "received"]
+    last = of_task[-1]["t"]
+    workers = {received[-1]["worker"]} if received else set()
+    return any(fault.get("victim_worker") in workers and fault["t"] > last - 0.5 for fault in faults)
+
+
+def _lives(own: Sequence[Record], faults: Sequence[Record]) -> list[Life]:
+    lives: dict[str, Life] = {}
+    by_lock: dict[tuple[str, int], Life] = {}
+    for record in own:
+        kind = record["kind"]
+        if kind == "start":
+            life = Life(
+                record["life"], record["tid"], record["name"], record["pid"], record["worker"],
+                record["fence"] or 0, record["lease"], record["t"], record["until"],
+            )  # fmt: skip
+            lives[life.id] = by_lock[life.tid, life.fence] = life
+        elif kind == "end" and record["life"] in lives:
+            lives[record["life"]].end = record
+        elif kind in ("renewed", "lost", "released"):
+            held = by_lock.get((record["tid"], record["fence"]))
+            if held is None:
+                continue
+            if kind == "renewed" and held.end is None:
+                held.renewals.append(record)
+            elif kind == "lost":
+                held.lost = record
+            elif kind == "released":
+                held.released = True
+        elif kind == "holds":
+            _hold(by_lock.get((record["tid"], record["fence"])), own)
+        elif kind == "failed" and record["error"] == "TimeLimitExceeded":
+            for life in lives.values():
+                if life.tid == record["tid"] and life.start <= record["t"]:
+                    life.doom = min(life.doom, record["t"])
+    for life in lives.values():
+        _blame(life, faults)
+    return list(lives.values())
+
+
+def _hold(life: Life | None, own: Sequence[Record]) -> None:
+    """A lock that is held for a retry is held until the retry begins."""
+    if life is None:
+        return
+    starts = [r["t"] for r in own if r["kind"] == "start" and r["tid"] == life.tid and r["t"] > life.start]
+    life.resumed_at = min(starts, default=_INFINITY)
+
+
+def _blame(life: Life, faults: Sequence[Record]) -> None:
+    """Find the faults that this life has felt."""
+    for fault in faults:
+        kind = fault["kind"]
+        if kind in ("kill", "cold") and life.start <= fault["t"] and life.end is None and life.kill is None:
+            if fault.get("victim_pid") == life.pid or fault.get("victim_worker") == life.worker:
+                life.kill = fault
+        elif kind == "gap":
+            if fault["life"] in (life.id, "driver") and _meet(life, fault["since"], fault["t"]):
+                life.excused = True
+        elif kind == "excuse":
+            whom = not fault["of_worker"] and not fault["of_pid"]
+            if (whom or fault["of_worker"] == life.worker or fault["of_pid"] == life.pid) and _meet(
+                life, fault["since"], fault["until"]
+            ):
+                life.excused = True
+        elif kind == "epoch" and life.start < fault["until"] and life.last > fault["since"]:
+            life.epochs.append(fault)
+
+
+def _meet(life: Life, since: float, until: float) -> bool:
+    """Whether a disturbance fell into a life; a missed renewal shows up to a lease later."""
+    return since <= life.last and until + life.lease >= life.start
+
+
+def _check_overlap(lives: list[Life], report: Report) -> None:
+    """No two live bodies of one key."""
+    spans = sorted((begin, end, life.id) for life in lives for begin, end in life.spans())
+    by_id = {life.id: life for life in lives}
+    last_end, last = 0.0, ""
+    for begin, end, life in spans:
+        if begin < last_end and life != last:
+            ms = (min(end, last_end) - begin) * 1000
+            pair = f"{_who(by_id[life])} and {_who(by_id[last])}"
+            report.violations.append(f"overlap of {ms:.1f} ms: {pair}")
+        if end > last_end:
+            last_end, last = end, life
+
+
+def _check_fences(lives: list[Life], report: Report) -> None:
+    """Fences strictly rise, in the order of the bodies that were entitled when they began."""
+    entitled = [life for life in lives if life.start < life.until or not life.excused]
+    for older, newer in pairwise(entitled):
+        resumed = newer.fence == older.fence and newer.tid == older.tid and older.resumed_at
+        if newer.fence <= older.fence and not resumed:
+            report.violations.append(f"the fence does not rise: {_who(older)}, then {_who(newer)}")
+
+
+def _check_ensured(lives: list[Life], report: Report) -> None:
+    """`ensure()` never says yes to a body once a later holder has begun."""
+    for life in lives:
+        ensured = life.end["ensured"] if life.end else None
+        if ensured is None or life.epochs:
+            continue
+        for other in lives:
+            if other.fence > life.fence and other.start < ensured:
+                report.violations.append(f"{_who(life)} was told that it holds the lock beside {_who(other)}")
+                break
+
+
+def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report) -> None:
+    """A dead holder's key runs again within its lease, plus a poll, plus a second."""
+    for number, life in enumerate(lives):
+        if life.kill is None or life.lost is not None or not life.kill.get("waiter"):
+            continue
+        killed = life.kill["before"]
+        later = [other for other in lives[number + 1 :] if other.start > killed]
+        if not later:
+            report.violations.append(f"nobody ran after {_who(life)} was killed")
+            continue
+        took = later[0].start - killed
+        report.recovery_s.append(took)
+        paused = sum(
+            max(0.0, min(fault.get("until", fault["t"]), later[0].start) - max(fault["since"], killed))
+            for fault in faults
+            if fault["kind"] in ("gap", "excuse")
+            and (fault.get("life") == "driver" or (fault["kind"] == "excuse" and not fault["of_worker"]))
+        )
+        if took - paused > life.lease + SLACK_S + POLL_S:
+            report.violations.append(f"the key ran again only {took:.2f} s after {_who(life)} was killed")
+
+
+def _check_end(life: Life, report: Report) -> None:
+    """A body that ends releases its lock; one that is not kept from renewing does not lose it."""
+    if life.end is None and life.kill is None and life.doom == _INFINITY:
+        report.violations.append(f"{_who(life)} vanished")
+    if life.lost is not None and not life.excused and not life.epochs:
+        report.violations.append(f"{_who(life)} lost its lock: {life.lost['reason']}")
+    if life.end and life.end["why"] == "lost" and life.lost is None:
+        report.violations.append(f"{_who(life)} was told that its lock is lost, but no signal was sent")
+    harmed = life.excused or life.epochs or life.kill or life.doom < _INFINITY
+    if life.end is not None and not harmed and not life.released and life.lost is None:
+        report.violations.append(f"{_who(life)} ended and released nothing")
+    for epoch in life.epochs:
+        told_by = epoch["until"] + life.lease + SLACK_S
+        if life.last > told_by and life.last < _INFINITY and (life.lost is None or life.lost["t"] > told_by):
+            report.violations.append(f"{_who(life)} was not told that its lock was gone")
+
+
+def _check_take_overs(
+    own: Sequence[Record],
+    sent: dict[str, Record],
+    by_name: dict[str, list[Life]],
+    report: Report,
+) -> None:
+    """A take-over names the one who held the lock last, and who is dead or was kept from renewing."""
+    for record in own:
+        if record["kind"] != "taken_over":
+            continue
+        name, victim = sent[record["tid"]]["name"], record["victim"]
+        what = f"{record['tid']} took {name} over from {victim}"
+        dead = [life for life in by_name[name] if life.fence == victim["fence"]]
+        if not dead:
+            # It may have been granted to one who died, or never heard of it, before its body began.
+            if sent.get(victim["tid"], {}).get("name") != name:
+                report.violations.append(f"{what}, who never held it")
+            continue
+        life = dead[0]
+        if (life.tid, life.pid, life.worker) != (victim["tid"], victim["pid"], victim["worker"]):
+            report.violations.append(f"{what}, but it was {_who(life)}")
+        if any(life.fence < other.fence < record["fence"] for other in by_name[name]):
+            report.violations.append(f"{what}, who was not the last")
+        if not (life.kill or life.excused or life.epochs or life.doom < _INFINITY):
+            report.violations.append(f"{what}, who was alive and well")
+        elif life.released and life.kill is None:
+            report.violations.append(f"{what}, who had released it")
+
+
+def _check_tasks(
+    own: Sequence[Record],
+    sent: dict[str, Record],
+    faults: Sequence[Record],
+    lives: Sequence[Life],
+    report: Report,
+) -> None:
+    """Every task is done, skipped, failed or revoked, or lost with its worker; and as its policy says."""
+    of_task: dict[str, list[Record]] = defaultdict(list)
+    for record in own:
+        of_task[record["tid"]].append(record)
+    disturbed = {life.tid for life in lives if life.excused or life.epochs}
+    killers = [fault for fault in faults if fault["kind"] in ("kill", "cold")]
+    for tid, call in sent.items():
+        records = of_task[tid]
+        kinds = {record["kind"] for record in records}
+        errors = {record["error"] for record in records if record["kind"] == "failed"}
+        skipped = any(record.get("skipped") for record in records)
+        if skipped and call["policy"] != "skip":
+            report.violations.append(f"{tid} was skipped, though its policy is {call['policy']}")
+        for error in errors - set(_DOCUMENTED):
+            if error == "AlreadyRunning" and call["policy"] == "raise":
+                continue
+            if error == "LockLost" and tid in disturbed:
+                continue
+            text = next(r["text"] for r in records if r.get("error") == error)
+            report.violations.append(f"{tid} failed with {error}: {text}")
+        if skipped:
+            report.ends["skipped"] += 1
+        elif "done" in kinds:
+            report.ends["done"] += 1
+        elif errors:
+            report.ends["failed"] += 1
+        elif "revoked" in kinds:
+            report.ends["revoked"] += 1
+        elif is_lost_with_its_worker(records, killers):
+            report.ends["lost with its worker"] += 1
+        else:
+            report.violations.append(f"{tid} is not accounted for: {sorted(kinds)}")
+
+
+def _who(life: Life) -> str:
+    return f"{life.tid} (fence {life.fence}, pid {life.pid}, life {life.id})"

@@ -1,0 +1,435 @@
+"""Where a scenario plays: the servers, the workers, the tasks that are sent, and the history as it grows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.chaos.app import GAP_S, LEASE_S, app, held, late, work
+from tests.chaos.checker import FINAL, is_lost_with_its_worker
+from tests.harness import Worker, wait_until
+from tests.soak.history import History, Record
+
+LANES = 4
+PATIENCE_S = 20.0
+# A flaw often shows in a task that never ends: there is no need to wait long for it.
+_PATIENCE_WITH_A_FLAW_S = 5.0
+_TICK_S = 0.005
+_TASKS = {"work": work, "late": late, "held": held}
+_SHIM = Path(__file__).with_name("clock_shim.c")
+
+
+class MissingTool(Exception):
+    """A scenario needs a program that this machine has not got."""
+
+
+class BrokenStage(Exception):
+    """A worker did not start: nothing was shown, neither a promise kept nor a flaw found."""
+
+
+class Log:
+    """The history as it grows, by task and by kind; one thread reads it.
+
+    Args:
+        path: The file.
+        note: Writes a record into it.
+        patience_s: How long to wait for a record unless told otherwise.
+    """
+
+    def __init__(self, path: Path, note: Callable[..., None], patience_s: float) -> None:
+        self.records: list[Record] = []
+        self._patience_s = patience_s
+        self._path = path
+        self._note = note
+        self._by_tid: dict[str, list[Record]] = defaultdict(list)
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._follow, name="chaos-log", daemon=True)
+        self._thread.start()
+
+    def of(self, tid: str) -> list[Record]:
+        """All records of one task so far."""
+        with self._changed:
+            return list(self._by_tid[tid])
+
+    def find(self, tid: str, kind: str) -> list[Record]:
+        """The records of one kind of one task."""
+        return [record for record in self.of(tid) if record["kind"] == kind]
+
+    def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
+        """The task's first record of one of the kinds that is later than `after`.
+
+        Args:
+            tid: The task's id.
+            kinds: What to wait for.
+            after: A moment of the monotonic clock. Defaults to the beginning.
+            patience: Multiple of the usual time after which it is missed.
+        """
+        patience_s = patience * self._patience_s
+        give_up = time.monotonic() + patience_s
+        with self._changed:
+            while True:
+                for record in self._by_tid[tid]:
+                    if record["kind"] in kinds and record["t"] > after:
+                        return record
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    seen = [record["kind"] for record in self._by_tid[tid]]
+                    raise AssertionError(f"{tid}: no {' or '.join(kinds)} within {patience_s:g} s: {seen}")
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed = True
+        self._thread.join()
+
+    def _follow(self) -> None:
+        rest, last = b"", time.monotonic()
+        with self._path.open("rb") as file:
+            while not self._closed:
+                data = file.read()
+                now = time.monotonic()
+                if now - last > GAP_S:
+                    self._note("gap", life="driver", since=last)
+                last = now
+                if not data:
+                    time.sleep(_TICK_S)
+                    continue
+                *lines, rest = (rest + data).split(b"\n")
+                with self._changed:
+                    for line in lines:
+                        record = json.loads(line)
+                        self.records.append(record)
+                        if "tid" in record:
+                            self._by_tid[record["tid"]].append(record)
+                    self._changed.notify_all()
+
+
+class Stage:
+    """One broker, one lock server, the workers, and one history.
+
+    Args:
+        seed: Of every choice that scenarios make.
+        mutant: Name of the flaw that every worker has. Defaults to none.
+
+    Attributes:
+        directory: Where logs and the history are; removed at the end unless told to keep it.
+    """
+
+    def __init__(self, seed: int = 0, mutant: str = "") -> None:
+        self.seed = seed
+        self.directory = Path(tempfile.mkdtemp(prefix="chaos-"))
+        self.mutant = mutant
+        self.history = self.directory / "history"
+        self._notes = History(self.history, 0)
+        self.patience_s = _PATIENCE_WITH_A_FLAW_S if mutant else PATIENCE_S
+        self.log = Log(self.history, self.note, self.patience_s)
+        self._exits = ExitStack()
+        self.broker = self._exits.enter_context(EmbeddedServer())
+        self.locks = self._exits.enter_context(EmbeddedServer())
+        self._use_broker()
+        self._shared: dict[str, Worker] = {}
+        self._workers: list[Worker] = []
+        self._by_queue: dict[str, Worker] = {}
+        self._lock = threading.Lock()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Kill every worker, stop the servers, and remove the logs unless they are of use."""
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    worker.kill()
+        self.log.close()
+        self._exits.close()
+        if not keep:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def note(self, kind: str, **details: Any) -> None:
+        """Write what the driver does into the history."""
+        self._notes.note(kind, **details)
+
+    def worker(self, queue: str, **options: Any) -> Worker:
+        """Start a worker that serves one queue."""
+        environment = {
+            "CHAOS_BROKER": self.broker.url(),
+            "CHAOS_LOCKS": self.locks.url(),
+            "CHAOS_HISTORY": str(self.history),
+            "CHAOS_MUTANT": self.mutant,
+            **options.pop("environment", {}),
+        }
+        try:
+            worker = Worker(
+                self.directory, "tests.chaos.app", queues=queue, environment=environment, **options
+            )
+        except AssertionError as error:
+            raise BrokenStage(str(error)) from error
+        with self._lock:
+            self._workers.append(worker)
+            self._by_queue[queue] = worker
+        return worker
+
+    def workers(self, **queues: dict[str, Any]) -> dict[str, Worker]:
+        """Start several at once: options by queue."""
+        with ThreadPoolExecutor(len(queues)) as starters:
+            started = {
+                queue: starters.submit(self.worker, queue, **options) for queue, options in queues.items()
+            }
+        return {queue: worker.result() for queue, worker in started.items()}
+
+    def company(self) -> dict[str, Worker]:
+        """The workers that scenarios share: two whose tasks come to harm, two of rivals.
+
+        The worker of the queue `remote` behaves like one on another host: it proves nobody dead.
+        """
+        remote = {"concurrency": 3, "environment": {"CHAOS_SAME_HOST": "no"}}
+        wanted = {
+            "va": {"concurrency": 3}, "vb": {"concurrency": 3}, "q": {"concurrency": 4}, "remote": remote,
+        }  # fmt: skip
+        dead = {queue: options for queue, options in wanted.items() if not self._lives(queue)}
+        if dead:
+            self._shared.update(self.workers(**dead))
+        return self._shared
+
+    def stop(self, queue: str) -> None:
+        """Warm shutdown of a worker that is not shared."""
+        self._by_queue[queue].stop()
+
+    def _lives(self, queue: str) -> bool:
+        return queue in self._shared and self._shared[queue].process.poll() is None
+
+    def kill_child(self, pid: int, waiter: str = "") -> None:
+        """kill -9 of a pool process."""
+        before = time.monotonic()
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+        self.note("kill", victim_pid=pid, before=before, waiter=waiter)
+
+    def kill_worker(self, worker: Worker, waiter: str = "") -> None:
+        """kill -9 of a worker with its whole pool."""
+        before = time.monotonic()
+        worker.kill()
+        self.note("kill", victim_worker=f"{worker.name}@test", before=before, waiter=waiter)
+
+    @contextmanager
+    def excused(self, *, worker: Worker | None = None, pid: int = 0) -> Iterator[None]:
+        """For the length of a block a process, a worker or (without both) everything may miss its lease."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            name = f"{worker.name}@test" if worker else ""
+            self.note("excuse", since=since, until=time.monotonic(), of_worker=name, of_pid=pid)
+
+    @contextmanager
+    def data_lost(self) -> Iterator[None]:
+        """For the length of a block the server loses its data, or its sense of time."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.note("epoch", since=since, until=time.monotonic())
+
+    def _use_broker(self) -> None:
+        """Point the driver's own app at this stage's broker."""
+        app.close()
+        app.conf.update(broker_url=self.broker.url(), result_backend=self.broker.url())
+        for name in ("amqp", "backend"):
+            app.__dict__.pop(name, None)
+        app._pool = None
+        app._local = threading.local()
+
+    def lock_client(self) -> redis.Redis:
+        """A client of the lock database."""
+        return redis.Redis(port=self.locks.port, decode_responses=True, socket_timeout=5)
+
+
+class Play:
+    """One run of one scenario on a stage.
+
+    Args:
+        stage: Where it plays.
+        name: The scenario's name, with which its keys and task ids begin.
+        count: How many faults to inject.
+    """
+
+    def __init__(self, stage: Stage, name: str, count: int) -> None:
+        self.stage = stage
+        self.name = name
+        self.count = count
+        self.injected = 0
+        self.failures: list[str] = []
+        self.recovery_s: list[float] = []
+        self.began = time.monotonic()
+        self._sent: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def send(
+        self,
+        name: str,
+        seconds: float,
+        queue: str = "q",
+        *,
+        policy: str = "retry",
+        task: str = "work",
+        lease: float = LEASE_S,
+        deaf: bool = False,
+        **options: Any,
+    ) -> str:
+        """Send a task whose body lives for so many seconds; its id.
+
+        Args:
+            name: Its key, without the scenario's name.
+            seconds: How long the body lives.
+            queue: Where it is sent. Defaults to the rivals' worker.
+            policy: Its `on_conflict`. Defaults to `"retry"`.
+            task: `work`, `late` for acks_late, or `held` for hold_on_retry. Defaults to `work`.
+            lease: Its lease in seconds.
+            deaf: Whether the body blocks SIGTERM.
+            options: Options of `apply_async`.
+        """
+        full_name = f"{self.name}/{name}"
+        with self._lock:
+            tid = f"{full_name}/{len(self._sent)}"
+            self._sent[tid] = full_name
+        self.stage.note(
+            "sent", tid=tid, name=full_name, scenario=self.name, policy=policy, queue=queue, lease=lease,
+            task=task,
+        )  # fmt: skip
+        _TASKS[task].apply_async(
+            [full_name, seconds, deaf],
+            queue=queue,
+            task_id=tid,
+            singleton={"on_conflict": policy, "lease": lease},
+            **options,
+        )
+        return tid
+
+    def crowd(self, name: str, chance: random.Random, queues: tuple[str, ...] = ("q", "va", "vb")) -> None:
+        """A few short calls of a key, with one policy or another."""
+        for _ in range(2):
+            policy = chance.choice(["skip", "retry", "raise"])
+            self.send(name, chance.uniform(0, 0.08), chance.choice(queues), policy=policy)
+
+    def lanes(self, act: Callable[[str, random.Random, int], Any], lanes: int = LANES) -> None:
+        """Inject `count` faults in lanes beside each other, each with a key and a seed of its own.
+
+        Args:
+            act: Called with the lane's key, a source of chance and the fault's number. If it answers False,
+                the fault did not strike, and it is called again.
+            lanes: How many beside each other. Defaults to `LANES`.
+        """
+
+        def run(lane: int) -> None:
+            for number in range(lane, self.count, lanes):
+                if self.failures and self.stage.mutant:
+                    return
+                chance = random.Random(f"{self.stage.seed}/{self.name}/{number}")
+                try:
+                    for _attempt in range(3):
+                        if act(f"k{lane}", chance, number) is not False:
+                            self.struck()
+                            break
+                except AssertionError as error:
+                    self.fail(str(error))
+
+        with ThreadPoolExecutor(min(lanes, self.count)) as pool:
+            list(pool.map(run, range(min(lanes, self.count))))
+
+    def struck(self) -> None:
+        """Count a fault."""
+        with self._lock:
+            self.injected += 1
+
+    def fail(self, what: str) -> None:
+        """Write down a promise that was seen broken while the scenario played."""
+        with self._lock:
+            self.failures.append(f"{self.name}: {what}")
+
+    def recovered(self, seconds: float) -> None:
+        """Write down how long a key did not run after a fault."""
+        with self._lock:
+            self.recovery_s.append(seconds)
+
+    def settle(self, queue: str = "q") -> None:
+        """Wait until every task is accounted for, run every key once more, and look at the lock database.
+
+        Args:
+            queue: Where the last calls are sent. Defaults to the rivals' worker.
+        """
+        self._account(set(self._sent))
+        closers = {self.send(name.partition("/")[2], 0.0, queue) for name in sorted(set(self._sent.values()))}
+        self._account(closers)
+        with self.stage.lock_client() as client:
+            try:
+                wait_until(lambda: not self._locks_left(client), "no lock left", 5.0)
+            except AssertionError:
+                self.fail(f"locks left at the end: {self._locks_left(client)}")
+            endless = [key for key in client.scan_iter(count=1000) if client.pttl(key) == -1]
+        if endless:
+            self.fail(f"keys without a TTL: {endless}")
+
+    def _account(self, tids: set[str]) -> None:
+        give_up = time.monotonic() + 1.5 * self.stage.patience_s
+        log = self.stage.log
+        while tids and time.monotonic() < give_up:
+            tids = {tid for tid in tids if not any(record["kind"] in FINAL for record in log.of(tid))}
+            faults = [record for record in log.records if record["kind"] in ("kill", "cold")]
+            tids = {tid for tid in tids if not is_lost_with_its_worker(log.of(tid), faults)}
+            if tids:
+                time.sleep(0.05)
+        for tid in sorted(tids):
+            where = [(record["kind"], record.get("worker")) for record in log.of(tid)]
+            self.fail(f"{tid} is not accounted for: {where}")
+
+    def _locks_left(self, client: redis.Redis) -> list[str]:
+        """Locks, not their records; a worker that starts tries a lock of its own."""
+        keys = client.scan_iter("chaos:*", count=1000)
+        return [key for key in keys if not key.endswith(":holder") and "{check:" not in key]
+
+
+def find_compiler() -> str:
+    """The C compiler.
+
+    Raises:
+        MissingTool: There is none.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise MissingTool("a C compiler: install the Debian packages gcc and libc6-dev")
+    return compiler
+
+
+def clock_shim(directory: Path) -> Path:
+    """The library that shifts a process's wall clock, compiled.
+
+    Raises:
+        MissingTool: No C compiler.
+    """
+    library = directory / "clock_shim.so"
+    if not library.exists():
+        done = subprocess.run(
+            [find_compiler(), "-shared", "-fPIC", "-O2", "-o", str(library), str(_SHIM), "-ldl"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise MissingTool(
+                f"a C compiler that works: install the Debian packages gcc and libc6-dev\n{done.stderr}"
+            )
+    return library
