@@ -1,0 +1,132 @@
+"""A worker per pool for the whole run, workers to be killed or shut down, and calls that wait at gates."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+from kombu import Connection
+
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+
+APP = "tests.exits.app"
+OBSERVER = "observer"
+IMPATIENT_DB = 2
+VISIBILITY_S = 2
+
+
+class Held(NamedTuple):
+    """A call whose body has started and waits at its gate."""
+
+    result: Any
+    key: str
+    fence: int
+    pid: int
+    at: float
+
+
+@pytest.fixture(scope="session")
+def worker_of(server: EmbeddedServer, logs: Path) -> Iterator[Callable[[str], Worker]]:
+    """The worker of a pool, started at its first use. Its queue has the pool's name. Not to be killed.
+
+    The observer is on another host, as far as it can prove: it takes no lock over before its deadline.
+    """
+    workers: dict[str, Worker] = {}
+
+    def worker_of(pool: str) -> Worker:
+        if pool not in workers or workers[pool].process.poll() is not None:
+            if pool == OBSERVER:
+                environment = {"SETNX_TEST_SAME_HOST": "no"}
+                workers[pool] = Worker(logs, APP, concurrency=2, queues=pool, environment=environment)
+            else:
+                workers[pool] = Worker(logs, APP, concurrency=3, pool=pool, queues=pool)
+        return workers[pool]
+
+    yield worker_of
+    for worker in workers.values():
+        worker.kill()
+
+
+@pytest.fixture
+def start_worker(server: EmbeddedServer, logs: Path) -> Iterator[Callable[..., Worker]]:
+    """Starts workers of the test's own, to be killed or shut down."""
+    workers: list[Worker] = []
+
+    def start(**options: Any) -> Worker:
+        workers.append(Worker(logs, APP, **{"concurrency": 2, **options}))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.kill()
+
+
+@pytest.fixture
+def tasks(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Any:
+    """The module of tasks, with clean databases."""
+    from tests.exits import app
+
+    return app
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, worker_of: Any, tasks: Any) -> str:
+    """A pool whose worker is ready; also the name of its queue."""
+    worker_of(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def observer(worker_of: Any, tasks: Any) -> str:
+    """The queue of a worker that can prove nothing of other processes."""
+    worker_of(OBSERVER)
+    return OBSERVER
+
+
+@pytest.fixture
+def name() -> str:
+    """The test's own key, and the name of its gate."""
+    return f"gated-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def hold(journal: Journal) -> Callable[..., Held]:
+    """Sends a call to a queue, and comes back when its body waits at its gate."""
+
+    def hold(task: Any, queue: str, *args: Any, **options: Any) -> Held:
+        result = task.apply_async(args, queue=queue, **options)
+        return started(journal, result)
+
+    return hold
+
+
+def started(journal: Journal, result: Any, count: int = 1) -> Held:
+    """The call, once its body has started that many times."""
+    start = journal.wait_for("start", count, task_id=result.id)[count - 1]
+    return Held(result, start["key"], start["fence"], start["pid"], start["at"])
+
+
+@pytest.fixture
+def impatient_broker(server: EmbeddedServer) -> Iterator[Connection]:
+    """A broker of its own for workers that deliver again what is not acknowledged within 2 s."""
+    with redis.Redis.from_url(server.url(IMPATIENT_DB)) as client:
+        client.flushdb()
+    with Connection(server.url(IMPATIENT_DB)) as connection:
+        yield connection
+
+
+@pytest.fixture
+def impatient(start_worker: Any, impatient_broker: Connection) -> Callable[..., Worker]:
+    """Starts workers of that broker."""
+
+    def start(*, environment: dict[str, str] | None = None, **options: Any) -> Worker:
+        own = {"EXITS_BROKER_DB": str(IMPATIENT_DB), "EXITS_VISIBILITY_S": str(VISIBILITY_S)}
+        return start_worker(environment={**own, **(environment or {})}, **options)  # type: ignore[no-any-return]
+
+    return start
