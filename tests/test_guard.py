@@ -61,12 +61,12 @@ def test_forked_child_leaves_its_parents_lock_alone(task: Any, locks: redis.Redi
 @pytest.mark.parametrize(
     ("when", "seconds"),
     [
-        (None, 0),
-        (5, 5),
-        (0, 0),
-        (datetime.now(timezone.utc) + timedelta(seconds=50), 50),
-        (datetime.now(timezone.utc).replace(tzinfo=None) + timedelta(seconds=50), 50),
-        (datetime.now(timezone.utc) - timedelta(seconds=50), 0),
+        (lambda now: None, 0),
+        (lambda now: 5, 5),
+        (lambda now: 0, 0),
+        (lambda now: now + timedelta(seconds=50), 50),
+        (lambda now: now.replace(tzinfo=None) + timedelta(seconds=50), 50),
+        (lambda now: now - timedelta(seconds=50), 0),
     ],
 )
 def test_lock_is_held_until_the_retry_and_its_queue_lease(
@@ -75,7 +75,7 @@ def test_lock_is_held_until_the_retry_and_its_queue_lease(
     """hold_on_retry: from now to the retry's time, however it is given, plus queue_lease."""
 
     def body() -> None:
-        raise Retry(when=when)
+        raise Retry(when=when(datetime.now(timezone.utc)))
 
     with pytest.raises(Retry):
         guard(task, body)
