@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from celery.app.task import Context, Task
-from celery.exceptions import Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry
 
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, LockUnavailable
 from celery_setnx.lock import Holder
@@ -181,10 +181,12 @@ def come_back(
         waits: How often it has come back already.
         since: Server time (Unix seconds) of its first conflict.
         reason: Why, for the log and the state RETRY.
-        own: Whether it waits for another delivery of itself. Defaults to False.
+        own: Whether it waits for another delivery of itself, whose state in the backend it must not touch.
+            Defaults to False.
 
     Raises:
         celery.exceptions.Retry: The call is on its way.
+        celery.exceptions.Ignore: It is on its way, and waits for another delivery of itself.
         celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
         LockUnavailable: The broker does not take it.
     """
@@ -207,8 +209,12 @@ def come_back(
         raise LockUnavailable(
             _key_of(headers, task), f"{reason}; and the broker did not take the call back: {error}"
         ) from error
-    # Celery logs this text, in its own line about the retry.
     message = f"{reason}; comes back in {countdown:.1f} s (wait {waits + 1})"
+    if own:
+        # No state is stored: it could overwrite the result that the other delivery is about to store.
+        logger.info("%s waits for another delivery of itself: %s.", _call(task), message)
+        raise Ignore(message)
+    # Celery logs this text, in its own line about the retry.
     raise Retry(message, when=countdown, sig=signature)
 
 

@@ -10,7 +10,7 @@ from celery_setnx import SetnxLock
 from tests.exits import every_pool
 from tests.harness import Journal
 
-LEASES = 3
+LEASES = 2.5
 
 
 def assert_held_until(journal: Journal, locks: redis.Redis, key: str, what: str, task_id: str) -> None:
@@ -29,7 +29,7 @@ def assert_held_until(journal: Journal, locks: redis.Redis, key: str, what: str,
 def test_lease_is_renewed_while_pure_python_computes(
     tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any
 ) -> None:
-    """Three leases without a yield: the keeper is a real thread also where threads are greenlets."""
+    """Two and a half leases without a yield: the keeper is a real thread also where threads are greenlets."""
     held = hold(tasks.computing, pool, name, LEASES * tasks.LEASE_S)
     gates(name)
     assert_held_until(journal, locks, held.key, "computed", held.result.id)

@@ -80,7 +80,7 @@ def test_delivered_twice_leaves_the_result_to_the_first(
     assert state != "RETRY"
 
 
-@pytest.mark.parametrize("impatient_pool", ["prefork", "gevent"], indirect=True)
+@pytest.mark.parametrize("impatient_pool", ["prefork"], indirect=True)
 def test_delivered_twice_runs_again_after_a_failure(
     tasks: Any, impatient_pool: str, impatient_broker: Any, journal: Journal, gates: Any, name: str, hold: Any
 ) -> None:
@@ -93,6 +93,7 @@ def test_delivered_twice_runs_again_after_a_failure(
     journal.wait_for("released", count=2, task_id=held.result.id)
 
 
+@pytest.mark.parametrize("impatient_pool", ["prefork", "gevent"], indirect=True)
 def test_delivered_twice_with_ignore_result_runs_again(
     tasks: Any, impatient_pool: str, impatient_broker: Any, journal: Journal, gates: Any, name: str, hold: Any
 ) -> None:

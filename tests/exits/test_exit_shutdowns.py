@@ -14,7 +14,7 @@ from celery_setnx.process import has_ended
 from tests.exits import POOLS, in_pools
 from tests.harness import Journal, Worker, wait_until
 
-LEASES = 2
+LEASES = 1.5
 LONG = {"lease": 30}
 
 
@@ -50,7 +50,6 @@ def test_warm_shutdown_keeps_the_lock_until_the_body_has_ended(
     assert held.result.get(timeout=10) == name
     assert not locks.exists(held.key)
     assert journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
-    wait_for_end(worker)
 
 
 @pytest.mark.parametrize("own_pool", ["prefork", "threads", "gevent", "eventlet"])
@@ -74,7 +73,6 @@ def test_soft_shutdown_keeps_the_lock_until_the_body_has_ended(
     assert held.result.get(timeout=10) == name
     assert not locks.exists(held.key)
     assert journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
-    wait_for_end(worker)
 
 
 @pytest.mark.parametrize("soft_s", ["0", "1"], ids=["cold", "soft"])
