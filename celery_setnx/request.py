@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from celery.worker.request import Request
 
@@ -20,6 +21,10 @@ from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
 
+_LOOK_S = 0.2
+_KEEP_S = 60.0
+_PID_MAX = 2**22
+
 
 class SingletonRequest(Request):  # type: ignore[misc]
     """A delivery of a `SingletonTask` in the worker's parent process.
@@ -28,36 +33,28 @@ class SingletonRequest(Request):  # type: ignore[misc]
     task id, twice. It travels to the child in a copy of the message's properties, which no retry inherits.
     """
 
-    _watching = False
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         properties = self._request_dict.get("properties") or {}
         self._request_dict["properties"] = {**properties, NONCE: uuid.uuid4().hex}
 
+    def on_accepted(self, pid: int, time_accepted: float) -> Any:
+        """A child runs the task: from now on its death is noticed."""
+        if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
+            _watch_of_process().add(self)
+        return super().on_accepted(pid, time_accepted)
+
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Without `return_ok` the child has died, or is about to."""
         if not return_ok:
-            self._watch_child()
+            _watch_of_process().keep(self)
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
         if not soft:
-            self._watch_child()
+            _watch_of_process().keep(self)
         return super().on_timeout(soft, timeout)
-
-    def terminate(self, pool: Any, signal: Any = None) -> Any:
-        """Revoked with terminate: the child may be about to die."""
-        result = super().terminate(pool, signal)
-        self._watch_child()
-        return result
-
-    def cancel(self, pool: Any, signal: Any = None, **kwargs: Any) -> Any:
-        """Cold shutdown or a lost connection: the child may be about to die."""
-        result = super().cancel(pool, signal, **kwargs)
-        self._watch_child()
-        return result
 
     def revoked(self) -> bool:
         """A retry that was revoked or has expired will not resume the lock that is held for it."""
@@ -67,21 +64,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
             _in_thread(self._free_held)
         return revoked
 
-    def _watch_child(self) -> None:
-        if self._watching or self._guard is None or self.worker_pid in (None, os.getpid()):
-            return
-        self._watching = True
-        _in_thread(self._free_when_dead)
-
-    def _free_when_dead(self) -> None:
-        """Free the child's lock once its end is proved; if it is not, the lease ends the lock."""
-        give_up = time.monotonic() + self._options.lease
-        pause = 0.01
-        while not has_ended(self.worker_pid):
-            if time.monotonic() > give_up:
-                return
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
+    def free_dead(self) -> None:
+        """Free the lock of the child, which is dead, if it holds it still."""
         token = task_token(
             self.id, self._request_dict.get("retries"), self._request_dict["properties"][NONCE]
         )
@@ -110,11 +94,69 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def _header(self) -> dict[str, Any]:
         return self._request_dict.get(HEADER) or {}
 
-    @property
-    def _options(self) -> Any:
-        return self._guard.options_of(self._header.get("options") or {})
+
+class _ChildWatch:
+    """Notices within a fraction of a second that a child which runs a guarded task has died.
+
+    Celery may take seconds to notice. A thread, because the parent's event loop must wait for no Redis.
+    """
+
+    def __init__(self) -> None:
+        self._running: WeakSet[SingletonRequest] = WeakSet()
+        self._kept: dict[SingletonRequest, float] = {}
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, request: SingletonRequest) -> None:
+        """Watch the child of a request for as long as the request lives."""
+        self._running.add(request)
+        if self._thread is None:
+            self._thread = _in_thread(self._run)
+        if not self._changed.is_set():
+            self._changed.set()
+
+    def keep(self, request: SingletonRequest) -> None:
+        """Watch on although Celery has done with the request: its child has died, or is about to."""
+        if request in self._running:
+            self._kept[request] = time.monotonic() + _KEEP_S
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            while self._look():
+                time.sleep(_LOOK_S)
+
+    def _look(self) -> bool:
+        """Free the locks of the dead; true while there is anybody to look at."""
+        try:
+            requests = list(self._running)
+        except RuntimeError:  # changed by the main thread meanwhile
+            return True
+        for request in requests:
+            if request.worker_pid and has_ended(request.worker_pid):
+                self._running.discard(request)
+                self._kept.pop(request, None)
+                request.free_dead()
+        for request, until in list(self._kept.items()):
+            if time.monotonic() > until:
+                self._kept.pop(request, None)
+        return bool(requests)
 
 
-def _in_thread(function: Callable[[], None]) -> None:
+def _watch_of_process() -> _ChildWatch:
+    pid = os.getpid()
+    watch = _watches.get(pid)
+    if watch is None:
+        watch = _watches.setdefault(pid, _ChildWatch())
+    return watch
+
+
+_watches: dict[int, _ChildWatch] = {}
+
+
+def _in_thread(function: Callable[[], None]) -> threading.Thread:
     """The parent's event loop must wait neither for a child's end nor for Redis."""
-    threading.Thread(target=function, name="celery_setnx-free", daemon=True).start()
+    thread = threading.Thread(target=function, name="celery_setnx-request", daemon=True)
+    thread.start()
+    return thread
