@@ -267,6 +267,8 @@ def _check_kills(
     for number, life in enumerate(acquired):
         if life.killed is None or life.end is not None or life.releases or life.granted is None:
             continue
+        if life.start is None:
+            continue  # granted too late to be relied on, and perhaps given back in its last moment
         later = acquired[number + 1 :]
         if not later:
             if final:
