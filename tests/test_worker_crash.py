@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from celery.exceptions import WorkerLostError
 
 from celery_setnx import LockLost, LockUnavailable, is_skipped
 from celery_setnx.process import has_ended
@@ -98,6 +101,33 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(
     (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken_over["holder"]["task_id"] == first.id
     worker.wait_for_log("its process on this host is dead")
+
+
+def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(
+    tasks: Any, journal: Journal, locks: redis.Redis, doomed: Worker
+) -> None:
+    """kill -9 of a pool process: its worker's parent gives the lock back long before the lease ends."""
+    first = tasks.work.apply_async(["gated-child"], queue="doomed", singleton={"lease": 600})
+    (started,) = journal.wait_for("start", task_id=first.id)
+    os.kill(started["pid"], signal.SIGKILL)
+    (freed,) = journal.wait_for("released", task_id=first.id)
+    assert freed["outcome"] == "freed"
+    assert freed["pid"] != started["pid"]
+    assert not locks.exists(started["key"])
+    with pytest.raises(WorkerLostError):
+        first.get(timeout=20)
+    doomed.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
+
+
+def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(
+    tasks: Any, journal: Journal, locks: redis.Redis
+) -> None:
+    """A retry that will not come does not keep the lock until queue_lease is over."""
+    result = tasks.patient.apply_async(["a"], expires=0.5)
+    (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
+    assert locks.exists(held["key"])
+    journal.wait_for("released", task_id=result.id, outcome="freed")
+    assert not locks.exists(held["key"])
 
 
 def test_task_waits_in_place_for_an_unreachable_server(

@@ -116,6 +116,13 @@ def flaky(self: Any, name: str, failures: int) -> Any:
     return self.request.retries
 
 
+@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "hold_on_retry": True})
+def patient(self: Any, name: str) -> Any:
+    """Retries itself in a second, and keeps its lock until then."""
+    body(name)
+    raise self.retry(countdown=1)
+
+
 @app.task(
     base=SingletonTask,
     autoretry_for=(Exception,),

@@ -182,10 +182,10 @@ def computing(self: Any, name: str, seconds: float) -> str:
 
 
 @app.task(base=Keyed, bind=True)
-def hogging(self: Any, name: str, seconds: int) -> str:
+def hogging(self: Any, name: str, seconds: float) -> str:
     """C code that keeps the GIL: no other thread of the process runs."""
     journal.write("hogging", task_id=self.request.id, key=self.lock.key, fence=self.lock.fence)
-    ctypes.PyDLL(None).sleep(seconds)
+    ctypes.PyDLL(None).usleep(int(seconds * 1_000_000))
     journal.write("hogged", task_id=self.request.id)
     self.lock.ensure()
     return name

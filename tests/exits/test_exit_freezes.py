@@ -14,7 +14,7 @@ from tests.exits import every_pool
 from tests.harness import Journal
 
 # Longer than a lease of 1 s by enough for a rival that comes back every 0.1 to 0.2 s.
-HOG_S = 2
+HOG_S = 1.7
 
 
 @every_pool
