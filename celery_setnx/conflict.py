@@ -153,7 +153,7 @@ def in_workflow(request: Context) -> bool:
 
 def waited(request: Context, server_time: float) -> tuple[int, float]:
     """How often, and for how many seconds, this attempt of a call has waited so far."""
-    wait = ((request.headers or {}).get(HEADER) or {}).get("wait") or {}
+    wait = _wait_of(request)
     if wait.get("retries") != request.retries:
         return 0, 0.0
     return wait["count"], max(0.0, server_time - wait["since"])
@@ -161,7 +161,11 @@ def waited(request: Context, server_time: float) -> tuple[int, float]:
 
 def has_met_itself(request: Context) -> bool:
     """True if this attempt has waited for another delivery of the same call."""
-    return bool((((request.headers or {}).get(HEADER) or {}).get("wait") or {}).get("own"))
+    return bool(_wait_of(request).get("own"))
+
+
+def _wait_of(request: Context) -> Mapping[str, Any]:
+    return ((request.headers or {}).get(HEADER) or {}).get("wait") or {}
 
 
 def backoff(options: Options, waits: int) -> float:

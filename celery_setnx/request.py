@@ -75,9 +75,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
         self._free(lambda lock: lock.free_held(self.id), "was revoked or has expired before its retry")
 
     def _free(self, free: Callable[[SetnxLock], bool], why: str) -> None:
-        lock = self._guard.lock(self._header, self.args, self.kwargs)
         call = f"{self.task.name}[{self.id}]"
         try:
+            lock = self._guard.lock(self._header, self.args, self.kwargs)
             freed = free(lock)
         except SetnxError as error:
             logger.warning("%s %s, and its lock was not freed: %s", call, why, error)
@@ -137,11 +137,19 @@ class _ChildWatch:
             if request.worker_pid and has_ended(request.worker_pid):
                 self._running.discard(request)
                 self._kept.pop(request, None)
-                request.free_dead()
+                _survive(request.free_dead)
         for request, until in list(self._kept.items()):
             if time.monotonic() > until:
                 self._kept.pop(request, None)
         return bool(requests)
+
+
+def _survive(free: Callable[[], None]) -> None:
+    """One request's trouble must not end the watch over all the others."""
+    try:
+        free()
+    except Exception:
+        logger.exception("The lock of a dead child was not freed; its lease ends it.")
 
 
 def _watch_of_process() -> _ChildWatch:
