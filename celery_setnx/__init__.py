@@ -7,6 +7,8 @@ its holder dies, and never touched by anyone else.
 from celery_setnx.conflict import Conflict, is_skipped
 from celery_setnx.exceptions import (
     AlreadyRunning,
+    DuplicateTask,
+    FanOutFailed,
     LockLost,
     LockRefused,
     LockTimeout,
@@ -15,14 +17,21 @@ from celery_setnx.exceptions import (
     SetnxError,
     UnkeyableCall,
 )
+from celery_setnx.fanout import CallOutcome, FanOut
 from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
+from celery_setnx.publish import Duplicate, send_task
 from celery_setnx.task import SingletonTask, current_lock, singleton
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyRunning",
+    "CallOutcome",
     "Conflict",
+    "Duplicate",
+    "DuplicateTask",
+    "FanOut",
+    "FanOutFailed",
     "HeldLock",
     "Holder",
     "LockLost",
@@ -37,5 +46,6 @@ __all__ = [
     "UnkeyableCall",
     "current_lock",
     "is_skipped",
+    "send_task",
     "singleton",
 ]

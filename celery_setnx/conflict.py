@@ -28,6 +28,18 @@ _SKIPPED = "skipped"
 _DEFAULT_VISIBILITY_S = 3600.0
 
 
+class WaitsForItself(Ignore):  # type: ignore[misc]
+    """A delivery has gone back to the broker to wait for another delivery of the same call.
+
+    Attributes:
+        when: Seconds until it comes back.
+    """
+
+    def __init__(self, message: str, when: float) -> None:
+        super().__init__(message)
+        self.when = when
+
+
 def is_skipped(result: Any) -> bool:
     """True if a task's result is the default `skip_result`: the call was skipped, and did not run."""
     return isinstance(result, Mapping) and result.get("celery_setnx") == _SKIPPED
@@ -118,7 +130,8 @@ def resolve(conflict: Conflict) -> Any:
     if own:
         policy = "wait"
     elif policy == "auto":
-        policy = "retry" if in_workflow(request) else "skip"
+        published_for_a_change = conflict.options.dedupe == "until_started"
+        policy = "retry" if published_for_a_change or in_workflow(request) else "skip"
     lock_conflict.send(
         sender=conflict.task,
         task_id=request.id,
@@ -190,7 +203,7 @@ def come_back(
 
     Raises:
         celery.exceptions.Retry: The call is on its way.
-        celery.exceptions.Ignore: It is on its way, and waits for another delivery of itself.
+        WaitsForItself: It is on its way, and waits for another delivery of itself.
         celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
         LockUnavailable: The broker does not take it.
     """
@@ -217,7 +230,7 @@ def come_back(
     if own:
         # No state is stored: it could overwrite the result that the other delivery is about to store.
         logger.info("%s waits for another delivery of itself: %s.", _call(task), message)
-        raise Ignore(message)
+        raise WaitsForItself(message, countdown)
     # Celery logs this text, in its own line about the retry.
     raise Retry(message, when=countdown, sig=signature)
 

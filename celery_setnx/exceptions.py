@@ -89,6 +89,65 @@ class LockTimeout(AlreadyRunning):
         )
 
 
+class DuplicateTask(SetnxError):
+    """A call was not published: the same call is queued, or (with `until_done`) runs.
+
+    Attributes:
+        task: Name of the task.
+        key: The lock's Redis key.
+        task_id: Id of the task that is queued or running.
+        state: `queued` or `running`.
+    """
+
+    def __init__(self, task: str, key: str, task_id: str, state: str) -> None:
+        super().__init__(task, key, task_id, state)
+        self.task = task
+        self.key = key
+        self.task_id = task_id
+        self.state = state
+
+    def __str__(self) -> str:
+        return (
+            f"A call of {self.task} was not published: the same call is {self.state} already, as "
+            f"{self.task_id} (key {self.key}). Its result is AsyncResult({self.task_id!r})."
+        )
+
+
+class FanOutFailed(SetnxError):
+    """A fan-out ended early: the broker took no more, or the iterable raised. Its cause is the error itself.
+
+    What was not sent has no mark, so the same calls may be fanned out again.
+
+    Attributes:
+        task: Name of the task.
+        accepted: Calls that the broker has taken.
+        duplicates: Calls that were not sent, because the same call is queued or running.
+        failed: Calls that could not be sent for their own sake, before the fan-out ended.
+        uncertain: Calls of the last batch, of which the broker has not said whether it has taken them.
+        not_sent: Calls that were drawn from the iterable and not sent.
+    """
+
+    def __init__(
+        self, task: str, accepted: int, duplicates: int, failed: int, uncertain: int, not_sent: int
+    ) -> None:
+        super().__init__(task, accepted, duplicates, failed, uncertain, not_sent)
+        self.task = task
+        self.accepted = accepted
+        self.duplicates = duplicates
+        self.failed = failed
+        self.uncertain = uncertain
+        self.not_sent = not_sent
+
+    def __str__(self) -> str:
+        uncertain = f", {self.uncertain} in a batch whose fate is uncertain" if self.uncertain else ""
+        failed = f", {self.failed} failed by themselves" if self.failed else ""
+        return (
+            f"The fan-out of {self.task} ended early: {self.accepted} calls were sent, "
+            f"{self.duplicates} were duplicates{failed}{uncertain}, {self.not_sent} were not sent. "
+            "What was not sent has no mark, so it may be sent again."
+        )
+
+
 class LockLost(SetnxError):
     """A living holder found that its lock is gone, another's, or past its deadline.
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, cast
 
 from celery import Celery, Task
-from celery.exceptions import Ignore, Retry
+from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 from celery.utils.time import maybe_make_aware
@@ -22,6 +22,7 @@ from celery_setnx.conflict import (
     HEADER,
     NONCE,
     Conflict,
+    WaitsForItself,
     backoff,
     come_back,
     has_met_itself,
@@ -31,11 +32,18 @@ from celery_setnx.conflict import (
 from celery_setnx.connection import check_at_worker_start, client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.keeper import keeper_for_process
-from celery_setnx.keys import KeyFunction, key_name
+from celery_setnx.keys import KeyFunction, key_name, mark_name
 from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock, task_token
+from celery_setnx.marks import Mark, extend_all, free_all
 from celery_setnx.options import Options, check_name, merged, plain, settings
 from celery_setnx.process import identity, is_surely_dead
-from celery_setnx.signals import lock_acquired, lock_lost, lock_released, lock_taken_over
+from celery_setnx.signals import (
+    lock_acquired,
+    lock_lost,
+    lock_released,
+    lock_taken_over,
+    uniqueness_lapsed,
+)
 
 logger = logging.getLogger("celery_setnx")
 
@@ -57,27 +65,49 @@ class Guard:
         self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
         self.options = merged(task, *self.layers)
-        self.key_function = KeyFunction(self.options.key, signature, task)
+        self.key_function = self._key_function(self.options)
         check_name(f"scope of {task}", self.options.scope or task)
         check_at_worker_start(app)
+
+    def _key_function(self, options: Options) -> KeyFunction:
+        return KeyFunction(options.key, self.signature, self.task, self.settings.key_version)
 
     def header(
         self,
         args: Any,
         kwargs: Any,
         call: Mapping[str, Any] | None,
-        inherited: Mapping[str, Any] | None,
+        inherited: Mapping[str, Any] | None = None,
+        retries: int = 0,
     ) -> dict[str, Any]:
-        """The header of a call: its finished key, its own options, and what a retry brings along."""
-        travelling = dict((inherited or {}).get("options") or {})
+        """The header of a call: its finished key, its own options, and what a retry brings along.
+
+        Args:
+            args: The call's positional arguments.
+            kwargs: The call's keyword arguments.
+            call: Options of this call alone.
+            inherited: The header of the attempt before, if this call is a retry. Defaults to none.
+            retries: How often the task has retried itself. Defaults to 0.
+        """
+        inherited = inherited or {}
+        travelling = dict(inherited.get("options") or {})
         if call:
             travelling.update(plain(f"a call of {self.task}", call))
         header: dict[str, Any] = {"key": self.key(args or (), kwargs or {}, travelling)}
         if travelling:
             header["options"] = travelling
-        if inherited and "wait" in inherited:
+        if "wait" in inherited:
             header["wait"] = inherited["wait"]
+        if inherited and self._is_marked(travelling, inherited, retries):
+            header["marked"] = True
         return header
+
+    def _is_marked(self, call: Mapping[str, Any], before: Mapping[str, Any], retries: int) -> bool:
+        """Whether the key of a call that comes back is marked for it when it starts."""
+        if (before.get("wait") or {}).get("retries") == retries:
+            return bool(before.get("marked"))  # it has not started since
+        options = self.options_of(call)
+        return options.dedupe == "until_done" and not options.hold_on_retry
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
@@ -85,13 +115,18 @@ class Guard:
         if call:
             options = self.options_of(call)
             if "key" in call:
-                function = KeyFunction(options.key, self.signature, self.task)
+                function = self._key_function(options)
         scope = options.scope or self.task
         return key_name(self.settings.prefix, scope, function.digest(args, kwargs))
 
     def options_of(self, call: Mapping[str, Any]) -> Options:
         """The options of one call."""
         return merged(f"a call of {self.task}", *self.layers, call) if call else self.options
+
+    def options_for(self, header: Mapping[str, Any], call: Mapping[str, Any] | None) -> Options:
+        """The options with which a call is published: those that travel, and those that stay at home."""
+        layer = {**(header.get("options") or {}), **(call or {})}
+        return self.options_of(layer)
 
     def lock(
         self,
@@ -102,12 +137,15 @@ class Guard:
     ) -> SetnxLock:
         """The lock of a call: named by its header, or computed where a message has none."""
         call = header.get("options") or {}
+        options = self.options_of(call)
+        key = header.get("key") or self.key(args, kwargs, call)
         return SetnxLock(
             client_for(self.app),
-            header.get("key") or self.key(args, kwargs, call),
-            lease=self.options_of(call).lease,
+            key,
+            lease=options.lease,
             retention=self.settings.retention,
             info=info,
+            mark=mark_name(key) if options.dedupe or header.get("marked") else None,
         )
 
 
@@ -127,6 +165,7 @@ class Run:
             kwargs,
             {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname},
         )
+        self.is_marked = bool(header.get("marked"))
         self.keeper = keeper_for_process(self.lock.clock)
         self.pid = os.getpid()
 
@@ -136,23 +175,34 @@ class Run:
     def guard(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
         held = None
-        hold_for = None
+        back_in = None  # seconds until this call comes back, if it does
+        hold = False
         try:
             outcome = self._acquire()
             if outcome is None:
                 return body()
             held = outcome.lock
-            if held is not None:
-                self._begin(held, outcome)
-                return body()
-        except Retry as retry:
-            if held is not None and self.options.hold_on_retry:
-                hold_for = self._seconds_until(retry.when) + self.options.queue_lease
+            if held is None:
+                return resolve(self._conflict(outcome))
+            self._begin(held, outcome)
+            return body()
+        except BaseException as error:
+            back_in = self._comes_back_in(error)
+            hold = self.options.hold_on_retry and isinstance(error, Retry)
             raise
         finally:
             if held is not None:
-                self._end(held, hold_for)
-        return resolve(self._conflict(outcome))
+                self._end(held, back_in, hold=hold)
+            elif self.lock.mark is not None:
+                self._end_mark(back_in)
+
+    def _comes_back_in(self, error: BaseException) -> float | None:
+        """Seconds until the call that ends with this error is delivered again; None if it is not."""
+        if isinstance(error, (Retry, WaitsForItself)):
+            return self._seconds_until(error.when)
+        if isinstance(error, Reject) and error.requeue and self.task.acks_late:
+            return 0.0
+        return None
 
     def _acquire(self) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
@@ -191,6 +241,8 @@ class Run:
         if outcome.taken_over_from is not None:
             self._report_take_over(held, outcome.taken_over_from, outcome.server_time)
         self._send(lock_acquired, held)
+        if self.is_marked and outcome.mark != self.request.id:
+            self._report_lapse(outcome.mark)
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
@@ -207,6 +259,18 @@ class Run:
         logger.warning("%s took over %s from %s: %s", self, held.key, dead, why)
         self._send(lock_taken_over, held, holder=dead)
 
+    def _report_lapse(self, marked_by: str | None) -> None:
+        logger.warning(
+            "%s was the only one queued when it was published, but its mark %s when it started: another call "
+            "of %s may have been published meanwhile. It runs under its lock.",
+            self,
+            f"was that of {marked_by}" if marked_by else "was gone",
+            self.lock.name,
+        )
+        uniqueness_lapsed.send(
+            sender=self.task, task_id=self.request.id, key=self.lock.name, marked_by=marked_by
+        )
+
     def _has_succeeded_before(self) -> bool:
         """True if this is another delivery of a call whose result is known. Release never means done."""
         redelivered = (self.request.delivery_info or {}).get("redelivered") or has_met_itself(self.request)
@@ -218,7 +282,7 @@ class Run:
             logger.warning("%s was delivered again, and runs: its result is not known (%s).", self, error)
             return False
 
-    def _end(self, held: HeldLock, hold_for: float | None) -> None:
+    def _end(self, held: HeldLock, back_in: float | None, *, hold: bool) -> None:
         """Forget, then release: a renewal that comes after the release could only do harm."""
         if os.getpid() != self.pid:
             return  # the body forked, and this is the child's way out: the lock is its parent's
@@ -228,10 +292,14 @@ class Run:
             self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
             watched = False
         try:
-            if hold_for is not None:
-                word = held.hold(hold_for)
+            again_s = 0.0 if back_in is None else back_in + self.options.queue_lease
+            if hold:
+                word = held.hold(again_s)
             else:
-                word = held.release(at_least_for=self.options.at_least_for)
+                word = held.release(
+                    at_least_for=self.options.at_least_for,
+                    mark_for=again_s if self.options.dedupe == "until_done" else 0.0,
+                )
         except SetnxError as error:
             # The body's own result or exception stands.
             logger.warning(
@@ -248,6 +316,16 @@ class Run:
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
         self._send(lock_released, held, outcome=word)
+
+    def _end_mark(self, back_in: float | None) -> None:
+        """A call that goes on waiting keeps its mark; one that ended without the lock gives it back."""
+        mark = Mark(self.lock.name, self.request.id)
+        if back_in is None:
+            error = free_all(self.lock.client, [mark])
+        else:
+            error = extend_all(self.lock.client, [mark], [back_in + self.options.queue_lease])
+        if error is not None:
+            logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
 
     def _seconds_until(self, when: Any) -> float:
         """Of a Retry: seconds, or the time itself."""

@@ -23,7 +23,6 @@ from kombu.utils import json as kombu_json
 
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 
-KEY_VERSION = 1
 KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
 
@@ -40,12 +39,16 @@ class KeyFunction:
             the whole task.
         signature: The signature of the task's function, without a bound `self`.
         task: The task's name, for messages.
+        version: The key format, as in `setnx_key_version`. Defaults to the latest.
 
     Raises:
         OptionError: The key names no parameter of the task, or the template is broken.
     """
 
-    def __init__(self, key: KeyOption, signature: inspect.Signature, task: str) -> None:
+    def __init__(
+        self, key: KeyOption, signature: inspect.Signature, task: str, version: int | None = None
+    ) -> None:
+        self._version = version
         self._signature = signature
         self._task = task
         self._select = _selector(key, signature, task)
@@ -65,7 +68,7 @@ class KeyFunction:
         if chosen is _WHOLE_TASK:
             return ""
         try:
-            return digest(chosen)
+            return digest(chosen, self._version)
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
 
@@ -102,14 +105,29 @@ def record_name(lock_name: str) -> str:
     return f"{{{lock_name}}}:holder"
 
 
-def digest(value: Any) -> str:
+def mark_name(lock_name: str) -> str:
+    """The name of the mark beside a task's lock, in the same cluster slot."""
+    return f"{lock_name}:queued"
+
+
+def digest(value: Any, version: int | None = None) -> str:
     """The 128-bit BLAKE2b digest of a value's canonical form, in hex.
+
+    Args:
+        value: The value.
+        version: The key format: one of `FORMATS`. Defaults to the latest.
 
     Raises:
         TypeError: A value has no canonical form.
         ValueError: Two keys of a mapping become one in JSON.
     """
-    return blake2b(canonical(value), digest_size=16, person=b"celery_setnx:%d" % KEY_VERSION).hexdigest()
+    version = version or latest_version()
+    return blake2b(FORMATS[version](value), digest_size=16, person=b"celery_setnx:%d" % version).hexdigest()
+
+
+def latest_version() -> int:
+    """The newest key format."""
+    return max(FORMATS)
 
 
 def canonical(value: Any) -> bytes:
@@ -228,6 +246,9 @@ def _sized(kind: bytes, data: bytes) -> bytes:
 def _counted(kind: bytes, items: list[bytes]) -> bytes:
     return b"%b%d:%b" % (kind, len(items), b"".join(items))
 
+
+FORMATS: dict[int, Callable[[Any], bytes]] = {1: canonical}
+"""Key formats by version: a format that has been released is never changed, a new one stands beside it."""
 
 _Selector = Callable[[inspect.BoundArguments], Any]
 

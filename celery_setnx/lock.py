@@ -18,22 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from hashlib import sha1
-from importlib.resources import files
 from typing import Any, Literal
 
 import redis
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    ClusterDownError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
 
 from celery_setnx.exceptions import (
     AlreadyRunning,
@@ -43,6 +30,7 @@ from celery_setnx.exceptions import (
     SetnxError,
 )
 from celery_setnx.keys import record_name
+from celery_setnx.scripts import Script
 
 logger = logging.getLogger("celery_setnx")
 
@@ -51,13 +39,9 @@ _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
 _US = 1_000_000
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-# Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
-# the code when a script meets it.
-_TEMPORARY_ERRORS = (OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgainError)
-_TEMPORARY = re.compile(
-    r"(?:.*@user_script: ?\d+: -)?"
-    r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
-)
+
+_ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
+_HOLD, _FREE, _LOOK = Script("hold"), Script("free"), Script("look")
 
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
@@ -73,23 +57,10 @@ def task_token(task_id: str, retries: int | None, nonce: str) -> str:
     return f"{task_id}|{retries or 0}|{nonce}"
 
 
-class _Script:
-    """One verb: a Lua file and its digest."""
-
-    def __init__(self, verb: str) -> None:
-        self.text = (files("celery_setnx") / "lua" / f"{verb}.lua").read_text("utf-8")
-        self.sha = sha1(self.text.encode()).hexdigest()
-
-    def __call__(self, client: Any, *arguments: Any) -> list[Any]:
-        try:
-            reply = client.evalsha(self.sha, 2, *arguments)
-        except NoScriptError:
-            reply = client.eval(self.text, 2, *arguments)
-        return [_text(item) for item in reply]
-
-
-_ACQUIRE, _RENEW, _RELEASE = _Script("acquire"), _Script("renew"), _Script("release")
-_HOLD, _FREE = _Script("hold"), _Script("free")
+def task_of(token: str) -> str | None:
+    """The id of the task whose token it is; None if it is no task's."""
+    parts = token.rsplit("|", 2)
+    return parts[0] if len(parts) == 3 else None
 
 
 @dataclass(frozen=True)
@@ -156,6 +127,8 @@ class Outcome:
         holder: The holder's record, if another holds the lock.
         remaining_s: Seconds until the holder's deadline; None if unknown.
         server_time: The server's clock (Unix seconds) when it decided.
+        mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
+            is not used with marks; a mark of the task's own ends when it acquires.
     """
 
     acquired: bool
@@ -164,6 +137,7 @@ class Outcome:
     holder: Holder | None = None
     remaining_s: float | None = None
     server_time: float = 0.0
+    mark: str | None = None
 
 
 class HeldLock:
@@ -218,11 +192,13 @@ class HeldLock:
             raise error
         self.ensure()
 
-    def release(self, *, at_least_for: float = 0.0) -> Released:
+    def release(self, *, at_least_for: float = 0.0, mark_for: float = 0.0) -> Released:
         """Give the lock back; a second call answers as the first.
 
         Args:
             at_least_for: Seconds since the acquisition until which the lock rests. Defaults to 0.
+            mark_for: Seconds for which the key is marked as queued in the same step, because the task has
+                sent its retry. Defaults to 0: it is not.
 
         Returns:
             `released`; `resting` until `at_least_for` is over; `repaired` if a classic client had
@@ -234,7 +210,7 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * _US) if at_least_for else 0
-        return self._lock._release(self.token, rest_until)
+        return self._lock._release(self.token, rest_until, mark_for)
 
     def hold(self, lease: float) -> Released:
         """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
@@ -250,16 +226,13 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         lock = self._lock
-        reply = _run(
-            self.key,
-            lambda: _hold(
-                self.client,
-                lock=lock.name,
-                record=lock.record,
-                token=self.token,
-                lease_s=lease,
-                retention_s=lock.retention_s,
-            ),
+        reply = _hold(
+            self.client,
+            lock=lock.name,
+            record=lock.record,
+            token=self.token,
+            lease_s=lease,
+            retention_s=lock.retention_s,
         )
         return reply[0]  # type: ignore[no-any-return]
 
@@ -293,6 +266,8 @@ class SetnxLock:
         info: What the record says of the holder: JSON values. Defaults to nothing.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
+        mark: Redis key of the mark beside the lock (see `celery_setnx.marks.Mark`): a task's own ends when
+            it acquires. Defaults to none.
 
     Raises:
         ValueError: A lease that is not positive, a negative retention, or a name whose record would live
@@ -313,6 +288,7 @@ class SetnxLock:
         info: Mapping[str, Any] | None = None,
         retention: float | timedelta = DAY_S,
         clock: Callable[[], float] = time.monotonic,
+        mark: str | None = None,
     ) -> None:
         self.client = client
         self.name = name
@@ -322,6 +298,7 @@ class SetnxLock:
         self.info = dict(info or {})
         self.retention_s = _seconds(retention)
         self.clock = clock
+        self.mark = mark
         self.held: HeldLock | None = None
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
@@ -405,11 +382,20 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        reply = _run(
-            self.name,
-            lambda: _free(self.client, lock=self.name, record=self.record, task_id=task_id),
-        )
+        reply = _free(self.client, lock=self.name, record=self.record, task_id=task_id)
         return reply[0] in ("released", "repaired")
+
+    def holder(self) -> Holder | None:
+        """Who holds the lock now, without touching it: None if it is free, or its deadline has passed.
+
+        Raises:
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        now_us, value, record = _look(self.client, lock=self.name, record=self.record)
+        found = parse_holder(record, value, int(now_us))
+        expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / _US
+        return None if expired else found
 
     def __enter__(self) -> HeldLock:
         outcome = self.acquire(self.wait_s)
@@ -433,23 +419,23 @@ class SetnxLock:
 
     def _acquire_once(self, token: str, dead: str) -> Outcome:
         before = self.clock()
-        word, deadline_us, fence, now_us, value, record = _run(
-            self.name,
-            lambda: _acquire(
-                self.client,
-                lock=self.name,
-                record=self.record,
-                token=token,
-                lease_s=self.lease_s,
-                retention_s=self.retention_s,
-                info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
-                dead=dead,
-            ),
+        word, deadline_us, fence, now_us, value, record, mark = _acquire(
+            self.client,
+            lock=self.name,
+            record=self.record,
+            mark=self.mark,
+            token=token,
+            lease_s=self.lease_s,
+            retention_s=self.retention_s,
+            info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
+            dead=dead,
         )
-        found = _parse_holder(record, value, int(now_us))
+        found = parse_holder(record, value, int(now_us))
         if word == "held":
             remaining = (int(deadline_us) - int(now_us)) / _US if int(deadline_us) else None
-            return Outcome(False, holder=found, remaining_s=remaining, server_time=int(now_us) / _US)
+            return Outcome(
+                False, holder=found, remaining_s=remaining, server_time=int(now_us) / _US, mark=mark
+            )
         valid_until = self._valid_until(before, int(deadline_us) - int(now_us))
         since_us = int(record.split("\n")[4]) if word == "again" else int(now_us)
         held = HeldLock(self, token, fence=int(fence), since_us=since_us, valid_until=valid_until)
@@ -463,21 +449,26 @@ class SetnxLock:
             lock=held,
             taken_over_from=found if word == "taken_over" else None,
             server_time=int(now_us) / _US,
+            # Asked again, the mark is gone because we have it.
+            mark=task_of(token) if word == "again" and self.mark else mark,
         )
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
         """Counted from before the send, so that the server's deadline is surely later."""
         return before + remaining_us / _US - max(0.002, self.lease_s / 100)
 
-    def _release(self, token: str, rest_until_us: int) -> Released:
-        return self._release_reply(token, rest_until_us)[0]  # type: ignore[no-any-return]
+    def _release(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> Released:
+        return self._release_reply(token, rest_until_us, mark_for)[0]  # type: ignore[no-any-return]
 
-    def _release_reply(self, token: str, rest_until_us: int) -> list[Any]:
-        return _run(
-            self.name,
-            lambda: _release(
-                self.client, lock=self.name, record=self.record, token=token, rest_until_us=rest_until_us
-            ),
+    def _release_reply(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> list[Any]:
+        return _release(
+            self.client,
+            lock=self.name,
+            record=self.record,
+            mark=self.mark if mark_for else None,
+            token=token,
+            rest_until_us=rest_until_us,
+            mark_s=mark_for,
         )
 
 
@@ -497,26 +488,13 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     if not locks:
         return []
     before = [held._lock.clock() for held in locks]
-    client = client or locks[0].client
-    try:
-        with client.pipeline(transaction=False) as pipe:
-            for held in locks:
-                pipe.evalsha(_RENEW.sha, 2, *_renew_arguments(held))
-            replies = pipe.execute(raise_on_error=False)
-    except RedisError as error:
-        replies = [error] * len(locks)
     errors: list[LockUnavailable | LockRefused | None] = []
-    for held, sent_at, reply in zip(locks, before, replies):
-        try:
-            if isinstance(reply, NoScriptError):
-                reply = client.eval(_RENEW.text, 2, *_renew_arguments(held))
-            if isinstance(reply, Exception):
-                raise reply
-        except RedisError as error:
-            errors.append(_translated(held.key, error))
-        else:
-            held._renewed(sent_at, [_text(item) for item in reply])
+    for held, sent_at, reply in zip(locks, before, _renew(client or locks[0].client, locks=locks)):
+        if isinstance(reply, list):
+            held._renewed(sent_at, reply)
             errors.append(None)
+        else:
+            errors.append(reply)
     return errors
 
 
@@ -525,60 +503,68 @@ def _acquire(
     *,
     lock: str,
     record: str,
+    mark: str | None,
     token: str,
     lease_s: float,
     retention_s: float,
     info: str,
     dead: str,
 ) -> list[Any]:
-    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record]."""
+    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark]."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
-    return _ACQUIRE(client, lock, record, token, _us(lease_s), int(retention_s * 1000), info, dead)
+    keys = (lock, record, mark) if mark else (lock, record)
+    return _ACQUIRE(client, keys, token, _us(lease_s), _ms(retention_s), info, dead)
 
 
-def _release(client: redis.Redis, *, lock: str, record: str, token: str, rest_until_us: int) -> list[Any]:
+def _renew(
+    client: redis.Redis, *, locks: Sequence[HeldLock]
+) -> list[list[Any] | LockUnavailable | LockRefused]:
+    """Run lua/renew.lua for each: [word, deadline us, now us, lock value]."""
+    calls = [
+        (
+            (held.key, held._lock.record),
+            (held.token, _us(held.lease_s), _ms(held._lock.retention_s)),
+        )
+        for held in locks
+    ]
+    return _RENEW.many(client, calls)
+
+
+def _release(
+    client: redis.Redis,
+    *,
+    lock: str,
+    record: str,
+    mark: str | None,
+    token: str,
+    rest_until_us: int,
+    mark_s: float,
+) -> list[Any]:
     """Run lua/release.lua: [word, now us, lock value]."""
-    return _RELEASE(client, lock, record, token, rest_until_us, _REMEMBER_RELEASE_MS)
+    keys, mark_ms = ((lock, record, mark), _ms(mark_s)) if mark else ((lock, record), 0)
+    return _RELEASE(client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms)
 
 
 def _hold(
     client: redis.Redis, *, lock: str, record: str, token: str, lease_s: float, retention_s: float
 ) -> list[Any]:
     """Run lua/hold.lua: [word, now us, lock value]."""
-    return _HOLD(client, lock, record, token, _us(lease_s), int(retention_s * 1000))
+    return _HOLD(client, (lock, record), token, _us(lease_s), _ms(retention_s))
 
 
 def _free(client: redis.Redis, *, lock: str, record: str, task_id: str) -> list[Any]:
     """Run lua/free.lua: [word, now us, lock value]."""
-    return _FREE(client, lock, record, task_id, _REMEMBER_RELEASE_MS)
+    return _FREE(client, (lock, record), task_id, _REMEMBER_RELEASE_MS)
 
 
-def _renew_arguments(held: HeldLock) -> tuple[str, str, str, int, int]:
-    """Keys and arguments of lua/renew.lua."""
-    lock = held._lock
-    return lock.name, lock.record, held.token, _us(lock.lease_s), int(lock.retention_s * 1000)
+def _look(client: redis.Redis, *, lock: str, record: str) -> list[Any]:
+    """Run lua/look.lua: [now us, lock value, record]."""
+    return _LOOK(client, (lock, record))
 
 
-def _run(name: str, script: Callable[[], list[Any]]) -> list[Any]:
-    try:
-        return script()
-    except RedisError as error:
-        raise _translated(name, error) from error
-
-
-def _translated(name: str, error: RedisError) -> LockUnavailable | LockRefused:
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, (AuthenticationError, AuthorizationError)):
-        return LockRefused(name, text)
-    temporary = not isinstance(error, ResponseError) or isinstance(error, _TEMPORARY_ERRORS)
-    return (
-        LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)
-    )
-
-
-def _parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
-    """Who the lock's value and record speak of; a value that is not the record's own is a foreigner's."""
+def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
+    """Who a lock's value and record speak of; a value that is not the record's own is a foreigner's."""
     if value is None:
         return None
     deadline = min(float(value), 1e11) if _NUMBER.fullmatch(value) else None
@@ -606,10 +592,6 @@ def _info(text: str) -> dict[str, Any]:
     return info if isinstance(info, dict) else {}
 
 
-def _text(item: Any) -> Any:
-    return item.decode("utf-8", "replace") if isinstance(item, bytes) else item
-
-
 def _clock(moment: float | None) -> str:
     if moment is None:
         return "?"
@@ -625,3 +607,7 @@ def _seconds(duration: float | timedelta) -> float:
 
 def _us(seconds: float) -> int:
     return round(seconds * _US)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 from celery_setnx.exceptions import OptionError
-from celery_setnx.keys import KEY_VERSION, KeyOption
+from celery_setnx.keys import FORMATS, KeyOption, latest_version
 from celery_setnx.lock import DAY_S
 
 DEFAULT_PREFIX = "setnx"
 CONFLICT_POLICIES = ("auto", "skip", "retry", "wait", "join", "raise")
 REDIS_ERROR_POLICIES = ("retry", "run", "raise")
+DEDUPE_MODES = ("until_started", "until_done")
+DUPLICATE_POLICIES = ("return", "raise")
 
 
 class _Unset:
@@ -36,8 +38,8 @@ class Options:
         scope: The name the key lives under; tasks with the same scope and key exclude each other.
             Defaults to the task's name.
         on_conflict: At run time, the lock held by another: `"skip"`, `"retry"`, `"raise"`, `"auto"` (a
-            step of a workflow retries, any other call skips) or a callable taking a `Conflict`.
-            Defaults to `"auto"`.
+            step of a workflow, or a task with `dedupe="until_started"`, retries; any other call skips) or a
+            callable taking a `Conflict`. Defaults to `"auto"`.
         skip_result: What a skipped task returns. Defaults to a JSON dict naming the holder.
         lease: Seconds after which a holder that stopped renewing may be taken over. Renewed every third
             of it while the task runs. Defaults to 30.
@@ -47,10 +49,13 @@ class Options:
             Defaults to 1.
         retry_delay_max: Longest such wait. Defaults to 60.
         max_wait: After this long a waiting task fails with `LockTimeout`. Defaults to never.
-        dedupe: Publish-time deduplication. Defaults to none; not available yet.
-        on_duplicate: What becomes of a duplicate. Defaults to `"return"`; not available yet.
-        queue_lease: How long a lock is held beyond the time of the retry that it is held for. Defaults to
-            3600.
+        dedupe: At publish time: `"until_started"` (at most one call queued) or `"until_done"` (at most one
+            queued or running). Defaults to none.
+        on_duplicate: What a call that is a duplicate gets: `"return"`, the `AsyncResult` of the call that is
+            queued or running, `.deduplicated`; `"raise"`, `DuplicateTask`; or what a callable taking a
+            `Duplicate` returns. Defaults to `"return"`.
+        queue_lease: How long a mark lasts beyond the time at which its call may start, and a lock beyond the
+            time of the retry that it is held for. Defaults to 3600.
         hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False.
         on_redis_error: At run time, Redis unreachable: `"retry"`, `"run"` unguarded, or `"raise"`.
             Defaults to `"retry"`.
@@ -74,9 +79,10 @@ class Options:
 
 
 NAMES = tuple(option.name for option in fields(Options))
-# They act when a call is published, so its message need not carry them. Key and scope do travel, beside
-# the finished key: the call's own retry computes its key again.
-PUBLISH_ONLY = frozenset({"dedupe", "on_duplicate", "queue_lease"})
+# It acts when a call is published, so its message need not carry it. Key and scope do travel, beside the
+# finished key: the call's own retry computes its key again. So do dedupe and queue_lease: the worker marks
+# the key of a retry as queued.
+PUBLISH_ONLY = frozenset({"on_duplicate"})
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",
@@ -86,11 +92,7 @@ _DURATIONS = {
     "max_wait": "not negative or None",
     "queue_lease": "positive",
 }
-_NOT_YET = {
-    "on_conflict": ("wait", "join"),
-    "dedupe": ("until_started", "until_done"),
-}
-_NOT_YET_AT_ALL = ("on_duplicate",)
+_NOT_YET = {"on_conflict": ("wait", "join")}
 
 
 def merged(where: str, *layers: Mapping[str, Any]) -> Options:
@@ -148,12 +150,15 @@ class Settings:
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
+        key_version: The format of keys; pin the old one until all producers and workers know the new one.
+            Defaults to the latest.
     """
 
     prefix: str
     defaults: Mapping[str, Any]
     retention: float
     same_host: bool
+    key_version: int
 
 
 def settings(conf: Any) -> Settings:
@@ -165,16 +170,15 @@ def settings(conf: Any) -> Settings:
     prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
-    version = conf.get("setnx_key_version")
-    if version not in (None, KEY_VERSION):
-        raise OptionError(
-            f"setnx_key_version must be {KEY_VERSION}, the only key format so far, not {version!r}"
-        )
+    version = conf.get("setnx_key_version") or latest_version()
+    if version not in FORMATS:
+        raise OptionError(f"setnx_key_version must be one of {', '.join(map(str, FORMATS))}, not {version!r}")
     return Settings(
         prefix=prefix,
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
+        key_version=version,
     )
 
 
@@ -202,7 +206,7 @@ def _value(where: str, name: str, value: Any) -> Any:
         close = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
-    if name in _NOT_YET_AT_ALL or value in _NOT_YET.get(name, ()):
+    if value in _NOT_YET.get(name, ()):
         raise OptionError(f"{name}={value!r} of {where} is not available yet")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
         return _duration(where, name, value, _DURATIONS[name])
@@ -213,7 +217,9 @@ def _value(where: str, name: str, value: Any) -> Any:
     elif name == "on_redis_error":
         _one_of(where, name, value, REDIS_ERROR_POLICIES)
     elif name == "dedupe" and value is not None:
-        _one_of(where, name, value, _NOT_YET["dedupe"])
+        _one_of(where, name, value, DEDUPE_MODES)
+    elif name == "on_duplicate" and not callable(value):
+        _one_of(where, name, value, DUPLICATE_POLICIES)
     elif name == "hold_on_retry" and not isinstance(value, bool):
         raise OptionError(f"hold_on_retry of {where} must be True or False, not {value!r}")
     return value
@@ -247,4 +253,10 @@ def _check_together(where: str, options: Options) -> None:
         raise OptionError(
             f"at_most_for ({options.at_most_for:g} s) of {where} is shorter than its "
             f"at_least_for ({options.at_least_for:g} s)"
+        )
+    if options.dedupe == "until_started" and options.on_conflict == "skip":
+        raise OptionError(
+            f"{where} has dedupe='until_started' and on_conflict='skip': a call that was published because "
+            "something changed during the run would be dropped; use on_conflict='retry', or "
+            "dedupe='until_done'"
         )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
+from celery import Celery
+from celery.signals import task_rejected, task_unknown
 from celery.worker.request import Request
 
 from celery_setnx.conflict import HEADER, NONCE
+from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import SetnxLock, task_token
+from celery_setnx.marks import Mark, free_all
 from celery_setnx.process import has_ended
 from celery_setnx.signals import lock_released
 
@@ -57,11 +62,14 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return super().on_timeout(soft, timeout)
 
     def revoked(self) -> bool:
-        """A retry that was revoked or has expired will not resume the lock that is held for it."""
+        """A call that was revoked or has expired will not use its mark, nor the lock held for its retry."""
         known = self._already_revoked
         revoked = bool(super().revoked())
-        if revoked and not known and self._guard is not None and self._request_dict.get("retries"):
-            _in_thread(self._free_held)
+        if revoked and not known and self._guard is not None:
+            if self._request_dict.get("retries"):
+                _in_thread(self._free_held)
+            if self._header.get("marked"):
+                _in_thread(functools.partial(free_mark, self.app, self._header, self.id))
         return revoked
 
     def free_dead(self) -> None:
@@ -93,6 +101,23 @@ class SingletonRequest(Request):  # type: ignore[misc]
     @property
     def _header(self) -> dict[str, Any]:
         return self._request_dict.get(HEADER) or {}
+
+
+def free_mark(app: Celery, header: Mapping[str, Any], task_id: str) -> None:
+    """Free the mark of a message that will start no task."""
+    error = free_all(client_for(app), [Mark(header["key"], task_id)])
+    if error is not None:
+        logger.warning("%s will not run, and its mark was not freed; it lapses by itself. %s", task_id, error)
+
+
+@task_unknown.connect  # type: ignore[untyped-decorator]
+@task_rejected.connect  # type: ignore[untyped-decorator]
+def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
+    """A worker that does not know the task, or cannot read its message, has thrown the message away."""
+    headers = message.headers or {}
+    header = headers.get(HEADER)
+    if isinstance(header, Mapping) and header.get("marked") and headers.get("id"):
+        _in_thread(functools.partial(free_mark, sender.app, header, headers["id"]))
 
 
 class _ChildWatch:

@@ -25,3 +25,10 @@ without a fence, when the worker's parent did it for a process that died or a re
 
 lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", "reason"})
 """A living holder found its lock gone, another's, or past its deadline. Sent once per held lock."""
+
+call_deduplicated = Signal(name="call_deduplicated", providing_args={"task_id", "key", "state"})
+"""A call was not published, because the task `task_id` is `queued` or `running`. Sent by the publisher."""
+
+uniqueness_lapsed = Signal(name="uniqueness_lapsed", providing_args={"task_id", "key", "marked_by"})
+"""A call that was marked starts, and its mark is gone, or another's (`marked_by`): another with its key
+may have been published meanwhile. It runs under the lock all the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from celery import Celery, Task, current_task
@@ -12,11 +12,12 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
-from celery_setnx.conflict import HEADER
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
+from celery_setnx.fanout import CallOutcome, FanOut, fan_out
 from celery_setnx.guard import Guard, Run, lock_of
-from celery_setnx.lock import HeldLock
+from celery_setnx.lock import HeldLock, Holder, SetnxLock
 from celery_setnx.options import Options, checked
+from celery_setnx.publish import publish
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,32 +80,135 @@ class SingletonTask(Task):  # type: ignore[misc]
         self,
         args: Any = None,
         kwargs: Any = None,
-        *positional: Any,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        *,
         singleton: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Publish a call, its finished key in a header. Takes what `celery.Task.apply_async` takes.
+        """Publish a call, its finished key in a header, unless it is a duplicate (with `dedupe`).
+
+        Takes what `celery.Task.apply_async` takes, and options for this call alone. Only a call without a
+        `task_id` is ever dropped as a duplicate; one with `link` or `link_error` is published all the same.
 
         Args:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            positional: Further positional arguments of `celery.Task.apply_async`.
+            task_id: As in Celery.
+            producer: As in Celery.
+            link: As in Celery.
+            link_error: As in Celery.
+            shadow: As in Celery.
             singleton: Options for this call alone. Defaults to none.
             options: Further options of `celery.Task.apply_async`.
+
+        Returns:
+            The call's `AsyncResult`; or, if its `deduplicated` is True, that of the call which is queued or
+            running, and this one was not published.
 
         Raises:
             OptionError: An option of this call is unknown, malformed or cannot travel.
             UnkeyableCall: The call's key cannot be computed.
+            DuplicateTask: The call is a duplicate, and `on_duplicate="raise"`.
+            LockRefused: Redis refuses to mark the key.
         """
-        if self._guard is not None:
-            final_args, final_kwargs = args, kwargs
-            dump = getattr(self, "_dump_pydantic_arguments", None)
-            if dump is not None and options.get("serializer", self.serializer) != "pickle":
-                final_args, final_kwargs = dump(args, kwargs)
-            headers = dict(options.get("headers") or {})
-            headers[HEADER] = self._guard.header(final_args, final_kwargs, singleton, headers.get(HEADER))
-            options["headers"] = headers
-        return super().apply_async(args, kwargs, *positional, **options)
+        options.update(task_id=task_id, producer=producer, link=link, link_error=link_error, shadow=shadow)
+        if self._guard is None:
+            return super().apply_async(args, kwargs, **options)
+        return publish(
+            self._guard,
+            super().apply_async,
+            args,
+            kwargs,
+            singleton,
+            options,
+            final=self._final(args, kwargs, options.get("serializer")),
+            expires=self.expires,
+        )
+
+    def fan_out(
+        self,
+        calls: Iterable[Any],
+        *,
+        singleton: Mapping[str, Any] | None = None,
+        batch_size: int = 1000,
+        each: Callable[[CallOutcome], Any] | None = None,
+        progress: Callable[[FanOut], Any] | None = None,
+        **options: Any,
+    ) -> FanOut:
+        """Publish many calls, several times as fast as one by one, each key once (with `dedupe`).
+
+        The calls are drawn from the iterable as they are needed, and sent in batches: a million take no more
+        memory than some thousands. Equal calls that are drawn before the first of them is sent are one call;
+        later ones are duplicates while it is queued (or running), as if each had been published by itself.
+
+        Args:
+            calls: For each call a tuple or list of positional arguments, a mapping of keyword arguments, or a
+                signature of this task, of which the arguments count.
+            singleton: Options for these calls. Defaults to none.
+            batch_size: How many distinct calls are sent at a time. Defaults to 1000.
+            each: Called with the `CallOutcome` of every call; `outcomes.append` collects them. Defaults to
+                nothing.
+            progress: Called after every batch with the counts so far. Defaults to nothing.
+            options: Options of `celery.Task.apply_async` for all calls, such as `queue` or `countdown`.
+
+        Returns:
+            How many calls were accepted, were duplicates, and failed for their own sake.
+
+        Raises:
+            FanOutFailed: The broker took no more, or the iterable raised: how many calls were sent and were
+                not. The error itself is its cause.
+            OptionError: An option is unknown, malformed, or belongs to a single call.
+            LockRefused: Redis refuses to mark the keys.
+        """
+        if self._guard is None:
+            raise OptionError(f"fan_out of {self.name}: it is a task of Celery's own, and is not guarded")
+        return fan_out(
+            self,
+            self._guard,
+            super().apply_async,
+            calls,
+            call=singleton,
+            batch_size=batch_size,
+            each=each,
+            progress=progress,
+            options=options,
+        )
+
+    def lock_key(self, *args: Any, **kwargs: Any) -> str:
+        """The Redis key of the lock of a call with these arguments.
+
+        Raises:
+            UnkeyableCall: The key cannot be computed.
+        """
+        return str(self._lock(args, kwargs).name)
+
+    def locked(self, *args: Any, **kwargs: Any) -> Holder | None:
+        """Who holds the lock of a call with these arguments now; None if nobody does.
+
+        A glance, true when it was taken: to act on it, publish the call, and let the lock decide.
+
+        Raises:
+            UnkeyableCall: The key cannot be computed.
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        return self._lock(args, kwargs).holder()
+
+    def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
+        if self._guard is None:
+            raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
+        return self._guard.lock({}, *self._final(args, kwargs, None))
+
+    def _final(self, args: Any, kwargs: Any, serializer: str | None) -> tuple[Any, Any]:
+        """A call's arguments as the worker will see them: pydantic models are dumped."""
+        dump = getattr(self, "_dump_pydantic_arguments", None)
+        if dump is None or (serializer or self.serializer) == "pickle":
+            return args or (), kwargs or {}
+        return dump(args or (), kwargs or {})  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock if a worker calls; plainly if the program does."""
@@ -184,8 +288,9 @@ def _guard_of(task: Task) -> Guard:
     if guard is None:
         options = getattr(task.run, _OPTIONS_ATTRIBUTE)
         guard = Guard(task.app, task.name, _signature(type(task)), [options])
-        if guard.options.hold_on_retry:
-            raise OptionError(f"hold_on_retry of {task.name} needs the base class: add base=SingletonTask")
+        for name in ("hold_on_retry", "dedupe"):
+            if getattr(guard.options, name):
+                raise OptionError(f"{name} of {task.name} needs the base class: add base=SingletonTask")
         _refuse_autoretried_raise(task, guard.options)
         if AlreadyRunning not in task.throws:
             task.throws = (*task.throws, AlreadyRunning)

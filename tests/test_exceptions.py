@@ -12,6 +12,8 @@ from celery.backends.base import Backend
 import celery_setnx
 from celery_setnx import (
     AlreadyRunning,
+    DuplicateTask,
+    FanOutFailed,
     LockLost,
     LockRefused,
     LockTimeout,
@@ -32,6 +34,8 @@ ALL = [
     LockLost("setnx:{proj.t}", "gone"),
     LockUnavailable("setnx:{proj.t}", "down"),
     LockRefused("setnx:{proj.t}", "NOPERM"),
+    DuplicateTask("proj.t", "setnx:{proj.t}", "id-1", "queued"),
+    FanOutFailed("proj.t", 2000, 31, 1, 1000, 12),
 ]
 
 

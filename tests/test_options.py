@@ -63,9 +63,8 @@ def test_timedelta_is_seconds() -> None:
         ({"dedupe": "until_later"}, "dedupe of proj.t must be one of"),
         ({"on_conflict": "wait"}, "on_conflict='wait' of proj.t is not available yet"),
         ({"on_conflict": "join"}, "not available yet"),
-        ({"dedupe": "until_started"}, "not available yet"),
-        ({"dedupe": "until_done"}, "not available yet"),
-        ({"on_duplicate": "raise"}, "not available yet"),
+        ({"on_duplicate": "rais"}, "on_duplicate of proj.t must be one of .*did you mean 'raise'"),
+        ({"dedupe": "until_started", "on_conflict": "skip"}, "would be dropped; use on_conflict='retry'"),
         ({"queue_lease": 0}, "queue_lease of proj.t must be positive"),
         ("lease=5", "must be a mapping"),
     ],
@@ -103,7 +102,7 @@ def test_callable_of_one_call_is_refused() -> None:
     ("conf", "message"),
     [
         ({"setnx_prefix": "a{b"}, "setnx_prefix must be a text without braces"),
-        ({"setnx_key_version": 2}, "setnx_key_version must be 1"),
+        ({"setnx_key_version": 2}, "setnx_key_version must be one of 1, not 2"),
         ({"setnx_same_host": "no"}, "setnx_same_host must be True or False"),
         ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
         (

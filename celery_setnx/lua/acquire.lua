@@ -2,12 +2,13 @@
 --
 -- KEYS  1 lock     Unix second at which it stops being valid, as in the SETNX recipe
 --       2 record   token, deadline, fence, state, since (us), info: one per line
+--       3 mark     optional: id of the task that is queued with this key; its own ends here
 -- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
 --       2 lease       microseconds
 --       3 retention   milliseconds that both keys outlive the deadline
 --       4 info        opaque text that names the holder
 --       5 dead token  '' or the token of a running holder whose process is proved dead
--- Returns {word, deadline us, fence, now us, lock value, record}: the record found, if any
+-- Returns {word, deadline us, fence, now us, lock value, record, mark}: what was found, if anything
 --       acquired | again (this token holds it already) | resumed (held for this task's retry)
 --       taken_over | held
 
@@ -17,6 +18,8 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[2])
+local mark = KEYS[3] and redis.pcall('GET', KEYS[3])
+if type(mark) ~= 'string' then mark = false end
 local h_token, h_deadline, h_fence, h_state = '', 0, 0, ''
 if record then
   local t, d, f, s = string.match(record, '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n%d+\n')
@@ -44,14 +47,14 @@ local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 if redis.call('SETNX', KEYS[1], value) == 0 then
   local reply = redis.pcall('GET', KEYS[1])
   old = type(reply) == 'string' and reply or '(not a string)'
-  local function held(till) return {'held', int(till), int(h_fence), int(now), old, record} end
+  local function held(till) return {'held', int(till), int(h_fence), int(now), old, record, mark} end
 
   if not string.match(old, '^%d+%.?%d*$') then return held(0) end
   if now < h_deadline then
     -- Unexpired, the record decides: a classic loser may have overwritten the value.
     word = claim()
     if word == 'held' then return held(h_deadline) end
-    if word == 'again' then return {word, int(h_deadline), int(h_fence), int(now), old, record} end
+    if word == 'again' then return {word, int(h_deadline), int(h_fence), int(now), old, record, mark} end
     if word == 'resumed' then fence = h_fence end
   elseif h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000)) then
     if h_state ~= 'resting' and h_token ~= token then word = 'taken_over' end
@@ -71,4 +74,5 @@ if type(expires) == 'table' then -- forbidden: what was free or expired is free 
 end
 local fields = {token, int(deadline), int(fence), 'running', int(now), info}
 redis.call('SET', KEYS[2], table.concat(fields, '\n'), 'PXAT', expiry)
-return {word, int(deadline), int(fence), int(now), old, record}
+if mark and mark == string.match(token, '^(.*)|%d+|%x+$') then redis.call('DEL', KEYS[3]) end
+return {word, int(deadline), int(fence), int(now), old, record, mark}

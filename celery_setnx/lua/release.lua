@@ -1,13 +1,14 @@
 -- Give a lock back, or let it rest until a given time. Only the holder's own token does anything.
 --
--- KEYS  1 lock, 2 record (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 mark, optional (see acquire.lua)
 -- ARGV  1 token
 --       2 rest until  server time in microseconds; '0' = free at once
 --       3 remember    milliseconds for which the release is remembered (and a resting lock outlives its rest)
+--       4 mark again  milliseconds: the task has sent its retry, and is queued again; '0' = it has not
 -- Returns {word, now us, lock value}
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
 
-local token, rest_until, remember = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local token, rest_until, remember, again = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
@@ -21,6 +22,10 @@ local function answer(word) return {word, int(now), value} end
 if h_token ~= token then return answer('lost') end
 if state ~= 'running' then return answer(state) end -- a resent release is answered as the first was
 
+local function mark_again() -- unless another call has been marked meanwhile
+  local task_id = string.match(token, '^(.*)|%d+|%x+$')
+  if again > 0 and task_id then redis.call('SET', KEYS[3], task_id, 'NX', 'PX', int(again)) end
+end
 local function remembered(deadline, as)
   return table.concat({token, deadline, fence, as, rest}, '\n')
 end
@@ -34,6 +39,7 @@ if value then
     redis.call('PEXPIREAT', KEYS[1], expiry)
     redis.call('SET', KEYS[1], int(math.ceil(rest_until / 1000000)), 'PXAT', expiry)
     redis.call('SET', KEYS[2], remembered(int(rest_until), 'resting'), 'PXAT', expiry)
+    mark_again()
     return answer('resting')
   end
   redis.call('DEL', KEYS[1])
@@ -42,4 +48,5 @@ end
 -- PEXPIRE first: it is allowed when memory is full, and after one write SET is too.
 redis.call('PEXPIRE', KEYS[2], int(remember))
 redis.call('SET', KEYS[2], remembered('0', word), 'PX', int(remember))
+mark_again()
 return answer(word)

@@ -13,6 +13,7 @@ from celery import Celery
 from celery_setnx import connection as connection_module
 from celery_setnx import keeper as keeper_module
 from celery_setnx import lock as lock_module
+from celery_setnx import scripts as scripts_module
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.keeper import Keeper
 from celery_setnx.lock import HeldLock, SetnxLock
@@ -60,7 +61,7 @@ def no_renewal() -> None:
 
 def no_resend() -> None:
     """A script that the server has forgotten is not sent again."""
-    lock_module.NoScriptError = type("Never", (Exception,), {})  # type: ignore[misc]
+    scripts_module.NoScriptError = type("Never", (Exception,), {})  # type: ignore[misc]
 
 
 def greedy_renewal() -> None:

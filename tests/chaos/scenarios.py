@@ -130,6 +130,7 @@ def killed_between_attempts(play: Play) -> None:
         waiter = play.send(key, 0.1)
         retry = stage.log.wait(victim, "holds")
         stage.log.wait(victim, "received", after=retry["t"])
+        stage.log.wait(victim, "released", after=retry["t"])
         stage.kill_worker(doomed)
         heir = stage.worker(queue, concurrency=1, environment=environment)
         second = stage.log.wait(victim, "start", after=first["t"])

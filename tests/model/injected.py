@@ -8,6 +8,7 @@ from typing import Any
 import redis
 
 from celery_setnx import lock
+from celery_setnx.scripts import Script
 
 CLOCK_KEY = "test:clock"
 SECOND = 1_000_000
@@ -45,7 +46,7 @@ class ServerClock:
     def __init__(self, client: redis.Redis, monkeypatch: Any) -> None:
         self._client = client
         for verb, text in texts().items():
-            script = lock._Script(verb)
+            script = Script(verb)
             script.text, script.sha = text, sha1(text.encode()).hexdigest()
             monkeypatch.setattr(lock, SCRIPTS[verb], script)
         self.set(10)

@@ -201,7 +201,7 @@ class Holder:
 
     def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
         self._replied_at = at
-        word, deadline, fence, now, _value, record = reply
+        word, deadline, fence, now, _value, record, _mark = reply
         if word == "held":
             return
         since = int(record.split("\n")[4]) if word == "again" else int(now)
@@ -216,12 +216,14 @@ class Holder:
                 "info": dead[5],
             }
         self._history.note(
-            "granted", t=at, lock=asked[0], token=asked[2], word=word, since=since, now=int(now),
+            "granted", t=at, lock=asked[0][0], token=asked[1], word=word, since=since, now=int(now),
             deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
         )  # fmt: skip
 
     def _released(self, asked: Sequence[Any], reply: list[Any], _began_us: int, at: float) -> None:
-        self._history.note("release", t=at, token=asked[2], lock=asked[0], word=reply[0], now=int(reply[1]))
+        self._history.note(
+            "release", t=at, token=asked[1], lock=asked[0][0], word=reply[0], now=int(reply[1])
+        )
 
 
 def fork(duty: Duty, mutate: Callable[[], LockMaker]) -> int:

@@ -1,0 +1,368 @@
+"""Bulk fan-out: many calls of one task, marked and sent in batches.
+
+Calls are drawn into a window, where equal ones meet; its distinct calls are sent batch by batch. For each
+batch, in this order: the marks for the time of the send, the messages, the marks for the queue lease. What
+fails in between, or dies, leaves no mark behind for longer than the first lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from celery import Signature, uuid
+from kombu.exceptions import EncodeError
+
+from celery_setnx.conflict import HEADER
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError, UnkeyableCall
+from celery_setnx.guard import Guard
+from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.publish import AWAITED, Send, grace_s, mark_lease_s
+
+try:
+    from kombu.exceptions import BatchPublishError
+except ImportError:  # kombu before 5.7 has no batches
+
+    class BatchPublishError(Exception):  # type: ignore[no-redef]
+        """Never raised."""
+
+
+logger = logging.getLogger("celery_setnx")
+
+_WINDOW_BATCHES = 10
+_WINDOW_CALLS = 100  # per distinct call of a batch
+_WINDOW_S = 1.0
+_OF_A_SINGLE_CALL = (*AWAITED, "link", "link_error", "producer", "shadow")
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What became of one call of a fan-out.
+
+    Attributes:
+        index: Its place in the iterable, from 0.
+        state: `accepted`, `duplicate` or `failed`.
+        task_id: Its own id if it was accepted; if it is a duplicate, that of the task which is queued or
+            running; None if it failed.
+        error: Why it failed, or None.
+    """
+
+    index: int
+    state: str
+    task_id: str | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class FanOut:
+    """What became of a fan-out's calls.
+
+    Attributes:
+        accepted: Calls that the broker has taken.
+        duplicates: Calls that were not sent, because the same call is queued or running.
+        failed: Calls that could not be sent for their own sake: no key, wrong arguments, not serializable.
+        first_error: The error of the first failed call, or None.
+    """
+
+    accepted: int = 0
+    duplicates: int = 0
+    failed: int = 0
+    first_error: BaseException | None = None
+
+    @property
+    def total(self) -> int:
+        """All calls whose fate is known."""
+        return self.accepted + self.duplicates + self.failed
+
+
+@dataclass
+class _Call:
+    """A distinct call of the window, and the places of the calls that equal it."""
+
+    index: int
+    args: Any
+    kwargs: Any
+    header: dict[str, Any]
+    task_id: str
+    equals: list[int] = field(default_factory=list)
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.header["key"], self.task_id)
+
+
+def fan_out(
+    task: Any,
+    guard: Guard,
+    send: Send,
+    calls: Iterable[Any],
+    *,
+    call: Mapping[str, Any] | None,
+    batch_size: int,
+    each: Callable[[CallOutcome], Any] | None,
+    progress: Callable[[FanOut], Any] | None,
+    options: dict[str, Any],
+) -> FanOut:
+    """Publish many calls; see `SingletonTask.fan_out`."""
+    wrong = sorted(set(options) & set(_OF_A_SINGLE_CALL))
+    if wrong:
+        raise OptionError(f"fan_out of {task.name}: {', '.join(wrong)} belong to a single call")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionError(
+            f"fan_out of {task.name}: batch_size must be an int of 1 or more, not {batch_size!r}"
+        )
+    return _FanOut(task, guard, send, call, batch_size, each, progress, options).run(calls)
+
+
+class _FanOut:
+    """One fan-out on its way."""
+
+    def __init__(
+        self,
+        task: Any,
+        guard: Guard,
+        send: Send,
+        call: Mapping[str, Any] | None,
+        batch_size: int,
+        each: Callable[[CallOutcome], Any] | None,
+        progress: Callable[[FanOut], Any] | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.task = task
+        self.send = send
+        self.guard = guard
+        self.call = call
+        self.settled = guard.options_of(call or {})
+        self.dedupes = self.settled.dedupe is not None and not guard.app.conf.task_always_eager
+        self.batch_size = batch_size
+        self.each = each
+        self.progress = progress
+        self.headers = dict(options.pop("headers", None) or {})
+        # Celery subscribes to the result of every call that it sends, which costs as much as the sending, and
+        # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
+        ignored = options.pop("ignore_result", task.ignore_result)
+        self.headers["ignore_result"] = bool(ignored)
+        self.options = {"add_to_parent": False, **options, "ignore_result": True}
+        self.window: dict[Any, _Call] = {}
+        self.window_calls = 0
+        self.window_began = 0.0
+        self.drawn = 0
+        self.uncertain = 0
+        self.counts = FanOut()
+        self.warned = False
+
+    def run(self, calls: Iterable[Any]) -> FanOut:
+        """Publish the calls."""
+        try:
+            for call in calls:
+                self._draw(call)
+                if self._is_full():
+                    self._send_window()
+            self._send_window()
+        except Exception as error:
+            counts = self.counts
+            not_sent = self.drawn - counts.total - self.uncertain
+            raise FanOutFailed(
+                self.task.name,
+                counts.accepted,
+                counts.duplicates,
+                counts.failed,
+                self.uncertain,
+                not_sent,
+            ) from error
+        if self.counts.failed:
+            logger.error(
+                "%d of %d calls of %s could not be sent. The first: %s",
+                self.counts.failed,
+                self.counts.total,
+                self.task.name,
+                self.counts.first_error,
+            )
+        return self.counts
+
+    def _draw(self, call: Any) -> None:
+        index = self.drawn
+        self.drawn += 1
+        try:
+            args, kwargs = _arguments(self.task, call)
+            final_args, final_kwargs = self.task._final(args, kwargs, self.options.get("serializer"))
+            header = self.guard.header(final_args, final_kwargs, self.call)
+        except (UnkeyableCall, TypeError, ValueError) as error:
+            self._failed([index], error)
+            return
+        if not self.window:
+            self.window_began = time.monotonic()
+        self.window_calls += 1
+        same = self.window.get(header["key"]) if self.dedupes else None
+        if same is not None:
+            same.equals.append(index)
+        else:
+            name = header["key"] if self.dedupes else index
+            self.window[name] = _Call(index, args, kwargs, header, uuid())
+
+    def _is_full(self) -> bool:
+        return (
+            len(self.window) >= self.batch_size * _WINDOW_BATCHES
+            or self.window_calls >= self.batch_size * _WINDOW_CALLS
+            or (bool(self.window) and time.monotonic() - self.window_began >= _WINDOW_S)
+        )
+
+    def _send_window(self) -> None:
+        calls = iter(self.window.values())
+        self.window, self.window_calls = {}, 0
+        while batch := list(islice(calls, self.batch_size)):
+            self._send_batch(self._marked(batch))
+            if self.progress is not None:
+                self.progress(self.counts)
+
+    def _marked(self, batch: list[_Call]) -> list[_Call]:
+        """Mark the keys; those that are no duplicates are to be sent."""
+        if not self.dedupes:
+            return batch
+        found = mark_all(
+            client_for(self.guard.app),
+            [call.mark for call in batch],
+            dedupe=str(self.settled.dedupe),
+            lease=grace_s(self.settled),
+        )
+        fresh = []
+        for call, marked in zip(batch, found):
+            if isinstance(marked, LockRefused):
+                raise marked
+            if isinstance(marked, Marked) and marked.is_duplicate:
+                self._duplicate([call.index, *call.equals], marked.task_id)
+                continue
+            if isinstance(marked, Marked):
+                call.header["marked"] = True
+            else:
+                self._warn_once(marked)
+            fresh.append(call)
+        return fresh
+
+    def _send_batch(self, batch: list[_Call]) -> None:
+        """Send the messages; then their marks last, and the marks of what was not sent are freed."""
+        sent: list[_Call] = []
+        try:
+            with self.guard.app.producer_or_acquire() as producer:
+                # The first goes by itself, with Celery's own retries: they bring a dead connection back.
+                self._publish(batch[:1], producer, sent)
+                self._publish_rest(batch[1:], producer, sent)
+        except BaseException as error:
+            done = {call.task_id for call in sent}
+            self._free([call for call in batch if call.task_id not in done])
+            if isinstance(error, BatchPublishError):
+                self.uncertain = sum(1 + len(call.equals) for call in batch if call.task_id not in done)
+            raise
+        finally:
+            self._extend([call for call in sent if "marked" in call.header])
+            for call in sent:
+                self._accepted(call)
+
+    def _publish_rest(self, batch: list[_Call], producer: Any, sent: list[_Call]) -> None:
+        if not _buffers(producer):
+            self._publish(batch, producer, sent)
+            return
+        buffered: list[_Call] = []
+        with producer.batch(max_size=len(batch) + 1) if batch else nullcontext():
+            self._publish(batch, producer, buffered, retry=False)
+        sent += buffered
+
+    def _publish(self, batch: Sequence[_Call], producer: Any, sent: list[_Call], **options: Any) -> None:
+        for call in batch:
+            headers = {**self.headers, HEADER: call.header}
+            try:
+                self.send(
+                    call.args,
+                    call.kwargs,
+                    task_id=call.task_id,
+                    producer=producer,
+                    headers=headers,
+                    **self.options,
+                    **options,
+                )
+            except (EncodeError, TypeError, ValueError) as error:
+                self._free([call])
+                self._failed([call.index, *call.equals], error)
+            else:
+                sent.append(call)
+
+    def _extend(self, sent: list[_Call]) -> None:
+        if not sent:
+            return
+        lease = mark_lease_s(self.guard.app, self.settled, self.options, self.task.expires)
+        error = extend_all(client_for(self.guard.app), [call.mark for call in sent], [lease] * len(sent))
+        if error is not None:
+            self._warn_once(error)
+
+    def _free(self, calls: list[_Call]) -> None:
+        marks = [call.mark for call in calls if "marked" in call.header]
+        error = free_all(client_for(self.guard.app), marks) if marks else None
+        if error is not None:
+            self._warn_once(error)
+
+    def _warn_once(self, error: LockUnavailable | LockRefused) -> None:
+        if not self.warned:
+            logger.warning(
+                "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "
+                "queued twice, or be taken for queued for %g s more. Every run is guarded. %s",
+                self.task.name,
+                grace_s(self.settled),
+                error,
+            )
+        self.warned = True
+
+    def _accepted(self, call: _Call) -> None:
+        self.counts.accepted += 1
+        if self.each is not None:
+            self.each(CallOutcome(call.index, "accepted", call.task_id))
+        if call.equals:
+            self._duplicate(call.equals, call.task_id)
+
+    def _duplicate(self, indexes: list[int], task_id: str) -> None:
+        self.counts.duplicates += len(indexes)
+        if self.each is not None:
+            for index in indexes:
+                self.each(CallOutcome(index, "duplicate", task_id))
+
+    def _failed(self, indexes: list[int], error: BaseException) -> None:
+        self.counts.failed += len(indexes)
+        self.counts.first_error = self.counts.first_error or error
+        if self.each is not None:
+            for index in indexes:
+                self.each(CallOutcome(index, "failed", error=error))
+
+
+def _arguments(task: Any, call: Any) -> tuple[Any, Any]:
+    """A call's positional and keyword arguments.
+
+    Raises:
+        TypeError: It is nothing that can be called with.
+    """
+    if isinstance(call, Signature):
+        if call.task != task.name:
+            raise TypeError(f"a fan-out of {task.name} cannot send a signature of {call.task}")
+        return tuple(call.args), dict(call.kwargs)
+    if isinstance(call, (tuple, list)):
+        return tuple(call), {}
+    if isinstance(call, Mapping):
+        return (), dict(call)
+    raise TypeError(
+        "a call of a fan-out must be a tuple of positional arguments, a mapping of keyword arguments "
+        f"or a signature, not {call!r}; for a single argument write ({call!r},)"
+    )
+
+
+def _buffers(producer: Any) -> bool:
+    """True if the producer's transport collects the messages of a batch (kombu 5.7, on Redis)."""
+    channel = producer.channel
+    return (
+        hasattr(producer, "batch")
+        and getattr(channel, "create_publish_batch", None) is not None
+        and getattr(channel, "supports_batch_publish", True)
+    )

@@ -1,0 +1,13 @@
+-- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped.
+--
+-- KEYS  1 mark (see mark.lua)
+-- ARGV  1 task id
+-- Returns {word}
+--       freed
+--       lost (it has lapsed, its call has started, or it is another's: nothing is changed)
+
+local task_id = ARGV[1]
+
+if redis.call('GET', KEYS[1]) ~= task_id then return {'lost'} end
+redis.call('DEL', KEYS[1])
+return {'freed'}

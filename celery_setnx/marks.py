@@ -1,0 +1,135 @@
+"""The mark: at publish time, "a call with this key is queued". Redis only; nothing here knows Celery.
+
+A mark is the id of the queued task, beside the lock. It is taken in two phases, so that a publisher that dies
+before its message is sent costs seconds and not hours: a short grace lease before the send, the queue lease
+after it. It ends when its task acquires the lock (in the same script), is freed when the task will not come,
+and lapses by itself. A mark only ever keeps a call from being published; it never keeps one from running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.keys import mark_name, record_name
+from celery_setnx.lock import Holder, parse_holder
+from celery_setnx.scripts import Script
+
+GRACE_S = 10.0
+"""Seconds for which a mark lasts until its message is known to be sent."""
+
+_MARK, _EXTEND, _UNMARK = Script("mark"), Script("extend"), Script("unmark")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What became of an attempt to mark a key.
+
+    Attributes:
+        task_id: The task that the key is marked for, or that runs: the caller's own if it was first.
+        state: `marked` for the caller, or `queued` or `running`: by whom it is a duplicate.
+        holder: The running task's record; None in the other states.
+    """
+
+    task_id: str
+    state: str
+    holder: Holder | None = None
+
+    @property
+    def is_duplicate(self) -> bool:
+        """True if the key is another task's."""
+        return self.state != "marked"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The mark beside one lock, for one task.
+
+    Args:
+        key: The lock's Redis key.
+        task_id: The task that is to be queued.
+    """
+
+    key: str
+    task_id: str
+
+    @property
+    def name(self) -> str:
+        """The mark's own Redis key."""
+        return mark_name(self.key)
+
+
+def mark_all(
+    client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float
+) -> list[Marked | LockUnavailable | LockRefused]:
+    """Mark many keys in one round trip; the second of two equal keys is a duplicate of the first.
+
+    Args:
+        client: The Redis client.
+        marks: What to mark. Marking again for the same task is harmless.
+        dedupe: `until_started`, or `until_done`: a task that runs, or whose lock is held for its retry, makes
+            duplicates too.
+        lease: Seconds after which the marks lapse.
+
+    Returns:
+        For each what became of it, or why Redis did not say.
+    """
+    replies = _mark(client, marks=marks, dedupe=dedupe, lease_s=lease)
+    return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
+
+
+def extend_all(
+    client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
+) -> LockUnavailable | LockRefused | None:
+    """Let many marks last, each for its own lease in seconds from now, where they are their tasks' still.
+
+    Returns:
+        The first error; the marks that it concerns lapse earlier.
+    """
+    return _first_error(_extend(client, marks=marks, leases_s=leases))
+
+
+def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
+    """Free many marks, where they are their tasks' still.
+
+    Returns:
+        The first error; the marks that it concerns lapse by themselves.
+    """
+    return _first_error(_unmark(client, marks=marks))
+
+
+def _marked(reply: list[Any]) -> Marked:
+    word, task_id, now_us, value, record = reply
+    return Marked(task_id, word, parse_holder(record, value, int(now_us)) if word == "running" else None)
+
+
+def _first_error(replies: Sequence[Any]) -> LockUnavailable | LockRefused | None:
+    return next((reply for reply in replies if isinstance(reply, (LockUnavailable, LockRefused))), None)
+
+
+def _mark(
+    client: redis.Redis, *, marks: Sequence[Mark], dedupe: str, lease_s: float
+) -> list[list[Any] | LockUnavailable | LockRefused]:
+    """Run lua/mark.lua for each: [word, task id, now us, lock value, record]."""
+    lease_ms = max(1, int(lease_s * 1000))
+    calls = [
+        ((mark.key, record_name(mark.key), mark.name), (mark.task_id, lease_ms, dedupe)) for mark in marks
+    ]
+    return _MARK.many(client, calls)
+
+
+def _extend(
+    client: redis.Redis, *, marks: Sequence[Mark], leases_s: Sequence[float]
+) -> list[list[Any] | LockUnavailable | LockRefused]:
+    """Run lua/extend.lua for each: [word]."""
+    calls = [((mark.name,), (mark.task_id, int(lease * 1000))) for mark, lease in zip(marks, leases_s)]
+    return _EXTEND.many(client, calls)
+
+
+def _unmark(client: redis.Redis, *, marks: Sequence[Mark]) -> list[list[Any] | LockUnavailable | LockRefused]:
+    """Run lua/unmark.lua for each: [word]."""
+    return _UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks])

@@ -1,0 +1,284 @@
+"""Publishing one call: its header, its mark, and what a duplicate gets. Many at once: see `fanout`.
+
+A call is deduplicated only if Celery gave it no task id: retries, lock waits, `replace()`, chain steps and
+members of groups and chords carry one, somebody waits for them, and they must never be dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from celery import Celery, uuid
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from celery_setnx.conflict import HEADER
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import DuplicateTask, LockRefused, LockUnavailable, OptionError
+from celery_setnx.guard import Guard
+from celery_setnx.lock import Holder
+from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.options import Options, checked
+from celery_setnx.signals import call_deduplicated
+
+logger = logging.getLogger("celery_setnx")
+
+Send = Callable[..., Any]
+"""Publishes for real: called with args, kwargs and the options of `celery.Task.apply_async`."""
+
+# What Celery gives a call that another call, or its own past, waits for.
+AWAITED = ("task_id", "group_id", "chord", "chain", "retries")
+_ANY_ARGUMENTS = inspect.Signature(
+    [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A call that was not published, as an `on_duplicate` callable sees it.
+
+    What the callable returns is what `apply_async` returns.
+
+    Attributes:
+        task: Name of the task.
+        key: The lock's Redis key.
+        task_id: Id of the task that is queued or running.
+        state: `queued` or `running`.
+        holder: The record of the running task; None if it is queued.
+        args: The call's positional arguments.
+        kwargs: The call's keyword arguments.
+        result: The `AsyncResult` of the task that is queued or running; its `deduplicated` is True.
+    """
+
+    task: str
+    key: str
+    task_id: str
+    state: str
+    holder: Holder | None
+    args: Any
+    kwargs: Any
+    result: Any
+
+    def fail(self) -> Any:
+        """Refuse the call.
+
+        Raises:
+            DuplicateTask: Always.
+        """
+        raise DuplicateTask(self.task, self.key, self.task_id, self.state)
+
+
+def publish(
+    guard: Guard,
+    send: Send,
+    args: Any,
+    kwargs: Any,
+    call: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    *,
+    final: tuple[Any, Any] | None = None,
+    expires: Any = None,
+) -> Any:
+    """Publish a call, its finished key in a header, unless it is a duplicate.
+
+    Args:
+        guard: The guard of the task.
+        send: Publishes for real.
+        args: The call's positional arguments.
+        kwargs: The call's keyword arguments.
+        call: Options of this call alone.
+        options: Options of `celery.Task.apply_async`.
+        final: Positional and keyword arguments as the worker will see them. Defaults to `args` and `kwargs`.
+        expires: When the task's calls expire, if the options do not say. Defaults to never.
+
+    Returns:
+        What `send` returns, or what `on_duplicate` makes of a duplicate.
+
+    Raises:
+        OptionError: An option of this call is unknown, malformed or cannot travel.
+        UnkeyableCall: The call's key cannot be computed.
+        DuplicateTask: The call is a duplicate, and is to be refused.
+        LockRefused: Redis refuses to mark the key.
+    """
+    headers = dict(options.get("headers") or {})
+    header = guard.header(*(final or (args, kwargs)), call, headers.get(HEADER), options.get("retries") or 0)
+    options["headers"] = {**headers, HEADER: header}
+    settled = guard.options_for(header, call)
+    if settled.dedupe is None or not may_be_duplicate(guard.app, options):
+        return _noted(send(args, kwargs, **options), deduplicated=False)
+    mark = Mark(header["key"], uuid())
+    options["task_id"] = mark.task_id
+    marked = take_mark(guard, mark, settled)
+    if marked is not None and marked.is_duplicate:
+        if not options.get("link") and not options.get("link_error"):
+            return _deduplicated(guard, settled, mark.key, marked, args, kwargs)
+        # Callbacks cannot be handed to the other call, so this one is queued beside it: its run is guarded.
+        marked = None
+    if marked is not None:
+        header["marked"] = True
+    client = client_for(guard.app)
+    try:
+        result = send(args, kwargs, **options)
+    except BaseException:
+        if marked is not None:
+            _complain(free_all(client, [mark]), mark, "was not sent")
+        raise
+    if marked is not None:
+        lease = mark_lease_s(guard.app, settled, options, expires)
+        _complain(extend_all(client, [mark], [lease]), mark, "was sent")
+    return _noted(result, deduplicated=False)
+
+
+def send_task(
+    app: Celery,
+    name: str,
+    args: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    singleton: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Publish a call of a task by its name, deduplicated: for producers without the task's code.
+
+    `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
+    whether the same call is queued already.
+
+    Args:
+        app: The app; its `setnx_url` and `setnx_prefix` must be the workers'.
+        name: Name of the task.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        singleton: Options of this call. Without the task's code there are no others, and no signature: give
+            `key` as the task does, and by keyword the arguments that it names.
+        options: Further options of `celery.Celery.send_task`.
+
+    Returns:
+        An `AsyncResult`; if `.deduplicated`, that of the call that is queued or running.
+
+    Raises:
+        OptionError: No key is given, or an option is unknown, malformed or cannot travel.
+        UnkeyableCall: The key names an argument that is not given by keyword.
+        DuplicateTask: The call is a duplicate, and is to be refused.
+
+    Example:
+        >>> send_task(app, "shop.settle", kwargs={"account_id": 7},   # doctest: +SKIP
+        ...           singleton={"key": "account_id", "dedupe": "until_started"})
+    """
+    known = app._tasks.get(name)
+    if getattr(known, "_guard", None) is not None:
+        return known.apply_async(args, kwargs, singleton=singleton, **options)
+    layer = checked(f"a call of {name}", singleton or {})
+    if layer.get("key") is None:
+        raise OptionError(
+            f"send_task of {name} does not know the task's signature, so it needs to be told the key: "
+            'singleton={"key": ...}, as the task has it'
+        )
+    guard = Guard(app, name, _ANY_ARGUMENTS, [])
+
+    def send(args: Any, kwargs: Any, **options: Any) -> Any:
+        return app.send_task(name, args, kwargs, **options)
+
+    return publish(guard, send, args, kwargs, layer, options)
+
+
+def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
+    """True if nobody waits for this very call, so that it may be dropped in favour of its like."""
+    return not app.conf.task_always_eager and not any(options.get(name) for name in AWAITED)
+
+
+def take_mark(guard: Guard, mark: Mark, options: Options) -> Marked | None:
+    """Mark a key for the time that the send takes; None if Redis cannot be asked, and the call is published.
+
+    Raises:
+        LockRefused: Redis refuses to mark the key.
+    """
+    lease = grace_s(options)
+    (found,) = mark_all(client_for(guard.app), [mark], dedupe=str(options.dedupe), lease=lease)
+    if isinstance(found, LockRefused):
+        raise found
+    if isinstance(found, LockUnavailable):
+        logger.warning(
+            "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s",
+            guard.task,
+            found,
+        )
+        return None
+    return found
+
+
+def grace_s(options: Options) -> float:
+    """Seconds for which a mark lasts until its message is known to be sent."""
+    return min(GRACE_S, options.queue_lease)
+
+
+def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:
+    """Seconds for which a sent call's mark lasts: the queue lease beyond its eta, but not past its expiry.
+
+    Args:
+        app: The app, for its clock and time zone.
+        settled: The options of the call.
+        options: The options of `celery.Task.apply_async`.
+        expires: When the task's calls expire, if the options do not say. Defaults to never.
+    """
+    begins = _seconds_until(app, options.get("countdown") or options.get("eta") or 0.0)
+    lease = settled.queue_lease + max(0.0, begins)
+    ends = options.get("expires", expires)
+    return lease if ends is None else min(lease, max(0.0, _seconds_until(app, ends)))
+
+
+def _seconds_until(app: Celery, when: Any) -> float:
+    if isinstance(when, str):
+        when = maybe_iso8601(when)
+    if isinstance(when, datetime):
+        return float((maybe_make_aware(when, app.timezone) - app.now()).total_seconds())
+    return float(when)
+
+
+def _deduplicated(guard: Guard, settled: Options, key: str, marked: Marked, args: Any, kwargs: Any) -> Any:
+    logger.info(
+        "A call of %s is not published: the same call is %s already, as %s (key %s).",
+        guard.task,
+        marked.state,
+        marked.task_id,
+        key,
+    )
+    task = guard.app._tasks.get(guard.task)
+    call_deduplicated.send(sender=task or guard.task, task_id=marked.task_id, key=key, state=marked.state)
+    result = task.AsyncResult(marked.task_id) if task else guard.app.AsyncResult(marked.task_id)
+    duplicate = Duplicate(
+        task=guard.task,
+        key=key,
+        task_id=marked.task_id,
+        state=marked.state,
+        holder=marked.holder,
+        args=args,
+        kwargs=kwargs,
+        result=_noted(result, deduplicated=True),
+    )
+    if callable(settled.on_duplicate):
+        return settled.on_duplicate(duplicate)
+    return duplicate.fail() if settled.on_duplicate == "raise" else duplicate.result
+
+
+def _noted(result: Any, *, deduplicated: bool) -> Any:
+    result.deduplicated = deduplicated
+    return result
+
+
+def _complain(error: Exception | None, mark: Mark, what: str) -> None:
+    """The call's own fate stands; its mark lapses after the grace lease."""
+    if error is not None:
+        logger.warning(
+            "%s %s, but its mark %s stays as it is, and lapses by itself. %s",
+            mark.task_id,
+            what,
+            mark.name,
+            error,
+        )
