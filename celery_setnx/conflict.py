@@ -36,7 +36,7 @@ class WaitsForItself(Ignore):  # type: ignore[misc]
     """
 
     def __init__(self, message: str, when: float) -> None:
-        super().__init__(message)
+        super().__init__(message, when)  # both: it is pickled on its way to the worker's parent
         self.when = when
 
 

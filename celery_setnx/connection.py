@@ -17,6 +17,7 @@ from redis.retry import Retry
 
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock import SetnxLock
+from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.options import settings
 
 logger = logging.getLogger("celery_setnx")
@@ -102,6 +103,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             if outcome.lock is not None:
                 outcome.lock.renew()
                 outcome.lock.release()
+            _try_marks(client, name)
             memory = client.info("memory")
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
@@ -119,6 +121,20 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
 def check_at_worker_start(app: Celery) -> None:
     """Have workers of the app try its lock server when they start."""
     app.steps["worker"].add(LockServerCheck)
+
+
+def _try_marks(client: redis.Redis, key: str) -> None:
+    """Mark, extend and free.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    mark = Mark(key, "check")
+    (marked,) = mark_all(client, [mark], dedupe="until_done", lease=5.0)
+    for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
+        if isinstance(error, (LockUnavailable, LockRefused)):
+            raise error
 
 
 def _warn_of_eviction(memory: dict[str, Any]) -> None:

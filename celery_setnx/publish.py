@@ -118,7 +118,8 @@ def publish(
     marked = take_mark(guard, mark, settled)
     if marked is not None and marked.is_duplicate:
         if not options.get("link") and not options.get("link_error"):
-            return _deduplicated(guard, settled, mark.key, marked, args, kwargs)
+            ignored = options.get("ignore_result")
+            return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
         # Callbacks cannot be handed to the other call, so this one is queued beside it: its run is guarded.
         marked = None
     if marked is not None:
@@ -241,7 +242,15 @@ def _seconds_until(app: Celery, when: Any) -> float:
     return float(when)
 
 
-def _deduplicated(guard: Guard, settled: Options, key: str, marked: Marked, args: Any, kwargs: Any) -> Any:
+def _deduplicated(
+    guard: Guard,
+    settled: Options,
+    key: str,
+    marked: Marked,
+    args: Any,
+    kwargs: Any,
+    ignored: bool | None,
+) -> Any:
     logger.info(
         "A call of %s is not published: the same call is %s already, as %s (key %s).",
         guard.task,
@@ -252,6 +261,8 @@ def _deduplicated(guard: Guard, settled: Options, key: str, marked: Marked, args
     task = guard.app._tasks.get(guard.task)
     call_deduplicated.send(sender=task or guard.task, task_id=marked.task_id, key=key, state=marked.state)
     result = task.AsyncResult(marked.task_id) if task else guard.app.AsyncResult(marked.task_id)
+    # As of a call that was sent: get() must not wait for a result that nobody stores.
+    result.ignored = getattr(task, "ignore_result", False) if ignored is None else ignored
     duplicate = Duplicate(
         task=guard.task,
         key=key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from celery import Celery
 from celery.exceptions import Reject
 
 from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.conflict import _deliverable, backoff, come_back, in_workflow, waited
+from celery_setnx.conflict import WaitsForItself, _deliverable, backoff, come_back, in_workflow, waited
 from celery_setnx.options import Options
 
 
@@ -99,3 +100,9 @@ def test_workflow_is_a_chain_a_chord_or_a_mutable_link(request_of: Any, expected
     """What follows needs this call's result: then auto retries."""
     request = SimpleNamespace(**{"chain": None, "chord": None, "callbacks": None, **request_of})
     assert in_workflow(request) is expected
+
+
+def test_waiting_for_itself_survives_the_way_to_the_workers_parent() -> None:
+    """An end that the parent cannot unpickle would end the whole worker."""
+    copy = pickle.loads(pickle.dumps(WaitsForItself("held by an earlier attempt", 1.5)))
+    assert (copy.args[0], copy.when) == ("held by an earlier attempt", 1.5)
