@@ -30,10 +30,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from celery_setnx import AlreadyRunning, is_skipped
+from celery_setnx import AlreadyRunning, CallOutcome, is_skipped
 from examples.embedded import EmbeddedServer
 
 CALLS, KEYS, THREADS = 100, 10, 10
+WISHES, ITEMS = 1000, 6
 WORKERS, PROCESSES = ("alpha", "beta"), 4
 DEADLINE_S = 30.0
 WIDTH, TRACK = 100, 70
@@ -140,7 +141,7 @@ class History:
 
 
 class Demo:
-    """Three scenes, what they show, and whether it was true."""
+    """Four scenes, what they show, and whether it was true."""
 
     def __init__(self, console: Console, app: Any, history: History, alpha: Worker, beta: Worker) -> None:
         self.console = console
@@ -290,9 +291,51 @@ class Demo:
             f"{failed.state}, {type(error).__name__}",
         )
 
+    def queued_once(self) -> None:
+        """Scene 3: many equal calls are fanned out, and each is queued once."""
+        self.title(3, f"{WISHES:,} calls of {ITEMS} items, fanned out", 'dedupe="until_done"')
+        history, app = self.history, self.app
+        outcomes: list[CallOutcome] = []
+        began = time.monotonic()
+        counts = app.refresh.fan_out(((n % ITEMS,) for n in range(WISHES)), each=outcomes.append)
+        took_s = time.monotonic() - began
+        story = [
+            f"fan_out   {WISHES:,} calls in {took_s * 1000:.0f} ms: {counts.accepted} messages, "
+            f"{counts.duplicates} duplicates"
+        ]
+        with self.shown(lambda: Text("\n".join(story))) as wait:
+            wait(lambda: len(history.of("start", item=0)) == 1, "the first item is refreshed")
+            again = app.refresh.delay(0)
+            story.append(
+                f"delay     refresh(0) runs, and is asked for again: deduplicated={again.deduplicated}"
+            )
+            for _ in range(ITEMS):
+                app.open_gate("refresh")
+            ran = wait(
+                lambda: (
+                    [e for n in range(ITEMS) for e in history.of("end", item=n)][ITEMS - 1 :]
+                    and [e["task_id"] for n in range(ITEMS) for e in history.of("start", item=n)]
+                ),
+                "all items are refreshed",
+            )
+            story.append(f"bodies    {len(ran)}")
+
+        sent = {outcome.task_id for outcome in outcomes if outcome.state == "accepted"}
+        named = {outcome.task_id for outcome in outcomes if outcome.state == "duplicate"}
+        self.check(
+            "fan-out: each call is queued and runs once",
+            (counts.accepted, counts.duplicates) == (ITEMS, WISHES - ITEMS) and sorted(ran) == sorted(sent),
+            f"{WISHES:,} calls, {counts.accepted} messages, {len(ran)} bodies",
+        )
+        self.check(
+            "a duplicate gets the id of the call that runs",
+            named == sent and again.deduplicated and again.id in sent,
+            f"{counts.duplicates} duplicates name {len(named)} calls",
+        )
+
     def take_over(self) -> None:
-        """Scene 3: a worker is killed in mid-task, and another one takes its lock over."""
-        self.title(3, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
+        """Scene 4: a worker is killed in mid-task, and another one takes its lock over."""
+        self.title(4, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
         history, app = self.history, self.app
         scene = TakeOver(history, app.server_time)
         with self.shown(scene.picture) as wait:
@@ -342,7 +385,7 @@ class Demo:
 
 
 class TakeOver:
-    """What scene 3 shows."""
+    """What scene 4 shows."""
 
     def __init__(self, history: History, clock: Callable[[], float]) -> None:
         self._history = history
@@ -519,6 +562,7 @@ def run(console: Console, logs: Path) -> bool:
             demo.start()
             demo.fan_out()
             demo.policies()
+            demo.queued_once()
             demo.take_over()
             demo.leftovers()
         except Missed as missed:

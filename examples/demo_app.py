@@ -55,6 +55,13 @@ def report(month: str) -> str:
     return f"report of {month}"
 
 
+@app.task(base=SingletonTask, singleton={"dedupe": "until_done"})
+def refresh(item: int) -> None:
+    """Asked for many times, queued once. Runs until its gate opens."""
+    with recorded(item=item):
+        wait_for_gate("refresh")
+
+
 @app.task(
     base=SingletonTask,
     bind=True,
