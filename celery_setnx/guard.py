@@ -157,15 +157,16 @@ class Run:
         header = (request.headers or {}).get(HEADER) or {}
         self.task = task
         self.request = request
-        self.options = guard.options_of(header.get("options") or {})
-        self.same_host = guard.settings.same_host
-        self.lock = guard.lock(
-            header,
-            args,
-            kwargs,
-            {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname},
-        )
         self.is_marked = bool(header.get("marked"))
+        self.same_host = guard.settings.same_host
+        info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
+        try:
+            self.options = guard.options_of(header.get("options") or {})
+            self.lock = guard.lock(header, args, kwargs, info)
+        except SetnxError:
+            if self.is_marked:  # refused here, whatever its producer could know
+                free_all(client_for(guard.app), [Mark(header["key"], request.id)])
+            raise
         self.keeper = keeper_for_process(self.lock.clock)
         self.pid = os.getpid()
 

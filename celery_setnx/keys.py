@@ -75,7 +75,7 @@ class KeyFunction:
     def _blame(self, bound: inspect.BoundArguments, error: Exception) -> str:
         for name, value in bound.arguments.items():
             try:
-                canonical(value)
+                FORMATS[self._version or latest_version()](value)
             except (TypeError, ValueError) as cause:
                 if str(cause) == str(error):
                     return f"argument {name!r} of type {type(value).__name__}: {cause}"

@@ -134,7 +134,7 @@ def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if callable(value) and name not in PUBLISH_ONLY:
             raise OptionError(
-                f"option {name!r} of one call of {where} is a callable, which cannot travel in a message; "
+                f"option {name!r} of {where} is a callable, which cannot travel in a message; "
                 "give it to the task"
             )
     return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
@@ -170,8 +170,9 @@ def settings(conf: Any) -> Settings:
     prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
-    version = conf.get("setnx_key_version") or latest_version()
-    if version not in FORMATS:
+    version = conf.get("setnx_key_version")
+    version = latest_version() if version is None else version
+    if isinstance(version, bool) or not isinstance(version, int) or version not in FORMATS:
         raise OptionError(f"setnx_key_version must be one of {', '.join(map(str, FORMATS))}, not {version!r}")
     return Settings(
         prefix=prefix,

@@ -18,7 +18,13 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_setnx.conflict import HEADER
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import DuplicateTask, LockRefused, LockUnavailable, OptionError
+from celery_setnx.exceptions import (
+    DuplicateTask,
+    LockRefused,
+    LockUnavailable,
+    OptionError,
+    UnkeyableCall,
+)
 from celery_setnx.guard import Guard
 from celery_setnx.lock import Holder
 from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, mark_all
@@ -32,10 +38,11 @@ Send = Callable[..., Any]
 
 # What Celery gives a call that another call, or its own past, waits for.
 AWAITED = ("task_id", "group_id", "chord", "chain", "retries")
+# Catch-alls by names that no task gives its own parameters.
 _ANY_ARGUMENTS = inspect.Signature(
     [
-        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+        inspect.Parameter("_positional_", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("_by_keyword_", inspect.Parameter.VAR_KEYWORD),
     ]
 )
 
@@ -149,7 +156,8 @@ def send_task(
     """Publish a call of a task by its name, deduplicated: for producers without the task's code.
 
     `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
-    whether the same call is queued already.
+    whether the same call is queued already. The task must be guarded where it runs: the start of another one
+    does not end its mark, which then lasts for `queue_lease`.
 
     Args:
         app: The app; its `setnx_url` and `setnx_prefix` must be the workers'.
@@ -172,7 +180,7 @@ def send_task(
         >>> send_task(app, "shop.settle", kwargs={"account_id": 7},   # doctest: +SKIP
         ...           singleton={"key": "account_id", "dedupe": "until_started"})
     """
-    known = app._tasks.get(name)
+    known = app.tasks.get(name)
     if getattr(known, "_guard", None) is not None:
         return known.apply_async(args, kwargs, singleton=singleton, **options)
     layer = checked(f"a call of {name}", singleton or {})
@@ -186,7 +194,11 @@ def send_task(
     def send(args: Any, kwargs: Any, **options: Any) -> Any:
         return app.send_task(name, args, kwargs, **options)
 
-    return publish(guard, send, args, kwargs, layer, options)
+    try:
+        return publish(guard, send, args, kwargs, layer, options)
+    except UnkeyableCall as error:
+        reason = f"{error.reason}. Without the task's code only arguments given by keyword have names"
+        raise UnkeyableCall(name, f"{reason}: send_task(..., kwargs={{...}})") from None
 
 
 def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:

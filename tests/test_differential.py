@@ -16,9 +16,9 @@ import redis
 from redis.exceptions import ResponseError
 
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, texts
-from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Record, Store, purge, task_of
+from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Mark, Record, Store, purge, task_of
 
-LOCK, RECORD = "lock.foo", "{lock.foo}:holder"
+LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
 CASES = 1_500 * int(os.environ.get("MODEL_SCALE", "1"))
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
@@ -26,6 +26,7 @@ TASK_IDS = ("", "a", "b|b")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
 RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
+MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 
 EVERY_ANSWER = {
@@ -36,6 +37,10 @@ EVERY_ANSWER = {
         "release": "released resting repaired held_for_retry gone lost",
         "hold": "held_for_retry released resting gone lost",
         "free": "released repaired gone lost",
+        "look": "found nothing",
+        "mark": "marked queued running WRONGTYPE",
+        "extend": "extended lost WRONGTYPE",
+        "unmark": "freed lost WRONGTYPE",
     }.items()
     for word in answers.split()
 }
@@ -71,16 +76,59 @@ MUTANTS = [
     ("hold", "'held_for_retry', rest}", "'running', rest}"),
     ("free", "state ~= 'held_for_retry' or", ""),
     ("free", "~= task_id then", "== '' then"),
+    ("acquire", "mark == string.match(token, '^(.*)|%d+|%x+$')", "string.match(token, '^(.*)|%d+|%x+$')"),
+    ("acquire", "then redis.call('DEL', KEYS[3]) end", "then redis.call('GET', KEYS[3]) end"),
+    ("acquire", "if type(mark) ~= 'string' then mark = false end", ""),
+    ("acquire", "function held(till) return", "function held(till) redis.call('DEL', KEYS[#KEYS]) return"),
+    ("acquire", "int(now), old, record, mark} end\n\n", "int(now), old, record, false} end\n\n"),
+    ("release", "if again > 0 and task_id then", "if KEYS[3] and task_id then"),
+    ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'PX', int(again))"),
+    ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'NX')"),
+    ("release", "task_id, 'NX', 'PX', int(again))", "token, 'NX', 'PX', int(again))"),
+    ("release", "    mark_again()\n    return answer('resting')", "    return answer('resting')"),
+    ("release", "mark_again()\nreturn answer(word)", "return answer(word)"),
+    ("release", "mark_again()\nreturn answer(word)", "if value then mark_again() end\nreturn answer(word)"),
+    ("mark", "if mark and mark ~= task_id then", "if mark then"),
+    ("mark", "if mark and mark ~= task_id then", "if false then"),
+    ("mark", "if dedupe == 'until_done' then", "if true then"),
+    ("mark", "if dedupe == 'until_done' then", "if dedupe == 'until_started' then"),
+    ("mark", "if holder and value and", "if holder and"),
+    ("mark", "now < tonumber(deadline)", "now <= tonumber(deadline)"),
+    ("mark", "now < tonumber(deadline) and ", ""),
+    ("mark", "state == 'running' or state == 'held_for_retry'", "state == 'running'"),
+    ("mark", "state == 'running' or state == 'held_for_retry'", "state ~= ''"),
+    ("mark", "local holder = string.match(token or '', '^(.*)|%d+|%x+$')", "local holder = token"),
+    ("mark", "task_id, 'PX', int(lease))", "task_id)"),
+    ("mark", "redis.call('PTTL', KEYS[3]) < lease", "true"),
+    ("extend", "redis.call('GET', KEYS[1]) ~= task_id", "not redis.call('GET', KEYS[1])"),
+    ("extend", "'PEXPIRE'", "'PERSIST'"),
+    ("extend", "redis.call('PTTL', KEYS[1]) < lease", "true"),
+    ("unmark", "redis.call('GET', KEYS[1]) ~= task_id", "not redis.call('GET', KEYS[1])"),
+    ("unmark", "redis.call('DEL', KEYS[1])", ""),
 ]
 
 
 class Step(NamedTuple):
-    """One operation: what is sent to the server, and what the model says of it."""
+    """One operation: what is sent to the server, and what the model says of it.
+
+    `mark_lease`: the milliseconds for which the mark was set to last.
+    """
 
     what: str
     commands: list[tuple[Any, ...]]
     reply: tuple[Any, ...] | None
     after: Store
+    mark_lease: int = 0
+
+    @property
+    def label(self) -> str:
+        """The verb and its answer."""
+        if self.reply is None:
+            return "clock, foreigners"
+        verb = self.what.split()[0]
+        if verb == "look":
+            return "look: nothing" if self.reply[1:] == (None, None) else "look: found"
+        return f"{verb}: {self.reply[0]}"
 
 
 class Case:
@@ -93,21 +141,29 @@ class Case:
         self.store = Store()
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
+        self.mark_lease = 0
 
     def steps(self) -> Iterator[Step]:
         """The operations, each with the state that the model expects after it."""
-        yield Step("start", [("DEL", LOCK, RECORD), *_set_clock(self.now)], None, self.store)
+        yield Step("start", [("DEL", LOCK, RECORD, MARK), *_set_clock(self.now)], None, self.store)
         verbs = (
             [self.acquire] * 6
             + [self.renew] * 5
             + [self.release] * 5
             + [self.hold] * 3
             + [self.free] * 2
+            + [self.look]
+            + [self.mark] * 5
+            + [self.extend] * 2
+            + [self.unmark] * 2
             + [self.advance] * 9
             + [self.foreign] * 4
         )
         for _ in range(OPERATIONS):
-            yield self.random.choice(verbs)()
+            record = self.store.record
+            # Held for a retry is a state that most verbs end at once: what is rare in it comes more often.
+            held = isinstance(record, Record) and record.state == "held_for_retry"
+            yield self.random.choice(verbs + [self.free, self.foreign, self.acquire] * 6 * held)()
 
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
@@ -115,7 +171,7 @@ class Case:
         info, dead = self.random.choice(("{}", '{"pid":7}', "two\nlines")), ""
         if self.random.random() < 0.2:
             dead = self.token()
-        self.last = token
+        self.last, marks = token, self.random.random() < 0.8
         return self.script(
             "acquire",
             (token, lease, retention, info, dead),
@@ -127,7 +183,9 @@ class Case:
                 retention=retention,
                 info=info,
                 dead=dead,
+                marks=marks,
             ),
+            marks=marks,
         )
 
     def renew(self) -> Step:
@@ -137,11 +195,15 @@ class Case:
         return self.script("renew", (token, lease, retention), after)
 
     def release(self) -> Step:
-        """By the holder, once or twice, with or without a rest, or by anybody else."""
+        """By the holder, once or twice, with or without a rest or a retry, or by anybody else."""
         token = self.token()
         rest = self.random.choice((0, 0, self.now, self.now + 1, self.now + 2 * SECOND, self.now - SECOND))
-        after = self.model.release(self.store, self.now, token=token, rest_until=rest, remember=REMEMBER_MS)
-        return self.script("release", (token, rest, REMEMBER_MS), after)
+        marks = self.random.random() < 0.6
+        again = self.random.choice((0, *MARK_LEASES_MS)) if marks else 0
+        after = self.model.release(
+            self.store, self.now, token=token, rest_until=rest, remember=REMEMBER_MS, again=again
+        )
+        return self.script("release", (token, rest, REMEMBER_MS, again), after, marks=marks)
 
     def hold(self) -> Step:
         """By the holder, for its retry, or by anybody else."""
@@ -160,9 +222,32 @@ class Case:
         """On behalf of a task whose retry will not come."""
         record = self.store.record
         holder = task_of(record.token)[0] if isinstance(record, Record) else None
-        task_id = self.random.choice((holder or "", *TASK_IDS))
+        task_id = self.random.choice((holder or "", holder or "", *TASK_IDS))
         after = self.model.free(self.store, self.now, task_id=task_id, remember=REMEMBER_MS)
         return self.script("free", (task_id, REMEMBER_MS), after)
+
+    def look(self) -> Step:
+        """By anybody."""
+        return self.script("look", (), self.model.look(self.store, self.now))
+
+    def mark(self) -> Step:
+        """By the publisher of a new call, or of one that is marked or runs."""
+        task_id, lease = self.task_id(), self.random.choice(MARK_LEASES_MS)
+        dedupe = self.random.choice(("until_started", "until_done", "until_done"))
+        after = self.model.mark(self.store, self.now, task_id=task_id, lease=lease, dedupe=dedupe)
+        return self.script("mark", (task_id, lease, dedupe), after, marks=True)
+
+    def extend(self) -> Step:
+        """By the mark's publisher, or by anybody else."""
+        task_id, lease = self.task_id(), self.random.choice((0, *MARK_LEASES_MS))
+        after = self.model.extend(self.store, self.now, task_id=task_id, lease=lease)
+        return self.script("extend", (task_id, lease), after, keys=(MARK,))
+
+    def unmark(self) -> Step:
+        """By the mark's publisher, or by anybody else."""
+        task_id = self.task_id()
+        after = self.model.unmark(self.store, self.now, task_id=task_id)
+        return self.script("unmark", (task_id,), after, keys=(MARK,))
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
@@ -172,19 +257,21 @@ class Case:
             moments += [record.deadline] * 2
         if value is not None and NUMBER.fullmatch(value) and float(value) < 9e9:
             moments += [int(float(value) * SECOND), int((float(value) + 1) * SECOND)]
-        moments += [ms * MS for ms in (self.store.expiry, self.store.record_expiry) if ms is not None]
+        expiries = [self.store.expiry, self.store.record_expiry]
+        moments += [ms * MS for ms in expiries if ms is not None]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
+        began = self.now
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
+        mark = self.store.mark
+        if mark is not None and mark.expiry is not None:
+            # The server counts a mark's lease by a clock of its own, on which no time passes here.
+            aged = mark._replace(expiry=mark.expiry + self.now // MS - began // MS)
+            self.store = self.store._replace(mark=aged)
         before, self.store = self.store, purge(self.store, self.now)
-        expired = [LOCK] * (before.value != self.store.value) + [RECORD] * (
-            before.record != self.store.record
-        )
-        return Step(
-            f"clock {self.now}",
-            [*_set_clock(self.now), *([("DEL", *expired)] if expired else [])],
-            None,
-            self.store,
-        )
+        expired = [LOCK] * (before.value != self.store.value)
+        expired += [RECORD] * (before.record != self.store.record)
+        commands = [*_set_clock(self.now), *([("DEL", *expired)] if expired else [])]
+        return Step(f"clock {self.now}", commands, None, self.store, self.mark_lease)
 
     def foreign(self) -> Step:
         """What other programs do to the keys."""
@@ -192,7 +279,9 @@ class Case:
         number = self.random.choice(
             (str(second), str(second), f"{second}.5", f"{second}.", f"00{second}", "0")
         )
-        what = self.random.choice(("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record"))
+        what = self.random.choice(
+            ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark")
+        )
         store = self.store
         if what == "getset" and store.value != NOT_A_STRING:
             self.store = store._replace(value=number, expiry=None)
@@ -212,14 +301,19 @@ class Case:
             text = self.random.choice(("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n"))
             self.store = store._replace(record=text, record_expiry=None)
             commands = [("SET", RECORD, text)]
+        elif what == "mark" and self.random.random() < 0.3:
+            self.store = store._replace(mark=Mark(NOT_A_STRING, None))
+            commands = [("DEL", MARK), ("RPUSH", MARK, "x")]
         else:
-            gone = self.random.choice(([LOCK], [LOCK], [LOCK, RECORD], [RECORD]))
+            gone = self.random.choice(([LOCK], [LOCK], [LOCK, RECORD], [RECORD], [MARK]))
             if LOCK in gone:
                 self.store = self.store._replace(value=None, expiry=None)
             if RECORD in gone:
                 self.store = self.store._replace(record=None, record_expiry=None)
+            if MARK in gone:
+                self.store = self.store._replace(mark=None)
             commands = [("DEL", *gone)]
-        return Step(f"foreign {commands}", commands, None, self.store)
+        return Step(f"foreign {commands}", commands, None, self.store, self.mark_lease)
 
     def token(self) -> str:
         """Mostly the holder's or the last sender's."""
@@ -230,11 +324,30 @@ class Case:
             self.last = f"{task}|{retries + 1}|9f"
         return self.random.choice((holder, holder, self.last, self.random.choice(TOKENS)))
 
-    def script(self, verb: str, arguments: tuple[Any, ...], after: tuple[Store, tuple[Any, ...]]) -> Step:
-        """A call of a script."""
-        self.store, reply = after
-        command = ("EVALSHA", self.shas[verb], 2, LOCK, RECORD, *arguments)
-        return Step(f"{verb} {arguments}", [command], reply, self.store)
+    def task_id(self) -> str:
+        """Mostly the marked task's or the holder's."""
+        mark, record = self.store.mark, self.store.record
+        holder = task_of(record.token)[0] if isinstance(record, Record) else None
+        known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
+        return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
+
+    def script(
+        self,
+        verb: str,
+        arguments: tuple[Any, ...],
+        after: tuple[Store, tuple[Any, ...]],
+        *,
+        marks: bool = False,
+        keys: tuple[str, ...] = (LOCK, RECORD),
+    ) -> Step:
+        """A call of a script; `marks`: with the mark's key."""
+        before, (self.store, reply) = self.store.mark, after
+        mark = self.store.mark
+        if mark is not None and mark.expiry is not None and mark != before:
+            self.mark_lease = mark.expiry - self.now // MS
+        keys = (*keys, MARK) if marks else keys
+        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *arguments)
+        return Step(f"{verb} {arguments}", [command], reply, self.store, self.mark_lease)
 
 
 def _set_clock(now: int) -> list[tuple[Any, ...]]:
@@ -247,15 +360,16 @@ def _send(client: redis.Redis, steps: list[Step]) -> list[tuple[Any, ...]]:
         for step in steps:
             for command in step.commands:
                 pipe.execute_command(*command)
-            for command in (("GET", LOCK), ("PEXPIRETIME", LOCK), ("GET", RECORD), ("PEXPIRETIME", RECORD)):
-                pipe.execute_command(*command)
+            for key in (LOCK, RECORD, MARK):
+                pipe.execute_command("GET", key)
+                pipe.execute_command("PEXPIRETIME", key)
         replies = iter(pipe.execute(raise_on_error=False))
-    return [tuple([next(replies) for _ in range(len(step.commands) + 4)][-5:]) for step in steps]
+    return [tuple([next(replies) for _ in range(len(step.commands) + 6)][-7:]) for step in steps]
 
 
-def _differences(step: Step, seen: tuple[Any, ...], remembered_until: range) -> Iterator[str]:
-    """What the server answered otherwise than the model."""
-    reply, value, expiry, record, record_expiry = seen
+def _differences(step: Step, seen: tuple[Any, ...], sent: range) -> Iterator[str]:
+    """What the server answered otherwise than the model; `sent`: when, by the server's own clock."""
+    reply, value, expiry, record, record_expiry, mark, mark_expiry = seen
     after = step.after
     if step.reply is not None:
         answered = (str(reply).split()[0],) if isinstance(reply, ResponseError) else tuple(reply)
@@ -267,12 +381,19 @@ def _differences(step: Step, seen: tuple[Any, ...], remembered_until: range) -> 
         yield f"the record is {record!r}, in the model {after.record!r}"
     if expiry != _expiry(after.value, after.expiry):
         yield f"the lock expires at {expiry}, in the model at {after.expiry}"
+    # The expiries that are counted from the server's own clock: of a released record, and of the mark.
     if isinstance(after.record, Record) and after.record.deadline == 0:
-        # The one expiry that is counted from the server's own clock.
-        if record_expiry not in remembered_until:
-            yield f"the release is remembered until {record_expiry}, not within {remembered_until}"
+        if record_expiry - REMEMBER_MS not in sent:
+            yield f"the release is remembered until {record_expiry}, {REMEMBER_MS} ms from {sent}"
     elif record_expiry != _expiry(after.record, after.record_expiry):
         yield f"the record expires at {record_expiry}, in the model at {after.record_expiry}"
+    if (NOT_A_STRING if isinstance(mark, ResponseError) else mark) != (after.mark and after.mark.task_id):
+        yield f"the mark is {mark!r}, in the model {after.mark}"
+    if after.mark is None or after.mark.expiry is None:
+        if mark_expiry != _expiry(after.mark, None):
+            yield f"the mark expires at {mark_expiry}, in the model {after.mark}"
+    elif mark_expiry - step.mark_lease not in sent:
+        yield f"the mark expires at {mark_expiry}, not {step.mark_lease} ms from {sent}"
 
 
 def _expiry(content: object, expiry: int | None) -> int:
@@ -293,15 +414,15 @@ def compare(client: redis.Redis, scripts: dict[str, str], seeds: Iterable[int]) 
         steps = list(Case(seed, shas).steps())
         before = _server_ms(client)
         seen = _send(client, steps)
-        remembered_until = range(before + REMEMBER_MS, _server_ms(client) + REMEMBER_MS + 1)
-        client.delete(LOCK, RECORD, CLOCK_KEY)
+        sent = range(before, _server_ms(client) + 1)
+        client.delete(LOCK, RECORD, MARK, CLOCK_KEY)
         for number, (step, real) in enumerate(zip(steps, seen)):
-            differences = list(_differences(step, real, remembered_until))
+            differences = list(_differences(step, real, sent))
             if differences:
                 history = "\n".join(f"{n:3} {s.what} -> {s.reply}" for n, s in enumerate(steps[: number + 1]))
                 return words, f"DIFFERENTIAL_SEED={seed}, step {number}: {'; '.join(differences)}\n{history}"
             if number:  # the first only empties the keys
-                words[f"{step.what.split()[0]}: {step.reply[0]}" if step.reply else "clock, foreigners"] += 1
+                words[step.label] += 1
     return words, ""
 
 

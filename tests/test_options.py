@@ -92,9 +92,9 @@ def test_none_means_the_default(layer: Any) -> None:
 
 def test_callable_of_one_call_is_refused() -> None:
     """A message carries no functions."""
-    with pytest.raises(OptionError, match="'on_conflict' of one call of t is a callable"):
+    with pytest.raises(OptionError, match="'on_conflict' of t is a callable"):
         plain("t", {"on_conflict": print})
-    with pytest.raises(OptionError, match="'key' of one call of t is a callable"):
+    with pytest.raises(OptionError, match="'key' of t is a callable"):
         plain("t", {"key": lambda: 1})
 
 

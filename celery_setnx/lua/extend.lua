@@ -1,4 +1,5 @@
--- Let a mark last: its call is on its way, or goes on waiting.
+-- Let a mark last: its call is on its way, or goes on waiting. Never shorter than it lasts already: the call
+-- may have run meanwhile, and have marked its key again for its retry.
 --
 -- KEYS  1 mark (see mark.lua)
 -- ARGV  1 task id
@@ -10,5 +11,5 @@
 local task_id, lease = ARGV[1], tonumber(ARGV[2])
 
 if redis.call('GET', KEYS[1]) ~= task_id then return {'lost'} end
-redis.call('PEXPIRE', KEYS[1], string.format('%.0f', lease))
+if redis.call('PTTL', KEYS[1]) < lease then redis.call('PEXPIRE', KEYS[1], string.format('%.0f', lease)) end
 return {'extended'}

@@ -25,5 +25,6 @@ if dedupe == 'until_done' then
     return {'running', holder, int(now), type(value) == 'string' and value or '(not a string)', record}
   end
 end
-redis.call('SET', KEYS[3], task_id, 'PX', int(lease))
+-- Our own mark is there if this was sent twice; it may last for longer by now.
+if redis.call('PTTL', KEYS[3]) < lease then redis.call('SET', KEYS[3], task_id, 'PX', int(lease)) end
 return {'marked', task_id, int(now), false, false}

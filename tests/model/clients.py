@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, State, World
-from tests.model.lock import SECOND, Record, Store
+from tests.model.lock import MS, SECOND, Record, Store
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -255,69 +255,143 @@ class Parent:
 
 
 class Call(Ours):
-    """A call with `dedupe`: published, queued, run when a worker has time, perhaps retried.
+    """A call with `dedupe`: marked, sent, queued, run when a worker has time, perhaps retried.
+
+    Its publisher and its worker are two processes: the mark may be extended at any time after the send, even
+    when the call is over, or never. A publisher that dies is one that makes no further move.
 
     Args:
         task: The task id.
         until_done: At most one queued or running; otherwise `until_started`, at most one queued.
-        queue_lease: How long its mark lasts, in ticks.
+        queue_lease: How long its mark lasts, in ticks, once its message is sent.
+        grace: How long its mark lasts until then. Defaults to 1.
         publishes: How often a duplicate is published again. Defaults to 2.
+        skips: Whether a held lock ends it. Defaults to no: it comes back later.
+        countdown: How long its retry is put off, in ticks. Defaults to 0.
         options: As for `Ours`.
     """
 
     def __init__(
-        self, task: str, *, until_done: bool, queue_lease: int, publishes: int = 2, **options: Any
+        self,
+        task: str,
+        *,
+        until_done: bool,
+        queue_lease: int,
+        grace: int = 1,
+        publishes: int = 2,
+        skips: bool = False,
+        countdown: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__(task, **options)
+        self.again = (queue_lease + countdown) * TICK
         self.until_done = until_done
+        self.dedupe = "until_done" if until_done else "until_started"
         self.queue_lease = queue_lease * TICK
+        self.grace = grace * TICK
         self.publishes = publishes
+        self.skips = skips
 
     def begin(self) -> Client:
         """Not yet published."""
         return Client("idle", tries=self.publishes)
 
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """What its worker does next, or before that its publisher (or whoever has sent it back)."""
+        if not me.extends:
+            yield from super().moves(me, index, state, world)
+            return
+        yield self._extended(me, state, world)
+        if me.at == "over":
+            return
+        for move in super().moves(me._replace(extends=False), index, state, world):
+            if move.client is DONE:
+                yield move._replace(client=Client("over", extends=True))
+            else:
+                yield move._replace(client=move.client._replace(extends=True))
+
+    def is_queued(self, me: Client, now: int) -> bool:
+        """Whether its message is really on its way, or may be for all that Redis can know yet."""
+        if me.at in ("queued", "sent"):
+            return True
+        if me.at == "leaving":
+            return me.attempt < self.retries  # its retry was sent from inside its body
+        if me.at == "answered":
+            return me.word == "held"
+        # Not sent yet, or about to give the mark back; a key lives to the end of its last millisecond.
+        return me.at in ("idle", "marked", "freeing") and now <= me.marked_until
+
     def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
-        """Start: acquire, and delete the own mark."""
-        return world.verbs.start(
+        """Start: acquire, and end the own mark."""
+        return world.verbs.acquire(
             state.store,
             state.now,
             token=self.token(me, index),
             lease=self.lease,
             retention=RETENTION_MS,
-            task_id=self.task,
+            dead=me.dead,
+            marks=True,
         )
 
     def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
         """Release; on a retry with `until_done` the mark comes back."""
-        if self.until_done and me.attempt < self.retries:
-            return world.verbs.release_for_retry(
-                state.store,
-                state.now,
-                token=self.token(me, index),
-                remember=REMEMBER_MS,
-                queue_lease=self.queue_lease,
-            )
-        return super().release(me, index, state, world)
-
-    def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.verbs.publish(
+        if not self._marks_again(me):
+            return super().release(me, index, state, world)
+        return world.verbs.release(
             state.store,
             state.now,
-            task_id=self.task,
-            until_done=self.until_done,
-            queue_lease=self.queue_lease,
+            token=self.token(me, index),
+            rest_until=me.since + self.at_least_for if self.at_least_for else 0,
+            remember=REMEMBER_MS,
+            again=self.again // MS,
         )
-        if reply[0] == "duplicate":
+
+    def after_conflict(self, me: Client) -> Client:
+        """Sent back, and its mark is to be extended; or about to free its mark."""
+        if self.skips:
+            return Client("freeing", marked_until=me.marked_until)
+        return self._queued(me)._replace(extends=True)
+
+    def after_release(self, me: Client) -> Client:
+        """Done, or queued again."""
+        if me.attempt >= self.retries:
+            return DONE
+        return self._queued(Client(attempt=me.attempt + 1))
+
+    def mark(self, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+        """What the server does with its mark."""
+        return world.verbs.mark(
+            state.store, state.now, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe
+        )
+
+    def _extended(self, me: Client, state: State, world: World) -> Move:
+        store, reply = world.verbs.extend(
+            state.store, state.now, task_id=self.task, lease=self.queue_lease // MS
+        )
+        after = DONE if me.at == "over" else me._replace(extends=False)
+        if reply[0] == "extended" and after is not DONE:
+            after = after._replace(marked_until=max(me.marked_until, state.now + self.queue_lease))
+        return Move(after, store, "extend", self.task, reply)
+
+    def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.mark(state, world)
+        if reply[0] != "marked":
             tries = me.tries - 1
-            yield Move(Client("idle", tries=tries) if tries else DONE, store, "publish", self.task, reply)
+            yield Move(Client("idle", tries=tries) if tries else DONE, store, "mark", self.task, reply)
             return
-        marked = Client("marked", marked_until=state.now + self.queue_lease)
-        yield Move(marked, store, "publish", self.task, reply)
-        yield Move(me, store, "publish", self.task, reply, True)
+        until = state.now + self.grace
+        yield Move(Client("marked", marked_until=until), store, "mark", self.task, reply)
+        yield Move(me._replace(marked_until=until), store, "mark", self.task, reply, True)
 
     def _when_marked(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        yield Move(self._queued(me), state.store)
+        yield Move(self._queued(me)._replace(extends=True), state.store)
+        yield Move(me._replace(at="freeing"), state.store)  # the broker refuses it
+
+    def _when_freeing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = world.verbs.unmark(state.store, state.now, task_id=self.task)
+        yield Move(DONE, store, "unmark", self.task, reply)
+        if store is not state.store:
+            yield Move(Client("freeing"), store, "unmark", self.task, reply, True)
 
     def _when_queued(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         return self._when_sent(me._replace(at="sent", sent=state.now), index, state, world)
@@ -327,24 +401,20 @@ class Call(Ours):
             started = move.reply[0] != "held"
             yield move._replace(client=move.client._replace(marked_until=0)) if started else move
 
-    def after_conflict(self, me: Client) -> Client:
-        """Queued again; its mark is untouched."""
-        return self._queued(me)
-
-    def after_release(self, me: Client) -> Client:
-        """Done, or queued again under its mark."""
-        if me.attempt >= self.retries:
-            return DONE
-        return self._queued(Client(attempt=me.attempt + 1))
-
     def _when_leaving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         for move in super()._when_leaving(me, index, state, world):
-            marked = self.until_done and state.store.mark is None and move.reply[0] != "lost"
-            if marked and move.client.at == "queued":
-                client = move.client._replace(marked_until=state.now + self.queue_lease)
-                yield move._replace(client=client)
+            # What it is promised, whether or not the release did so: its retry is queued from now on.
+            released = move.store.value != state.store.value or move.store.record != state.store.record
+            if released and self._marks_again(me) and state.store.mark is None:
+                until = state.now + self.again
+                yield move._replace(client=move.client._replace(marked_until=until))
+            elif me.marked_until and move.client.at != "leaving":  # the reply of the first was lost
+                yield move._replace(client=move.client._replace(marked_until=me.marked_until))
             else:
                 yield move
+
+    def _marks_again(self, me: Client) -> bool:
+        return self.until_done and not self.held_for and me.attempt < self.retries
 
     def _queued(self, me: Client) -> Client:
         return Client("queued", attempt=me.attempt, beats=self.beats, marked_until=me.marked_until)

@@ -23,7 +23,11 @@ ENDED = frozenset({"done", "dead"})
 
 
 class Client(NamedTuple):
-    """Where a client stands. `until`: the time to which it relies on the lock, by its own reckoning."""
+    """Where a client stands.
+
+    `until`: the time to which it relies on the lock, by its own reckoning; `marked_until`: to which its mark
+    lasts. `extends`: its message is sent, and its mark is yet to be extended.
+    """
 
     at: str = "idle"
     tries: int = 0
@@ -36,6 +40,7 @@ class Client(NamedTuple):
     seen: str = ""
     dead: str = ""
     marked_until: int = 0
+    extends: bool = False
 
 
 DONE, DEAD = Client("done"), Client("dead")
@@ -96,9 +101,9 @@ class Verbs:
         self.release = cache(lock.release)
         self.hold = cache(lock.hold)
         self.free = cache(lock.free)
-        self.publish = cache(lock.publish)
-        self.start = cache(lock.start)
-        self.release_for_retry = cache(lock.release_for_retry)
+        self.mark = cache(lock.mark)
+        self.extend = cache(lock.extend)
+        self.unmark = cache(lock.unmark)
 
 
 class World:

@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx import lock
+from celery_setnx import lock, marks
 from celery_setnx.scripts import Script
 
 CLOCK_KEY = "test:clock"
@@ -15,23 +15,31 @@ SECOND = 1_000_000
 # Far ahead of any server's own clock, so that no absolute expiry comes true behind the test's back.
 EPOCH = 4_000_000_000 * SECOND
 SCRIPTS = {
-    "acquire": "_ACQUIRE",
-    "renew": "_RENEW",
-    "release": "_RELEASE",
-    "hold": "_HOLD",
-    "free": "_FREE",
+    "acquire": (lock, "_ACQUIRE"),
+    "renew": (lock, "_RENEW"),
+    "release": (lock, "_RELEASE"),
+    "hold": (lock, "_HOLD"),
+    "free": (lock, "_FREE"),
+    "look": (lock, "_LOOK"),
+    "mark": (marks, "_MARK"),
+    "extend": (marks, "_EXTEND"),
+    "unmark": (marks, "_UNMARK"),
 }
+TIMELESS = ("extend", "unmark")  # the marks that they find are not past: Redis expires them
 
 
-def with_test_clock(text: str) -> str:
+def with_test_clock(text: str, reads: int = 1) -> str:
     """A script's text with the server's clock replaced by the test's."""
-    assert text.count("redis.call('TIME')") == 1, "a script reads the time exactly once"
+    assert text.count("redis.call('TIME')") == reads, "a script reads the time once or has no use for it"
     return text.replace("redis.call('TIME')", f"redis.call('LRANGE', '{CLOCK_KEY}', 0, 1)")
 
 
 def texts() -> dict[str, str]:
     """The package's scripts, by verb, on the test's clock."""
-    return {verb: with_test_clock(getattr(lock, name).text) for verb, name in SCRIPTS.items()}
+    return {
+        verb: with_test_clock(getattr(module, name).text, verb not in TIMELESS)
+        for verb, (module, name) in SCRIPTS.items()
+    }
 
 
 def set_clock(client: Any, now: int) -> None:
@@ -48,7 +56,7 @@ class ServerClock:
         for verb, text in texts().items():
             script = Script(verb)
             script.text, script.sha = text, sha1(text.encode()).hexdigest()
-            monkeypatch.setattr(lock, SCRIPTS[verb], script)
+            monkeypatch.setattr(*SCRIPTS[verb], script)
         self.set(10)
 
     def set(self, second: float) -> None:

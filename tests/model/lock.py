@@ -1,8 +1,7 @@
 """The verbs of the lock as pure functions of what Redis holds and of the time. Units as in the scripts.
 
-`acquire`, `renew`, `release`, `hold` and `free` say what the scripts of these names say, word for word;
-tests/test_differential.py holds them to it. The verbs of marks follow the design ahead of their scripts.
-Each decision that a seeded mutant turns around is a method of its own.
+Each says what the script of its name says, word for word; tests/test_differential.py holds them to it. Each
+decision that a seeded mutant turns around is a method of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ MS = 1_000
 NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
 NOT_A_STRING = "(not a string)"
 FOREIGNRECORD = ("FOREIGNRECORD",)
+WRONGTYPE = ("WRONGTYPE",)
 _TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
 
 
@@ -34,7 +34,10 @@ class Record(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A queued call: its task id, and the millisecond at which the key expires (None: never)."""
+    """A queued call: its task id, and the millisecond at which the key expires (None: never).
+
+    The task id is NOT_A_STRING if a foreign program made a list of the key.
+    """
 
     task_id: str
     expiry: int | None
@@ -132,17 +135,21 @@ class Lock:
         retention: int,
         info: str = "",
         dead: str = "",
+        marks: bool = False,
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/acquire.lua."""
+        """lua/acquire.lua; `marks`: whether it is given the mark's key."""
         record = store.record
         if isinstance(record, str):
             return store, FOREIGNRECORD
         found = record or Record("", 0, 0, "", 0)
         old = store.value
         text = None if record is None else str(record)
+        mark = None
+        if marks and store.mark is not None and store.mark.task_id != NOT_A_STRING:
+            mark = store.mark.task_id
 
         def held(until: float) -> tuple[Store, tuple[Any, ...]]:
-            return store, ("held", f"{until:.0f}", str(found.fence), str(now), old, text)
+            return store, ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark)
 
         word, fence = "acquired", self.next_fence(found.fence, now)
         if old is not None:
@@ -152,7 +159,7 @@ class Lock:
             own_rest = False
             if self.record_decides(store, now):
                 if found.token == token and found.state == "running":
-                    return store, ("again", str(found.deadline), str(found.fence), str(now), old, text)
+                    return store, ("again", str(found.deadline), str(found.fence), str(now), old, text, mark)
                 if self.proves_death(found, dead):
                     word = "taken_over"
                 elif self.resumes(found, token):
@@ -176,7 +183,13 @@ class Lock:
             record=Record(token, deadline, fence, "running", now, info),
             record_expiry=expiry,
         )
-        return after, (word, str(deadline), str(fence), str(now), old, text)
+        if mark is not None and self.ends_mark(mark, token):
+            after = after._replace(mark=None)
+        return after, (word, str(deadline), str(fence), str(now), old, text, mark)
+
+    def ends_mark(self, mark: str, token: str) -> bool:
+        """Whether a mark is that of the task that starts."""
+        return mark == task_of(token)[0]
 
     def renew(
         self, store: Store, now: int, *, token: str, lease: int, retention: int
@@ -205,9 +218,9 @@ class Lock:
         return self.record_decides(store, now)
 
     def release(
-        self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int
+        self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int, again: int = 0
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/release.lua."""
+        """lua/release.lua; `again`: the milliseconds for which it marks the key."""
         value, record = store.value, store.record
         if not isinstance(record, Record) or record.token != token:
             return store, ("lost", str(now), value)
@@ -227,7 +240,7 @@ class Lock:
                     record=record._replace(deadline=rest_until, state="resting"),
                     record_expiry=expiry,
                 )
-                return after, ("resting", str(now), value)
+                return self.marked_again(after, now, token, again), ("resting", str(now), value)
             word = "repaired" if repaired else "released"
         after = store._replace(
             value=None,
@@ -235,7 +248,14 @@ class Lock:
             record=record._replace(deadline=0, state=word),
             record_expiry=now // MS + remember,
         )
-        return after, (word, str(now), value)
+        return self.marked_again(after, now, token, again), (word, str(now), value)
+
+    def marked_again(self, store: Store, now: int, token: str, again: int) -> Store:
+        """The keys of a lock that was released: its task has sent its retry, and is queued again."""
+        task_id = task_of(token)[0]
+        if again <= 0 or task_id is None or store.mark is not None:
+            return store
+        return store._replace(mark=self.mark_of(task_id, now, again))
 
     def hold(
         self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
@@ -266,42 +286,27 @@ class Lock:
         after, reply = self.release(running, now, token=record.token, remember=remember)
         return (store if after is running else after), reply
 
-    def publish(
-        self, store: Store, now: int, *, task_id: str, until_done: bool, queue_lease: int
+    def mark(
+        self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str
     ) -> tuple[Store, tuple[Any, ...]]:
-        """Mark a call as queued, unless it is a duplicate; sent again, its own mark is no duplicate."""
-        if store.mark is not None and store.mark.task_id != task_id:
-            return store, ("duplicate",)
-        if until_done and self._executes_a_task(store, now):
-            return store, ("duplicate",)
-        return store._replace(mark=self.mark_of(task_id, now, queue_lease)), ("marked",)
+        """lua/mark.lua."""
+        mark, record = store.mark, store.record
+        if mark is not None and mark.task_id == NOT_A_STRING:
+            return store, WRONGTYPE
+        if mark is not None and not self.may_mark(mark, task_id):
+            return store, ("queued", mark.task_id, str(now), None, None)
+        if dedupe == "until_done" and self.executes_a_task(store, now):
+            assert isinstance(record, Record)
+            return store, ("running", task_of(record.token)[0], str(now), store.value, str(record))
+        after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
+        return after, ("marked", task_id, str(now), None, None)
 
-    def mark_of(self, task_id: str, now: int, queue_lease: int) -> Mark:
-        """A mark that expires with its lease."""
-        return Mark(task_id, up(now + queue_lease, MS))
+    def may_mark(self, mark: Mark, task_id: str) -> bool:
+        """Whether a mark is the caller's own: the call was sent again."""
+        return mark.task_id == task_id
 
-    def start(self, store: Store, now: int, *, task_id: str, **acquire: Any) -> tuple[Store, tuple[Any, ...]]:
-        """Acquire, and delete the mark if it is this call's; a lapsed or foreign mark drops nobody."""
-        after, reply = self.acquire(store, now, **acquire)
-        if reply[0] != "held" and self.may_delete_mark(after, task_id):
-            after = after._replace(mark=None)
-        return after, reply
-
-    def may_delete_mark(self, store: Store, task_id: str) -> bool:
-        """Whether a mark is that of the starting call."""
-        return store.mark is not None and store.mark.task_id == task_id
-
-    def release_for_retry(
-        self, store: Store, now: int, *, token: str, remember: int, queue_lease: int
-    ) -> tuple[Store, tuple[Any, ...]]:
-        """With `until_done`: release, and write the mark back in the same script unless another has one."""
-        after, reply = self.release(store, now, token=token, remember=remember)
-        task_id = task_of(token)[0]
-        if reply[0] != "lost" and task_id is not None and after.mark is None:
-            after = after._replace(mark=self.mark_of(task_id, now, queue_lease))
-        return after, reply
-
-    def _executes_a_task(self, store: Store, now: int) -> bool:
+    def executes_a_task(self, store: Store, now: int) -> bool:
+        """Whether a task of ours runs, or its lock is held for its retry; a foreign lock is none."""
         record = store.record
         return (
             store.value is not None
@@ -310,3 +315,42 @@ class Lock:
             and task_of(record.token)[0] is not None
             and not self.is_past(now, record.deadline)
         )
+
+    def mark_of(self, task_id: str, now: int, lease: int) -> Mark:
+        """A mark that expires with its lease."""
+        return Mark(task_id, now // MS + lease)
+
+    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> tuple[Store, tuple[Any, ...]]:
+        """lua/extend.lua."""
+        if store.mark is not None and store.mark.task_id == NOT_A_STRING:
+            return store, WRONGTYPE
+        if not self.may_extend(store.mark, task_id):
+            return store, ("lost",)
+        holder = store.mark.task_id if store.mark else task_id
+        return store._replace(mark=self.longer(store.mark, self.mark_of(holder, now, lease))), ("extended",)
+
+    def longer(self, mark: Mark | None, new: Mark) -> Mark:
+        """A mark that is set again: never to last for less than it does."""
+        if mark is None or mark.task_id != new.task_id or mark.expiry is None or new.expiry is None:
+            return new
+        return mark if mark.expiry >= new.expiry else new
+
+    def may_extend(self, mark: Mark | None, task_id: str) -> bool:
+        """Whether a mark is there still, and the task's own."""
+        return mark is not None and mark.task_id == task_id
+
+    def unmark(self, store: Store, now: int, *, task_id: str) -> tuple[Store, tuple[Any, ...]]:
+        """lua/unmark.lua."""
+        if store.mark is not None and store.mark.task_id == NOT_A_STRING:
+            return store, WRONGTYPE
+        if store.mark is None or not self.may_unmark(store.mark, task_id):
+            return store, ("lost",)
+        return store._replace(mark=None), ("freed",)
+
+    def may_unmark(self, mark: Mark, task_id: str) -> bool:
+        """Whether a mark is the task's own."""
+        return mark.task_id == task_id
+
+    def look(self, store: Store, now: int) -> tuple[Store, tuple[Any, ...]]:
+        """lua/look.lua."""
+        return store, (str(now), store.value, None if store.record is None else str(store.record))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.model.clients import RETENTION_MS, is_dead
-from tests.model.explorer import INSIDE, TICK, Event, Result, State, World, grant_in
-from tests.model.lock import NUMBER, Lock, Record, purge, seconds, task_of
+from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
+from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, grant_in
+from tests.model.lock import MS, NUMBER, Lock, Record, purge, seconds, task_of
 
 RELEASES = ("release", "free")
+EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
 
 def exclusion(world: World, before: State, event: Event, after: State) -> bool:
@@ -109,14 +110,42 @@ def fences_rise(world: World, before: State, event: Event, after: State) -> bool
 
 def one_queued(world: World, before: State, event: Event, after: State) -> bool:
     """Of the calls whose marks have not lapsed at most one is queued (until_done: or running)."""
-    if event.what not in ("publish", "release"):
+    if event.what not in ("mark", "extend", "release"):
         return True
     queued = running = 0
     for program, client in zip(world.programs, after.clients):
-        if client.at in ("marked", "queued", "sent", "answered") and after.now < client.marked_until:
-            queued += 1
+        queued += after.now < client.marked_until
         running += getattr(program, "until_done", False) and client.at in INSIDE and after.now < client.until
-    return queued <= 1 and (event.reply[0] != "marked" or not running)
+    return queued <= 1 and (event.what != "mark" or event.reply[0] != "marked" or not running)
+
+
+def mark_lasts(world: World, before: State, event: Event, after: State) -> bool:
+    """A mark is there for as long as its call was told, until the call starts or gives it back."""
+    mark, now = after.store.mark, after.now
+    for program, client in zip(world.programs, after.clients):
+        if client.marked_until > now and (mark is None or mark.task_id != getattr(program, "task", None)):
+            return False
+    return True
+
+
+def no_ghost(world: World, before: State, event: Event, after: State) -> bool:
+    """No call is dropped in favour of one that is neither queued nor running (or died so).
+
+    A call that was marked and never sent counts for as long as its grace lease.
+    """
+    if event.what != "mark" or event.reply[0] not in ("queued", "running"):
+        return True
+    for program, client in zip(world.programs, before.clients):
+        if not isinstance(program, Ours) or program.task != event.reply[1]:
+            continue
+        if client == DEAD:
+            return True
+        if event.reply[0] == "queued":
+            return isinstance(program, Call) and program.is_queued(client, before.now)
+        record = before.store.record
+        resumable = isinstance(record, Record) and record.state == "held_for_retry"
+        return resumable or client.at in EXECUTES
+    return False
 
 
 def others_mark_kept(world: World, before: State, event: Event, after: State) -> bool:
@@ -136,7 +165,7 @@ SAFETY = (
     no_false_loss,
     fences_rise,
 )
-MARKS = (*SAFETY, one_queued, others_mark_kept)
+MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
 
 def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
@@ -156,13 +185,12 @@ def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
 
 def slowest_publish(lock: Lock, result: Result, bound: int, *, until_done: bool) -> int:
     """In how many ticks a lone publisher is no duplicate, from the worst of all reachable states."""
+    dedupe = "until_done" if until_done else "until_started"
     slowest = 0
     for store, now in result.moments:
         for tick in range(bound + 1):
             at = now + tick * TICK
-            _, reply = lock.publish(
-                purge(store, at), at, task_id="alone", until_done=until_done, queue_lease=TICK
-            )
+            _, reply = lock.mark(purge(store, at), at, task_id="alone", lease=TICK // MS, dedupe=dedupe)
             if reply[0] == "marked":
                 break
         else:

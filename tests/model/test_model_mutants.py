@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
-from tests.model.explorer import TICK, Client, Move, Property, State, World, explore
-from tests.model.lock import Lock, Mark, Record, Store, task_of
+from tests.model.explorer import DONE, TICK, Client, Move, Property, State, World, explore
+from tests.model.lock import MS, Lock, Mark, Record, Store, task_of
 from tests.model.properties import (
     entry_kept,
     exclusion,
     fences_rise,
+    mark_lasts,
     no_false_loss,
+    no_ghost,
     no_release_lost,
     no_stale_release,
     one_queued,
@@ -30,10 +32,10 @@ Answer = tuple[Store, tuple[Any, ...]]
 class ReleasesForAnybody(Lock):
     """Release without comparing the token."""
 
-    def release(self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int) -> Answer:
+    def release(self, store: Store, now: int, *, token: str, **arguments: Any) -> Answer:
         """As if the token were the holder's."""
         token = store.record.token if isinstance(store.record, Record) else token
-        return super().release(store, now, token=token, rest_until=rest_until, remember=remember)
+        return super().release(store, now, token=token, **arguments)
 
 
 class RenewsForAnybody(Lock):
@@ -149,25 +151,137 @@ class FreesAnyHold(Lock):
 class MarksForEver(Lock):
     """A mark without a lease."""
 
-    def mark_of(self, task_id: str, now: int, queue_lease: int) -> Mark:
+    def mark_of(self, task_id: str, now: int, lease: int) -> Mark:
         """No TTL."""
         return Mark(task_id, None)
+
+
+class MarksOverAnothers(Lock):
+    """A mark that is set without a look at the one that is there."""
+
+    def may_mark(self, mark: Mark, task_id: str) -> bool:
+        """Whosever it is."""
+        return True
+
+
+class MarksBesideTheRunning(Lock):
+    """A publish that does not ask whether a task runs, though it should with `until_done`."""
+
+    def executes_a_task(self, store: Store, now: int) -> bool:
+        """Nobody runs."""
+        return False
 
 
 class DeletesAnyMark(Lock):
     """Starting deletes whatever mark there is."""
 
-    def may_delete_mark(self, store: Store, task_id: str) -> bool:
+    def ends_mark(self, mark: str, token: str) -> bool:
         """Also another's."""
-        return store.mark is not None
+        return True
+
+
+class KeepsTheMark(Lock):
+    """Starting does not end the task's own mark."""
+
+    def ends_mark(self, mark: str, token: str) -> bool:
+        """Never."""
+        return False
 
 
 class ForgetsTheMark(Lock):
     """A retry does not write its mark back."""
 
-    def release_for_retry(self, store: Store, now: int, *, queue_lease: int, **arguments: Any) -> Answer:
+    def marked_again(self, store: Store, now: int, token: str, again: int) -> Store:
         """Release only."""
-        return self.release(store, now, **arguments)
+        return store
+
+
+class MarksAgainOverAnothers(Lock):
+    """A retry writes its mark back, whoever was marked meanwhile."""
+
+    def marked_again(self, store: Store, now: int, token: str, again: int) -> Store:
+        """SET without NX."""
+        return super().marked_again(store._replace(mark=None) if again else store, now, token, again)
+
+
+class ExtendsLapsedMarks(Lock):
+    """An extension that sets a mark which is no longer there."""
+
+    def may_extend(self, mark: Mark | None, task_id: str) -> bool:
+        """Unless it is another's."""
+        return mark is None or mark.task_id == task_id
+
+
+class ShortensMarks(Lock):
+    """An extension that comes late cuts the mark that the retry has written meanwhile."""
+
+    def longer(self, mark: Mark | None, new: Mark) -> Mark:
+        return new
+
+
+class ExtendsAnyMark(Lock):
+    """An extension that does not compare the task id."""
+
+    def may_extend(self, mark: Mark | None, task_id: str) -> bool:
+        """Whosever it is."""
+        return mark is not None
+
+
+class FreesAnyMark(Lock):
+    """A mark that is freed without comparing the task id."""
+
+    def may_unmark(self, mark: Mark, task_id: str) -> bool:
+        """Whosever it is."""
+        return True
+
+
+class MarksInOnePhase(Call):
+    """A publisher that marks with the long lease at once."""
+
+    def mark(self, state: State, world: World) -> Answer:
+        """As if the message had been sent."""
+        return world.verbs.mark(
+            state.store, state.now, task_id=self.task, lease=self.queue_lease // MS, dedupe=self.dedupe
+        )
+
+
+class MarksAfterRelease(Call):
+    """A retry that is marked again in a round trip of its own, after the release."""
+
+    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
+        """Release only."""
+        return Ours.release(self, me, index, state, world)
+
+    def after_release(self, me: Client) -> Client:
+        """Queued, and yet to be marked."""
+        after = super().after_release(me)
+        return after._replace(at="remarking") if after.at == "queued" else after
+
+    def _when_remarking(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.mark(state, world)
+        until = state.now + self.grace if reply[0] == "marked" else 0
+        queued = me._replace(at="queued", marked_until=until, extends=True)
+        yield Move(queued, store, "mark", self.task, reply)
+
+
+class SkipsMarked(Call):
+    """A call that is skipped, and keeps its mark."""
+
+    def after_conflict(self, me: Client) -> Client:
+        """Done."""
+        return DONE
+
+
+class FreesWhileItWaits(Call):
+    """A call that frees its mark on a conflict, though it comes back."""
+
+    def after_conflict(self, me: Client) -> Client:
+        """Queued, and about to free the mark."""
+        return self._queued(me)._replace(at="waiving")
+
+    def _when_waiving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = world.verbs.unmark(state.store, state.now, task_id=self.task)
+        yield Move(self._queued(me), store, "unmark", self.task, reply)
 
 
 class EntersUnchecked(Ours):
@@ -212,9 +326,9 @@ def classics() -> list[Classic]:
     return [Classic(timeout=1), Classic(timeout=1)]
 
 
-def calls(until_done: bool, **options: Any) -> list[Call]:
+def calls(until_done: bool, kind: type[Call] = Call, **options: Any) -> list[Call]:
     """Two calls with one key."""
-    return [Call(task, until_done=until_done, queue_lease=3, lease=2, **options) for task in "ab"]
+    return [kind(task, until_done=until_done, queue_lease=3, lease=2, **options) for task in "ab"]
 
 
 DEAD_CLASSIC = Store("9")
@@ -297,7 +411,37 @@ MUTANTS: dict[str, tuple[Property, World]] = {
         others_mark_kept,
         World(*calls(False), Ours("c"), lock=DeletesAnyMark(), ticks=5),
     ),
-    "mark not written back": (one_queued, World(*calls(True, retries=1), lock=ForgetsTheMark(), ticks=3)),
+    "mark over another's": (others_mark_kept, World(*calls(False), lock=MarksOverAnothers(), ticks=2)),
+    "mark beside the running": (one_queued, World(*calls(True), lock=MarksBesideTheRunning(), ticks=2)),
+    "mark kept by the start": (no_ghost, World(*calls(False), lock=KeepsTheMark(), ticks=2)),
+    "mark not written back": (
+        one_queued,
+        World(*calls(True, MarksAfterRelease, retries=1), lock=ForgetsTheMark(), ticks=3),
+    ),
+    "mark written back over another's": (
+        others_mark_kept,
+        World(*calls(True, retries=1), lock=MarksAgainOverAnothers(), ticks=3),
+    ),
+    "lapsed mark extended": (no_ghost, World(*calls(False), lock=ExtendsLapsedMarks(), ticks=2)),
+    "mark shortened": (
+        mark_lasts,
+        World(*calls(True, retries=1, countdown=3), lock=ShortensMarks(), ticks=5),
+    ),
+    "another's mark extended": (others_mark_kept, World(*calls(False), lock=ExtendsAnyMark(), ticks=2)),
+    "another's mark freed": (others_mark_kept, World(*calls(False), lock=FreesAnyMark(), ticks=3)),
+    "mark in one phase": (no_ghost, World(*calls(False, MarksInOnePhase), ticks=3, crashes=1)),
+    "mark written back after the release": (
+        one_queued,
+        World(*calls(True, MarksAfterRelease, retries=1), ticks=3),
+    ),
+    "mark kept by the skipped": (
+        no_ghost,
+        World(*calls(False, SkipsMarked), Ours("c", tries=1), ticks=2),
+    ),
+    "mark freed by the waiting": (
+        mark_lasts,
+        World(*calls(False, FreesWhileItWaits), ticks=2),
+    ),
 }
 
 

@@ -1,0 +1,271 @@
+"""Django: calls that are published when the transaction commits, and what the base classes are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import django
+import pytest
+import redis
+from celery import Celery
+
+from celery_setnx import DuplicateTask, SingletonTask
+from celery_setnx.keys import mark_name
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+
+NOWHERE = "django-nowhere"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database() -> Iterator[None]:
+    """Django with an SQLite in memory, in this process; forgotten afterwards."""
+    from django.conf import settings
+    from django.db import connections
+    from django.utils.functional import empty
+
+    memory = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+    settings.configure(DATABASES={"default": memory}, LOGGING_CONFIG=None)
+    django.setup()
+    yield
+    connections.close_all()
+    settings._wrapped = empty
+
+
+@pytest.fixture
+def atomic() -> Callable[[], Any]:
+    """Begins a transaction, as `django.db.transaction.atomic` does."""
+    from django.db import transaction
+
+    return transaction.atomic
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of the broker's database; the queue without a consumer is empty before and after."""
+    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
+        client.delete(NOWHERE)
+        yield client
+        client.delete(NOWHERE)
+
+
+@pytest.fixture
+def work(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> SingletonTask:
+    """A task with both bases; its messages go where nobody consumes them."""
+    from celery.contrib.django.task import DjangoTask
+
+    app = Celery("shop", set_as_current=False, broker=server.url(0), backend=server.url(0))
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
+
+    class SingletonDjangoTask(SingletonTask, DjangoTask):
+        abstract = True
+        singleton = {"dedupe": "until_started"}
+
+    @app.task(shared=False, base=SingletonDjangoTask, name="shop.both", singleton={"key": "name"})
+    def work(name: str) -> None: ...
+
+    return app.tasks[work.name]
+
+
+@pytest.fixture
+def marked(work: SingletonTask, locks: redis.Redis) -> Callable[[str], bool]:
+    """Whether a call of the task with this name is marked as queued."""
+    return lambda name: bool(locks.exists(mark_name(work.lock_key(name))))
+
+
+PUBLISH = {
+    "delay_on_commit": lambda task, name: task.delay_on_commit(name),
+    "apply_async_on_commit": lambda task, name: task.apply_async_on_commit((name,), countdown=1),
+}
+on_commit = pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
+
+
+@on_commit
+def test_call_on_commit_is_published_and_marked_when_it_commits(
+    work: Any, broker: redis.Redis, marked: Any, atomic: Any, publish: Any
+) -> None:
+    """Until then there is neither a message nor a mark."""
+    with atomic():
+        publish(work, "a")
+        assert (broker.llen(NOWHERE), marked("a")) == (0, False)
+    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
+
+
+@on_commit
+def test_rolled_back_transaction_leaves_no_message_and_no_mark(
+    work: Any, broker: redis.Redis, locks: redis.Redis, atomic: Any, publish: Any
+) -> None:
+    """Nothing of the call reaches the broker or the lock server, so the next call is no duplicate."""
+    with pytest.raises(ZeroDivisionError), atomic():
+        publish(work, "a")
+        raise ZeroDivisionError
+    assert (broker.llen(NOWHERE), locks.dbsize()) == (0, 0)
+    assert not work.delay("a").deduplicated
+
+
+def test_rolled_back_savepoint_takes_its_call_along(
+    work: Any, broker: redis.Redis, marked: Any, atomic: Any
+) -> None:
+    """Only the calls of what was committed are published and marked."""
+    with atomic():
+        work.delay_on_commit("outer")
+        with pytest.raises(ZeroDivisionError), atomic():
+            work.delay_on_commit("inner")
+            raise ZeroDivisionError
+    assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
+
+
+def test_call_on_commit_outside_a_transaction_is_published_at_once(work: Any, broker: redis.Redis) -> None:
+    """Django runs the hook immediately."""
+    work.delay_on_commit("a")
+    assert broker.llen(NOWHERE) == 1
+
+
+@on_commit
+def test_duplicate_within_a_transaction_is_published_once(
+    work: Any, broker: redis.Redis, atomic: Any, publish: Any
+) -> None:
+    """Two equal calls in one transaction are one message when it commits."""
+    with atomic():
+        publish(work, "a")
+        publish(work, "a")
+        publish(work, "b")
+    assert broker.llen(NOWHERE) == 2
+
+
+def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(
+    work: Any, broker: redis.Redis, atomic: Any
+) -> None:
+    """The mark is asked at the commit, whenever the other call was made."""
+    with atomic():
+        work.delay_on_commit("a")
+        first = work.delay("a")  # as another process would, meanwhile
+    assert not first.deduplicated
+    assert broker.llen(NOWHERE) == 1
+
+
+def test_delay_within_a_transaction_is_published_and_marked_at_once(
+    work: Any, broker: redis.Redis, marked: Any, atomic: Any
+) -> None:
+    """Plain delay() does not wait for the commit: its message and its mark survive the rollback."""
+    with pytest.raises(ZeroDivisionError), atomic():
+        work.delay("a")
+        raise ZeroDivisionError
+    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
+
+
+def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(
+    work: Any, broker: redis.Redis, atomic: Any
+) -> None:
+    """on_duplicate="raise" comes too late to undo anything, and Django drops the hooks that follow."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute("create table if not exists sold (what text)")
+        cursor.execute("delete from sold")
+    work.delay("a")
+    with pytest.raises(DuplicateTask), atomic(), connection.cursor() as cursor:
+        cursor.execute("insert into sold values ('book')")
+        work.apply_async_on_commit(("a",), singleton={"on_duplicate": "raise"})
+        work.delay_on_commit("b")
+    with connection.cursor() as cursor:
+        assert cursor.execute("select what from sold").fetchall() == [("book",)]
+    assert broker.llen(NOWHERE) == 1
+
+
+PROJECT = """
+from celery import Celery
+from celery.contrib.django.task import DjangoTask
+from celery_setnx import SingletonTask, singleton
+from tests.workerapp import LOCK_DB, URL, body
+
+class SingletonDjangoTask(SingletonTask, DjangoTask):
+    abstract = True
+
+app = Celery("shop", broker=f"{URL}/0", backend=f"{URL}/0")
+app.conf.update(setnx_url=f"{URL}/{LOCK_DB}", setnx_prefix="t", broker_connection_retry_on_startup=True)
+whole_app = Celery(
+    "whole", set_as_current=False, broker="redis://localhost:1/0", task_cls=SingletonDjangoTask
+)
+
+@app.task
+def plain(): ...
+
+@app.task
+@singleton
+def decorated(): ...
+
+@app.task(base=SingletonTask)
+def single(): ...
+
+@app.task(base=SingletonDjangoTask, singleton={"key": "name"})
+def both(name):
+    return body(name)
+
+@whole_app.task(shared=False)
+def everywhere(): ...
+
+def has_on_commit(task):
+    return hasattr(task, "delay_on_commit") and hasattr(task, "apply_async_on_commit")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, server: EmbeddedServer) -> dict[str, str]:
+    """The environment of a process of a Django project, where Celery's fixup chooses the app's task class."""
+    (tmp_path / "shop_settings.py").write_text("SECRET_KEY = 'x'\nINSTALLED_APPS = []\n")
+    (tmp_path / "shop.py").write_text(PROJECT)
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    return {"DJANGO_SETTINGS_MODULE": "shop_settings", "PYTHONPATH": paths}
+
+
+def in_project(project: dict[str, str], expression: str) -> bool:
+    """Whether an expression is true in a process of the project."""
+    process = subprocess.run(
+        [sys.executable, "-c", f"from shop import *; print({expression})"],
+        env={**os.environ, **project},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip() == "True"
+
+
+def test_committed_call_runs_under_the_lock_of_its_key(
+    work: Any, project: dict[str, str], logs: Path, journal: Journal, locks: redis.Redis, atomic: Any
+) -> None:
+    """A real worker of the Django project runs what was committed, and gives its mark up."""
+    worker = Worker(logs, "shop", queues=NOWHERE, concurrency=1, environment=project)
+    try:
+        with atomic():
+            work.delay_on_commit("a")
+            assert not journal.entries()
+        (released,) = journal.wait_for("released")
+    finally:
+        worker.stop()
+    assert journal.words(released["task_id"])[:4] == ["acquired", "start", "end", "released"]
+    assert released["key"] == work.lock_key("a")
+    assert not [*locks.scan_iter("*:queued")]
+
+
+def test_task_class_of_a_django_project_is_replaced_by_a_base(project: dict[str, str]) -> None:
+    """A task with base=SingletonTask has no delay_on_commit; with both bases it has."""
+    assert in_project(
+        project,
+        "[has_on_commit(task) for task in (plain, decorated, single, both)] == [True, True, False, True]",
+    )
+
+
+def test_both_bases_may_be_the_task_class_of_a_django_project(project: dict[str, str]) -> None:
+    """The fixup leaves a task_cls alone that the project chose: every task is guarded, and has both."""
+    assert in_project(
+        project,
+        "has_on_commit(everywhere) and everywhere._guard is not None"
+        " and whole_app.tasks['celery.chord_unlock']._guard is None",
+    )

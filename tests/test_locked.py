@@ -1,0 +1,252 @@
+"""locked() and lock_key(): a glance at the lock of a call, without publishing it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from pydantic import BaseModel
+
+from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
+from celery_setnx.conflict import HEADER
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker, wait_until
+
+NOWHERE = "locked-nowhere"
+
+
+class User(BaseModel):
+    id: int
+    name: str = "x"
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of the broker's database; the queue without a consumer is empty before and after."""
+    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
+        client.delete(NOWHERE)
+        yield client
+        client.delete(NOWHERE)
+
+
+@pytest.fixture
+def app(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> Celery:
+    """An app of its own, whose messages go where nobody consumes them."""
+    app = Celery("glances", set_as_current=False, broker=server.url(0), backend=server.url(0))
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
+    return app
+
+
+def test_locked_is_none_while_nobody_holds_the_lock(tasks: Any, locks: redis.Redis, broker: Any) -> None:
+    """A free lock has no holder, and the glance leaves nothing behind."""
+    before = locks.dbsize()
+    assert tasks.work.locked("a") is None
+    assert locks.dbsize() == before
+    assert broker.llen("celery") == 0
+
+
+def test_locked_names_the_task_and_worker_that_run(
+    tasks: Any, worker: Worker, journal: Journal, gates: Any
+) -> None:
+    """While a real worker runs the call its record is the answer, however the arguments are given."""
+    result = tasks.work.delay("gated-a", "anything")
+    (start,) = journal.wait_for("start", task_id=result.id)
+    holder = tasks.work.locked(name="gated-a")
+    assert holder is not None
+    assert (holder.task_id, holder.state, holder.fence) == (result.id, "running", start["fence"])
+    assert (holder.info["task"], holder.info["worker"]) == ("tests.workerapp.work", f"{worker.name}@test")
+    assert holder.info["pid"] == start["pid"]
+    assert tasks.work.locked("another") is None
+    gates("gated-a")
+    result.get(timeout=10)
+    assert tasks.work.locked("gated-a") is None
+
+
+def test_locked_sees_a_running_call_of_a_whole_task(tasks: Any, journal: Journal, gates: Any) -> None:
+    """With key=() any arguments are the same call."""
+    result = tasks.whole.delay("gated-b")
+    journal.wait_for("start", task_id=result.id)
+    assert tasks.whole.locked("whatever").task_id == result.id
+    assert tasks.whole.lock_key("whatever") == "t:{tests.workerapp.whole}"
+    gates("gated-b")
+    result.get(timeout=10)
+
+
+def test_locked_is_resting_until_at_least_for_is_over(tasks: Any) -> None:
+    """The task has ended, its lock rests, and then it is free."""
+    result = tasks.resting.delay("a")
+    result.get(timeout=10)
+    holder = tasks.resting.locked("a")
+    assert (holder.state, holder.task_id) == ("resting", result.id)
+    wait_until(lambda: tasks.resting.locked("a") is None, "the rest is over")
+
+
+def test_locked_is_held_for_a_retry(tasks: Any, locks: redis.Redis) -> None:
+    """Between two attempts the lock is nobody else's."""
+    lock = SetnxLock(locks, tasks.patient.lock_key("a"), info={"task_id": "id-1"})
+    lock.acquire().lock.hold(60)
+    holder = tasks.patient.locked("a")
+    assert (holder.state, holder.task_id) == ("held_for_retry", "id-1")
+
+
+def test_locked_sees_a_foreign_lock(tasks: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """A lock that another program has set is held, by no task of ours."""
+    key = tasks.work.lock_key("a")
+    foreign_keys.add(key)
+    locks.setnx(key, int(time.time()) + 600)
+    holder = tasks.work.locked("a")
+    assert (holder.state, holder.task_id, holder.token, holder.since) == ("foreign", None, "", None)
+    assert "a foreign client" in str(holder)
+    locks.delete(key)
+    assert tasks.work.locked("a") is None
+
+
+def test_locked_is_none_after_an_expired_lease(tasks: Any, locks: redis.Redis) -> None:
+    """A dead holder's record is there still, but it holds the lock no longer."""
+    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=0.3)
+    assert lock.acquire().acquired
+    assert tasks.work.locked("a").state == "running"
+    wait_until(lambda: tasks.work.locked("a") is None, "the lease is over")
+    assert locks.exists(lock.name, lock.record) == 2
+
+
+def test_locked_is_none_after_an_expired_foreign_lock(
+    tasks: Any, locks: redis.Redis, foreign_keys: set[str]
+) -> None:
+    """A foreign lock past its second is as good as free: the next call takes it over."""
+    key = tasks.work.lock_key("a")
+    foreign_keys.add(key)
+    locks.setnx(key, int(time.time()) - 10)
+    assert tasks.work.locked("a") is None
+    assert tasks.work.delay("a").get(timeout=10) == "a"
+
+
+def test_locked_does_not_renew_or_touch_the_lock(tasks: Any, locks: redis.Redis) -> None:
+    """Value, record and their time to live are what they were."""
+    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=30)
+    lock.acquire()
+
+    def seen() -> list[Any]:
+        return [locks.get(lock.name), locks.get(lock.record), locks.pexpiretime(lock.name)]
+
+    before = seen()
+    assert tasks.work.locked("a") is not None
+    assert seen() == before
+
+
+def test_lock_key_is_the_key_that_the_worker_locks(tasks: Any, journal: Journal) -> None:
+    """Positional, keyword and default arguments alike."""
+    result = tasks.everything.delay(1, c={"x": (1, 2)})
+    result.get(timeout=10)
+    (body,) = journal.entries(what="body", task_id=result.id)
+    assert tasks.everything.lock_key(a=1, b=2, c={"x": [1, 2]}) == body["key"]
+
+
+def test_lock_key_of_a_bound_method_leaves_self_out(tasks: Any, journal: Journal) -> None:
+    """A class-based task is asked as it is called."""
+    tasks.classy.delay(name="a").get(timeout=10)
+    (start,) = journal.entries(what="start")
+    assert tasks.classy.lock_key("a") == start["key"]
+
+
+def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app: Celery, broker: redis.Redis) -> None:
+    """A model is dumped as Celery dumps it: the same key as in the message's header."""
+
+    @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet")
+    def greet(user: User, times: int = 1) -> None: ...
+
+    task = app.tasks["t.greet"]
+    task.delay(User(id=1))
+    with app.connection() as connection:
+        message = connection.SimpleQueue(NOWHERE).get(timeout=5)
+    assert (
+        message.headers[HEADER]["key"] == task.lock_key(User(id=1)) == task.lock_key({"id": 1, "name": "x"})
+    )
+    assert task.lock_key(User(id=1)) != task.lock_key(User(id=2))
+
+
+def test_locked_of_a_pydantic_model_names_the_holder(app: Celery, locks: redis.Redis) -> None:
+    """A model may be given where the worker locked what it was dumped to."""
+
+    @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet", singleton={"key": "{user.id}"})
+    def greet(user: User) -> None: ...
+
+    task = app.tasks["t.greet"]
+    with SetnxLock(locks, task.lock_key({"id": 1, "name": "y"}), info={"task_id": "id-1"}):
+        assert task.locked(User(id=1)).task_id == "id-1"
+        assert task.locked(user=User(id=2)) is None
+
+
+def test_lock_key_hands_a_key_function_what_the_worker_sees(app: Celery) -> None:
+    """A key function of a pydantic task gets the dumped model, as when the call is published."""
+
+    @app.task(
+        shared=False,
+        base=SingletonTask,
+        pydantic=True,
+        name="t.greet",
+        singleton={"key": lambda user: type(user).__name__},
+    )
+    def greet(user: User) -> None: ...
+
+    task = app.tasks["t.greet"]
+    assert task.lock_key(User(id=1)) == task.lock_key({"id": 1})
+
+
+def test_lock_key_needs_no_server(app: Celery) -> None:
+    """The name of a lock is computed, not asked for."""
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+
+    @app.task(shared=False, base=SingletonTask, name="t.t", singleton={"key": ()})
+    def t() -> None: ...
+
+    assert app.tasks["t.t"].lock_key() == "t:{t.t}"
+
+
+def test_locked_without_a_server_is_lock_unavailable(app: Celery) -> None:
+    """Not knowing is not None."""
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+
+    @app.task(shared=False, base=SingletonTask, name="t.t", singleton={"key": "a"})
+    def t(a: int) -> None: ...
+
+    task = app.tasks["t.t"]
+    with pytest.raises(LockUnavailable) as caught:
+        task.locked(1)
+    assert caught.value.key == task.lock_key(1)
+
+
+@pytest.mark.parametrize("glance", ["locked", "lock_key"])
+def test_call_without_a_key_is_refused(tasks: Any, glance: str) -> None:
+    """Arguments that do not fit the signature, or have no canonical form, are named."""
+    with pytest.raises(UnkeyableCall, match="missing a required argument: 'name'"):
+        getattr(tasks.work, glance)()
+    with pytest.raises(UnkeyableCall, match="argument 'c' of type object"):
+        getattr(tasks.everything, glance)(1, c=object())
+
+
+@pytest.mark.parametrize("glance", ["locked", "lock_key"])
+def test_celerys_own_tasks_have_no_lock(glance: str) -> None:
+    """SingletonTask as the app's task class does not guard celery.*, and says so."""
+    app = Celery("all", task_cls=SingletonTask, set_as_current=False, broker="redis://localhost:1/0")
+    builtin = app.tasks["celery.chord_unlock"]
+    with pytest.raises(OptionError, match=r"celery\.chord_unlock is a task of Celery's own, and has no lock"):
+        getattr(builtin, glance)()
+
+
+def test_locked_works_inside_the_task_itself(app: Celery, locks: redis.Redis) -> None:
+    """A direct call has no lock of its own, and sees who has it."""
+
+    @app.task(shared=False, base=SingletonTask, bind=True, name="t.t", singleton={"key": "a"})
+    def t(self: Any, a: int) -> Any:
+        holder = self.locked(a)
+        return holder and holder.task_id
+
+    task = app.tasks["t.t"]
+    assert task(1) is None
+    with SetnxLock(locks, task.lock_key(1), info={"task_id": "id-1"}):
+        assert task(1) == "id-1"

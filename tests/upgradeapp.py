@@ -1,0 +1,112 @@
+"""The app of tests with several releases or producers: what its process knows is told by its environment.
+
+SETNX_TEST_FORMAT_2: if set, this process has the newer release, which knows key format 2 as well.
+SETNX_TEST_KEY_VERSION: the process's `setnx_key_version`; unset, it is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery
+
+from celery_setnx import SingletonTask, keys
+from tests.workerapp import LOCK_DB, URL, body
+
+if os.environ.get("SETNX_TEST_FORMAT_2"):
+    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
+
+CONF = {
+    "broker_url": f"{URL}/0",
+    "result_backend": f"{URL}/0",
+    "setnx_url": f"{URL}/{LOCK_DB}",
+    "setnx_prefix": "t",
+    "broker_connection_retry_on_startup": True,
+    "worker_prefetch_multiplier": 1,
+    "result_expires": 600,
+}
+"""What every app of these tests is configured with, whether it has the code of the tasks or not."""
+
+# Not the current app, and its tasks are not shared: other apps in a test's process must not know them.
+app = Celery("upgradeapp", set_as_current=False)
+app.conf.update(CONF)
+if os.environ.get("SETNX_TEST_KEY_VERSION"):
+    app.conf.setnx_key_version = int(os.environ["SETNX_TEST_KEY_VERSION"])
+
+
+class Queued(SingletonTask):
+    """All tasks of this app recognise duplicates."""
+
+    abstract = True
+    singleton = {"lease": 2, "retry_delay": 0.1, "dedupe": "until_done"}
+
+
+@app.task(shared=False, base=Queued, singleton={"key": "name"})
+def work(name: str, reason: str = "") -> str:
+    """The key is one name."""
+    return body(name)
+
+
+@app.task(shared=False, base=Queued, singleton={"key": ["day", "name"]})
+def listed(name: str, day: int, reason: str = "") -> str:
+    """The key is a list of names."""
+    return body(name)
+
+
+@app.task(shared=False, base=Queued, singleton={"key": "user:{user.id}"})
+def templated(name: str, user: dict[str, Any]) -> str:
+    """The key is a template."""
+    return body(name)
+
+
+@app.task(shared=False, base=Queued, singleton={"key": ()})
+def whole(name: str) -> str:
+    """One lock for the whole task."""
+    return body(name)
+
+
+@app.task(shared=False, base=Queued, singleton={"key": "name", "scope": "shared-scope"})
+def scoped(name: str) -> str:
+    """The key lives under a scope that is not the task's name."""
+    return body(name)
+
+
+@app.task(shared=False, base=Queued, singleton={"key": "args"})
+def command(name: str, args: list[str], kwargs: Any = None) -> str:
+    """Its parameters have the names that Python programmers give to catch-alls."""
+    return body(name)
+
+
+@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 2, "on_conflict": "skip"})
+def skipping(name: str) -> str:
+    """Its policy cannot be combined with dedupe="until_started"."""
+    return body(name)
+
+
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 2})
+def retrying(self: Any, name: str, reason: str = "") -> int:
+    """Retries itself once. All arguments are its key, unless the call says otherwise."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return int(self.request.retries)
+
+
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2})
+def telling(self: Any, name: str) -> Any:
+    """Returns the options that came with its message."""
+    return self.request.headers["singleton"].get("options")
+
+
+@app.task(shared=False)
+def unguarded(name: str) -> str:
+    """None of ours."""
+    return name
+
+
+@app.task(shared=False)
+def relay(task: str, kwargs: dict[str, Any], queue: str) -> list[Any]:
+    """Publishes a call from within a worker's process: its id, and whether it was a duplicate."""
+    result = app.tasks[task].apply_async((), kwargs, queue=queue)
+    return [result.id, result.deduplicated]
