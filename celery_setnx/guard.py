@@ -98,16 +98,23 @@ class Guard:
             header["options"] = travelling
         if "wait" in inherited:
             header["wait"] = inherited["wait"]
-        if inherited and self._is_marked(travelling, inherited, retries):
-            header["marked"] = True
+        marked = self._marked_again(travelling, inherited, retries) if inherited else None
+        if marked:
+            header["marked"] = marked
         return header
 
-    def _is_marked(self, call: Mapping[str, Any], before: Mapping[str, Any], retries: int) -> bool:
-        """Whether the key of a call that comes back is marked for it when it starts."""
+    def _marked_again(self, call: Mapping[str, Any], before: Mapping[str, Any], retries: int) -> Any:
+        """Whether the key of a call that comes back is marked for it when it starts.
+
+        True if it was the only one queued when it was published; `"again"` if it was not marked then, and the
+        mark that its release has set may be another call's.
+        """
         if (before.get("wait") or {}).get("retries") == retries:
-            return bool(before.get("marked"))  # it has not started since
+            return before.get("marked")  # it has not started since
         options = self.options_of(call)
-        return options.dedupe == "until_done" and not options.hold_on_retry
+        if options.dedupe != "until_done" or options.hold_on_retry:
+            return None
+        return before.get("marked") or "again"
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
@@ -157,14 +164,14 @@ class Run:
         header = (request.headers or {}).get(HEADER) or {}
         self.task = task
         self.request = request
-        self.is_marked = bool(header.get("marked"))
+        self.is_marked = header.get("marked") is True
         self.same_host = guard.settings.same_host
         info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
         try:
             self.options = guard.options_of(header.get("options") or {})
             self.lock = guard.lock(header, args, kwargs, info)
         except SetnxError:
-            if self.is_marked:  # refused here, whatever its producer could know
+            if header.get("marked"):  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(header["key"], request.id)])
             raise
         self.keeper = keeper_for_process(self.lock.clock)

@@ -1,7 +1,8 @@
 """Publishing one call: its header, its mark, and what a duplicate gets. Many at once: see `fanout`.
 
 A call is deduplicated only if Celery gave it no task id: retries, lock waits, `replace()`, chain steps and
-members of groups and chords carry one, somebody waits for them, and they must never be dropped.
+members of groups and chords carry one, somebody waits for them, and they must never be dropped. Nor must a
+callback, which carries its parent's result and id.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ logger = logging.getLogger("celery_setnx")
 Send = Callable[..., Any]
 """Publishes for real: called with args, kwargs and the options of `celery.Task.apply_async`."""
 
-# What Celery gives a call that another call, or its own past, waits for.
-AWAITED = ("task_id", "group_id", "chord", "chain", "retries")
+# What Celery gives a call that another call, or its own past, has begun. An error about a callback would fail
+# the parent, which has succeeded.
+AWAITED = ("task_id", "parent_id", "group_id", "chord", "chain", "retries")
 # Catch-alls by names that no task gives its own parameters.
 _ANY_ARGUMENTS = inspect.Signature(
     [

@@ -1,0 +1,652 @@
+"""Workflows of dedupe tasks, in both modes: nothing hangs, nothing is lost, no mark and no lock is left.
+
+`docs/canvas.md` has a row for every test here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import chain, chord, group, uuid
+from celery.exceptions import ChordError
+from celery.result import AsyncResult
+
+from celery_setnx import is_skipped
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker, wait_until
+
+TIMEOUT_S = 15
+MODES = ("until_started", "until_done")
+PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
+
+
+@pytest.fixture(scope="module")
+def canvas_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A prefork worker with four processes for the tasks of `tests.canvasapp`."""
+    worker = Worker(logs, app="tests.canvasapp", concurrency=4)
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """The broker's own database."""
+    from tests import canvasapp
+
+    with redis.Redis.from_url(server.url(canvasapp.BROKER_DB), decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture(params=MODES)
+def tasks(
+    request: pytest.FixtureRequest,
+    canvas_worker: Worker,
+    locks: redis.Redis,
+    journal: Journal,
+    broker: redis.Redis,
+) -> Iterator[Any]:
+    """The dedupe tasks of one mode. After the test all messages are used up, and so are marks and locks."""
+    from tests import canvasapp
+
+    yield canvasapp.OF[request.param]
+    wait_until(lambda: not messages(broker), "every message used up")
+    wait_until(lambda: not marks(locks) and not held(locks), "no mark and no lock left")
+    assert len(bodies(journal, what="end")) == len(bodies(journal))
+    assert overlapping(journal) == {}
+    assert journal.entries(what="lapsed") == []
+
+
+@pytest.fixture
+def app(tasks: Any) -> Any:
+    """The app, and its tasks that have no lock."""
+    from tests import canvasapp
+
+    return canvasapp
+
+
+@pytest.fixture
+def later(tasks: Any, app: Any, canvas_worker: Worker, broker: redis.Redis) -> Iterator[Callable[[], None]]:
+    """Call it to let the worker start what was published to the queue `later`."""
+    asked = {"reply": True, "destination": [f"{canvas_worker.name}@test"], "timeout": TIMEOUT_S}
+
+    def start() -> None:
+        assert app.app.control.add_consumer(app.LATER, **asked)
+
+    yield start
+    start()  # again, for a test that failed before
+    wait_until(lambda: not messages(broker), "every message used up")
+    assert app.app.control.cancel_consumer(app.LATER, **asked)
+
+
+@pytest.fixture
+def queued(tasks: Any, app: Any, locks: redis.Redis, later: Any) -> AsyncResult:
+    """A call with the key of all the others, which is queued until `later` is called."""
+    result = tasks.step.apply_async((40,), queue=app.LATER)
+    assert marks(locks) == {result.id}
+    return result
+
+
+@pytest.fixture
+def running(tasks: Any, journal: Journal, gates: Any) -> Iterator[Callable[[], None]]:
+    """A call with the key of all the others, which runs until this is called."""
+    first = tasks.step.delay(40, gate="first")
+    journal.wait_for("start", task_id=first.id)
+
+    def finish() -> None:
+        gates("first")
+        assert first.get(timeout=TIMEOUT_S) == 41
+
+    return finish
+
+
+def messages(broker: redis.Redis) -> int:
+    """Messages that are queued, delayed or being worked on."""
+    return broker.llen("celery") + broker.llen("later") + broker.hlen("unacked")
+
+
+def marks(locks: redis.Redis) -> set[str]:
+    """The task ids of all marks."""
+    return {locks.get(key) or "" for key in locks.scan_iter("*:queued")}
+
+
+def held(locks: redis.Redis) -> set[str]:
+    """The locks that are there."""
+    return {key for key in locks.scan_iter() if not key.endswith((":holder", ":queued"))}
+
+
+def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "start") -> list[dict[str, Any]]:
+    """The runs of all bodies, or of one task's."""
+    wanted = {"task_id": result.id} if result else {}
+    return journal.entries(what=what, **wanted)
+
+
+def overlapping(journal: Journal) -> dict[str, int]:
+    """How many guarded bodies of a key ran at once, where that was more than one."""
+    running: dict[str, int] = defaultdict(int)
+    most: dict[str, int] = defaultdict(int)
+    entries = [e for e in journal.entries() if e["what"] in ("start", "end") and e["key"]]
+    for entry in sorted(entries, key=lambda e: e["at"]):
+        running[entry["key"]] += 1 if entry["what"] == "start" else -1
+        most[entry["key"]] = max(most[entry["key"]], running[entry["key"]])
+    return {key: number for key, number in most.items() if number > 1}
+
+
+def answers(journal: Journal, members: Any) -> list[Any]:
+    """The result of every member: it has run, or was skipped and says so."""
+    found = []
+    for member in members:
+        value = member.get(timeout=TIMEOUT_S)
+        assert bool(bodies(journal, member)) != is_skipped(value)
+        found.append(value)
+    return found
+
+
+# Chains
+
+
+def test_chain_of_equal_steps_runs_every_step(tasks: Any, journal: Journal) -> None:
+    """The steps of a chain have one key, and each has its turn."""
+    assert chain(tasks.step.s(0), tasks.step.s(), tasks.step.s()).delay().get(timeout=TIMEOUT_S) == 3
+    assert len(bodies(journal)) == 3
+
+
+def test_chain_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, running: Any) -> None:
+    """A chain is published though an equal call runs, and its first step comes back until that has ended."""
+    result = chain(tasks.step.s(0), tasks.step.s()).delay()
+    journal.wait_for("conflict", task_id=result.parent.id)
+    running()
+    assert result.get(timeout=TIMEOUT_S) == 2
+    assert len(bodies(journal)) == 3
+
+
+def test_chain_beside_a_queued_call_leaves_its_mark(
+    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """A chain runs to its end while an equal call is queued, which then runs as well."""
+    result = chain(tasks.step.s(0), tasks.step.s()).delay()
+    assert result.get(timeout=TIMEOUT_S) == 2
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 3
+
+
+def test_chain_of_retrying_steps_runs_to_its_end(tasks: Any, journal: Journal) -> None:
+    """Own retries of the steps, by hand or automatic, are no duplicates."""
+    steps = chain(
+        tasks.step.s(0, failures=2), tasks.autoretried.s(failures=2), tasks.step.s(failures=1)
+    ).delay()
+    assert steps.get(timeout=TIMEOUT_S) == 3
+    assert len(bodies(journal)) == 8
+
+
+def test_chain_step_that_fails_fails_the_chain(tasks: Any, journal: Journal) -> None:
+    """The steps after one that fails do not run, and get() raises the error."""
+    result = chain(tasks.step.si(0), tasks.failing.si(), tasks.step.si(0)).delay()
+    with pytest.raises(ZeroDivisionError):
+        result.get(timeout=TIMEOUT_S)
+    assert len(bodies(journal)) == 2
+
+
+# Groups
+
+
+def test_group_of_equal_members_answers_for_each(tasks: Any, journal: Journal) -> None:
+    """Equal members are published one and all; each runs, or is skipped at run time with until_done."""
+    members = group(tasks.step.si(n) for n in range(4)).delay().results
+    assert len({member.id for member in members}) == 4
+    values = answers(journal, members)
+    if tasks.mode == "until_started":
+        assert values == [1, 2, 3, 4]
+    assert bodies(journal)
+
+
+def test_group_beside_a_running_call_answers_for_each(tasks: Any, journal: Journal, running: Any) -> None:
+    """Members that meet a running call wait for it with until_started, and are skipped with until_done."""
+    members = group(tasks.step.si(n) for n in range(3)).delay().results
+    for member in members:
+        journal.wait_for("conflict", task_id=member.id)
+    if tasks.mode == "until_done":
+        assert all(is_skipped(value) for value in answers(journal, members))
+    running()
+    if tasks.mode == "until_started":
+        assert answers(journal, members) == [1, 2, 3]
+
+
+def test_group_beside_a_queued_call_leaves_its_mark(
+    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """Members run though an equal call is queued, which then runs as well."""
+    answers(journal, group(tasks.step.si(n) for n in range(3)).delay().results)
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_group_of_retrying_members_answers_for_each(tasks: Any, journal: Journal) -> None:
+    """Own retries of equal members are no duplicates."""
+    members = [tasks.step.si(0, failures=2), tasks.autoretried.si(0, failures=2), tasks.step.si(0)]
+    members = [member.set(singleton={"on_conflict": "retry"}) for member in members]
+    assert answers(journal, group(members).delay().results) == [1, 1, 1]
+    assert len(bodies(journal)) == 7
+
+
+# Chords
+
+
+def test_chord_of_equal_members_counts_all(tasks: Any, journal: Journal) -> None:
+    """Members and body have one key: the body gets the result of every member."""
+    result = chord([tasks.step.si(n) for n in range(4)], tasks.collect.s()).delay()
+    assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3, 4]
+    assert len(bodies(journal)) == 5
+
+
+def test_chord_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, running: Any) -> None:
+    """Every member comes back until the running call has ended."""
+    result = chord([tasks.step.si(n) for n in range(3)], tasks.collect.s()).delay()
+    for member in result.parent.results:
+        journal.wait_for("conflict", task_id=member.id)
+    running()
+    assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3]
+    assert len(bodies(journal)) == 5
+
+
+def test_chord_beside_a_queued_call_leaves_its_mark(
+    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """Members and body run though an equal call is queued, which then runs as well."""
+    result = chord([tasks.step.si(n) for n in range(3)], tasks.collect.s()).delay()
+    assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3]
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 5
+
+
+def test_chord_of_retrying_members_counts_each_once(tasks: Any, journal: Journal) -> None:
+    """Own retries of members, by hand or automatic, do not disturb the count."""
+    members = [tasks.step.si(0, failures=2), tasks.autoretried.si(1, failures=2), tasks.step.si(2)]
+    result = chord(members, tasks.collect.s()).delay()
+    assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3]
+    assert len(bodies(journal)) == 8
+
+
+def test_chord_member_that_fails_fails_the_chord(tasks: Any, journal: Journal) -> None:
+    """The body does not run, and get() raises the member's error."""
+    result = chord([tasks.step.si(0), tasks.failing.si()], tasks.collect.s()).delay()
+    with pytest.raises((ChordError, ZeroDivisionError), match="same"):
+        result.get(timeout=TIMEOUT_S)
+    assert bodies(journal, result) == []
+
+
+def test_chord_of_members_that_hold_their_lock(tasks: Any, journal: Journal) -> None:
+    """With hold_on_retry a member keeps its lock through its retries, and the others wait for it."""
+    holding = {"hold_on_retry": True}
+    members = [tasks.step.si(n, failures=2).set(singleton=holding) for n in range(2)]
+    assert chord(members, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [1, 2]
+    runs = [entry["task_id"] for entry in bodies(journal)]
+    assert len(set(runs[:3])) == len(set(runs[3:6])) == 1
+    assert len(runs) == 7
+
+
+def test_canvas_of_one_member_is_published(
+    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """A chain, a group or a chord of a single call is never dropped, though an equal call is queued."""
+    assert chain(tasks.step.si(0)).delay().get(timeout=TIMEOUT_S) == 1
+    assert group([tasks.step.si(1)]).delay().get(timeout=TIMEOUT_S) == [2]
+    assert chord([tasks.step.si(2)], tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [3]
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 5
+
+
+# Maps
+
+
+def test_map_and_starmap_run_each_body_unguarded(
+    tasks: Any, journal: Journal, locks: redis.Redis, running: Any
+) -> None:
+    """The bodies are called as functions inside one message of Celery's: no lock, no mark, no waiting."""
+    assert tasks.step.map([0, 0, 1]).delay().get(timeout=TIMEOUT_S) == [1, 1, 2]
+    assert tasks.step.starmap([(0, "same"), (0, "same")]).delay().get(timeout=TIMEOUT_S) == [1, 1]
+    assert len(journal.entries(what="start", key=None)) == 5
+    assert marks(locks) == set()
+    running()
+
+
+def test_chunks_run_each_body_unguarded(
+    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """Every chunk is a starmap; a queued call with the same key makes no difference."""
+    result = tasks.step.chunks([(n, "same") for n in range(4)], 2).delay()
+    assert result.get(timeout=TIMEOUT_S) == [[1, 2], [3, 4]]
+    assert len(journal.entries(what="start", key=None)) == 4
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_map_in_a_chord_counts_as_one_member(tasks: Any, journal: Journal) -> None:
+    """A map beside guarded members of the same key gives the body its list."""
+    result = chord([tasks.step.map([0, 1]), tasks.step.si(2)], tasks.collect.s()).delay()
+    assert result.get(timeout=TIMEOUT_S) == [[1, 2], 3]
+    assert len(bodies(journal)) == 4
+
+
+# Replacements
+
+
+def test_replace_by_a_dedupe_task_answers_under_the_first_id(tasks: Any, app: Any, journal: Journal) -> None:
+    """A task without a lock is replaced by a dedupe task: its result is the successor's."""
+    result = app.replaced.delay(tasks.step.si(0))
+    assert result.get(timeout=TIMEOUT_S) == 1
+    assert len(bodies(journal, result)) == 1
+
+
+def test_replace_beside_a_queued_call_leaves_its_mark(
+    tasks: Any, app: Any, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """The successor is published and runs though an equal call is queued, which then runs as well."""
+    assert app.replaced.delay(tasks.step.si(0)).get(timeout=TIMEOUT_S) == 1
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks: Any, journal: Journal) -> None:
+    """A dedupe task replaced by another of its key, and that by a third: each runs after the one before."""
+    result = tasks.replacing.delay(tasks.replacing.si(tasks.step.si(0)))
+    assert result.get(timeout=TIMEOUT_S) == 1
+    assert [entry["task"].rpartition(".")[2] for entry in bodies(journal, result)] == [
+        "replacing",
+        "replacing",
+        "step",
+    ]
+
+
+@pytest.mark.parametrize("shape", ["chain", "group", "chord"])
+def test_replace_by_a_canvas_of_its_own_key_answers(tasks: Any, journal: Journal, shape: str) -> None:
+    """A dedupe task replaced by a chain, a group or a chord of its own key: every member runs."""
+    members = [tasks.step.si(n) for n in range(3)]
+    canvas, expected = {
+        "chain": (chain(tasks.step.s(0), tasks.step.s(), tasks.step.s()), 3),
+        "group": (group(members), [1, 2, 3]),
+        "chord": (chord(members, tasks.collect.s()), [1, 2, 3]),
+    }[shape]
+    result = tasks.replacing.delay(canvas)
+    assert result.get(timeout=TIMEOUT_S) == expected
+    assert len(bodies(journal)) == (5 if shape == "chord" else 4)
+
+
+def test_replace_inside_a_chain_and_a_chord_answers(tasks: Any, journal: Journal) -> None:
+    """A step and a member that are replaced by calls of their own key are counted once."""
+    steps = chain(tasks.step.si(0), tasks.replacing.si(tasks.step.si(1)), tasks.step.s()).delay()
+    assert steps.get(timeout=TIMEOUT_S) == 3
+    members = [tasks.replacing.si(tasks.step.si(n)) for n in range(2)]
+    assert chord(members, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [1, 2]
+    assert len(bodies(journal)) == 4 + 5
+
+
+# Links
+
+
+def test_link_on_a_duplicate_publishes_it(
+    tasks: Any, app: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
+) -> None:
+    """A duplicate with a link is published and runs beside the queued call, so its callback runs."""
+    linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
+    assert not linked.deduplicated
+    assert linked.get(timeout=TIMEOUT_S) == 1
+    journal.wait_for("note", arguments=[1, "linked"])
+    assert marks(locks) == {queued.id}
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_link_on_a_call_beside_a_running_call_waits(
+    tasks: Any, app: Any, journal: Journal, running: Any
+) -> None:
+    """A call whose link takes its result is published, and comes back until the running call has ended."""
+    linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
+    assert not linked.deduplicated
+    journal.wait_for("conflict", task_id=linked.id)
+    running()
+    journal.wait_for("note", arguments=[1, "linked"])
+
+
+def test_link_error_on_a_duplicate_publishes_it(
+    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """A duplicate with a link_error is published, so its errback runs if it fails."""
+    linked = tasks.failing.apply_async(link_error=app.note.si("failed"))
+    assert not linked.deduplicated
+    with pytest.raises(ZeroDivisionError):
+        linked.get(timeout=TIMEOUT_S)
+    journal.wait_for("note", arguments=["failed"])
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_link_on_a_canvas_runs_once(tasks: Any, app: Any, journal: Journal) -> None:
+    """What is linked to a chain or a chord of equal members runs after the last of them."""
+    steps = chain(tasks.step.s(0), tasks.step.s())
+    steps.link(app.note.s("chain"))
+    numbers = chord([tasks.step.si(0), tasks.step.si(1)], tasks.collect.s())
+    numbers.link(app.note.s("chord"))
+    assert steps.delay().get(timeout=TIMEOUT_S) == 2
+    assert numbers.delay().get(timeout=TIMEOUT_S) == [1, 2]
+    journal.wait_for("note", arguments=[2, "chain"])
+    journal.wait_for("note", arguments=[[1, 2], "chord"])
+    assert len(journal.entries(what="note")) == 2
+
+
+def test_link_to_its_own_key_runs(tasks: Any, journal: Journal) -> None:
+    """A call's lock and mark are gone when its callback is published, so that is no duplicate of the call."""
+    first = tasks.step.apply_async((0,), link=tasks.step.s())
+    assert first.get(timeout=TIMEOUT_S) == 1
+    (second,) = first.children
+    assert second.get(timeout=TIMEOUT_S) == 2
+    assert len(bodies(journal)) == 2
+
+
+def test_link_that_is_a_duplicate_is_published(
+    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """A lone callback equal to a queued call is never dropped: it carries the first call's result."""
+    first = app.note.apply_async((1,), link=tasks.step.s())
+    assert first.get(timeout=TIMEOUT_S) == 1
+    (callback,) = first.children
+    assert callback.id != queued.id
+    answers(journal, [callback])
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 2
+
+
+def test_link_with_on_duplicate_raise_leaves_its_parent_alone(
+    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """Celery would fail the parent, which has succeeded, and cut its chain: so a callback is not refused."""
+    step = app.note.si(1)
+    step.link(tasks.step.s().set(singleton={"on_duplicate": "raise"}))
+    assert chain(step, app.note.si(2)).delay().get(timeout=TIMEOUT_S) == 2
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_links_of_one_call_are_all_published(
+    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """Celery sends several callbacks of a call as a group, whose members are never dropped."""
+    first = app.note.apply_async((1,), link=[tasks.step.s(), tasks.step.s()])
+    assert first.get(timeout=TIMEOUT_S) == 1
+    (callbacks,) = first.children
+    answers(journal, callbacks.results)
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+
+
+def test_link_to_a_canvas_runs_every_member(
+    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """A chain or chord as the callback is never dropped, though an equal call is queued."""
+    app.note.apply_async((1,), link=chain(tasks.step.s(), tasks.step.s(), app.note.s("chain")))
+    app.note.apply_async((1,), link=chord([tasks.step.s(), tasks.step.s()], app.note.s("chord")))
+    journal.wait_for("note", arguments=[3, "chain"])
+    journal.wait_for("note", arguments=[[2, 2], "chord"])
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 5
+
+
+def test_link_error_that_is_a_duplicate_is_published(
+    tasks: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """Celery sends errbacks as a group, so a dedupe task as the errback of a call is never dropped."""
+    failed = tasks.failing.apply_async(link_error=tasks.collect.s())
+    journal.wait_for("end", task=f"canvas.{tasks.mode}.collect")
+    with pytest.raises(ZeroDivisionError):
+        failed.get(timeout=TIMEOUT_S)
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
+    assert len(bodies(journal)) == 3
+
+
+def test_link_error_with_three_parameters_is_called_unguarded(tasks: Any, journal: Journal) -> None:
+    """Celery calls an unbound errback of (request, exc, traceback) as a function: no lock, no mark."""
+    failed = tasks.failing.apply_async(link_error=tasks.mourn.s())
+    (mourned,) = journal.wait_for("end", task=f"canvas.{tasks.mode}.mourn")
+    assert mourned["key"] is None
+    with pytest.raises(ZeroDivisionError):
+        failed.get(timeout=TIMEOUT_S)
+
+
+# Nested
+
+
+def test_chord_of_chains_counts_each_chain(tasks: Any, journal: Journal) -> None:
+    """Chains of equal steps side by side, all of one key: each ends, and the body gets every end."""
+    chains = [chain(tasks.step.s(10 * n), tasks.step.s()) for n in range(3)]
+    assert chord(chains, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 12, 22]
+    assert len(bodies(journal)) == 7
+
+
+def test_group_in_a_chain_runs_every_member(tasks: Any, journal: Journal) -> None:
+    """A group between two steps becomes a chord; at the end of a chain every member answers."""
+    members = group(tasks.step.s(), tasks.step.s())
+    assert chain(tasks.step.s(0), members, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 2]
+    last = chain(tasks.step.s(0), members).delay()
+    answers(journal, last.results)
+
+
+def test_chain_in_a_group_runs_every_step(tasks: Any, journal: Journal) -> None:
+    """Of a group of chains every first step runs; a last step runs, or is skipped with until_done."""
+    chains = group(chain(tasks.step.s(0), tasks.step.s()) for _ in range(3)).delay()
+    values = answers(journal, chains.results)
+    assert answers(journal, [last.parent for last in chains.results]) == [1, 1, 1]
+    if tasks.mode == "until_started":
+        assert values == [2, 2, 2]
+
+
+def test_chord_in_a_chain_and_in_a_chord_answers(tasks: Any, journal: Journal) -> None:
+    """A chord between two steps, and a chord as a member of another, all of one key."""
+    inner = chord([tasks.step.s(), tasks.step.s()], tasks.collect.s())
+    assert chain(tasks.step.s(0), inner, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 2]
+    inner = chord([tasks.step.si(0), tasks.step.si(1)], tasks.collect.s())
+    outer = chord([inner, tasks.step.si(2)], tasks.collect.s())
+    assert outer.delay().get(timeout=TIMEOUT_S) == [[1, 2], 3]
+    assert len(bodies(journal)) == 5 + 5
+
+
+# Calls from inside, and of members
+
+
+def test_call_of_itself_from_inside(tasks: Any, journal: Journal) -> None:
+    """With until_started a body may publish its own key, to run after it; with until_done it gets itself."""
+    first = tasks.repeating.delay(2)
+    answer = first.get(timeout=TIMEOUT_S)
+    if tasks.mode == "until_done":
+        assert answer == {"id": first.id, "deduplicated": True}
+        assert len(bodies(journal)) == 1
+    else:
+        second = tasks.repeating.AsyncResult(answer["id"]).get(timeout=TIMEOUT_S)
+        assert not answer["deduplicated"]
+        assert tasks.repeating.AsyncResult(second["id"]).get(timeout=TIMEOUT_S) == "done"
+        assert len(bodies(journal)) == 3
+
+
+def test_canvas_of_its_own_key_from_inside(tasks: Any, app: Any, journal: Journal, gates: Any) -> None:
+    """A chain, a group and a chord that a body of the same key publishes are published, and wait for it."""
+    first = tasks.starting.delay("inside")
+    journal.wait_for("conflict", count=3)
+    gates("inside")
+    steps, numbers, *members = map(app.app.AsyncResult, first.get(timeout=TIMEOUT_S))
+    assert steps.get(timeout=TIMEOUT_S) == 3
+    assert numbers.get(timeout=TIMEOUT_S) == 6
+    answers(journal, members)
+
+
+def test_call_equal_to_a_running_member(tasks: Any, journal: Journal, gates: Any) -> None:
+    """With until_done a call is a duplicate of a running member, with until_started it runs after it."""
+    result = chord([tasks.step.si(0, gate="member"), tasks.step.si(1, "other")], tasks.collect.s()).delay()
+    member = result.parent.results[0]
+    journal.wait_for("start", task_id=member.id)
+    call = tasks.step.delay(7)
+    assert call.deduplicated == (tasks.mode == "until_done")
+    assert (call.id == member.id) == call.deduplicated
+    gates("member")
+    assert call.get(timeout=TIMEOUT_S) == (1 if call.deduplicated else 8)
+    assert result.get(timeout=TIMEOUT_S) == [1, 2]
+
+
+def test_call_equal_to_a_queued_member(tasks: Any, app: Any, journal: Journal, later: Any) -> None:
+    """A member is not marked while it is queued, so an equal call is published, and is marked itself."""
+    members = group(tasks.step.si(n).set(queue=app.LATER) for n in range(2)).delay().results
+    call = tasks.step.delay(7)
+    again = tasks.step.delay(7)
+    assert not call.deduplicated
+    assert call.get(timeout=TIMEOUT_S) == 8
+    assert again.get(timeout=TIMEOUT_S) == 8
+    later()
+    answers(journal, members)
+
+
+def test_call_equal_to_a_queued_successor(tasks: Any, app: Any, journal: Journal, later: Any) -> None:
+    """What replaces a task is not marked while it is queued, so an equal call is published and runs."""
+    first = tasks.replacing.delay(tasks.step.si(0).set(queue=app.LATER))
+    journal.wait_for("released", task_id=first.id)
+    call = tasks.step.delay(7)
+    assert not call.deduplicated
+    assert call.get(timeout=TIMEOUT_S) == 8
+    later()
+    assert first.get(timeout=TIMEOUT_S) == 1
+
+
+# The page
+
+
+def test_page_has_a_row_for_every_test() -> None:
+    """Every row of docs/canvas.md names tests of this file, and every test is named there."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert all(named)
+    tests = {name for name in globals() if name.startswith("test_")}
+    assert {name for names in named for name in names} == tests - {"test_page_has_a_row_for_every_test"}
+
+
+def test_retrying_member_beside_a_queued_call_reports_no_lapse(
+    tasks: Any, journal: Journal, queued: AsyncResult, later: Any
+) -> None:
+    """A member was never marked, so its retry misses no mark."""
+    assert tasks.step.apply_async((0,), {"failures": 1}, task_id=uuid()).get(timeout=TIMEOUT_S) == 1
+    assert journal.entries(what="lapsed") == []
+    later()
+    assert queued.get(timeout=TIMEOUT_S) == 41
