@@ -8,18 +8,19 @@ SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
 
-.PHONY: help demo test coverage lint soak chaos clean
+.PHONY: help demo test coverage lint soak chaos benchmark clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help:
-	@echo "make demo      what it does, on real workers and a server of its own (or REDIS_URL=...)"
-	@echo "make test      the test suite; ARGS='-k lock' passes arguments to pytest"
-	@echo "make lint      ruff and mypy --strict"
-	@echo "make coverage  report what make test MEASURE='-m coverage run' has measured"
-	@echo "make soak      raw lock processes under kill -9, stops and cuts; SECONDS=3600"
-	@echo "make chaos     real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
-	@echo "make clean     remove $(VENV) and everything else that is not in git"
+	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
+	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest"
+	@echo "make lint       ruff and mypy --strict"
+	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
+	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
+	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
+	@echo "make benchmark  calls per second of fan_out beside delay() and the peers; ARGS=--check"
+	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -32,6 +33,9 @@ soak: $(VENV)/.test
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --scale $(SCALE)
+
+benchmark: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.fan_out $(ARGS)
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet

@@ -123,7 +123,8 @@ class FanOutFailed(SetnxError):
         accepted: Calls that the broker has taken.
         duplicates: Calls that were not sent, because the same call is queued or running.
         failed: Calls that could not be sent for their own sake, before the fan-out ended.
-        uncertain: Calls of the last batch, of which the broker has not said whether it has taken them.
+        uncertain: Calls of the message, or the batch of messages, that was on its way when the broker failed:
+            whether it has taken them is not known.
         not_sent: Calls that were drawn from the iterable and not sent.
     """
 
@@ -139,12 +140,12 @@ class FanOutFailed(SetnxError):
         self.not_sent = not_sent
 
     def __str__(self) -> str:
-        uncertain = f", {self.uncertain} in a batch whose fate is uncertain" if self.uncertain else ""
+        uncertain = f", {self.uncertain} were on their way and may have arrived" if self.uncertain else ""
         failed = f", {self.failed} failed by themselves" if self.failed else ""
         return (
             f"The fan-out of {self.task} ended early: {self.accepted} calls were sent, "
             f"{self.duplicates} were duplicates{failed}{uncertain}, {self.not_sent} were not sent. "
-            "What was not sent has no mark, so it may be sent again."
+            "What is not known to be sent has no mark, so it may be sent again."
         )
 
 

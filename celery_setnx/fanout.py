@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,10 +19,11 @@ from kombu.exceptions import EncodeError
 
 from celery_setnx.conflict import HEADER
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError, UnkeyableCall
+from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.guard import Guard
-from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
-from celery_setnx.publish import AWAITED, Send, grace_s, mark_lease_s
+from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.options import plain
+from celery_setnx.publish import AWAITED, Send, mark_lease_s
 
 try:
     from kombu.exceptions import BatchPublishError
@@ -38,7 +38,13 @@ logger = logging.getLogger("celery_setnx")
 _WINDOW_BATCHES = 10
 _WINDOW_CALLS = 100  # per distinct call of a batch
 _WINDOW_S = 1.0
-_OF_A_SINGLE_CALL = (*AWAITED, "link", "link_error", "producer", "shadow")
+_COMMANDS = 20  # more than a message is for any queue and transport
+_OF_A_SINGLE_CALL = (
+    *AWAITED,
+    *("args", "kwargs", "link", "link_error", "shadow"),
+    *("producer", "publisher", "connection"),
+)
+_ITS_OWN_FAULT = (EncodeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,22 @@ class FanOut:
 
 @dataclass
 class _Call:
-    """A distinct call of the window, and the places of the calls that equal it."""
+    """A distinct call of the window, and the calls that equal it: their places and arguments."""
 
     index: int
     args: Any
     kwargs: Any
     header: dict[str, Any]
     task_id: str
-    equals: list[int] = field(default_factory=list)
+    equals: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     @property
     def mark(self) -> Mark:
         return Mark(self.header["key"], self.task_id)
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.equals)
 
 
 def fan_out(
@@ -112,7 +122,9 @@ def fan_out(
     """Publish many calls; see `SingletonTask.fan_out`."""
     wrong = sorted(set(options) & set(_OF_A_SINGLE_CALL))
     if wrong:
-        raise OptionError(f"fan_out of {task.name}: {', '.join(wrong)} belong to a single call")
+        raise OptionError(
+            f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
+        )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise OptionError(
             f"fan_out of {task.name}: batch_size must be an int of 1 or more, not {batch_size!r}"
@@ -136,19 +148,20 @@ class _FanOut:
     ) -> None:
         self.task = task
         self.send = send
-        self.guard = guard
-        self.call = call
-        self.settled = guard.options_of(call or {})
-        self.dedupes = self.settled.dedupe is not None and not guard.app.conf.task_always_eager
+        # The options of these calls are settled once: a guard that has them as its nearest layer.
+        travelling = plain(f"a fan-out of {guard.task}", call or {})
+        self.header = {"options": travelling} if travelling else {}
+        self.guard = guard.under(call) if call else guard
+        self.dedupes = self.guard.options.dedupe is not None and not guard.app.conf.task_always_eager
         self.batch_size = batch_size
         self.each = each
         self.progress = progress
         self.headers = dict(options.pop("headers", None) or {})
         # Celery subscribes to the result of every call that it sends, which costs as much as the sending, and
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
-        ignored = options.pop("ignore_result", task.ignore_result)
-        self.headers["ignore_result"] = bool(ignored)
+        self.headers["ignore_result"] = bool(options.pop("ignore_result", task.ignore_result))
         self.options = {"add_to_parent": False, **options, "ignore_result": True}
+        self._lease_s()  # refuses an eta that cannot be read before anything is sent
         self.window: dict[Any, _Call] = {}
         self.window_calls = 0
         self.window_began = 0.0
@@ -192,19 +205,19 @@ class _FanOut:
         try:
             args, kwargs = _arguments(self.task, call)
             final_args, final_kwargs = self.task._final(args, kwargs, self.options.get("serializer"))
-            header = self.guard.header(final_args, final_kwargs, self.call)
-        except (UnkeyableCall, TypeError, ValueError) as error:
-            self._failed([index], error)
+            key = self.guard.key(final_args, final_kwargs, {})
+        except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
+            self._fail(index, error)
             return
         if not self.window:
             self.window_began = time.monotonic()
         self.window_calls += 1
-        same = self.window.get(header["key"]) if self.dedupes else None
+        same = self.window.get(key) if self.dedupes else None
         if same is not None:
-            same.equals.append(index)
+            same.equals.append((index, args, kwargs))
         else:
-            name = header["key"] if self.dedupes else index
-            self.window[name] = _Call(index, args, kwargs, header, uuid())
+            header = {"key": key, **self.header}
+            self.window[key if self.dedupes else index] = _Call(index, args, kwargs, header, uuid())
 
     def _is_full(self) -> bool:
         return (
@@ -217,86 +230,106 @@ class _FanOut:
         calls = iter(self.window.values())
         self.window, self.window_calls = {}, 0
         while batch := list(islice(calls, self.batch_size)):
-            self._send_batch(self._marked(batch))
+            self._send_batch(batch)
             if self.progress is not None:
                 self.progress(self.counts)
 
-    def _marked(self, batch: list[_Call]) -> list[_Call]:
+    def _send_batch(self, batch: list[_Call]) -> None:
+        """Mark, send, extend; whatever happens, what was not sent has no mark afterwards."""
+        sent: list[_Call] = []
+        lease = self._lease_s()
+        try:
+            fresh = self._marked(batch, lease) if self.dedupes else batch
+            with self.guard.app.producer_or_acquire() as producer:
+                # The first goes by itself, with Celery's own retries: they bring a dead connection back.
+                self._publish(fresh[:1], producer, sent)
+                self._publish_rest(fresh[1:], producer, sent)
+        finally:
+            self._extend(sent, lease)
+            done = {call.task_id for call in sent}
+            self._free([call for call in batch if call.task_id not in done])
+            self._accept(sent)
+
+    def _marked(self, batch: list[_Call], lease: float) -> list[_Call]:
         """Mark the keys; those that are no duplicates are to be sent."""
-        if not self.dedupes:
-            return batch
         found = mark_all(
             client_for(self.guard.app),
             [call.mark for call in batch],
-            dedupe=str(self.settled.dedupe),
-            lease=grace_s(self.settled),
+            dedupe=str(self.guard.options.dedupe),
+            lease=grace_s(lease),
         )
-        fresh = []
         for call, marked in zip(batch, found):
+            if isinstance(marked, Marked) and not marked.is_duplicate:
+                call.header["marked"] = True
+        for marked in found:
             if isinstance(marked, LockRefused):
                 raise marked
-            if isinstance(marked, Marked) and marked.is_duplicate:
-                self._duplicate([call.index, *call.equals], marked.task_id)
-                continue
-            if isinstance(marked, Marked):
-                call.header["marked"] = True
-            else:
+            if isinstance(marked, LockUnavailable):
                 self._warn_once(marked)
-            fresh.append(call)
+        fresh = []
+        for call, marked in zip(batch, found):
+            if isinstance(marked, Marked) and marked.is_duplicate:
+                self._duplicate([call.index, *(index for index, _, _ in call.equals)], marked.task_id)
+            else:
+                fresh.append(call)
         return fresh
 
-    def _send_batch(self, batch: list[_Call]) -> None:
-        """Send the messages; then their marks last, and the marks of what was not sent are freed."""
-        sent: list[_Call] = []
-        try:
-            with self.guard.app.producer_or_acquire() as producer:
-                # The first goes by itself, with Celery's own retries: they bring a dead connection back.
-                self._publish(batch[:1], producer, sent)
-                self._publish_rest(batch[1:], producer, sent)
-        except BaseException as error:
-            done = {call.task_id for call in sent}
-            self._free([call for call in batch if call.task_id not in done])
-            if isinstance(error, BatchPublishError):
-                self.uncertain = sum(1 + len(call.equals) for call in batch if call.task_id not in done)
-            raise
-        finally:
-            self._extend([call for call in sent if "marked" in call.header])
-            for call in sent:
-                self._accepted(call)
-
     def _publish_rest(self, batch: list[_Call], producer: Any, sent: list[_Call]) -> None:
-        if not _buffers(producer):
+        if not batch or not _buffers(producer):
             self._publish(batch, producer, sent)
             return
+        options: dict[str, Any] = {"retry": False}  # nothing is sent before the batch is flushed
+        if "declare" not in self.options and not self.guard.app.conf.task_routes:
+            options["declare"] = []  # the first message has declared their queue
         buffered: list[_Call] = []
-        with producer.batch(max_size=len(batch) + 1) if batch else nullcontext():
-            self._publish(batch, producer, buffered, retry=False)
+        try:
+            # One message may be several commands: flushed at the end, not in between.
+            with producer.batch(max_size=_COMMANDS * len(batch)):
+                self._publish(batch, producer, buffered, **options)
+        except BatchPublishError:
+            self.uncertain += sum(call.size for call in buffered)
+            raise
         sent += buffered
 
     def _publish(self, batch: Sequence[_Call], producer: Any, sent: list[_Call], **options: Any) -> None:
         for call in batch:
-            headers = {**self.headers, HEADER: call.header}
-            try:
-                self.send(
-                    call.args,
-                    call.kwargs,
-                    task_id=call.task_id,
-                    producer=producer,
-                    headers=headers,
-                    **self.options,
-                    **options,
-                )
-            except (EncodeError, TypeError, ValueError) as error:
-                self._free([call])
-                self._failed([call.index, *call.equals], error)
-            else:
-                sent.append(call)
+            while True:
+                try:
+                    self._publish_one(call, producer, options)
+                except _ITS_OWN_FAULT as error:
+                    self._fail(call.index, error)
+                    if not call.equals:
+                        break
+                    # Equal by its key, but another call: it may well be sent in the first one's place.
+                    call.index, call.args, call.kwargs = call.equals.pop(0)
+                except BatchPublishError:
+                    raise
+                except Exception:
+                    self.uncertain += call.size  # the broker may have taken it, and its reply was lost
+                    raise
+                else:
+                    sent.append(call)
+                    break
 
-    def _extend(self, sent: list[_Call]) -> None:
-        if not sent:
-            return
-        lease = mark_lease_s(self.guard.app, self.settled, self.options, self.task.expires)
-        error = extend_all(client_for(self.guard.app), [call.mark for call in sent], [lease] * len(sent))
+    def _publish_one(self, call: _Call, producer: Any, options: dict[str, Any]) -> None:
+        headers = {**self.headers, HEADER: call.header}
+        if "declare" in options:
+            options = {**options, "declare": []}  # a list of its own: kombu adds to it
+        self.send(
+            call.args,
+            call.kwargs,
+            task_id=call.task_id,
+            producer=producer,
+            headers=headers,
+            **{**self.options, **options},
+        )
+
+    def _lease_s(self) -> float:
+        return mark_lease_s(self.guard.app, self.guard.options, self.options, self.task.expires)
+
+    def _extend(self, sent: list[_Call], lease: float) -> None:
+        marks = [call.mark for call in sent if "marked" in call.header]
+        error = extend_all(client_for(self.guard.app), marks, [lease] * len(marks)) if marks else None
         if error is not None:
             self._warn_once(error)
 
@@ -312,17 +345,20 @@ class _FanOut:
                 "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "
                 "queued twice, or be taken for queued for %g s more. Every run is guarded. %s",
                 self.task.name,
-                grace_s(self.settled),
+                GRACE_S,
                 error,
             )
         self.warned = True
 
-    def _accepted(self, call: _Call) -> None:
-        self.counts.accepted += 1
+    def _accept(self, sent: list[_Call]) -> None:
+        """Count first: what `each` raises must not make the counts wrong."""
+        self.counts.accepted += len(sent)
+        self.counts.duplicates += sum(len(call.equals) for call in sent)
         if self.each is not None:
-            self.each(CallOutcome(call.index, "accepted", call.task_id))
-        if call.equals:
-            self._duplicate(call.equals, call.task_id)
+            for call in sent:
+                self.each(CallOutcome(call.index, "accepted", call.task_id))
+                for index, _, _ in call.equals:
+                    self.each(CallOutcome(index, "duplicate", call.task_id))
 
     def _duplicate(self, indexes: list[int], task_id: str) -> None:
         self.counts.duplicates += len(indexes)
@@ -330,12 +366,11 @@ class _FanOut:
             for index in indexes:
                 self.each(CallOutcome(index, "duplicate", task_id))
 
-    def _failed(self, indexes: list[int], error: BaseException) -> None:
-        self.counts.failed += len(indexes)
+    def _fail(self, index: int, error: Exception) -> None:
+        self.counts.failed += 1
         self.counts.first_error = self.counts.first_error or error
         if self.each is not None:
-            for index in indexes:
-                self.each(CallOutcome(index, "failed", error=error))
+            self.each(CallOutcome(index, "failed", error=error))
 
 
 def _arguments(task: Any, call: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -69,6 +70,14 @@ class Guard:
         check_name(f"scope of {task}", self.options.scope or task)
         check_at_worker_start(app)
 
+    def under(self, call: Mapping[str, Any]) -> Guard:
+        """The guard of many calls that have the same options of their own.
+
+        Raises:
+            OptionError: An option is unknown, malformed, or cannot be combined with the task's.
+        """
+        return Guard(self.app, self.task, self.signature, [*self.layers[1:], call])
+
     def _key_function(self, options: Options) -> KeyFunction:
         return KeyFunction(options.key, self.signature, self.task, self.settings.key_version)
 
@@ -98,9 +107,10 @@ class Guard:
             header["options"] = travelling
         if "wait" in inherited:
             header["wait"] = inherited["wait"]
-        marked = self._marked_again(travelling, inherited, retries) if inherited else None
-        if marked:
-            header["marked"] = marked
+        if inherited.get("key", header["key"]) == header["key"]:
+            marked = self._marked_again(travelling, inherited, retries)
+            if marked:
+                header["marked"] = marked
         return header
 
     def _marked_again(self, call: Mapping[str, Any], before: Mapping[str, Any], retries: int) -> Any:
@@ -112,7 +122,7 @@ class Guard:
         if (before.get("wait") or {}).get("retries") == retries:
             return before.get("marked")  # it has not started since
         options = self.options_of(call)
-        if options.dedupe != "until_done" or options.hold_on_retry:
+        if not retries or options.dedupe != "until_done" or options.hold_on_retry:
             return None
         return before.get("marked") or "again"
 
@@ -167,8 +177,10 @@ class Run:
         self.is_marked = header.get("marked") is True
         self.same_host = guard.settings.same_host
         info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
+        call = header.get("options") or {}
+        self.key_of = functools.partial(guard.key, call=call)
         try:
-            self.options = guard.options_of(header.get("options") or {})
+            self.options = guard.options_of(call)
             self.lock = guard.lock(header, args, kwargs, info)
         except SetnxError:
             if header.get("marked"):  # refused here, whatever its producer could know
@@ -196,7 +208,7 @@ class Run:
             return body()
         except BaseException as error:
             back_in = self._comes_back_in(error)
-            hold = self.options.hold_on_retry and isinstance(error, Retry)
+            hold = back_in is not None and self.options.hold_on_retry and isinstance(error, Retry)
             raise
         finally:
             if held is not None:
@@ -205,12 +217,29 @@ class Run:
                 self._end_mark(back_in)
 
     def _comes_back_in(self, error: BaseException) -> float | None:
-        """Seconds until the call that ends with this error is delivered again; None if it is not."""
+        """Seconds until the call that ends with this error is delivered again; None if it is not.
+
+        A retry with other arguments, and so another key, is none of this lock's and this mark's business.
+        """
+        if isinstance(error, Retry) and not self._keeps_key(error.sig):
+            return None
         if isinstance(error, (Retry, WaitsForItself)):
             return self._seconds_until(error.when)
         if isinstance(error, Reject) and error.requeue and self.task.acks_late:
             return 0.0
         return None
+
+    def _keeps_key(self, retry: Any) -> bool:
+        """True if the retry's key is this call's: its arguments are, or the key comes to the same."""
+        if retry is None:
+            return True
+        args, kwargs = tuple(retry.args), dict(retry.kwargs)
+        if args == tuple(self.request.args or ()) and kwargs == dict(self.request.kwargs or {}):
+            return True
+        try:
+            return self.key_of(args, kwargs) == self.lock.name
+        except SetnxError:
+            return False
 
     def _acquire(self) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
@@ -249,11 +278,11 @@ class Run:
         if outcome.taken_over_from is not None:
             self._report_take_over(held, outcome.taken_over_from, outcome.server_time)
         self._send(lock_acquired, held)
-        if self.is_marked and outcome.mark != self.request.id:
-            self._report_lapse(outcome.mark)
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
+        if self.is_marked and outcome.mark != self.request.id:
+            self._report_lapse(outcome.mark)
 
     def _report_take_over(self, held: HeldLock, dead: Holder, server_time: float) -> None:
         ended_s = server_time - (dead.deadline or server_time)

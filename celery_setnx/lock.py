@@ -353,21 +353,24 @@ class SetnxLock:
             raise LockLost(self.name, "it was never acquired through this object")
         return self.held.release()
 
-    def free_dead(self, token: str) -> bool:
+    def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
 
         Args:
             token: The dead holder's token.
 
         Returns:
-            True if it held the lock still.
+            `freed` if it held the lock still; `ended` if it had given it back; `lost` if the record is not
+            its own: it never had the lock, or another has had it since.
 
         Raises:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
         word, _now, value = self._release_reply(token, 0)
-        return value is not None and word in ("released", "repaired")
+        if value is not None and word in ("released", "repaired"):
+            return "freed"
+        return "lost" if word == "lost" else "ended"
 
     def free_held(self, task_id: str) -> bool:
         """Free the lock if it is held for a retry of a task that will not come.

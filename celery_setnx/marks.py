@@ -25,6 +25,11 @@ GRACE_S = 10.0
 _MARK, _EXTEND, _UNMARK = Script("mark"), Script("extend"), Script("unmark")
 
 
+def grace_s(lease: float) -> float:
+    """Seconds for which a mark lasts until its message is known to be sent: never longer than after it."""
+    return min(GRACE_S, lease)
+
+
 @dataclass(frozen=True)
 class Marked:
     """What became of an attempt to mark a key.

@@ -28,7 +28,7 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.guard import Guard
 from celery_setnx.lock import Holder
-from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.options import Options, checked
 from celery_setnx.signals import call_deduplicated
 
@@ -124,7 +124,8 @@ def publish(
         return _noted(send(args, kwargs, **options), deduplicated=False)
     mark = Mark(header["key"], uuid())
     options["task_id"] = mark.task_id
-    marked = take_mark(guard, mark, settled)
+    lease = mark_lease_s(guard.app, settled, options, expires)
+    marked = take_mark(guard, mark, settled, lease)
     if marked is not None and marked.is_duplicate:
         if not options.get("link") and not options.get("link_error"):
             ignored = options.get("ignore_result")
@@ -141,7 +142,6 @@ def publish(
             _complain(free_all(client, [mark]), mark, "was not sent")
         raise
     if marked is not None:
-        lease = mark_lease_s(guard.app, settled, options, expires)
         _complain(extend_all(client, [mark], [lease]), mark, "was sent")
     return _noted(result, deduplicated=False)
 
@@ -208,14 +208,13 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
     return not app.conf.task_always_eager and not any(options.get(name) for name in AWAITED)
 
 
-def take_mark(guard: Guard, mark: Mark, options: Options) -> Marked | None:
+def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and the call is published.
 
     Raises:
         LockRefused: Redis refuses to mark the key.
     """
-    lease = grace_s(options)
-    (found,) = mark_all(client_for(guard.app), [mark], dedupe=str(options.dedupe), lease=lease)
+    (found,) = mark_all(client_for(guard.app), [mark], dedupe=str(options.dedupe), lease=grace_s(lease))
     if isinstance(found, LockRefused):
         raise found
     if isinstance(found, LockUnavailable):
@@ -226,11 +225,6 @@ def take_mark(guard: Guard, mark: Mark, options: Options) -> Marked | None:
         )
         return None
     return found
-
-
-def grace_s(options: Options) -> float:
-    """Seconds for which a mark lasts until its message is known to be sent."""
-    return min(GRACE_S, options.queue_lease)
 
 
 def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:

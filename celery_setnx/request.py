@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from celery import Celery
+from celery import Celery, bootsteps
 from celery.signals import task_rejected, task_unknown
 from celery.worker.request import Request
 
@@ -68,8 +68,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
                 _in_thread(self._free_held)
-            if self._header.get("marked"):
-                _in_thread(functools.partial(free_mark, self.app, self._header, self.id))
+            elif self._header.get("marked"):
+                _in_thread(self._free_mark)
         return revoked
 
     def free_dead(self) -> None:
@@ -77,10 +77,38 @@ class SingletonRequest(Request):  # type: ignore[misc]
         token = task_token(
             self.id, self._request_dict.get("retries"), self._request_dict["properties"][NONCE]
         )
-        self._free(lambda lock: lock.free_dead(token), f"died with its process {self.worker_pid}")
+
+        def free(lock: SetnxLock) -> bool:
+            word = lock.free_dead(token)
+            if word == "lost" and not self._comes_back:  # it died before it had the lock
+                self._free_mark()
+            return word == "freed"
+
+        self._free(free, f"died with its process {self.worker_pid}")
 
     def _free_held(self) -> None:
-        self._free(lambda lock: lock.free_held(self.id), "was revoked or has expired before its retry")
+        def free(lock: SetnxLock) -> bool:
+            give_up = time.monotonic() + _KEEP_S
+            # The attempt before has sent this one, and may not have ended yet: only its end holds or marks.
+            while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
+                if time.monotonic() > give_up:
+                    break
+                time.sleep(_LOOK_S)
+            self._free_mark()
+            return lock.free_held(self.id)
+
+        self._free(free, "was revoked or has expired before its retry")
+
+    def _free_mark(self) -> None:
+        if self._header.get("marked"):
+            free_mark(self.app, self._header, self.id)
+
+    @property
+    def _comes_back(self) -> bool:
+        """True if Celery delivers the message again when its child has died."""
+        task = self.task
+        lost = getattr(task, "retry_on_worker_lost", False)
+        return bool(lost or (task.acks_late and task.reject_on_worker_lost))
 
     def _free(self, free: Callable[[SetnxLock], bool], why: str) -> None:
         call = f"{self.task.name}[{self.id}]"
@@ -118,6 +146,20 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     header = headers.get(HEADER)
     if isinstance(header, Mapping) and header.get("marked") and headers.get("id"):
         _in_thread(functools.partial(free_mark, sender.app, header, headers["id"]))
+
+
+class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]
+    """Celery acknowledges a message that it cannot decode, and tells nobody: its mark is freed here."""
+
+    def __init__(self, consumer: Any, **_options: Any) -> None:
+        super().__init__(consumer)
+        acknowledge = consumer.on_decode_error
+
+        def on_decode_error(message: Any, error: Exception) -> None:
+            acknowledge(message, error)
+            _free_rejected(consumer, message)
+
+        consumer.on_decode_error = on_decode_error
 
 
 class _ChildWatch:

@@ -64,6 +64,7 @@ class SingletonTask(Task):  # type: ignore[misc]
             layers.append(decorated)
         cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
         cls._guard = Guard(app, name, _signature(cls), layers)
+        app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
         return bound
@@ -159,10 +160,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             How many calls were accepted, were duplicates, and failed for their own sake.
 
         Raises:
-            FanOutFailed: The broker took no more, or the iterable raised: how many calls were sent and were
-                not. The error itself is its cause.
-            OptionError: An option is unknown, malformed, or belongs to a single call.
-            LockRefused: Redis refuses to mark the keys.
+            FanOutFailed: The broker took no more, Redis refuses to mark a key, or the iterable or a callback
+                raised: how many calls were sent and were not. The error itself is its cause.
+            OptionError: An option is unknown, malformed, or nothing that a fan-out takes.
         """
         if self._guard is None:
             raise OptionError(f"fan_out of {self.name}: it is a task of Celery's own, and is not guarded")

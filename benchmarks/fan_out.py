@@ -1,0 +1,199 @@
+"""How fast calls are published: `fan_out` beside loops over `delay()`, our own and the peers'.
+
+python -m benchmarks.fan_out [--calls 5000] [--rounds 7] [--check]
+
+Every round publishes the same calls in every way, one after the other, each with an app and empty databases
+of its own. A ratio is taken within a round, and its median over the rounds is shown: what disturbs the
+machine disturbs both sides. Nobody consumes, so nothing else is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import redis
+from celery import Celery, Task
+from celery_once import AlreadyQueued, QueueOnce
+from celery_singleton import Singleton
+
+from celery_setnx import SingletonTask
+from examples.embedded import EmbeddedServer
+
+REPEATS = 10  # calls per key where nine of ten are duplicates
+BROKER_DB, LOCK_DB, RESULT_DB = 0, 1, 2
+PACKAGES = ("celery_setnx", "celery", "kombu", "redis", "hiredis", "celery-singleton", "celery-once")
+
+Publish = Callable[[Any, list[int]], Any]
+
+
+def work(number: int) -> None:
+    """The task: nobody runs it."""
+
+
+def delay(task: Any, numbers: list[int]) -> None:
+    """One by one."""
+    for number in numbers:
+        task.delay(number)
+
+
+def delay_or_refused(task: Any, numbers: list[int]) -> None:
+    """One by one; a duplicate is an exception."""
+    for number in numbers:
+        try:
+            task.delay(number)
+        except AlreadyQueued:
+            continue
+
+
+def fan_out(task: Any, numbers: list[int]) -> None:
+    """All at once."""
+    task.fan_out((number,) for number in numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to publish, and the calls that it gets.
+
+    Attributes:
+        name: What it is.
+        publish: Publishes the calls.
+        repeats: Calls per key.
+        base: Base class of the task.
+        options: Of the task.
+        sends_all: Duplicates are sent too.
+    """
+
+    name: str
+    publish: Publish
+    repeats: int
+    base: type[Task]
+    options: dict[str, Any]
+    sends_all: bool = False
+
+
+DEDUPED = {"singleton": {"dedupe": "until_done"}}
+PLAIN = Way("plain delay()", delay, 1, Task, {}, sends_all=True)
+IGNORED = Way("plain delay(), result ignored", delay, 1, Task, {"ignore_result": True}, sends_all=True)
+OWN_LOOP = Way("our delay(), dedupe", delay, 1, SingletonTask, DEDUPED)
+OWN = Way("fan_out, dedupe", fan_out, 1, SingletonTask, DEDUPED)
+FREE = Way("fan_out, no dedupe", fan_out, 1, SingletonTask, {}, sends_all=True)
+SINGLETON_90 = Way("celery-singleton delay()", delay, REPEATS, Singleton, {"lock_expiry": 3600})
+ONCE_90 = Way("celery-once delay()", delay_or_refused, REPEATS, QueueOnce, {"once": {"graceful": False}})
+OWN_LOOP_90 = Way("our delay(), dedupe", delay, REPEATS, SingletonTask, DEDUPED)
+OWN_90 = Way("fan_out, dedupe", fan_out, REPEATS, SingletonTask, DEDUPED)
+
+UNIQUE = (PLAIN, IGNORED, OWN_LOOP, FREE, OWN)
+DUPLICATES = (SINGLETON_90, ONCE_90, OWN_LOOP_90, OWN_90)
+PROMISES = ((OWN, PLAIN, 2.0), (OWN_90, SINGLETON_90, 8.0))
+
+
+def sample(server: EmbeddedServer, way: Way, numbers: list[int]) -> float:
+    """Calls per second, published by an app of its own into empty databases.
+
+    Raises:
+        RuntimeError: Not as many messages are queued as there should be.
+    """
+    app = Celery(
+        "benchmark", broker=server.url(BROKER_DB), backend=server.url(RESULT_DB), set_as_current=False
+    )
+    app.conf.update(
+        setnx_url=server.url(LOCK_DB),
+        singleton_backend_url=server.url(LOCK_DB),
+        ONCE={
+            "backend": "celery_once.backends.Redis",
+            "settings": {"url": server.url(LOCK_DB), "default_timeout": 3600},
+        },
+    )
+    task = app.task(base=way.base, name="benchmark.task", shared=False, **way.options)(work)
+    with redis.Redis(port=server.port, db=BROKER_DB) as broker:
+        way.publish(task, [-1])  # connections and scripts are there
+        broker.flushall()
+        gc.collect()
+        began = time.perf_counter()
+        way.publish(task, numbers)
+        took_s = time.perf_counter() - began
+        queued, expected = broker.llen("celery"), len(numbers if way.sends_all else set(numbers))
+    app.close()
+    if queued != expected:
+        raise RuntimeError(f"{way.name} has queued {queued} messages instead of {expected}")
+    return len(numbers) / took_s
+
+
+def measure(server: EmbeddedServer, calls: int, rounds: int) -> dict[Way, list[float]]:
+    """Calls per second, for each way one figure a round."""
+    rates: dict[Way, list[float]] = {way: [] for way in (*UNIQUE, *DUPLICATES)}
+    for number in range(rounds):
+        for way in random.Random(number).sample(list(rates), len(rates)):
+            numbers = list(range(calls // way.repeats)) * way.repeats
+            random.Random(number).shuffle(numbers)
+            rates[way].append(sample(server, way, numbers))
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return rates
+
+
+def ratio(rates: dict[Way, list[float]], way: Way, to: Way) -> float:
+    """How many times as fast as the other, in the median of the rounds."""
+    return statistics.median(one / other for one, other in zip(rates[way], rates[to]))
+
+
+def table(rates: dict[Way, list[float]]) -> Iterator[str]:
+    """The lines of the table."""
+    for title, ways in (("each key once", UNIQUE), (f"each key {REPEATS} times, shuffled", DUPLICATES)):
+        yield ""
+        yield f"{title:32}{'calls/s':>9}{'lowest':>9}{'highest':>9}{'ratio':>8}"
+        for way in ways:
+            median, lowest, highest = statistics.median(rates[way]), min(rates[way]), max(rates[way])
+            compared = f"{ratio(rates, way, ways[0]):7.2f}x"
+            yield f"  {way.name:30}{median:9,.0f}{lowest:9,.0f}{highest:9,.0f}{compared}"
+
+
+def machine(server: EmbeddedServer) -> Iterator[str]:
+    """What it was measured on."""
+    with redis.Redis(port=server.port) as client:
+        about = client.info("server")
+    name = about.get("server_name", "redis")
+    system = f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}"
+    yield f"{system}, Python {platform.python_version()}"
+    yield f"{name} {about.get(f'{name}_version', about['redis_version'])} on the same machine"
+    yield ", ".join(f"{package} {version(package)}" for package in PACKAGES if _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except ModuleNotFoundError:
+        return False
+
+
+def main() -> int:
+    """Measure, print the table, and check the promises."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=5000, help="calls per sample (default 5000)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (default 7)")
+    parser.add_argument("--check", action="store_true", help="fail unless the promised ratios are reached")
+    chosen = parser.parse_args()
+    with EmbeddedServer() as server:
+        rates = measure(server, chosen.calls, chosen.rounds)
+        print(*machine(server), f"{chosen.calls} calls, {chosen.rounds} rounds", *table(rates), sep="\n")
+    print()
+    kept = True
+    for way, to, least in PROMISES:
+        reached = ratio(rates, way, to)
+        kept &= reached >= least
+        print(f"{way.name} is {reached:.2f} times as fast as {to.name}; promised are {least:g}")
+    return 0 if kept or not chosen.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The app of `tests.workerapp` with tasks that are deduplicated when they are published."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import current_task
+from celery.signals import task_prerun
+
+from celery_setnx import Conflict, SingletonTask, signals
+from tests.workerapp import URL, app, body, control, journal, record
+
+DONE = {"key": "name", "lease": 2, "retry_delay": 0.1, "dedupe": "until_done"}
+STARTED = {**DONE, "dedupe": "until_started"}
+
+if "SETNX_TEST_BROKER_DB" in os.environ:
+    app.conf.broker_url = f"{URL}/{os.environ['SETNX_TEST_BROKER_DB']}"
+    app.conf.broker_transport_options = {"visibility_timeout": 1}
+
+signals.uniqueness_lapsed.connect(record("lapsed"), weak=False)
+
+
+class Marked(SingletonTask):
+    """Goes to a queue of its own, which only the workers of these tests consume."""
+
+    abstract = True
+    queue = "marks"
+
+
+@task_prerun.connect
+def stand_still(task_id: str, kwargs: Any, **_details: Any) -> None:
+    """A call with `stands=` has been accepted, and has not started."""
+    if kwargs.get("stands"):
+        journal.write("prerun", task_id=task_id)
+        control.blpop([f"gate:{task_id}"], timeout=30)
+
+
+@app.task(base=Marked, singleton=STARTED)
+def started(name: str, stands: bool = False) -> str:
+    """At most one is queued."""
+    return body(name)
+
+
+@app.task(base=Marked, acks_late=True, singleton=STARTED)
+def late(name: str, stands: bool = False) -> str:
+    """At most one is queued; acknowledged when it is done."""
+    return body(name)
+
+
+@app.task(base=Marked, singleton=DONE)
+def done(name: str) -> str:
+    """At most one is queued or running."""
+    return body(name)
+
+
+@app.task(base=Marked, bind=True, singleton=STARTED)
+def started_twice(self: Any, name: str) -> str:
+    """Retries itself once, by way of a queue that nobody consumes."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(countdown=0, queue="parked")
+    return name
+
+
+@app.task(base=Marked, bind=True, singleton=DONE)
+def done_twice(self: Any, name: str) -> str:
+    """Retries itself once, by way of a queue that nobody consumes."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(countdown=0, queue="parked")
+    return name
+
+
+@app.task(
+    base=Marked,
+    autoretry_for=(ZeroDivisionError,),
+    retry_kwargs={"max_retries": 1, "countdown": 0, "queue": "parked"},
+    singleton=DONE,
+)
+def done_autoretried(name: str) -> str:
+    body(name)
+    if not current_task.request.retries:
+        raise ZeroDivisionError
+    return name
+
+
+@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
+def done_held(self: Any, name: str) -> str:
+    """Retries itself once, by way of a queue that nobody consumes, and keeps its lock."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(countdown=0, queue="parked")
+    return name
+
+
+@app.task(base=Marked, bind=True, singleton=DONE)
+def done_later(self: Any, name: str) -> str:
+    """Retries itself in two hours."""
+    body(name)
+    raise self.retry(countdown=7200, queue="parked")
+
+
+@app.task(base=Marked, bind=True, singleton=DONE)
+def done_page(self: Any, name: str) -> str:
+    """Retries itself with another argument, and so with another key."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(args=["next"], countdown=0)
+    return name
+
+
+@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
+def held_page(self: Any, name: str) -> str:
+    """Retries itself with another argument, and keeps its lock."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(args=["next"], countdown=0)
+    return name
+
+
+@app.task(base=Marked, bind=True, singleton=DONE)
+def done_lingering(self: Any, name: str) -> str:
+    """Publishes its retry, and takes its time to end."""
+    try:
+        raise self.retry(countdown=0)
+    finally:
+        body(name)
+
+
+@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
+def held_lingering(self: Any, name: str) -> str:
+    """Publishes its retry, takes its time to end, and keeps its lock."""
+    try:
+        raise self.retry(countdown=0)
+    finally:
+        body(name)
+
+
+def busy(conflict: Conflict) -> Any:
+    return {"busy": conflict.holder.task_id}
+
+
+@app.task(base=Marked, singleton={**DONE, "on_conflict": busy})
+def done_own_policy(name: str) -> Any:
+    return body(name)

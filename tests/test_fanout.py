@@ -1,0 +1,1004 @@
+"""Fan-out: what becomes of many calls, in batches, against real brokers, dying ones, and real workers.
+
+`FANOUT_CALLS` scales the big ones: 5,000 calls of 50 names by default, 100,000 of 1,000 in CI.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from kombu.exceptions import EncodeError, OperationalError
+from pydantic import BaseModel
+
+from celery_setnx import SingletonTask, fanout, marks
+from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, UnkeyableCall
+from examples.embedded import EmbeddedServer
+from tests.fanoutapp import BODIES, BROKER_DB, GATE, LOCK_DB, PARKED, QUEUE, STARTED, make_app, make_tasks
+from tests.harness import Worker, wait_until
+from tests.proxy import Action, Proxy
+
+CALLS = int(os.environ.get("FANOUT_CALLS", "5000"))
+KEYS = CALLS // 100
+ROOT = Path(__file__).parents[1]
+FOREVER = 10**9
+HELD = 4  # processes of the worker
+PRIORITY = "\x06\x16"
+
+
+class User(BaseModel):
+    """An argument."""
+
+    id: int
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of the broker's database, without messages, counted bodies and open gates."""
+    with redis.Redis.from_url(server.url(BROKER_DB), decode_responses=True) as client:
+        for pattern in (f"{QUEUE}*", f"{PARKED}*", BODIES, STARTED, f"{GATE}:*"):
+            client.delete("none", *client.scan_iter(pattern))
+        yield client
+
+
+@pytest.fixture
+def fan(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> Iterator[SimpleNamespace]:
+    """The tasks of an app of this process."""
+    with made(server.url(BROKER_DB), server.url(LOCK_DB)) as tasks:
+        yield tasks
+
+
+@pytest.fixture(params=["batches", "singly"])
+def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Messages are collected in batches, or sent one by one as by kombu before 5.7."""
+    if request.param == "singly":
+        monkeypatch.setattr(fanout, "_buffers", lambda producer: False)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def fan_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker of the queue of this module."""
+    worker = Worker(logs, app="tests.fanoutapp", concurrency=HELD, queues=QUEUE)
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[EmbeddedServer]:
+    """A broker that the tests of this module may kill."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(mortal: EmbeddedServer) -> Iterator[Proxy]:
+    """The way to the mortal broker, which is empty."""
+    with redis.Redis.from_url(mortal.url()) as client:
+        client.flushall()
+    with Proxy(mortal.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def frail(
+    server: EmbeddedServer, locks: redis.Redis, mortal: EmbeddedServer, proxy: Proxy
+) -> Iterator[SimpleNamespace]:
+    """The tasks of an app whose broker may die, by way of the proxy; its locks are safe. With a client."""
+    with (
+        made(proxy.url(), server.url(LOCK_DB)) as tasks,
+        redis.Redis.from_url(mortal.url(), decode_responses=True) as client,
+    ):
+        tasks.broker = client
+        yield tasks
+
+
+@contextmanager
+def made(broker: str, locks: str, **settings: Any) -> Iterator[SimpleNamespace]:
+    """The tasks of an app of its own, closed afterwards."""
+    app = make_app(broker, locks, **settings)
+    try:
+        yield make_tasks(app)
+    finally:
+        app.close()
+
+
+def names_to(count: int) -> list[tuple[str]]:
+    return [(f"k{number}",) for number in range(count)]
+
+
+def queued(broker: redis.Redis, queue: str = PARKED) -> list[dict[str, Any]]:
+    """The messages of a queue, the oldest first, with decoded bodies."""
+    messages = [json.loads(message) for message in reversed(broker.lrange(queue, 0, -1))]
+    for message in messages:
+        message["body"] = json.loads(base64.b64decode(message["body"]))
+    return messages
+
+
+def queued_names(broker: redis.Redis) -> list[Any]:
+    return [message["body"][0][0] for message in queued(broker)]
+
+
+def marks_left(locks: redis.Redis) -> set[str]:
+    return set(locks.scan_iter("*:queued"))
+
+
+def mark_of(task: Any, *args: Any) -> str:
+    return f"{task.lock_key(*args)}:queued"
+
+
+def counted(result: Any) -> tuple[int, int, int]:
+    return result.accepted, result.duplicates, result.failed
+
+
+def failure(fan_out: Callable[[], Any]) -> FanOutFailed:
+    with pytest.raises(FanOutFailed) as caught:
+        fan_out()
+    return caught.value
+
+
+def every(error: FanOutFailed) -> int:
+    return error.accepted + error.duplicates + error.failed + error.uncertain + error.not_sent
+
+
+def publisher(**spec: Any) -> subprocess.Popen[str]:
+    """A process that publishes, once `start` is given: see `tests.fanoutapp.main`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.fanoutapp", json.dumps(spec)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start(locks: redis.Redis, *publishers: subprocess.Popen[str]) -> None:
+    """Let the publishers go on, all at once."""
+    locks.rpush("start", *["go"] * len(publishers))
+    locks.expire("start", 60)
+
+
+def ended(publisher: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = publisher.communicate(timeout=100)
+    assert publisher.returncode == 0
+    return dict(json.loads(output))
+
+
+# What becomes of the calls
+
+
+def test_counts_say_what_became_of_all_calls(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
+) -> None:
+    """Accepted, duplicates and failed add up, and the queue holds each name once, in order."""
+    fan.once.delay("k3")
+    result = fan.once.fan_out([*names_to(25), *names_to(25), ("k1", object()), ()], batch_size=10)
+    assert counted(result) == (24, 27, 1)
+    assert result.total == 52
+    assert queued_names(broker) == ["k3", *(f"k{number}" for number in range(25) if number != 3)]
+    assert marks_left(locks) == {mark_of(fan.once, f"k{number}") for number in range(25)}
+
+
+def test_each_is_told_what_became_of_every_call(
+    fan: SimpleNamespace, broker: redis.Redis, sending: str
+) -> None:
+    """Accepted with its own id, duplicate with the id of the queued task, failed with its error."""
+    first = fan.once.delay("old").id
+    outcomes: list[Any] = []
+    fan.once.fan_out([("a",), ("old",), (), ("b", object()), ("a",), ("c",)], each=outcomes.append)
+    told = {outcome.index: outcome for outcome in outcomes}
+    assert sorted(told) == [0, 1, 2, 3, 4, 5]
+    assert len(outcomes) == 6
+    ids = {message["body"][0][0]: message["headers"]["id"] for message in queued(broker)}
+    assert {index: (o.state, o.task_id) for index, o in told.items()} == {
+        0: ("accepted", ids["a"]),
+        1: ("duplicate", first),
+        2: ("failed", None),
+        3: ("failed", None),
+        4: ("duplicate", ids["a"]),
+        5: ("accepted", ids["c"]),
+    }
+    assert isinstance(told[2].error, UnkeyableCall)
+    assert isinstance(told[3].error, EncodeError)
+    assert {told[index].error for index in (0, 1, 4, 5)} == {None}
+
+
+def test_equal_calls_of_a_window_are_one(fan: SimpleNamespace, locks: redis.Redis) -> None:
+    """The first of them is sent; the others are its duplicates, and Redis is not asked about them."""
+    outcomes: list[Any] = []
+    result = fan.once.fan_out([("a", 1), ("a", 2), {"name": "a"}, ("b",)], each=outcomes.append)
+    assert counted(result) == (2, 2, 0)
+    accepted = next(o.task_id for o in outcomes if o.index == 0)
+    assert [(o.index, o.task_id) for o in outcomes if o.state == "duplicate"] == [
+        (1, accepted),
+        (2, accepted),
+    ]
+    assert locks.get(mark_of(fan.once, "a")) == accepted
+
+
+def test_equal_calls_of_later_windows_are_duplicates(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """A window of ten calls forgets nothing that matters: the marks know."""
+    result = fan.once.fan_out(names_to(15) * 3, batch_size=1)
+    assert counted(result) == (15, 30, 0)
+    assert len(set(queued_names(broker))) == len(queued(broker)) == 15
+
+
+def test_duplicate_of_a_running_call_names_its_holder(
+    fan: SimpleNamespace, broker: redis.Redis, fan_worker: Worker
+) -> None:
+    """With until_done a call is a duplicate of the one that runs, though its mark is gone."""
+    running = fan.gated.apply_async(["a"], queue=QUEUE)
+    wait_until(lambda: broker.sismember(STARTED, "a"), "the body runs")
+    outcomes: list[Any] = []
+    result = fan.gated.fan_out([("a",), ("b",), ("a",)], each=outcomes.append)
+    assert counted(result) == (1, 2, 0)
+    assert {o.task_id for o in outcomes if o.state == "duplicate"} == {running.id}
+    broker.rpush(f"{GATE}:a", "open")
+    assert running.get(timeout=10) == "a"
+
+
+def test_calls_may_be_tuples_lists_mappings_and_signatures(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """Each is sent as apply_async would; of a signature the arguments count."""
+    signature = fan.once.signature(("d", 4), {"more": 5}, queue="elsewhere", countdown=9)
+    calls = [("a", 1), ["b", 2], {"name": "c", "more": 3}, signature, fan.once.si("e")]
+    assert counted(fan.once.fan_out(calls)) == (5, 0, 0)
+    assert [message["body"][:2] for message in queued(broker)] == [
+        [["a", 1], {}],
+        [["b", 2], {}],
+        [[], {"name": "c", "more": 3}],
+        [["d", 4], {"more": 5}],
+        [["e"], {}],
+    ]
+
+
+def test_call_that_the_iterable_uses_again_is_its_own(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """A list or mapping that changes after it was drawn is sent as it was."""
+
+    def calls() -> Iterator[Any]:
+        row: list[Any] = ["", 0]
+        for number in range(3):
+            row[:] = [f"k{number}", number]
+            yield row
+
+    fan.once.fan_out(calls())
+    assert [message["body"][0] for message in queued(broker)] == [["k0", 0], ["k1", 1], ["k2", 2]]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["text", b"bytes", 7, None, {"a"}, object(), {1: 2}, {"nobody": 1}, []], ids=repr
+)
+def test_wrong_call_fails_alone(fan: SimpleNamespace, broker: redis.Redis, wrong: Any) -> None:
+    """What cannot be called with fails with a TypeError, and the others go on."""
+    result = fan.once.fan_out([("a",), wrong, ("b",)])
+    assert counted(result) == (2, 0, 1)
+    assert isinstance(result.first_error, TypeError)
+    assert queued_names(broker) == ["a", "b"]
+
+
+def test_signature_of_another_task_fails_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """A signature of another task, or a chain, is never sent as a call of this one."""
+    chain = fan.once.si("c") | fan.once.si("d")
+    result = fan.once.fan_out([("a",), fan.free.si("b"), chain, ("e",)])
+    assert counted(result) == (2, 0, 2)
+    assert "fan.free" in str(result.first_error)
+    assert queued_names(broker) == ["a", "e"]
+
+
+def test_unkeyable_call_fails_alone(fan: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """A call without a key is not sent; the first error is kept, and one log line sums up."""
+    result = fan.once.fan_out([("a",), (object(),), (object(),), ("b",)])
+    assert counted(result) == (2, 0, 2)
+    assert isinstance(result.first_error, UnkeyableCall)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert line.startswith("2 of 4 calls of fan.once could not be sent. The first: Cannot compute")
+
+
+def test_unserializable_call_fails_alone_and_frees_its_mark(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
+) -> None:
+    """It has a key and no message: at any place of a batch it is left out, and may be sent again at once."""
+    calls = [("bad0", object()), ("a",), ("bad1", {1, object()}), ("b",), ("bad2", object())]
+    result = fan.once.fan_out(calls, batch_size=3)
+    assert counted(result) == (2, 0, 3)
+    assert queued_names(broker) == ["a", "b"]
+    assert marks_left(locks) == {mark_of(fan.once, "a"), mark_of(fan.once, "b")}
+    assert counted(fan.once.fan_out([("bad0", 1), ("bad1",), ("bad2",)])) == (3, 0, 0)
+
+
+def test_unserializable_call_leaves_its_equals_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """The key is the name alone: a call of the same name that can be sent is sent."""
+    result = fan.once.fan_out([("a", object()), ("a", 1), ("b",)])
+    assert counted(result) == (2, 0, 1)
+    assert queued_names(broker) == ["a", "b"]
+
+
+def test_call_whose_key_raises_anything_fails_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """An argument that holds itself has no key (RecursionError); the other calls are sent."""
+    endless: list[Any] = []
+    endless.append(endless)
+    result = fan.once.fan_out([("a",), (endless,), ("b",)])
+    assert counted(result) == (2, 0, 1)
+    assert queued_names(broker) == ["a", "b"]
+
+
+def test_no_calls_are_no_work(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """An empty iterable is no error."""
+    progress: list[Any] = []
+    assert counted(fan.once.fan_out([], progress=progress.append)) == (0, 0, 0)
+    assert progress == []
+    assert queued(broker) == []
+
+
+def test_without_dedupe_every_call_is_sent(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
+) -> None:
+    """Equal calls too; each has its key in the header, and nothing is marked."""
+    result = fan.free.fan_out([("a",), ("b",), ("a",)] * 5, batch_size=4)
+    assert counted(result) == (15, 0, 0)
+    assert queued_names(broker) == ["a", "b", "a"] * 5
+    assert {m["headers"]["singleton"]["key"] for m in queued(broker)} == {
+        fan.free.lock_key("a"),
+        fan.free.lock_key("b"),
+    }
+    assert marks_left(locks) == set()
+
+
+def test_dedupe_may_be_chosen_for_one_fan_out(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
+) -> None:
+    """`singleton=` is that of apply_async: it travels with every call."""
+    result = fan.free.fan_out([("a",), ("a",), ("b",)], singleton={"dedupe": "until_done", "scope": "own"})
+    assert counted(result) == (2, 1, 0)
+    assert {m["headers"]["singleton"]["options"]["dedupe"] for m in queued(broker)} == {"until_done"}
+    assert len(marks_left(locks)) == 2
+    assert all(name.startswith("t:{own:") for name in marks_left(locks))
+
+
+def test_pydantic_models_are_keyed_as_the_worker_sees_them(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """A model, and what it is dumped to, are the same call; so are fan_out's and delay's."""
+
+    def handle(user: User) -> None: ...
+
+    task = fan.app.task(
+        base=SingletonTask,
+        shared=False,
+        name="fan.handle",
+        pydantic=True,
+        singleton={"key": "user", "dedupe": "until_started"},
+    )(handle)
+    first = task.delay(User(id=1))
+    outcomes: list[Any] = []
+    result = task.fan_out([(User(id=1),), ({"id": 1},), (User(id=2),)], each=outcomes.append)
+    assert counted(result) == (1, 2, 0)
+    assert {o.task_id for o in outcomes if o.state == "duplicate"} == {first.id}
+    assert [message["body"][0] for message in queued(broker)] == [[{"id": 1}], [{"id": 2}]]
+
+
+def test_eager_fan_out_runs_every_call(server: EmbeddedServer, broker: redis.Redis) -> None:
+    """With task_always_eager nothing is marked and nothing is sent: every call runs where it is."""
+    with made(server.url(BROKER_DB), server.url(LOCK_DB), task_always_eager=True) as eager:
+        assert counted(eager.once.fan_out([("a",), ("a",), ("b",)])) == (3, 0, 0)
+    assert broker.hgetall(BODIES) == {"a": "2", "b": "1"}
+    assert queued(broker) == []
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    "option", ["task_id", "group_id", "chord", "chain", "retries", "link", "link_error", "producer", "shadow"]
+)
+def test_option_of_a_single_call_is_refused(fan: SimpleNamespace, broker: redis.Redis, option: str) -> None:
+    """What can belong to one call only is refused before anything is drawn."""
+
+    def never() -> Iterator[Any]:
+        raise AssertionError("drawn")
+        yield
+
+    with pytest.raises(OptionError, match=f"takes no {option}"):
+        fan.once.fan_out(never(), **{option: "x"})
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "10", None])
+def test_batch_size_must_be_a_positive_int(fan: SimpleNamespace, size: Any) -> None:
+    """Anything else is refused with its value."""
+    with pytest.raises(OptionError, match="batch_size must be an int of 1 or more"):
+        fan.once.fan_out([("a",)], batch_size=size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dedup": "until_done"},
+        {"dedupe": "always"},
+        {"queue_lease": 0},
+        {"on_conflict": lambda conflict: None},
+    ],
+    ids=str,
+)
+def test_bad_singleton_options_are_refused(fan: SimpleNamespace, options: dict[str, Any]) -> None:
+    """Unknown, malformed, or not able to travel: refused once, not once for every call."""
+    with pytest.raises(OptionError):
+        fan.once.fan_out([("a",), ("b",)], singleton=options)
+
+
+def test_celerys_own_task_is_refused(server: EmbeddedServer) -> None:
+    """A task of Celery's own has no guard, and no fan-out."""
+    from celery import Celery
+
+    app = Celery(broker=server.url(BROKER_DB), task_cls="celery_setnx:SingletonTask", set_as_current=False)
+    with pytest.raises(OptionError, match="Celery's own"):
+        app.tasks["celery.accumulate"].fan_out([(1,)])
+
+
+def test_options_apply_to_all_calls(fan: SimpleNamespace, broker: redis.Redis, sending: str) -> None:
+    """Queue, headers, priority, time limits, eta and expiry stand in every message."""
+    before = datetime.now(timezone.utc)
+    result = fan.once.fan_out(
+        names_to(5),
+        batch_size=2,
+        queue="parked-elsewhere",
+        headers={"tenant": "acme"},
+        priority=3,
+        countdown=60,
+        expires=300,
+        time_limit=50,
+        soft_time_limit=40,
+    )
+    assert counted(result) == (5, 0, 0)
+    messages = queued(broker, f"parked-elsewhere{PRIORITY}3")
+    assert len(messages) == 5
+    for message in messages:
+        headers = message["headers"]
+        assert headers["tenant"] == "acme"
+        assert headers["timelimit"] == [50, 40]
+        assert headers["ignore_result"] is False
+        assert timedelta(seconds=59) < datetime.fromisoformat(headers["eta"]) - before < timedelta(seconds=80)
+        assert headers["expires"] is not None
+        assert message["properties"]["priority"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "lease"),
+    [
+        ({}, 3600),
+        ({"countdown": 600}, 4200),
+        ({"expires": 100}, 100),
+        ({"countdown": 60, "expires": 90}, 90),
+        ({"singleton": {"queue_lease": 50}}, 50),
+    ],
+    ids=str,
+)
+def test_marks_last_for_the_queue_lease(
+    fan: SimpleNamespace, locks: redis.Redis, options: dict[str, Any], lease: int
+) -> None:
+    """Beyond the countdown, and not past the expiry: as with a single call."""
+    fan.once.fan_out(names_to(5), batch_size=2, **options)
+    leases = [locks.pttl(name) for name in marks_left(locks)]
+    assert len(leases) == 5
+    assert all((lease - 15) * 1000 < left <= lease * 1000 for left in leases)
+
+
+def test_marks_do_not_outlive_the_expiry_of_the_task(
+    fan: SimpleNamespace, locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the options do not say when the calls expire, the task may."""
+    monkeypatch.setattr(fan.once, "expires", 100)
+    fan.once.fan_out(names_to(5))
+    assert all(0 < locks.pttl(name) <= 100_000 for name in marks_left(locks))
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_retry_option_applies_to_all_calls(fan: SimpleNamespace, broker: redis.Redis, value: bool) -> None:
+    """`retry` is an option of apply_async like any other."""
+    assert counted(fan.once.fan_out(names_to(5), retry=value)) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("option", ["args", "kwargs", "connection", "publisher"])
+def test_option_that_a_fan_out_cannot_honour_is_refused(fan: SimpleNamespace, option: str) -> None:
+    """Arguments come with the calls, and the connection is the app's."""
+    with pytest.raises(OptionError):
+        fan.once.fan_out(names_to(3), **{option: None if option == "connection" else ()})
+
+
+# At the worker
+
+
+def test_results_can_be_fetched(fan: SimpleNamespace, fan_worker: Worker) -> None:
+    """Nothing subscribes to the results when the calls are sent, and yet they are there."""
+    outcomes: list[Any] = []
+    fan.once.fan_out([(f"k{n}", n) for n in range(20)], each=outcomes.append, queue=QUEUE, batch_size=7)
+    results = [fan.app.AsyncResult(outcome.task_id).get(timeout=10) for outcome in outcomes]
+    assert results == [[f"k{n}", n] for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "state"),
+    [
+        ("once", {}, "SUCCESS"),
+        ("once", {"ignore_result": True}, "PENDING"),
+        ("silent", {}, "PENDING"),
+        ("silent", {"ignore_result": False}, "SUCCESS"),
+    ],
+)
+def test_result_is_ignored_as_the_task_or_the_option_says(
+    fan: SimpleNamespace, fan_worker: Worker, task: str, options: dict[str, Any], state: str
+) -> None:
+    """The nearest wins, as with apply_async; the first of a batch is no exception."""
+    outcomes: list[Any] = []
+    getattr(fan, task).fan_out([("a",), ("b",)], each=outcomes.append, queue=QUEUE, **options)
+    for outcome in outcomes:
+        fan_worker.wait_for_log(f"fan.{task}[{outcome.task_id}] succeeded")
+        assert fan.app.AsyncResult(outcome.task_id).state == state
+
+
+def test_task_may_fan_out(fan: SimpleNamespace, broker: redis.Redis, fan_worker: Worker) -> None:
+    """Its calls know their parent; it does not keep them all as its children."""
+    parent = fan.spread.apply_async([30], queue=QUEUE)
+    assert parent.get(timeout=10) == [30, 0, 0]
+    assert not parent.children
+    assert {message["headers"]["parent_id"] for message in queued(broker)} == {parent.id}
+
+
+def test_calls_of_few_names_run_once_each(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, fan_worker: Worker
+) -> None:
+    """FANOUT_CALLS calls while real processes run their bodies: exactly one body per name.
+
+    A body runs until all calls of its name are settled, and until then every other call of it is a duplicate,
+    of the queued or of the running one.
+    """
+    every_name = [f"k{number}" for number in range(KEYS)]
+    shuffled = random.Random(1)
+    batch_size = max(1, KEYS // 100)
+    outcomes: list[Any] = []
+
+    first = [(name,) for name in every_name for _ in range(50)]
+    shuffled.shuffle(first)
+    result = fan.gated.fan_out(first, queue=QUEUE, batch_size=batch_size, each=outcomes.append)
+    assert counted(result) == (KEYS, 49 * KEYS, 0)
+    holders = {first[o.index][0]: o.task_id for o in outcomes if o.state == "accepted"}
+    assert all(o.task_id == holders[first[o.index][0]] for o in outcomes)
+
+    # The rest comes in blocks of names, in the queue's order: their bodies end while others are published.
+    wait_until(lambda: broker.scard(STARTED) == HELD, "every process of the worker is busy")
+    in_order = list(holders)
+    second: list[tuple[str]] = []
+    for place in range(0, KEYS, max(1, KEYS // 10)):
+        block = [(name,) for name in in_order[place : place + max(1, KEYS // 10)] for _ in range(50)]
+        shuffled.shuffle(block)
+        second += block
+    unsettled = Counter(name for (name,) in second)
+
+    def settled(outcome: Any) -> None:
+        (name,) = second[outcome.index]
+        assert (outcome.state, outcome.task_id) == ("duplicate", holders[name])
+        unsettled[name] -= 1
+        if not unsettled[name]:
+            broker.rpush(f"{GATE}:{name}", "open")
+
+    result = fan.gated.fan_out(second, queue=QUEUE, batch_size=batch_size, each=settled)
+    assert counted(result) == (0, 50 * KEYS, 0)
+
+    for name, task_id in holders.items():
+        assert fan.app.AsyncResult(task_id).get(timeout=60) == name
+    assert broker.hgetall(BODIES) == dict.fromkeys(every_name, "1")
+    assert marks_left(locks) == set()
+    assert not any(fan.gated.locked(name) for name in every_name[:10])
+
+
+# Streams
+
+
+def test_progress_is_told_after_every_batch(fan: SimpleNamespace) -> None:
+    """The counts so far, the last time with all calls of the iterable."""
+    seen: list[tuple[int, int, int]] = []
+    calls = [*names_to(7), *names_to(7), ()]
+    result = fan.once.fan_out(calls, batch_size=3, progress=lambda counts: seen.append(counted(counts)))
+    assert seen == [(3, 3, 1), (6, 6, 1), (7, 7, 1)]
+    assert counted(result) == seen[-1]
+
+
+@pytest.mark.parametrize(("names", "window"), [(FOREVER, 100), (1, 1000)])
+def test_iterable_is_drawn_as_it_is_needed(fan: SimpleNamespace, names: int, window: int) -> None:
+    """At most ten batches of distinct calls are drawn ahead, or a hundred times the calls of one."""
+    drawn = 0
+    ahead: list[int] = []
+    settled = [0]
+
+    class Enough(Exception):
+        pass
+
+    def endless() -> Iterator[tuple[int]]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield (drawn % names,)
+
+    def progress(counts: Any) -> None:
+        ahead.append(drawn - settled[-1])
+        settled.append(counts.total)
+        if counts.total >= 5000:
+            raise Enough
+
+    error = failure(lambda: fan.once.fan_out(endless(), batch_size=10, progress=progress))
+    assert isinstance(error.__cause__, Enough)
+    assert error.accepted + error.duplicates == drawn == 5000
+    assert max(ahead) == window
+
+
+def test_slow_iterable_does_not_keep_its_calls_waiting(fan: SimpleNamespace, broker: redis.Redis) -> None:
+    """A window that is not full is sent when it is a second old and the next call comes."""
+    began = time.monotonic()
+    sent_after: list[float] = []
+
+    def slow() -> Iterator[tuple[str]]:
+        while not broker.llen(PARKED):
+            assert time.monotonic() - began < 20
+            yield ("a",)
+        sent_after.append(time.monotonic() - began)
+        yield ("b",)
+
+    result = fan.once.fan_out(slow(), batch_size=1_000_000)
+    assert result.accepted == 2
+    assert sent_after[0] >= 1.0
+
+
+def test_many_calls_take_no_more_memory(
+    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
+) -> None:
+    """Of thousands of calls, sent or duplicates, nothing is kept: no object for every tenth of them."""
+    calls = max(20_000, CALLS)
+    process = publisher(
+        broker=server.url(BROKER_DB),
+        locks=server.url(LOCK_DB),
+        calls=calls,
+        keys=calls // 2,
+        batch_size=100,
+    )
+    start(locks, process)
+    counts = ended(process)
+    assert counts["accepted"] + counts["duplicates"] == calls
+    assert counts["accepted"] == broker.llen(PARKED) > calls // 3
+    assert counts["grown"] < calls // 25
+
+
+def test_publishers_at_once_queue_every_call_once(
+    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
+) -> None:
+    """Four processes fan out the same calls in another order: each is queued once, by one of them."""
+    publishers = [
+        publisher(
+            broker=server.url(BROKER_DB), locks=server.url(LOCK_DB), calls=1000, seed=seed, batch_size=20
+        )
+        for seed in range(4)
+    ]
+    start(locks, *publishers)
+    counts = [ended(process) for process in publishers]
+    assert sum(c["accepted"] for c in counts) == 1000
+    assert sum(c["duplicates"] for c in counts) == 3000
+    assert sorted(queued_names(broker)) == list(range(1000))
+    assert len(marks_left(locks)) == 1000
+
+
+# What ends it early
+
+
+def test_iterable_that_raises_ends_the_fan_out(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
+) -> None:
+    """What was drawn and not sent is counted, has no mark, and is sent by a second run."""
+
+    def broken() -> Iterator[Any]:
+        yield from [*names_to(100), *names_to(5), (), ("k100",), ("k101",)]
+        raise LookupError("no more rows")
+
+    error = failure(lambda: fan.once.fan_out(broken(), batch_size=10))
+    assert isinstance(error.__cause__, LookupError)
+    assert (error.accepted, error.duplicates, error.failed, error.uncertain) == (100, 0, 1, 0)
+    assert error.not_sent == 7
+    assert len(queued(broker)) == len(marks_left(locks)) == 100
+    assert "100 calls were sent, 0 were duplicates, 1 failed by themselves, 7 were not sent" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert counted(fan.once.fan_out(names_to(102))) == (2, 100, 0)
+
+
+def test_interrupt_is_no_failure(fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis) -> None:
+    """Ctrl-C comes through as it is; the queue and the marks agree."""
+
+    def interrupted() -> Iterator[Any]:
+        yield from names_to(150)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fan.once.fan_out(interrupted(), batch_size=10)
+    assert len(queued(broker)) == len(marks_left(locks)) == 100
+
+
+BROKEN_AT = [0, 1, 50, 99, 100, 101, 150, 199, 249]
+
+
+@pytest.mark.parametrize("passed", BROKEN_AT)
+def test_broker_that_dies_between_messages_leaves_exact_counts(
+    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis, sending: str, passed: int
+) -> None:
+    """Cut off after so many messages: all is counted, and a second run sends what was not sent."""
+    calls = [*names_to(250), *names_to(250)]
+    fault = proxy.arm("cut_before", containing=b"LPUSH", skip=passed, times=FOREVER)
+    error = failure(lambda: frail.once.fan_out(calls, batch_size=100))
+    proxy.disarm(fault)
+
+    assert every(error) == 500
+    assert isinstance(error.__cause__, (OperationalError, fanout.BatchPublishError))
+    assert error.duplicates == error.accepted
+    arrived = queued_names(frail.broker)
+    assert len(arrived) == len(set(arrived))
+    assert error.accepted <= len(arrived) <= error.accepted + error.uncertain // 2
+    if sending == "singly" or passed in (0, 100):
+        assert (error.accepted, error.uncertain) == (passed, 2)  # the message on its way, and its equal
+    else:
+        assert (error.accepted, error.uncertain) == (
+            passed // 100 * 100 + 1,
+            (99 if passed < 200 else 49) * 2,
+        )
+    marked = {locks.get(name) for name in marks_left(locks)}
+    assert len(marked) == error.accepted
+    assert marked <= {message["headers"]["id"] for message in queued(frail.broker)}
+
+    result = frail.once.fan_out(calls, batch_size=100)
+    assert result.accepted == 250 - error.accepted
+    assert result.duplicates == 250 + error.accepted
+    names = Counter(queued_names(frail.broker))
+    assert len(names) == 250
+    assert sum(names.values()) == 250 + len(arrived) - error.accepted
+
+
+def test_broker_whose_reply_is_lost_makes_the_batch_uncertain(
+    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis
+) -> None:
+    """The batch was taken, and nobody said so: it is uncertain, not unsent, and its calls are free again."""
+    with proxy.fault("drop_reply", containing=b"LPUSH", skip=150, times=FOREVER):
+        error = failure(lambda: frail.once.fan_out(names_to(250), batch_size=100))
+    assert isinstance(error.__cause__, fanout.BatchPublishError)
+    assert (error.accepted, error.uncertain, error.not_sent) == (101, 99, 50)
+    assert "99 were on their way and may have arrived" in str(error)
+    assert 101 <= frail.broker.llen(PARKED) <= 200
+    assert len(marks_left(locks)) == 101
+
+
+@pytest.mark.parametrize("passed", [100, 150])
+def test_single_message_whose_reply_is_lost_is_uncertain(
+    frail: SimpleNamespace, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, passed: int
+) -> None:
+    """The first of a batch, or any message without batches: the broker has taken it, it is not unsent."""
+    if passed == 150:
+        monkeypatch.setattr(fanout, "_buffers", lambda producer: False)
+    with proxy.fault("drop_reply", containing=b"LPUSH", skip=passed, times=FOREVER):
+        error = failure(lambda: frail.once.fan_out(names_to(250), batch_size=100))
+    assert len(set(queued_names(frail.broker))) == passed + 1
+    assert (error.accepted, error.uncertain, error.not_sent) == (passed, 1, 249 - passed)
+
+
+def test_failed_call_of_an_uncertain_batch_is_counted_once(frail: SimpleNamespace, proxy: Proxy) -> None:
+    """It was left out of the batch, so its fate is known."""
+    calls = [*names_to(5), ("bad", object()), ("bad",), ("k5",)]
+    with proxy.fault("cut_before", containing=b"LPUSH", skip=3, times=FOREVER):
+        error = failure(lambda: frail.once.fan_out(calls))
+    assert (error.accepted, error.failed, error.uncertain, error.not_sent) == (1, 1, 6, 0)
+
+
+def test_connection_that_was_cut_comes_back(frail: SimpleNamespace, proxy: Proxy, sending: str) -> None:
+    """A connection that dies between batches is no end: the first message of a batch is sent again."""
+
+    def cut(_counts: Any) -> None:
+        proxy.cut()
+
+    result = frail.once.fan_out(names_to(50), batch_size=10, progress=cut)
+    assert counted(result) == (50, 0, 0)
+    assert queued_names(frail.broker) == [name for (name,) in names_to(50)]
+
+
+def test_broker_that_is_killed_ends_the_fan_out(
+    frail: SimpleNamespace, mortal: EmbeddedServer, locks: redis.Redis
+) -> None:
+    """kill -9 after the second batch; when it is back, a second run sends what was not sent."""
+
+    def kill(counts: Any) -> None:
+        if counts.accepted == 20:
+            mortal.stop()
+
+    try:
+        error = failure(lambda: frail.once.fan_out(names_to(50), batch_size=10, progress=kill))
+        assert isinstance(error.__cause__, OperationalError)
+        assert (error.accepted, error.uncertain, error.not_sent) == (20, 1, 29)
+        assert len(marks_left(locks)) == 20
+    finally:
+        mortal.start(mortal.port)
+    assert counted(frail.once.fan_out(names_to(50))) == (30, 20, 0)
+    assert queued_names(frail.broker) == [f"k{number}" for number in range(20, 50)]
+
+
+def test_publisher_that_is_killed_leaves_marks_for_the_grace_only(
+    server: EmbeddedServer, locks: redis.Redis, frail: SimpleNamespace, proxy: Proxy
+) -> None:
+    """kill -9 amid the second batch: its marks lapse, those of the first stay, and the rest can be sent."""
+    fault = proxy.arm("stall", containing=b"LPUSH", skip=150, times=FOREVER)
+    process = publisher(broker=proxy.url(), locks=server.url(LOCK_DB), calls=250, batch_size=100, grace=1.0)
+    start(locks, process)
+    wait_until(lambda: fault.struck, "the second batch is on its way")
+    leases = [locks.pttl(name) for name in marks_left(locks)]
+    process.kill()
+    process.communicate()
+    proxy.disarm(fault)
+    assert sum(lease > 1000 for lease in leases) == 100
+    wait_until(lambda: len(marks_left(locks)) == 100, "the marks of the second batch have lapsed")
+    arrived = len(queued(frail.broker))
+    assert 101 <= arrived <= 150
+    assert counted(frail.once.fan_out([(number,) for number in range(250)])) == (150, 100, 0)
+    assert set(queued_names(frail.broker)) == set(range(250))
+
+
+def test_marks_are_taken_for_the_grace_at_first(
+    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis
+) -> None:
+    """While the messages are on their way, their marks last for ten seconds, or for a shorter queue lease."""
+    seen: dict[str, list[int]] = {}
+
+    def look(name: str) -> Callable[..., Any]:
+        def looking(batch: Any, producer: Any, sent: Any) -> None:
+            seen[name] = [locks.pttl(mark) for mark in marks_left(locks)]
+            original(batch, producer, sent)
+
+        return looking
+
+    for name, lease in (("long", 3600), ("short", 2)):
+        sender = fanout._FanOut(
+            frail.once, frail.once._guard, lambda *a, **k: None, {"queue_lease": lease}, 10, None, None, {}
+        )
+        original = sender._publish_rest
+        sender._publish_rest = look(name)  # type: ignore[method-assign]
+        sender.run(names_to(5))
+        locks.delete(*marks_left(locks))
+    assert all(9_000 < left <= 10_000 for left in seen["long"])
+    assert all(1_000 < left <= 2_000 for left in seen["short"])
+    assert len(seen["long"]) == len(seen["short"]) == 5
+
+
+# The lock server
+
+
+def test_lock_server_that_is_down_lets_all_calls_be_sent(
+    server: EmbeddedServer, broker: redis.Redis, locks: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unmarked, with one warning for all batches; equal calls of a window are one all the same."""
+    proxy = Proxy(server.port)
+    proxy.close()
+    with made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
+        assert counted(tasks.once.fan_out([*names_to(30), *names_to(5)], batch_size=10)) == (30, 5, 0)
+    assert len(set(queued_names(broker))) == 30
+    assert not any("marked" in message["headers"]["singleton"] for message in queued(broker))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "The fan-out of fan.once goes on" in warning
+
+
+def test_lock_server_that_dies_amid_a_fan_out_does_not_end_it(
+    server: EmbeddedServer, broker: redis.Redis, locks: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was marked stays marked; the rest is sent unmarked, with one warning."""
+    with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
+        proxy.arm("cut_before", containing=marks._MARK.sha.encode(), skip=10, times=FOREVER)
+        assert counted(tasks.once.fan_out(names_to(30), batch_size=10)) == (30, 0, 0)
+    assert [("marked" in m["headers"]["singleton"]) for m in queued(broker)] == [True] * 10 + [False] * 20
+    assert len(marks_left(locks)) == 10
+    assert sum(r.levelname == "WARNING" for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("action", ["cut_before", "drop_reply"])
+def test_marks_that_cannot_be_extended_lapse_by_themselves(
+    server: EmbeddedServer,
+    broker: redis.Redis,
+    locks: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+    action: Action,
+) -> None:
+    """The calls are sent and counted, with one warning; no mark is without its lease."""
+    with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
+        proxy.arm(action, containing=marks._EXTEND.sha.encode(), times=FOREVER)
+        assert counted(tasks.once.fan_out(names_to(30), batch_size=10)) == (30, 0, 0)
+    assert len(queued(broker)) == 30
+    leases = [locks.pttl(name) for name in marks_left(locks)]
+    assert len(leases) == 30
+    assert max(leases) <= (10_000 if action == "cut_before" else 3_600_000)
+    assert sum(r.levelname == "WARNING" for r in caplog.records) == 1
+
+
+def test_scripts_that_the_server_has_forgotten_are_sent_again(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
+) -> None:
+    """SCRIPT FLUSH between batches changes nothing."""
+    result = fan.once.fan_out(names_to(50) * 2, batch_size=2, progress=lambda counts: locks.script_flush())
+    assert counted(result) == (50, 50, 0)
+    assert len(queued(broker)) == len(marks_left(locks)) == 50
+    assert all(locks.pttl(name) > 3_000_000 for name in marks_left(locks))
+
+
+def refuse(fan: SimpleNamespace, locks: redis.Redis, name: str) -> None:
+    """A foreign key stands where the mark of this name belongs."""
+    locks.rpush(mark_of(fan.once, name), "foreign")
+    locks.expire(mark_of(fan.once, name), 60)
+
+
+def test_lock_server_that_refuses_is_told_as_it_is(fan: SimpleNamespace, locks: redis.Redis) -> None:
+    """It is the cause of the error that says what was sent."""
+    refuse(fan, locks, "k5")
+    error = failure(lambda: fan.once.fan_out(names_to(10)))
+    assert isinstance(error.__cause__, LockRefused)
+    assert (error.accepted, error.not_sent) == (0, 10)
+
+
+def test_batch_that_is_refused_leaves_no_marks(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
+) -> None:
+    """Nothing was sent, so nothing is marked, and may be sent again at once."""
+    refuse(fan, locks, "k5")
+    with pytest.raises((FanOutFailed, LockRefused)):
+        fan.once.fan_out(names_to(10))
+    assert queued(broker) == []
+    assert marks_left(locks) == {mark_of(fan.once, "k5")}
+
+
+# Callbacks and options that raise
+
+
+def raising_on(state: str) -> Callable[[Any], None]:
+    def each(outcome: Any) -> None:
+        if outcome.state == state:
+            raise LookupError(state)
+
+    return each
+
+
+@pytest.mark.parametrize(
+    ("state", "accepted"),
+    [
+        ("accepted", 10),
+        ("duplicate", 0),
+        ("failed", 1),
+    ],
+)
+def test_each_that_raises_ends_the_fan_out_with_exact_counts(
+    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, state: str, accepted: int
+) -> None:
+    """Queue, counts and marks agree, whatever the callback does amid a batch."""
+    fan.once.delay("old")
+    calls = [*names_to(5), ("old",), ("bad", object()), *names_to(10)[5:]]
+    if state == "accepted":
+        calls = names_to(10)
+    error = failure(lambda: fan.once.fan_out(calls, each=raising_on(state)))
+    assert isinstance(error.__cause__, LookupError)
+    assert every(error) == len(calls)
+    assert len(queued(broker)) == len(marks_left(locks)) == 1 + accepted
+    assert error.accepted == accepted
+
+
+def test_eta_that_cannot_be_read_is_told_before_anything_is_sent(
+    fan: SimpleNamespace, broker: redis.Redis
+) -> None:
+    """Celery passes a text on as it is; the lease of the mark needs to know what it means."""
+    with pytest.raises((FanOutFailed, ValueError)):
+        fan.once.fan_out(names_to(5), eta="tomorrow")
+    assert queued(broker) == []

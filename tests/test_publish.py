@@ -1,0 +1,665 @@
+"""Publishing one call: what is sent, what is a duplicate, and how long its mark lasts. No worker."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, chain, chord, group
+from celery.beat import ScheduleEntry, Scheduler
+from celery.schedules import schedule
+from celery.signals import before_task_publish
+from kombu.exceptions import OperationalError
+
+from celery_setnx import Duplicate, DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
+from celery_setnx.keys import mark_name
+from celery_setnx.lock import task_token
+from examples.embedded import EmbeddedServer
+from tests import markapp_publishers
+from tests.conftest import LOCK_DB
+from tests.harness import wait_until
+from tests.proxy import Proxy
+
+BROKER_DB = 5
+NOWHERE = "redis://127.0.0.1:1/0"
+
+Apps = Callable[..., Celery]
+
+
+@pytest.fixture(scope="module")
+def apps(server: EmbeddedServer) -> Apps:
+    """Makes apps with the tasks of these tests."""
+
+    def make(**conf: Any) -> Celery:
+        app = Celery("publishing", backend="cache+memory://", set_as_current=False)
+        app.conf.update(broker_url=server.url(BROKER_DB), setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+        app.conf.update(conf)
+        options: dict[str, Any] = {"base": SingletonTask, "shared": False}
+
+        @app.task(name="started", singleton={"key": "name", "dedupe": "until_started"}, **options)
+        def started(name: str, more: int = 0) -> str:
+            return name
+
+        @app.task(name="done", singleton={"key": "name", "dedupe": "until_done"}, **options)
+        def done(name: str, more: int = 0) -> str:
+            return name
+
+        @app.task(name="always", singleton={"key": "name"}, **options)
+        def always(name: str) -> str:
+            return name
+
+        @app.task(name="expiring", expires=50, singleton={"key": (), "dedupe": "until_started"}, **options)
+        def expiring() -> None: ...
+
+        @app.task(name="total", shared=False)
+        def total(numbers: Any) -> None: ...
+
+        return app
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def the_app(apps: Apps) -> Celery:
+    return apps()
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """The empty broker."""
+    with redis.Redis.from_url(server.url(BROKER_DB), decode_responses=True) as client:
+        client.flushdb()
+        yield client
+
+
+@pytest.fixture
+def app(the_app: Celery, locks: redis.Redis, broker: redis.Redis) -> Celery:
+    """The app, with clean databases."""
+    return the_app
+
+
+@pytest.fixture
+def started(app: Celery) -> Any:
+    return app.tasks["started"]
+
+
+@pytest.fixture
+def done(app: Celery) -> Any:
+    return app.tasks["done"]
+
+
+@pytest.fixture
+def queued(broker: redis.Redis) -> Callable[[], list[str]]:
+    """Ids of the messages in the queue, the newest first."""
+
+    def ids() -> list[str]:
+        return [json.loads(message)["headers"]["id"] for message in broker.lrange("celery", 0, -1)]
+
+    return ids
+
+
+@pytest.fixture
+def seen() -> Iterator[Any]:
+    """What `before_task_publish` receivers see: call it with a function of no arguments to collect."""
+    receivers = []
+
+    def collect(look: Callable[[], Any]) -> list[Any]:
+        found: list[Any] = []
+
+        def receiver(**_details: Any) -> None:
+            found.append(look())
+
+        before_task_publish.connect(receiver, weak=False)
+        receivers.append(receiver)
+        return found
+
+    yield collect
+    for receiver in receivers:
+        before_task_publish.disconnect(receiver)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[dict[str, Any]]]:
+    """The `call_deduplicated` signals."""
+    found: list[dict[str, Any]] = []
+
+    def receiver(signal: Any, **details: Any) -> None:
+        found.append(details)
+
+    signals.call_deduplicated.connect(receiver, weak=False)
+    yield found
+    signals.call_deduplicated.disconnect(receiver)
+
+
+def mark_of(task: Any, *args: Any) -> str:
+    return mark_name(task.lock_key(*args))
+
+
+def hold(locks: redis.Redis, task: Any, task_id: str, *args: Any) -> Any:
+    """The lock of a running task."""
+    lock = SetnxLock(locks, task.lock_key(*args), info={"task_id": task_id})
+    held = lock.acquire(token=task_token(task_id, 0, "ab")).lock
+    assert held is not None
+    return held
+
+
+@pytest.mark.parametrize("name", ["started", "done"])
+def test_second_call_is_the_first(app: Celery, queued: Any, name: str) -> None:
+    """The first call is sent; the second gets the first one's result, and says so."""
+    task = app.tasks[name]
+    first, second = task.delay("a"), task.delay("a")
+    assert not first.deduplicated
+    assert second.deduplicated
+    assert second.id == first.id
+    assert queued() == [first.id]
+
+
+def test_other_keys_are_other_calls(started: Any, queued: Any) -> None:
+    """Only calls with one key are the same; what is no part of the key does not count."""
+    results = [started.delay("a"), started.delay("b"), started.delay("a", more=1), started.delay(name="b")]
+    assert [result.deduplicated for result in results] == [False, False, True, True]
+    assert len(queued()) == 2
+
+
+def test_call_without_dedupe_says_that_it_is_none(app: Celery, queued: Any) -> None:
+    """Without the option every call is sent, leaves no mark, and is no duplicate."""
+    always = app.tasks["always"]
+    assert [always.delay("a").deduplicated for _time in range(2)] == [False, False]
+    assert len(queued()) == 2
+
+
+def test_task_without_dedupe_leaves_no_mark(app: Celery, locks: redis.Redis) -> None:
+    """Publishing touches Redis only with dedupe."""
+    app.tasks["always"].delay("a")
+    assert locks.dbsize() == 0
+
+
+def test_until_done_is_a_duplicate_of_the_running_call(locks: redis.Redis, done: Any, queued: Any) -> None:
+    """With until_done the call that runs is the call."""
+    hold(locks, done, "runs", "a")
+    result = done.delay("a")
+    assert result.deduplicated
+    assert result.id == "runs"
+    assert queued() == []
+
+
+def test_until_started_is_no_duplicate_of_the_running_call(
+    locks: redis.Redis, started: Any, queued: Any
+) -> None:
+    """With until_started one call may wait beside the one that runs, and no more."""
+    hold(locks, started, "runs", "a")
+    first, second = started.delay("a"), started.delay("a")
+    assert (first.deduplicated, second.deduplicated) == (False, True)
+    assert queued() == [first.id]
+
+
+@pytest.mark.parametrize("name", ["started", "done"])
+def test_foreign_lock_is_no_duplicate(
+    app: Celery, locks: redis.Redis, foreign_keys: set[str], name: str
+) -> None:
+    """A lock set by hand keeps nobody from publishing."""
+    task = app.tasks[name]
+    foreign_keys.add(task.lock_key("a"))
+    locks.setnx(task.lock_key("a"), "99999999999")
+    assert not task.delay("a").deduplicated
+
+
+def test_resting_lock_is_no_duplicate(locks: redis.Redis, done: Any) -> None:
+    """A run that is over, and only rests, keeps nobody from publishing."""
+    assert hold(locks, done, "ran", "a").release(at_least_for=30) == "resting"
+    assert not done.delay("a").deduplicated
+
+
+def test_raise_names_the_other_call(locks: redis.Redis, started: Any, queued: Any) -> None:
+    """on_duplicate="raise": the error says which task, key, id and state."""
+    first = started.delay("a")
+    with pytest.raises(DuplicateTask) as caught:
+        started.apply_async(["a"], singleton={"on_duplicate": "raise"})
+    error = caught.value
+    assert (error.task, error.key, error.task_id, error.state) == (
+        "started",
+        started.lock_key("a"),
+        first.id,
+        "queued",
+    )
+    assert queued() == [first.id]
+
+
+def test_callable_sees_a_queued_duplicate(started: Any) -> None:
+    """What the callable returns is what apply_async returns; it sees all there is to know."""
+    first = started.delay("a")
+    found: list[Duplicate] = []
+    options = {"on_duplicate": lambda duplicate: found.append(duplicate) or "mine"}
+    assert started.apply_async(["a"], {"more": 2}, singleton=options) == "mine"
+    (duplicate,) = found
+    assert (duplicate.task, duplicate.key) == ("started", started.lock_key("a"))
+    assert (duplicate.task_id, duplicate.state, duplicate.holder) == (first.id, "queued", None)
+    assert (duplicate.args, duplicate.kwargs) == (["a"], {"more": 2})
+    assert duplicate.result.id == first.id
+    assert duplicate.result.deduplicated
+
+
+def test_callable_sees_a_running_duplicate(locks: redis.Redis, done: Any) -> None:
+    """Of a running call it sees the record."""
+    held = hold(locks, done, "runs", "a")
+    duplicate = done.apply_async(["a"], singleton={"on_duplicate": lambda duplicate: duplicate})
+    assert (duplicate.task_id, duplicate.state) == ("runs", "running")
+    assert duplicate.holder.fence == held.fence
+    assert duplicate.holder.task_id == "runs"
+
+
+def test_callable_may_fail(started: Any) -> None:
+    """`fail()` raises what on_duplicate="raise" would."""
+    first = started.delay("a")
+    with pytest.raises(DuplicateTask) as caught:
+        started.apply_async(["a"], singleton={"on_duplicate": lambda duplicate: duplicate.fail()})
+    assert caught.value.task_id == first.id
+
+
+def test_one_call_may_opt_out(started: Any, queued: Any, locks: redis.Redis) -> None:
+    """`dedupe` None for one call: it is sent, and the other's mark stays."""
+    first = started.delay("a")
+    second = started.apply_async(["a"], singleton={"dedupe": None})
+    assert not second.deduplicated
+    assert len(queued()) == 2
+    assert locks.get(mark_of(started, "a")) == first.id
+
+
+def test_one_call_may_opt_in(app: Celery, queued: Any) -> None:
+    """`dedupe` for one call of a task without it."""
+    always, options = app.tasks["always"], {"dedupe": "until_started"}
+    results = [always.apply_async(["a"], singleton=options) for _time in range(2)]
+    assert [result.deduplicated for result in results] == [False, True]
+    assert len(queued()) == 1
+
+
+def test_one_call_may_count_the_running_one(locks: redis.Redis, started: Any) -> None:
+    """`dedupe` of the call wins over the task's."""
+    hold(locks, started, "runs", "a")
+    assert started.apply_async(["a"], singleton={"dedupe": "until_done"}).id == "runs"
+
+
+def test_publishing_options_do_not_travel(started: Any, broker: redis.Redis) -> None:
+    """The message says how the call is deduplicated, not what its duplicates get."""
+    options = {"on_duplicate": "raise", "dedupe": "until_done", "queue_lease": 60}
+    started.apply_async(["a"], singleton=options)
+    (message,) = broker.lrange("celery", 0, -1)
+    header = json.loads(message)["headers"]["singleton"]
+    assert header["options"] == {"dedupe": "until_done", "queue_lease": 60}
+    assert header["marked"] is True
+
+
+def test_unknown_mode_is_refused(started: Any, queued: Any) -> None:
+    """A misspelt mode never reaches the broker."""
+    with pytest.raises(OptionError, match="did you mean 'until_done'"):
+        started.apply_async(["a"], singleton={"dedupe": "until_don"})
+    assert queued() == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"task_id": "own"}, {"retries": 1}, {"group_id": "g"}, {"chord": {"task": "total"}}, {"chain": [{}]}],
+    ids=lambda options: next(iter(options)),
+)
+def test_awaited_call_is_never_a_duplicate(
+    started: Any, queued: Any, locks: redis.Redis, options: dict[str, Any]
+) -> None:
+    """A call that another one, or its own past, waits for is sent whatever is queued; it takes no mark."""
+    first = started.delay("a")
+    result = started.apply_async(["a"], **options)
+    assert not result.deduplicated
+    assert queued() == [result.id, first.id]
+    assert locks.get(mark_of(started, "a")) == first.id
+
+
+@pytest.mark.parametrize(
+    ("canvas", "sent"),
+    [
+        (lambda task, total: chain(task.si("a"), task.si("a")), 1),
+        (lambda task, total: group(task.si("a"), task.si("a")), 2),
+        (lambda task, total: chord([task.si("a"), task.si("a")], total.s()), 2),
+    ],
+    ids=["chain", "group", "chord"],
+)
+def test_canvas_is_never_a_duplicate(
+    app: Celery, started: Any, queued: Any, canvas: Any, sent: int, monkeypatch: Any
+) -> None:
+    """Steps, members and headers of workflows are all sent, although they equal a queued call."""
+    monkeypatch.setattr(app.backend, "apply_chord", lambda *_args, **_more: None)
+    started.delay("a")
+    canvas(started, app.tasks["total"]).apply_async()
+    assert len(queued()) == 1 + sent
+
+
+def test_plain_signature_is_deduplicated(started: Any) -> None:
+    """A signature on its own is a call like any other."""
+    first = started.s("a").delay()
+    assert started.s("a").apply_async().id == first.id
+    assert started.s("a").set(singleton={"on_duplicate": lambda _: "mine"}).delay() == "mine"
+
+
+@pytest.mark.parametrize("option", ["link", "link_error"])
+def test_call_with_callbacks_is_sent_anyway(
+    app: Celery, started: Any, queued: Any, locks: redis.Redis, option: str
+) -> None:
+    """Callbacks cannot be handed to the other call: this one is sent, without a mark."""
+    first = started.delay("a")
+    second = started.apply_async(["a"], **{option: app.tasks["total"].si(1)})
+    assert not second.deduplicated
+    assert queued() == [second.id, first.id]
+    assert locks.get(mark_of(started, "a")) == first.id
+
+
+def test_first_call_with_callbacks_is_marked(app: Celery, started: Any) -> None:
+    """A call with callbacks that is no duplicate makes duplicates of later ones."""
+    first = started.apply_async(["a"], link=app.tasks["total"].si(1))
+    assert started.delay("a").id == first.id
+
+
+def test_duplicate_is_signalled(started: Any, heard: list[dict[str, Any]]) -> None:
+    """call_deduplicated names task, key, and the call that is queued; the first call is not signalled."""
+    first = started.delay("a")
+    assert heard == []
+    started.delay("a")
+    key = started.lock_key("a")
+    assert heard == [{"sender": started, "task_id": first.id, "key": key, "state": "queued"}]
+
+
+def test_failing_receiver_changes_nothing(started: Any) -> None:
+    """A listener's error is not the caller's."""
+
+    def receiver(**_details: Any) -> None:
+        raise ZeroDivisionError
+
+    first = started.delay("a")
+    signals.call_deduplicated.connect(receiver, weak=False)
+    try:
+        assert started.delay("a").id == first.id
+    finally:
+        signals.call_deduplicated.disconnect(receiver)
+
+
+def test_duplicate_is_logged(started: Any, caplog: Any) -> None:
+    """The log line names the task, the key and the call that is queued."""
+    first = started.delay("a")
+    assert caplog.messages == []
+    started.delay("a")
+    (line,) = caplog.messages
+    assert all(word in line for word in ("started", started.lock_key("a"), first.id, "queued"))
+
+
+def test_eager_call_is_not_deduplicated(apps: Apps, locks: redis.Redis) -> None:
+    """Eager calls run at once: there is no queue, and no mark."""
+    task = apps(task_always_eager=True).tasks["started"]
+    results = [task.delay("a") for _time in range(2)]
+    assert [result.get() for result in results] == ["a", "a"]
+    assert [result.deduplicated for result in results] == [False, False]
+    assert locks.dbsize() == 0
+
+
+def test_direct_apply_is_not_deduplicated(started: Any, locks: redis.Redis) -> None:
+    """`.apply()` and a plain call run beside a queued call."""
+    started.delay("a")
+    assert started.apply(["a"]).get() == "a"
+    assert started("a") == "a"
+
+
+def test_beat_entry_is_deduplicated(app: Celery, started: Any, queued: Any) -> None:
+    """Beat publishes without a task id: while the last call is queued, the next is not sent."""
+    entry = ScheduleEntry(name="e", task="started", args=("a",), schedule=schedule(1), app=app)
+    beat = Scheduler(app)
+    first = beat.apply_async(entry, advance=False)
+    beat.apply_entry(entry)
+    second = beat.apply_async(entry, advance=False)
+    assert second.deduplicated
+    assert queued() == [first.id]
+
+
+def test_beat_survives_a_refused_duplicate(app: Celery, started: Any, queued: Any, caplog: Any) -> None:
+    """With on_duplicate="raise" beat logs the error and goes on."""
+    options = {"singleton": {"on_duplicate": "raise"}}
+    entry = ScheduleEntry(
+        name="e", task="started", args=("a",), options=options, schedule=schedule(1), app=app
+    )
+    started.delay("a")
+    Scheduler(app).apply_entry(entry)
+    assert "was not published: the same call is queued already" in caplog.text
+    assert len(queued()) == 1
+
+
+@pytest.mark.parametrize(("queue_lease", "grace"), [(3600, 10_000), (4, 4_000)])
+def test_mark_lasts_for_the_grace_lease_during_the_send(
+    started: Any, locks: redis.Redis, seen: Any, queue_lease: float, grace: int
+) -> None:
+    """A publisher that dies before its message is sent costs ten seconds at most, or the queue lease."""
+    ttls = seen(lambda: locks.pttl(mark_of(started, "a")))
+    started.apply_async(["a"], singleton={"queue_lease": queue_lease})
+    assert len(ttls) == 1
+    assert grace - 2_000 < ttls[0] <= grace
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 3600),
+        ({"countdown": 600}, 4200),
+        ({"eta": timedelta(seconds=600)}, 4200),
+        ({"eta": timedelta(seconds=-600)}, 3600),
+        ({"expires": 4}, 4),
+        ({"expires": 60}, 60),
+        ({"expires": timedelta(seconds=60)}, 60),
+        ({"expires": 9000}, 3600),
+        ({"countdown": 600, "expires": 700}, 700),
+        ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690),
+    ],
+)
+def test_mark_lasts_for_the_queue_lease_after_the_send(
+    started: Any, locks: redis.Redis, options: dict[str, Any], seconds: int
+) -> None:
+    """The queue lease counts from when the call may start; a call that has expired needs no mark."""
+    now = datetime.now(timezone.utc)
+    given = {name: now + value if isinstance(value, timedelta) else value for name, value in options.items()}
+    started.apply_async(["a"], **given)
+    assert seconds - 5 < locks.pttl(mark_of(started, "a")) / 1000 <= seconds
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        lambda now: now.replace(tzinfo=None),
+        lambda now: now.astimezone(timezone(timedelta(hours=9))),
+        lambda now: now.isoformat(),
+    ],
+    ids=["naive", "elsewhere", "text"],
+)
+def test_mark_lasts_beyond_any_kind_of_eta(started: Any, locks: redis.Redis, when: Any) -> None:
+    """Naive times are the app's own, UTC here; others say what they are."""
+    eta = when(datetime.now(timezone.utc) + timedelta(seconds=600))
+    started.apply_async(["a"], eta=eta)
+    assert 4195 < locks.pttl(mark_of(started, "a")) / 1000 <= 4200
+
+
+def test_mark_ends_when_the_tasks_own_expiry_is_over(app: Celery, locks: redis.Redis) -> None:
+    """`expires` of the task counts as that of a call does, which may override it."""
+    task = app.tasks["expiring"]
+    task.delay()
+    assert 45 < locks.pttl(mark_of(task)) / 1000 <= 50
+    locks.flushdb()
+    task.apply_async(expires=20)
+    assert 15 < locks.pttl(mark_of(task)) / 1000 <= 20
+    locks.flushdb()
+    task.apply_async(expires=None)
+    assert locks.pttl(mark_of(task)) / 1000 > 3595
+
+
+def test_call_that_has_expired_already_leaves_no_mark(started: Any, locks: redis.Redis) -> None:
+    """A message that no worker will run must not make duplicates."""
+    started.apply_async(["a"], expires=datetime.now(timezone.utc) - timedelta(seconds=5))
+    wait_until(lambda: not locks.exists(mark_of(started, "a")), "the mark has lapsed", deadline_s=1)
+
+
+@pytest.mark.parametrize(
+    "retry", [{"retry": False}, {"retry_policy": {"max_retries": 1, "interval_start": 0}}], ids=["no", "once"]
+)
+def test_failed_send_frees_the_mark(
+    apps: Apps, started: Any, locks: redis.Redis, seen: Any, retry: dict[str, Any]
+) -> None:
+    """The broker's own error is raised, and the next call is no duplicate."""
+    broken = apps(
+        broker_url=NOWHERE,
+        broker_transport_options={"max_retries": 0, "socket_connect_timeout": 1},
+    ).tasks["started"]
+    marks = seen(lambda: locks.get(mark_of(started, "a")))
+    with pytest.raises(OperationalError):
+        broken.apply_async(["a"], **retry)
+    assert marks[0] is not None
+    assert not locks.exists(mark_of(started, "a"))
+    assert not started.delay("a").deduplicated
+
+
+def test_call_that_cannot_be_serialized_frees_the_mark(started: Any, locks: redis.Redis) -> None:
+    """Whatever keeps the message from being sent: its mark is gone."""
+    with pytest.raises(Exception, match="serializable"):
+        started.apply_async(["a"], {"more": object()})
+    assert not locks.exists(mark_of(started, "a"))
+
+
+def test_interrupted_send_frees_the_mark(started: Any, locks: redis.Redis, monkeypatch: Any) -> None:
+    """Ctrl-C in mid-send frees the mark as well."""
+
+    def interrupted(*_args: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(started.app.amqp, "send_task_message", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        started.delay("a")
+    assert not locks.exists(mark_of(started, "a"))
+
+
+def test_unreachable_lock_server_lets_calls_be_sent(
+    apps: Apps, app: Celery, broker: redis.Redis, caplog: Any
+) -> None:
+    """Without an answer the call is sent without a mark, its run is guarded, and one warning says so."""
+    blind = apps(setnx_url=NOWHERE).tasks["started"]
+    result = blind.delay("a")
+    assert not result.deduplicated
+    (message,) = broker.lrange("celery", 0, -1)
+    header = json.loads(message)["headers"]["singleton"]
+    assert "marked" not in header
+    assert header["key"] == app.tasks["started"].lock_key("a")
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "A call of started is published without asking" in warning.getMessage()
+    assert "its run is guarded" in warning.getMessage()
+
+
+def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(
+    apps: Apps, server: EmbeddedServer, locks: redis.Redis, queued: Any, caplog: Any
+) -> None:
+    """Whether the key is marked is unknown: the call is sent, and the mark, if there is one, is its own."""
+    with Proxy(server.port) as proxy:
+        task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+        task.delay("warm")
+        with proxy.fault("drop_reply", containing=mark_of(task, "a").encode(), times=2):
+            result = task.delay("a")
+        assert queued()[0] == result.id
+        assert locks.get(mark_of(task, "a")) == result.id
+        assert locks.pttl(mark_of(task, "a")) <= 10_000
+        assert task.delay("a").id == result.id
+    assert "is published without asking whether it is a duplicate" in caplog.text
+
+
+def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
+    apps: Apps, app: Celery, server: EmbeddedServer, locks: redis.Redis, queued: Any, seen: Any, caplog: Any
+) -> None:
+    """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
+    with Proxy(server.port) as proxy:
+        task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+        seen(proxy.close)
+        result = task.delay("a")
+    assert queued() == [result.id]
+    assert locks.pttl(mark_of(task, "a")) <= 10_000
+    (warning,) = caplog.records
+    assert "was sent, but its mark" in warning.getMessage()
+
+
+def test_refused_mark_is_raised(apps: Apps, app: Celery, server: EmbeddedServer, queued: Any) -> None:
+    """A permission that is missing does not come by waiting: the publisher learns it, and nothing is sent."""
+    with redis.Redis.from_url(server.url()) as admin:
+        rules = ("reset", "on", ">pw", "+@all", "%R~*:queued", "~*:holder", "~*}")
+        admin.execute_command("ACL", "SETUSER", "reader", *rules)
+        try:
+            url = server.url(LOCK_DB).replace("redis://", "redis://reader:pw@")
+            task = apps(setnx_url=url).tasks["started"]
+            with pytest.raises(LockRefused, match=r"No permissions|NOPERM"):
+                task.delay("a")
+        finally:
+            admin.execute_command("ACL", "DELUSER", "reader")
+    assert queued() == []
+
+
+def test_purged_queue_leaves_marks_that_lapse(app: Celery, started: Any, queued: Any) -> None:
+    """`celery purge` knows no marks: calls are duplicates until the queue lease is over, and no longer."""
+    lost = started.apply_async(["a"], singleton={"queue_lease": 0.3})
+    with app.connection_for_write() as connection:
+        assert connection.default_channel.queue_purge("celery") == 1
+    fresh = wait_until(lambda: (r := started.delay("a")).id != lost.id and r, "the mark has lapsed")
+    assert not fresh.deduplicated
+    assert queued() == [fresh.id]
+
+
+def test_publisher_killed_before_its_message_costs_the_grace_lease(
+    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
+) -> None:
+    """kill -9 between mark and send: duplicates of nothing for the grace lease, then the next is sent."""
+    url = server.url(BROKER_DB), server.url(LOCK_DB)
+    publisher = subprocess.Popen([sys.executable, "-m", "tests.markapp_publishers", *url, "a"])
+    task = markapp_publishers.task_of(*url)
+    try:
+        wait_until(lambda: _is_stopped(publisher.pid), "the publisher stands between mark and message")
+        assert 0 < locks.pttl(mark_of(task, "a")) <= markapp_publishers.QUEUE_LEASE_S * 1000
+        assert task.delay("a").deduplicated
+    finally:
+        publisher.send_signal(signal.SIGKILL)
+        publisher.wait()
+    assert broker.llen("celery") == 0
+    fresh = wait_until(lambda: not (r := task.delay("a")).deduplicated and r, "the mark has lapsed")
+    assert locks.get(mark_of(task, "a")) == fresh.id
+    assert broker.llen("celery") == 1
+
+
+def test_many_publishers_of_one_call_send_one_message(
+    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis, queued: Any
+) -> None:
+    """Eight processes publish one call two hundred times each: one message, and all get its id."""
+    context = multiprocessing.get_context("spawn")
+    begin, answers = context.Barrier(8), context.Queue()
+    url = server.url(BROKER_DB), server.url(LOCK_DB)
+    publishers = [
+        context.Process(target=markapp_publishers.publish_many, args=(*url, "a", 200, begin, answers))
+        for _number in range(8)
+    ]
+    for publisher in publishers:
+        publisher.start()
+    ids, sent = set(), 0
+    for _publisher in publishers:
+        their_ids, their_sent = answers.get(timeout=60)
+        ids |= their_ids
+        sent += their_sent
+    for publisher in publishers:
+        publisher.join(10)
+    assert sent == 1
+    assert queued() == list(ids)
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
