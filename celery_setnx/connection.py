@@ -6,14 +6,17 @@ import logging
 import os
 import re
 import uuid
+from functools import partial
 from typing import Any
 
 import redis
 from celery import Celery, bootsteps
 from celery.app.backends import by_url
 from redis.backoff import ExponentialBackoff
+from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import parse_url
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock import SetnxLock
@@ -23,7 +26,7 @@ from celery_setnx.options import settings
 logger = logging.getLogger("celery_setnx")
 
 SOCKET_TIMEOUT_S = 2.0
-SCHEMES = ("redis", "rediss", "redis+socket")
+SCHEMES = ("redis", "rediss", "redis+socket", "sentinel", "redis+cluster", "rediss+cluster")
 _PARAMS = (
     "host",
     "port",
@@ -35,6 +38,12 @@ _PARAMS = (
     "client_name",
     "protocol",
 )
+_LOGIN = ("username", "password", "db", "client_name", "protocol")
+_TRANSPORT_OPTIONS = {
+    "setnx_url": "setnx_transport_options",
+    "result_backend": "result_backend_transport_options",
+    "broker_url": "broker_transport_options",
+}
 _REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
 
 
@@ -49,7 +58,25 @@ def client_for(app: Celery) -> redis.Redis:
     client = clients.get(pid)
     if client is None:
         # A forked child leaves its parent's client alone: the sockets are the parent's.
-        client = clients.setdefault(pid, redis.Redis(connection_pool=_pool(app)))
+        client = clients.setdefault(pid, new_client(app))
+    return client
+
+
+def new_client(app: Celery) -> redis.Redis:
+    """A Redis client of one's own for the app's locks; see `client_for`.
+
+    Raises:
+        OptionError: No setting names a Redis that this version can use.
+    """
+    url, setting = lock_url(app)
+    if _scheme(url) == "sentinel":
+        client = _sentinel_client(app, url, setting)
+    elif _scheme(url).endswith("+cluster"):
+        client = _cluster_client(app, url)
+    else:
+        client = redis.Redis(connection_pool=_pool(app, url, setting))
+    # For a thread that may share no connection with others.
+    client.setnx_again = partial(new_client, app)  # type: ignore[attr-defined]
     return client
 
 
@@ -70,6 +97,8 @@ def lock_url(app: Celery) -> tuple[str, str]:
     # Producers and workers may have an URL each; the locks must be the same for both.
     brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or "amqp://"
     urls = brokers.split(";") if isinstance(brokers, str) else list(brokers)
+    if all(_scheme(url) == "sentinel" for url in urls):
+        return ";".join(urls), "broker_url"
     if _scheme(urls[0]) in SCHEMES:
         if len(urls) > 1:
             raise OptionError(
@@ -104,7 +133,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
                 outcome.lock.renew()
                 outcome.lock.release()
             _try_marks(client, name)
-            memory = client.info("memory")
+            memories = _memory_of_each(client)
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
@@ -115,7 +144,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         except redis.RedisError:
             return  # INFO is not among what the lock needs
         else:
-            _warn_of_eviction(memory)
+            for memory in memories:
+                _warn_of_eviction(memory)
 
 
 def check_at_worker_start(app: Celery) -> None:
@@ -137,6 +167,13 @@ def _try_marks(client: redis.Redis, key: str) -> None:
             raise error
 
 
+def _memory_of_each(client: Any) -> list[dict[str, Any]]:
+    """What each server that holds locks says of its memory."""
+    if isinstance(client, RedisCluster):
+        return list(client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
+    return [client.info("memory")]
+
+
 def _warn_of_eviction(memory: dict[str, Any]) -> None:
     policy = memory.get("maxmemory_policy", "noeviction")
     if memory.get("maxmemory") and policy != "noeviction":
@@ -147,25 +184,89 @@ def _warn_of_eviction(memory: dict[str, Any]) -> None:
         )
 
 
-def _pool(app: Celery) -> redis.ConnectionPool:
-    params = _params(app)
-    params.update(
-        # Our own, whatever the result backend waits for: a task must not hang on a dead lock server.
-        socket_timeout=SOCKET_TIMEOUT_S,
-        # One more try on a dead connection; every script knows its own token again.
-        retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 1),
-        decode_responses=False,
-    )
-    if "path" not in params:
-        params["socket_connect_timeout"] = SOCKET_TIMEOUT_S
-    params.setdefault("health_check_interval", 30)
+def _pool(app: Celery, url: str, setting: str) -> redis.ConnectionPool:
+    params = _params(app, url, setting)
+    params = {"health_check_interval": 30, **params, **_ours(retries=1)}
+    if "path" in params:
+        del params["socket_connect_timeout"]
     for refused in ("max_connections", "retry_on_timeout"):
         params.pop(refused, None)
     return redis.ConnectionPool(**params)
 
 
-def _params(app: Celery) -> dict[str, Any]:
-    url, setting = lock_url(app)
+def _ours(*, retries: int) -> dict[str, Any]:
+    """What every connection to a lock server has, whatever the result backend waits for.
+
+    A task must not hang on a dead server. A command may be sent again: every script knows its own token.
+    """
+    return {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "retry": Retry(ExponentialBackoff(cap=0.1, base=0.01), retries),
+        "decode_responses": False,
+    }
+
+
+def _sentinel_client(app: Celery, url: str, setting: str) -> redis.Redis:
+    """The master that the Sentinels name, asked again with every new connection."""
+    options = _transport_options(app, setting)
+    if not options.get("master_name"):
+        raise OptionError(
+            f"{setting} names Sentinels, but not their master: set {_TRANSPORT_OPTIONS[setting]} = "
+            '{"master_name": "..."}'
+        )
+    hosts, params = _hosts_and_params(app, url, setting)
+    if params.pop("ssl", False):
+        params["connection_class"] = redis.sentinel.SentinelManagedSSLConnection
+    timeouts = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
+    sentinels = Sentinel(  # type: ignore[no-untyped-call]
+        hosts,
+        min_other_sentinels=options.get("min_other_sentinels", 0),
+        sentinel_kwargs={**timeouts, **(options.get("sentinel_kwargs") or {})},
+    )
+    params = {"health_check_interval": 30, **params, **_ours(retries=1)}
+    return sentinels.master_for(options["master_name"], **params)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _cluster_client(app: Celery, url: str) -> Any:
+    """A cluster, of which the URL names one node or more; it finds the others."""
+    hosts, params = _hosts_and_params(app, url.replace("+cluster://", "://"), "setnx_url")
+    if params.pop("db", 0):
+        raise OptionError(f"a Redis Cluster has no databases but 0: {url}")
+    nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+    params = {"health_check_interval": 30, **params, **_ours(retries=3)}
+    return RedisCluster(startup_nodes=nodes, **params)
+
+
+def _hosts_and_params(app: Celery, url: str, setting: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """All hosts of a URL, and how to connect to the servers they lead to, as the first one says."""
+    hosts: list[tuple[str, int]] = []
+    params: dict[str, Any] = {}
+    default_port = 26379 if url.startswith("sentinel:") else 6379
+    for part in url.split(";"):
+        parsed = parse_url(re.sub(r"^sentinel:", "redis:", part))  # type: ignore[no-untyped-call]
+        hosts.append((parsed.get("host", "localhost"), parsed.get("port", default_port)))
+        params = params or {name: parsed[name] for name in parsed if name in _LOGIN or name[:4] == "ssl_"}
+        if parsed.get("connection_class") is redis.SSLConnection:
+            params["ssl"] = True
+    ssl = app.conf.get("broker_use_ssl" if setting == "broker_url" else "redis_backend_use_ssl")
+    if ssl and (params.get("ssl") or setting != "setnx_url"):
+        params = {**(ssl if isinstance(ssl, dict) else {}), **params, "ssl": True}
+    return hosts, _with_requirement(params)
+
+
+def _transport_options(app: Celery, setting: str) -> dict[str, Any]:
+    return app.conf.get(_TRANSPORT_OPTIONS[setting]) or {}
+
+
+def _with_requirement(params: dict[str, Any]) -> dict[str, Any]:
+    """Celery's names of what TLS requires are redis-py's in capitals."""
+    if "ssl_cert_reqs" in params:
+        params["ssl_cert_reqs"] = _REQS.get(params["ssl_cert_reqs"], params["ssl_cert_reqs"])
+    return params
+
+
+def _params(app: Celery, url: str, setting: str) -> dict[str, Any]:
     if setting == "result_backend":
         ssl = app.conf.get("redis_backend_use_ssl") or {}
         if _scheme(url) == "rediss" and "ssl_cert_reqs" not in ssl and "ssl_cert_reqs=" not in url:
@@ -184,9 +285,7 @@ def _params(app: Celery) -> dict[str, Any]:
         ssl = app.conf.get("redis_backend_use_ssl") if secure else None
     if ssl and "path" not in params:
         params = {**(ssl if isinstance(ssl, dict) else {}), **params, "connection_class": redis.SSLConnection}
-    if "ssl_cert_reqs" in params:
-        params["ssl_cert_reqs"] = _REQS.get(params["ssl_cert_reqs"], params["ssl_cert_reqs"])
-    return params
+    return _with_requirement(params)
 
 
 def _supported(url: str, setting: str) -> str:

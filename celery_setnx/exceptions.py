@@ -202,6 +202,6 @@ class LockRefused(SetnxError):
     def __str__(self) -> str:
         return (
             f"Redis refuses to serve the lock {self.key}: {self.reason}. celery_setnx needs EVAL, EVALSHA "
-            "and, inside scripts, TIME, GET, SET, SETNX, GETSET, DEL, PEXPIRE and PEXPIREAT on this key, "
-            "its :holder and its :queued; grant them, or point setnx_url at a server that has them."
+            "and, inside scripts, TIME, GET, SET, SETNX, GETSET, DEL, PTTL, PEXPIRE and PEXPIREAT on this "
+            "key, its :holder and its :queued; grant them, or point setnx_url at a server that has them."
         )

@@ -143,11 +143,10 @@ class Keeper:
         """The lock's own client; under gevent and eventlet one that no greenlet uses."""
         if _green() is None:
             return held.client
-        key = id(held.client.connection_pool)
+        key = id(held.client)
         if key not in self._clients:
-            pool = held.client.connection_pool
-            copy = redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs)
-            self._clients[key] = redis.Redis(connection_pool=copy)
+            again = getattr(held.client, "setnx_again", None)
+            self._clients[key] = again() if again is not None else _copy(held.client)
         return self._clients[key]
 
     def _plan(self, watched: _Watched) -> None:
@@ -162,6 +161,12 @@ class Keeper:
             watched.due = now + left
         else:
             watched.due = now + (min(left, held.lease_s / 20) if watched.failing else _pace(held))
+
+
+def _copy(client: redis.Redis) -> redis.Redis:
+    """A client of the same server that shares no connection with this one."""
+    pool = client.connection_pool
+    return redis.Redis(connection_pool=redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs))
 
 
 def _pace(held: HeldLock) -> float:

@@ -8,6 +8,7 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 
+from redis.cluster import RedisCluster
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -62,10 +63,13 @@ class Script:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
         if not calls:
             return []
+        # redis-py's cluster pipelines refuse EVALSHA: a digest may be known to one node only.
+        in_cluster = isinstance(client, RedisCluster)
+        command, script = ("EVAL", self.text) if in_cluster else ("EVALSHA", self.sha)
         try:
             with client.pipeline(transaction=False) as pipe:
                 for keys, arguments in calls:
-                    pipe.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
+                    pipe.execute_command(command, script, len(keys), *keys, *arguments)
                 replies = pipe.execute(raise_on_error=False)
         except RedisError as error:
             replies = [error] * len(calls)

@@ -589,7 +589,9 @@ def test_canvas_of_its_own_key_from_inside(tasks: Any, app: Any, journal: Journa
     journal.wait_for("conflict", count=3)
     gates("inside")
     steps, numbers, *members = map(app.app.AsyncResult, first.get(timeout=TIMEOUT_S))
-    assert steps.get(timeout=TIMEOUT_S) == 3
+    # A last step answers as a member of a group does: with until_done it is skipped if it meets another.
+    (last,) = answers(journal, [steps])
+    assert last == 3 or (is_skipped(last) and tasks.mode == "until_done")
     assert numbers.get(timeout=TIMEOUT_S) == 6
     answers(journal, members)
 

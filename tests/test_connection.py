@@ -47,7 +47,9 @@ def test_first_redis_of_the_settings_holds_the_locks(conf: Any, url: str, settin
         ({"broker_url": "amqp://x"}, "no Redis for locks: setnx_url is not set"),
         ({"broker_url": "redis://a;redis://b"}, "broker_url names several servers"),
         ({"setnx_url": "memcached://a"}, "setnx_url has the scheme 'memcached'"),
-        ({"setnx_url": "sentinel://a"}, "setnx_url has the scheme 'sentinel'"),
+        ({"setnx_url": "sentinel://a"}, "set setnx_transport_options = .*master_name"),
+        ({"broker_url": "sentinel://a;sentinel://b"}, "set broker_transport_options = .*master_name"),
+        ({"setnx_url": "redis+cluster://a/1"}, "no databases but 0"),
     ],
 )
 def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf: Any, message: str) -> None:
@@ -154,7 +156,7 @@ def test_worker_start_leaves_nothing_behind(locks: redis.Redis, server: Embedded
 
 
 @pytest.mark.parametrize(
-    "command", ["eval|evalsha", "setnx", "getset", "set", "del", "pexpireat", "pexpire", "time"]
+    "command", ["eval|evalsha", "setnx", "getset", "set", "del", "pttl", "pexpireat", "pexpire", "time"]
 )
 def test_worker_does_not_start_where_the_acl_forbids_a_command(
     server: EmbeddedServer, locks: redis.Redis, command: str, caplog: Any
@@ -172,7 +174,7 @@ def test_worker_does_not_start_where_the_acl_forbids_a_command(
 
 def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, locks: redis.Redis) -> None:
     """The permissions that the error message asks for are enough; INFO is not among them."""
-    needed = "eval evalsha time get set setnx getset del pexpire pexpireat"
+    needed = "eval evalsha time get set setnx getset del pttl pexpire pexpireat"
     locks.execute_command(
         "ACL", "SETUSER", "least", "reset", "on", ">pw", "~setnx:*", *[f"+{name}" for name in needed.split()]
     )

@@ -119,7 +119,7 @@ def test_bad_setting_is_refused(conf: dict[str, Any], message: str) -> None:
 
 def test_settings_are_read_under_celerys_namespace() -> None:
     """config_from_object(namespace="CELERY") gives CELERY_SETNX_PREFIX."""
-    app = Celery("spaced")
+    app = Celery("spaced", set_as_current=False)
     app.config_from_object(
         {"CELERY_SETNX_PREFIX": "prod", "CELERY_SETNX_DEFAULTS": {"lease": 5}}, namespace="CELERY"
     )
