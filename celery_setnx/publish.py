@@ -126,23 +126,20 @@ def publish(
     options["task_id"] = mark.task_id
     lease = mark_lease_s(guard.app, settled, options, expires)
     marked = take_mark(guard, mark, settled, lease)
-    if marked is not None and marked.is_duplicate:
-        if not options.get("link") and not options.get("link_error"):
-            ignored = options.get("ignore_result")
-            return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
-        # Callbacks cannot be handed to the other call, so this one is queued beside it: its run is guarded.
-        marked = None
-    if marked is not None:
-        header["marked"] = True
-    client = client_for(guard.app)
+    # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
+    has_callbacks = options.get("link") or options.get("link_error")
+    if marked is not None and marked.is_duplicate and not has_callbacks:
+        ignored = options.get("ignore_result")
+        return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
+    if marked is None or marked.is_duplicate:
+        return _noted(send(args, kwargs, **options), deduplicated=False)
+    header["marked"] = True
     try:
         result = send(args, kwargs, **options)
     except BaseException:
-        if marked is not None:
-            _complain(free_all(client, [mark]), mark, "was not sent")
+        _complain(free_all(client_for(guard.app), [mark]), mark, "was not sent")
         raise
-    if marked is not None:
-        _complain(extend_all(client, [mark], [lease]), mark, "was sent")
+    _complain(extend_all(client_for(guard.app), [mark], [lease]), mark, "was sent")
     return _noted(result, deduplicated=False)
 
 
