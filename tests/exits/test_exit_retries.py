@@ -194,9 +194,12 @@ def test_held_lock_outlives_the_process_that_held_it(
     tasks: Any, pool: str, journal: Journal, start_worker: Any
 ) -> None:
     """A dead process proves nothing of a lock that is held for a retry: the retry waits in the broker."""
-    start_worker(queues="doomed")
+    node = f"{start_worker(queues='doomed').name}@test"
     result = tasks.retrying.apply_async(["a", 2, WAIT_S], queue="doomed", singleton=HELD_BACK)
     journal.wait_for("postrun", task_id=result.id)
+    # Until the worker has heard of the attempt's end, the death of its process would fail the call.
+    inspect = tasks.app.control.inspect([node])
+    wait_until(lambda: inspect.active() == {node: []}, "the worker knows that the first attempt has ended")
     pid = journal.entries(what="start", task_id=result.id)[0]["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: has_ended(pid), "the process has ended")
