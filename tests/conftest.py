@@ -86,4 +86,5 @@ def tasks(worker: Worker, locks: redis.Redis, journal: Journal) -> Any:
     """The module of tasks that the worker runs, with clean databases."""
     from tests import workerapp
 
+    workerapp.app.set_current()  # for its shared tasks, whatever app another test has made the current one
     return workerapp
