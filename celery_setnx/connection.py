@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import uuid
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, Opti
 from celery_setnx.lock import SetnxLock
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.options import settings
+from celery_setnx.scripts import is_cluster
 
 logger = logging.getLogger("celery_setnx")
 
@@ -113,6 +115,26 @@ def lock_url(app: Celery) -> tuple[str, str]:
     )
 
 
+class LateCluster:
+    """A cluster's client that connects at its first command, as the clients of single servers do."""
+
+    def __init__(self, connect: Any) -> None:
+        self._connect = connect
+        self._client: Any = None
+        self._connecting = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._client is None:
+            with self._connecting:
+                if self._client is None:
+                    self._client = self._connect()
+        return getattr(self._client, name)
+
+    def keyslot(self, key: str) -> int:
+        """The slot of a key."""
+        return int(self.__getattr__("keyslot")(key))
+
+
 class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
     """Tries every verb, a take-over included, when a worker starts: before the first task needs them."""
 
@@ -169,7 +191,7 @@ def _try_marks(client: redis.Redis, key: str) -> None:
 
 def _memory_of_each(client: Any) -> list[dict[str, Any]]:
     """What each server that holds locks says of its memory."""
-    if isinstance(client, RedisCluster):
+    if is_cluster(client):
         return list(client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
     return [client.info("memory")]
 
@@ -186,7 +208,7 @@ def _warn_of_eviction(memory: dict[str, Any]) -> None:
 
 def _pool(app: Celery, url: str, setting: str) -> redis.ConnectionPool:
     params = _params(app, url, setting)
-    params = {"health_check_interval": 30, **params, **_ours(retries=1)}
+    params = {**params, **_ours(retries=1)}
     if "path" in params:
         del params["socket_connect_timeout"]
     for refused in ("max_connections", "retry_on_timeout"):
@@ -204,6 +226,8 @@ def _ours(*, retries: int) -> dict[str, Any]:
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "retry": Retry(ExponentialBackoff(cap=0.1, base=0.01), retries),
         "decode_responses": False,
+        # A connection is tried by using it: a PING would cost a round trip, and a permission of its own.
+        "health_check_interval": 0,
     }
 
 
@@ -218,13 +242,12 @@ def _sentinel_client(app: Celery, url: str, setting: str) -> redis.Redis:
     hosts, params = _hosts_and_params(app, url, setting)
     if params.pop("ssl", False):
         params["connection_class"] = redis.sentinel.SentinelManagedSSLConnection
-    timeouts = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         hosts,
         min_other_sentinels=options.get("min_other_sentinels", 0),
-        sentinel_kwargs={**timeouts, **(options.get("sentinel_kwargs") or {})},
+        sentinel_kwargs={**_ours(retries=0), **(options.get("sentinel_kwargs") or {})},
     )
-    params = {"health_check_interval": 30, **params, **_ours(retries=1)}
+    params = {**params, **_ours(retries=1)}
     return sentinels.master_for(options["master_name"], **params)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -234,8 +257,8 @@ def _cluster_client(app: Celery, url: str) -> Any:
     if params.pop("db", 0):
         raise OptionError(f"a Redis Cluster has no databases but 0: {url}")
     nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-    params = {"health_check_interval": 30, **params, **_ours(retries=3)}
-    return RedisCluster(startup_nodes=nodes, **params)
+    params = {**params, **_ours(retries=1)}
+    return LateCluster(partial(RedisCluster, startup_nodes=nodes, **params))
 
 
 def _hosts_and_params(app: Celery, url: str, setting: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
@@ -243,10 +266,13 @@ def _hosts_and_params(app: Celery, url: str, setting: str) -> tuple[list[tuple[s
     hosts: list[tuple[str, int]] = []
     params: dict[str, Any] = {}
     default_port = 26379 if url.startswith("sentinel:") else 6379
+    scheme = url.partition("://")[0]
     for part in url.split(";"):
+        part = part if "://" in part else f"{scheme}://{part}"
         parsed = parse_url(re.sub(r"^sentinel:", "redis:", part))  # type: ignore[no-untyped-call]
         hosts.append((parsed.get("host", "localhost"), parsed.get("port", default_port)))
-        params = params or {name: parsed[name] for name in parsed if name in _LOGIN or name[:4] == "ssl_"}
+        own = {name: parsed[name] for name in parsed if name in _LOGIN or name[:4] == "ssl_"}
+        params = {**own, **params}
         if parsed.get("connection_class") is redis.SSLConnection:
             params["ssl"] = True
     ssl = app.conf.get("broker_use_ssl" if setting == "broker_url" else "redis_backend_use_ssl")

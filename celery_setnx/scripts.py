@@ -8,14 +8,15 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 
-from redis.cluster import RedisCluster
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -31,7 +32,12 @@ _TEMPORARY = re.compile(
     r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
 
+# What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors.
+_ERRORS = (RedisError, RedisClusterException)
+
 Keys = tuple[str, ...]
+Call = tuple[Keys, tuple[Any, ...]]
+Settled = list[Any] | LockUnavailable | LockRefused
 
 
 class Script:
@@ -53,44 +59,80 @@ class Script:
                 reply = client.evalsha(self.sha, len(keys), *keys, *arguments)
             except NoScriptError:
                 reply = client.eval(self.text, len(keys), *keys, *arguments)
-        except RedisError as error:
+        except _ERRORS as error:
             raise _translated(keys[0], error) from error
         return [_text(item) for item in reply]
 
-    def many(
-        self, client: Any, calls: Sequence[tuple[Keys, tuple[Any, ...]]]
-    ) -> list[list[Any] | LockUnavailable | LockRefused]:
+    def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
-        if not calls:
-            return []
-        # redis-py's cluster pipelines refuse EVALSHA: a digest may be known to one node only.
-        in_cluster = isinstance(client, RedisCluster)
-        command, script = ("EVAL", self.text) if in_cluster else ("EVALSHA", self.sha)
+        if not is_cluster(client):
+            return self._in_one_go(client, client, calls)
+        settled: dict[int, Any] = {}
+        for node, places in _by_node(client, calls):
+            settled.update(zip(places, self._of_node(client, node, [calls[place] for place in places])))
+        return [settled[place] for place in range(len(calls))]
+
+    def _of_node(self, client: Any, node: Any, calls: Sequence[Call]) -> list[Settled]:
+        """The replies of one node of a cluster: a dead one must not fail what others have."""
+        if node is None:  # not known, as the whole cluster may be
+            return [self._once(client, *call) for call in calls]
+        server = client.get_redis_connection(node)
+        settled = self._in_one_go(client, server, calls)
+        if all(isinstance(reply, LockUnavailable) for reply in settled):
+            # The cluster's client asks again who serves the slot; if that helps, it helps all.
+            (keys, arguments), *others = calls
+            settled[0] = self._once(client, keys, arguments)
+            if isinstance(settled[0], list):
+                settled[1:] = [self._once(client, *call) for call in others]
+        return settled
+
+    def _in_one_go(self, client: Any, server: Any, calls: Sequence[Call]) -> list[Settled]:
         try:
-            with client.pipeline(transaction=False) as pipe:
+            with server.pipeline(transaction=False) as pipe:
                 for keys, arguments in calls:
-                    pipe.execute_command(command, script, len(keys), *keys, *arguments)
+                    pipe.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
                 replies = pipe.execute(raise_on_error=False)
-        except RedisError as error:
+        except _ERRORS as error:
             replies = [error] * len(calls)
         return [self._settled(client, call, reply) for call, reply in zip(calls, replies)]
 
-    def _settled(
-        self, client: Any, call: tuple[Keys, tuple[Any, ...]], reply: Any
-    ) -> list[Any] | LockUnavailable | LockRefused:
-        keys, arguments = call
-        if isinstance(reply, NoScriptError):
-            try:
-                return self(client, keys, *arguments)
-            except (LockUnavailable, LockRefused) as error:
-                return error
-        if isinstance(reply, RedisError):
-            return _translated(keys[0], reply)
+    def _settled(self, client: Any, call: Call, reply: Any) -> Settled:
+        # Its slot is another node's, or on its way there: the cluster's client follows it.
+        moved = is_cluster(client) and isinstance(reply, (AskError, TryAgainError))
+        if moved or isinstance(reply, NoScriptError):
+            return self._once(client, *call)
+        if isinstance(reply, _ERRORS):
+            return _translated(call[0][0], reply)
         return [_text(item) for item in reply]
 
+    def _once(self, client: Any, keys: Keys, arguments: tuple[Any, ...]) -> Settled:
+        try:
+            return self(client, keys, *arguments)
+        except (LockUnavailable, LockRefused) as error:
+            return error
 
-def _translated(name: str, error: RedisError) -> LockUnavailable | LockRefused:
+
+def is_cluster(client: Any) -> bool:
+    """True if the client is that of a cluster."""
+    return hasattr(type(client), "keyslot")
+
+
+def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
+    """The nodes of a cluster, each with the places of the calls that it is to answer."""
+    nodes: dict[str, tuple[Any, list[int]]] = {}
+    for place, (keys, _arguments) in enumerate(calls):
+        try:
+            node = client.get_node_from_key(keys[0])
+        except _ERRORS:
+            node = None
+        nodes.setdefault(node.name if node else "", (node, []))[1].append(place)
+    return list(nodes.values())
+
+
+def _translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
+    if "Cluster mode is not enabled" in text:
+        return LockRefused(name, f"{text}, or the user may not do CLUSTER SLOTS")
     if isinstance(error, (AuthenticationError, AuthorizationError)):
         return LockRefused(name, text)
     temporary = not isinstance(error, ResponseError) or isinstance(error, _TEMPORARY_ERRORS)

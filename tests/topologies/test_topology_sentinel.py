@@ -1,0 +1,189 @@
+"""Locks on the master that Sentinels name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from celery_setnx import LockRefused, LockUnavailable, OptionError, SetnxLock
+from celery_setnx.connection import client_for
+from tests.harness import Journal, wait_until
+from tests.topologies.servers import Sentinels
+
+
+@pytest.fixture
+def settings(sentinels: Sentinels) -> dict[str, Any]:
+    """Locks on the Sentinels' master."""
+    return {"setnx_url": sentinels.url(), "setnx_transport_options": sentinels.transport_options}
+
+
+@pytest.fixture
+def locks(sentinels: Sentinels) -> Iterator[redis.Redis]:
+    """A client of the empty master; afterwards every key of ours must have a TTL."""
+    with sentinels.master().client() as client:
+        client.flushall()
+        yield client
+        assert not [key for key in client.scan_iter("t:*") if client.pttl(key) == -1]
+
+
+def test_tasks_are_locked_on_the_master(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """setnx_url=sentinel://...: a lock with its record while the body runs; locked() names the holder."""
+    tasks = work_with(**settings)
+    result = tasks.work.delay(name)
+    (start,) = journal.wait_for("start", task_id=result.id)
+    assert locks.exists(start["key"], f"{start['key']}:holder") == 2
+    holder = tasks.work.locked(name)
+    assert (holder.task_id, holder.state, holder.fence) == (result.id, "running", start["fence"])
+    gates(name)
+    assert result.get(timeout=10) == name
+    assert tasks.work.locked(name) is None
+    assert locks.exists(start["key"]) == 0
+
+
+def test_lease_is_renewed_on_the_master(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """The keeper moves the deadline while the body runs, and the lock is ours at its end."""
+    tasks = work_with(**settings)
+    result = tasks.careful.delay(name)
+    journal.wait_for("start", task_id=result.id)
+    first = tasks.careful.locked(name).deadline
+    wait_until(lambda: tasks.careful.locked(name).deadline > first + 1, "two renewals")
+    gates(name)
+    assert result.get(timeout=10) == name
+    assert journal.entries(what="lost") == []
+    assert [entry["outcome"] for entry in journal.entries(what="released")] == ["released"]
+
+
+def test_calls_are_deduplicated_over_sentinels(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """The second call of a running one is not published."""
+    tasks = work_with(**settings)
+    result = tasks.once.delay(name)
+    journal.wait_for("start", task_id=result.id)
+    again = tasks.once.delay(name)
+    assert (again.deduplicated, again.id) == (True, result.id)
+    gates(name)
+    assert again.get(timeout=10) == name
+
+
+def test_fan_out_over_sentinels_sends_each_key_once(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal
+) -> None:
+    """60 calls of 20 keys: 20 bodies, and no mark is left."""
+    tasks = work_with(**settings)
+    counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
+    assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
+    starts = journal.wait_for("end", 20)
+    assert sorted(start["name"] for start in starts) == sorted(f"k{number}" for number in range(20))
+    wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
+
+
+@pytest.mark.parametrize("setting", ["result_backend", "broker_url"])
+def test_sentinels_of_celery_itself_hold_the_locks(
+    work_with: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal, gates: Any,
+    name: str, setting: str,
+) -> None:  # fmt: skip
+    """Broker and result backend on Sentinels with Celery's own transport options; no setnx_url."""
+    options = sentinels.transport_options
+    conf: dict[str, Any] = {"broker_url": sentinels.url(), "broker_transport_options": options}
+    if setting == "result_backend":
+        conf.update(result_backend=sentinels.url(2), result_backend_transport_options=options)
+    else:
+        conf.update(result_backend="cache+memory://")
+    tasks = work_with(**conf)
+    result = tasks.once.delay(name)
+    (start,) = journal.wait_for("start", task_id=result.id)
+    with sentinels.master().client(db=2 if setting == "result_backend" else 0) as where:
+        assert where.exists(start["key"]) == 1
+    assert tasks.once.delay(name).deduplicated
+    gates(name)
+    journal.wait_for("postrun", task_id=result.id, state="SUCCESS")
+    if setting == "result_backend":
+        assert result.get(timeout=10) == name
+
+
+@pytest.mark.parametrize(("how", "within_s"), [("kill", 5), ("freeze", 10)])
+def test_one_dead_sentinel_of_three_is_no_problem(
+    work_with: Any, settings: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal,
+    how: str, within_s: float,
+) -> None:  # fmt: skip
+    """The first of the URL is dead, or stands still: the next one is asked, within seconds."""
+    dead = sentinels.sentinels[0]
+    dead.kill() if how == "kill" else dead.freeze()
+    try:
+        tasks = work_with(**settings)
+        began = time.monotonic()
+        result = tasks.once.delay("a")
+        assert result.get(timeout=60) == "a"
+        assert time.monotonic() - began < within_s
+        journal.wait_for("released", outcome="released")
+    finally:
+        dead.start() if how == "kill" else dead.thaw()
+        sentinels.wait_until_whole()
+
+
+def test_missing_master_name_is_said_at_once(tasks_of: Callable[..., Any], sentinels: Sentinels) -> None:
+    """An error that names the setting."""
+    tasks = tasks_of(setnx_url=sentinels.url())
+    with pytest.raises(OptionError, match=r"setnx_transport_options = .*master_name"):
+        tasks.work.locked("a")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"master_name": "nobody"}, "No master found for 'nobody'"),
+        ({"sentinel_kwargs": {"password": "wrong"}}, "No master found|invalid username-password"),
+        ({"sentinel_kwargs": {}}, "No master found|Authentication required"),
+    ],
+)
+def test_wrong_name_or_password_is_an_error_that_says_so(
+    tasks_of: Callable[..., Any], sentinels: Sentinels, wrong: dict[str, Any], message: str
+) -> None:
+    """No master of that name, or a Sentinel that lets nobody in."""
+    options = {**sentinels.transport_options, **wrong}
+    tasks = tasks_of(setnx_url=sentinels.url(), setnx_transport_options=options)
+    with pytest.raises(LockUnavailable, match=message):
+        tasks.work.locked("a")
+
+
+def test_password_of_the_nodes_is_that_of_the_url(tasks_of: Callable[..., Any], sentinels: Sentinels) -> None:
+    """Without it the master refuses."""
+    tasks = tasks_of(
+        setnx_url=sentinels.url(password=None), setnx_transport_options=sentinels.transport_options
+    )
+    with pytest.raises(LockRefused, match="AuthenticationError"):
+        tasks.work.locked("a")
+
+
+def test_sentinels_may_be_named_by_one_url(
+    tasks_of: Callable[..., Any], sentinels: Sentinels, locks: redis.Redis
+) -> None:
+    """sentinel://host;host;host/db, the scheme and the password once."""
+    first, *others = [f"127.0.0.1:{sentinel.port}" for sentinel in sentinels.sentinels]
+    url = ";".join([f"sentinel://:{sentinels.PASSWORD}@{first}", *others]) + "/0"
+    tasks = tasks_of(setnx_url=url, setnx_transport_options=sentinels.transport_options)
+    assert tasks.work.locked("a") is None
+
+
+def test_lock_is_held_for_a_retry_on_the_master(
+    tasks_of: Callable[..., Any], settings: Any, locks: redis.Redis
+) -> None:
+    """acquire, renew, hold, look and release over Sentinels."""
+    app = tasks_of(**settings).app
+    lock = SetnxLock(client_for(app), "t:{sentinel}", lease=5)
+    held = lock.acquire(token="id|0|aa").lock
+    held.renew()
+    assert held.hold(30) == "held_for_retry"
+    assert lock.holder().state == "held_for_retry"
+    again = lock.acquire(token="id|1|bb").lock
+    assert again.fence == held.fence
+    assert again.release() == "released"
