@@ -60,6 +60,8 @@ class Conflict:
         waits: How often this attempt has come back already.
         waited_s: Seconds since its first conflict.
         server_time: The lock server's clock (Unix seconds) at the conflict.
+        queued_as: Id of the queued task of which this call turned out to be a duplicate, because nobody asked
+            when it was published; it is skipped, whatever the policy. Defaults to None.
     """
 
     task: Task
@@ -70,10 +72,14 @@ class Conflict:
     waits: int
     waited_s: float
     server_time: float
+    queued_as: str | None = None
 
     def skip(self) -> Any:
         """The `skip_result`; to be returned as the task's result."""
-        logger.info("Skipped %s: %s is held by %s.", _call(self.task), self.key, self.holder)
+        because = f"{self.key} is held by {self.holder}"
+        if self.queued_as:
+            because += f", and the same call is queued already, as {self.queued_as}"
+        logger.info("Skipped %s: %s.", _call(self.task), because)
         if self.options.skip_result is not UNSET:
             return self.options.skip_result
         return {
@@ -129,6 +135,8 @@ def resolve(conflict: Conflict) -> Any:
     policy = conflict.options.on_conflict
     if own:
         policy = "wait"
+    elif conflict.queued_as:
+        policy = "skip"
     elif policy == "auto":
         published_for_a_change = conflict.options.dedupe == "until_started"
         policy = "retry" if published_for_a_change or in_workflow(request) else "skip"

@@ -35,7 +35,7 @@ from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.keys import KeyFunction, key_name, mark_name
 from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock, task_token
-from celery_setnx.marks import Mark, extend_all, free_all
+from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
 from celery_setnx.options import Options, check_name, merged, plain, settings
 from celery_setnx.process import identity, is_surely_dead
 from celery_setnx.signals import (
@@ -47,6 +47,9 @@ from celery_setnx.signals import (
 )
 
 logger = logging.getLogger("celery_setnx")
+
+# What a message has of a call that another call, or what follows, waits for.
+_AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
 
 
 def lock_of(task: Task) -> HeldLock | None:
@@ -266,6 +269,26 @@ class Run:
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
+    def _queued_as(self) -> str | None:
+        """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
+
+        For a call that nobody has asked when it was published, as beat publishes a task that it has not
+        imported: without this every tick would wait in line, and run.
+        """
+        request = self.request
+        awaited = any(getattr(request, name, None) for name in _AWAITED)
+        if self.options.dedupe != "until_started" or awaited or (request.headers or {}).get(HEADER):
+            return None
+        mark = Mark(self.lock.name, request.id)
+        lease = self.options.queue_lease
+        (found,) = mark_all(self.lock.client, [mark], dedupe=self.options.dedupe, lease=lease)
+        if not isinstance(found, Marked):
+            return None  # it waits all the same
+        if not found.is_duplicate:
+            request.headers = {**(request.headers or {}), HEADER: {"key": mark.key, "marked": True}}
+            return None
+        return found.task_id
+
     def _proved_dead(self, holder: Holder | None) -> str:
         """The holder's token if its process is surely dead, else nothing."""
         if holder is None or holder.state != "running" or not self.same_host:
@@ -390,6 +413,7 @@ class Run:
             waits=waits,
             waited_s=waited_s,
             server_time=outcome.server_time,
+            queued_as=self._queued_as(),
         )
 
     def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:

@@ -155,7 +155,8 @@ def send_task(
     """Publish a call of a task by its name, deduplicated: for producers without the task's code.
 
     `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
-    whether the same call is queued already. The task must be guarded where it runs: the start of another one
+    whether the same call is queued already. (With `until_started` such a call asks when it meets a held lock: at
+    most one of them waits for it, the others are skipped.) The task must be guarded where it runs: the start of another one
     does not end its mark, which then lasts for `queue_lease`.
 
     Args:

@@ -193,6 +193,46 @@ def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(
     assert journal.entries(what="lapsed") == []
 
 
+def by_name(tasks: Any, name: str, **options: Any) -> Any:
+    """A call by a producer that does not know the task, as beat publishes what it has not imported."""
+    return tasks.app.send_task(tasks.started.name, [name], queue="marks", **options)
+
+
+def test_calls_by_name_during_a_run_leave_one_that_follows(
+    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
+) -> None:
+    """The first of them waits, marked as queued; the others are its duplicates, and end with a result."""
+    first = running(journal, tasks.started, "gated")
+    follows = by_name(tasks, "gated")
+    journal.wait_for("conflict", task_id=follows.id)
+    wait_until(lambda: locks.get(mark_of(tasks.started, "gated")) == follows.id, "its mark")
+    others = [by_name(tasks, "gated") for _ in range(3)]
+    assert all(is_skipped(other.get(timeout=10)) for other in others)
+    assert [journal.wait_for("conflict", task_id=other.id)[0]["policy"] for other in others] == ["skip"] * 3
+    published = tasks.started.delay("gated")
+    assert published.deduplicated
+    assert published.id == follows.id
+    gates("gated")
+    assert first.get(timeout=10) == "gated"
+    journal.wait_for("start", task_id=follows.id)
+    gates("gated")
+    assert follows.get(timeout=10) == "gated"
+    assert [entry["task_id"] for entry in journal.entries(what="start")] == [first.id, follows.id]
+    assert journal.entries(what="lapsed") == []
+
+
+def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks: Any, journal: Journal, gates: Any) -> None:
+    """A call with a callback waits its turn, though the same call is queued already."""
+    running(journal, tasks.started, "gated")
+    follows = by_name(tasks, "gated")
+    journal.wait_for("conflict", task_id=follows.id)
+    awaited = by_name(tasks, "gated", link=tasks.done.si("plain"))
+    journal.wait_for("conflict", task_id=awaited.id)
+    for _ in range(3):
+        gates("gated")
+    assert follows.get(timeout=10) == awaited.get(timeout=10) == "gated"
+
+
 def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, locks: redis.Redis) -> None:
     """A call that waits for its lock is queued still: its mark is extended every time it comes back."""
     first = running(journal, tasks.started, "gated")
