@@ -1,0 +1,142 @@
+"""docker-compose.yml for real: `python -m pytest tests/compose`, with a Docker engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+from celery import Celery
+
+from examples.demo import History
+from tests.compose.conftest import Demonstration
+from tests.compose.stack import PATIENCE_S, Stack
+from tests.harness import wait_until
+
+pytestmark = pytest.mark.timeout(PATIENCE_S)
+
+SERVICES = {
+    "redis": ["alpha", "beat", "beta", "redis"],
+    "rabbitmq": ["alpha", "beat", "beta", "flower", "rabbitmq", "redis"],
+}
+CLAIMS = [
+    "one key: one container runs, the other skips",
+    "the skipped call names the other container",
+    "another key runs meanwhile",
+    "beat's job never overlaps",
+    "a call that comes too early is skipped",
+    "kill -9: the lock holds until the lease ends",
+    "then another worker takes it over, and runs",
+    "the dead holder is named",
+    "the killed container comes back",
+    "every key left in Redis has a TTL",
+]
+SETTLE, LEASE_S = "examples.demo_app.settle", 3
+# What the worker's own child of `docker-init` is told.
+SIGNAL = """
+import os, signal
+[worker] = open("/proc/1/task/1/children").read().split()
+os.kill(int(worker), signal.{})
+"""
+
+
+@contextmanager
+def stopped(stack: Stack, service: str) -> Iterator[None]:
+    """A worker that stands still, though its container runs."""
+    container = stack.containers()[service]
+    assert container.exec_run(["python", "-c", SIGNAL.format("SIGSTOP")]).exit_code == 0
+    try:
+        yield
+    finally:
+        container.exec_run(["python", "-c", SIGNAL.format("SIGCONT")])
+        wait_until(lambda: stack.health(service) == "healthy", f"{service} is healthy again", 60)
+
+
+def test_up_waits_until_every_service_is_healthy(stack: Stack, broker: str) -> None:
+    """After `up --wait` exactly the services of the profile run, all healthy."""
+    health = {service: stack.health(service) for service in stack.containers()}
+    assert health == dict.fromkeys(SERVICES[broker], "healthy")
+
+
+def test_containers_run_nothing_as_root(stack: Stack, broker: str) -> None:
+    """No process of any container has the user id 0."""
+    users = {
+        service: {uid for uid, _pid in container.top(ps_args="-eo uid,pid")["Processes"]}
+        for service, container in stack.containers().items()
+    }
+    assert [service for service, uids in users.items() if not uids or "0" in uids] == []
+
+
+def test_demo_passes_every_check(demo: Demonstration) -> None:
+    """`run --rm demo` ends with 0, and ticks every claim."""
+    ticked = [line.split("✓")[1] for line in demo.text.splitlines() if "✓" in line]
+    assert demo.code == 0, demo.text
+    assert [claim for claim, line in zip(CLAIMS, ticked, strict=True) if claim not in line] == [], demo.text
+
+
+def test_demo_uses_the_broker_of_the_environment(demo: Demonstration, broker: str) -> None:
+    """BROKER_URL decides where messages go; the locks are in Redis all the same."""
+    scheme = {"redis": "redis", "rabbitmq": "amqp"}[broker]
+    lines = [line.split() for line in demo.text.splitlines()]
+    where = {words[0]: words[1] for words in lines if len(words) == 2}
+    assert (where["locks"], where["broker"].split(":")[0]) == ("redis://redis:6379/0", scheme)
+
+
+def test_demo_kills_a_whole_container(demo: Demonstration) -> None:
+    """The crash ends alpha's container, and the engine starts it again, once."""
+    assert demo.restarts == 1, demo.text
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_flower_sees_both_workers(stack: Stack) -> None:
+    """Flower's own page names alpha and beta."""
+    page = "from urllib.request import urlopen; print(urlopen('http://localhost:5555/workers?json=1').read())"
+
+    def named() -> bool:
+        text = stack.containers()["flower"].exec_run(["python", "-c", page]).output.decode()
+        return "celery@alpha" in text and "celery@beta" in text
+
+    assert wait_until(named, "both workers on Flower's page")
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_killed_container_is_succeeded_by_the_other(stack: Stack) -> None:
+    """`docker kill` of the holder's container: the other one takes over after the lease, and names it."""
+    url = stack.redis_url()
+    app = Celery(broker=url)
+    key = uuid.uuid4().hex
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        client.delete("demo:history")
+        history = History(client, "demo:history")
+
+        def seen(what: str, task_id: str) -> list[dict[str, object]]:
+            history.read()
+            return history.of(what, task_id=task_id)
+
+        first = app.send_task(SETTLE, [key], queue="alpha").id
+        wait_until(lambda: seen("start", first), "the task runs on alpha")
+        stack.containers()["alpha"].kill("SIGKILL")
+        try:
+            killed_at = float(client.time()[0])
+            second = app.send_task(SETTLE, [key], queue="beta").id
+            [start] = wait_until(lambda: seen("start", second), "the task runs on beta")
+            client.rpush("demo:gate:settle", "open")
+            wait_until(lambda: seen("released", second), "beta has released the lock")
+            log = stack.run("logs", "beta").text
+        finally:
+            stack.start_again()
+    assert start["worker"] == "celery@beta"
+    assert start["at"] - killed_at <= LEASE_S + 10
+    assert any(
+        f"settle[{second}] took over" in line and f"settle[{first}] on celery@alpha" in line
+        for line in log.splitlines()
+    ), log
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_worker_that_stands_still_becomes_unhealthy(stack: Stack) -> None:
+    """The health check is about the worker, not about its container."""
+    with stopped(stack, "beta"):
+        wait_until(lambda: stack.health("beta") == "unhealthy", "beta is unhealthy", 60)
