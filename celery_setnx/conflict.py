@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,8 +26,14 @@ HEADER = "singleton"
 NONCE = "setnx_nonce"
 """The message property that makes the token of every delivery its own."""
 
+# What a broker that delays by dead letters writes into headers. Sent along with the next wait, it makes
+# RabbitMQ before 4.0.1 believe that the letter goes in circles, and drop it.
+_DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
+_DELAY_PREFIX = re.compile(r"^(?:[01]\.){28}")
+
 _SKIPPED = "skipped"
 _DEFAULT_VISIBILITY_S = 3600.0
+_REQUEUE_S = 1.0
 
 
 class WaitsForItself(Ignore):  # type: ignore[misc]
@@ -195,6 +203,11 @@ def backoff(options: Options, waits: int) -> float:
     return min(delay, options.retry_delay_max) * random.uniform(0.5, 1.0)
 
 
+def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A message's headers but for those that tell of its time in a broker's delay queues."""
+    return {name: value for name, value in (headers or {}).items() if not name.startswith(_DEATHS)}
+
+
 def come_back(
     task: Task, countdown: float, waits: int, since: float, reason: str, *, own: bool = False
 ) -> NoReturn:
@@ -217,19 +230,22 @@ def come_back(
     """
     request = task.request
     countdown = _deliverable(task, countdown)
-    headers = dict(request.headers or {})
+    headers = without_deaths(request.headers)
     wait = {"count": waits + 1, "since": since, "retries": request.retries}
     if own or has_met_itself(request):
         wait["own"] = True
     headers[HEADER] = {**(headers.get(HEADER) or {}), "wait": wait}
     signature = task.signature_from_request(
-        request, countdown=countdown, retries=request.retries, headers=headers
+        request, queue=_topic_queue(task), countdown=countdown, retries=request.retries, headers=headers
     )
     try:
         signature.apply_async()
     except Exception as error:
         logger.error("%s could not be sent back to the broker (%s) while %s.", _call(task), error, reason)
         if task.acks_late:
+            time.sleep(
+                min(countdown, _REQUEUE_S)
+            )  # or the message would go round and round, as fast as it can
             raise Reject(reason, requeue=True) from error
         raise LockUnavailable(
             _key_of(headers, task), f"{reason}; and the broker did not take the call back: {error}"
@@ -249,8 +265,19 @@ def _deliverable(task: Task, countdown: float) -> float:
     options = app.conf.broker_transport_options or {}
     visibility_s = float(options.get("visibility_timeout") or _DEFAULT_VISIBILITY_S)
     if app.producer_pool.connections.connection.transport.driver_type == "amqp":
-        return max(1.0, countdown)
+        return countdown if countdown >= 1 else 1 + countdown / 2  # the jitter stays
     return min(countdown, visibility_s / 4)
+
+
+def _topic_queue(task: Task) -> str | None:
+    """The queue that the call came from, if it has a topic exchange: Celery delays such a call natively, and
+    would deliver it to the default queue. None elsewhere: Celery knows the way back.
+    """
+    info = task.request.delivery_info or {}
+    key = _DELAY_PREFIX.sub("", info.get("routing_key") or "")
+    queues = task.app.amqp.queues.values()
+    found = [q.name for q in queues if q.routing_key == key and q.exchange and q.exchange.type == "topic"]
+    return found[0] if len(found) == 1 else None
 
 
 def _immutable(link: Any) -> bool:

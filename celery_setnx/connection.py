@@ -225,6 +225,8 @@ def _ours(*, retries: int) -> dict[str, Any]:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "retry": Retry(ExponentialBackoff(cap=0.1, base=0.01), retries),
+        # redis-py 5 sends nothing again unless it is told after which errors.
+        "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
         "decode_responses": False,
         # A connection is tried by using it: a PING would cost a round trip, and a permission of its own.
         "health_check_interval": 0,

@@ -17,7 +17,7 @@ from typing import Any
 from celery import Celery, uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_setnx.conflict import HEADER
+from celery_setnx.conflict import HEADER, without_deaths
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import (
     DuplicateTask,
@@ -116,7 +116,7 @@ def publish(
         DuplicateTask: The call is a duplicate, and is to be refused.
         LockRefused: Redis refuses to mark the key.
     """
-    headers = dict(options.get("headers") or {})
+    headers = without_deaths(options.get("headers"))
     header = guard.header(*(final or (args, kwargs)), call, headers.get(HEADER), options.get("retries") or 0)
     options["headers"] = {**headers, HEADER: header}
     settled = guard.options_for(header, call)
@@ -155,9 +155,9 @@ def send_task(
     """Publish a call of a task by its name, deduplicated: for producers without the task's code.
 
     `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
-    whether the same call is queued already. (With `until_started` such a call asks when it meets a held lock: at
-    most one of them waits for it, the others are skipped.) The task must be guarded where it runs: the start of another one
-    does not end its mark, which then lasts for `queue_lease`.
+    whether the same call is queued already. (With `until_started` such a call asks when it meets a held lock:
+    at most one waits for it, the others are skipped.) The task must be guarded where it runs: the start of
+    another one does not end its mark, which then lasts for `queue_lease`.
 
     Args:
         app: The app; its `setnx_url` and `setnx_prefix` must be the workers'.

@@ -74,7 +74,45 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         control.incr(ENDED)
         return name
 
-    return SimpleNamespace(app=app, work=work, careful=careful, once=once, load=load)
+    @app.task(base=SingletonTask, shared=False, bind=True, name="topologies.tell", singleton=lease)
+    def tell(self: Any, name: str) -> dict[str, Any]:
+        """Returns what its message said, and the way it came."""
+        body(name)
+        request = self.request
+        way = request.delivery_info
+        return {
+            "tenant": request.headers.get("tenant"),
+            "priority": way["priority"],
+            "expires": request.expires,
+            "timelimit": request.timelimit,
+            "shadow": request.shadow,
+            "retries": request.retries,
+            "key": request.headers["singleton"]["key"],
+            "exchange": way["exchange"],
+            "queue": way["routing_key"].rpartition(".")[2],
+        }
+
+    @app.task(base=SingletonTask, shared=False, bind=True, name="topologies.again", singleton=lease)
+    def again(self: Any, name: str, times: int, countdown: float = 2) -> int:
+        """Retries itself so many times."""
+        body(name)
+        if self.request.retries < times:
+            raise self.retry(countdown=countdown)
+        return int(self.request.retries)
+
+    @app.task(
+        base=SingletonTask,
+        shared=False,
+        name="topologies.paced",
+        singleton={**lease, "on_conflict": lambda conflict: conflict.retry(3)},
+    )
+    def paced(name: str) -> str:
+        """Waits for its lock three seconds at a time."""
+        return body(name)
+
+    return SimpleNamespace(
+        app=app, work=work, careful=careful, once=once, load=load, tell=tell, again=again, paced=paced
+    )
 
 
 app = make_app(**json.loads(os.environ.get(CONF, "{}")))

@@ -8,12 +8,14 @@ import statistics
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from docker.errors import DockerException
 
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker
+from tests.topologies.rabbitmq import IMAGE, RabbitMQ
 from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, tls_server
 
 APP = "tests.topologies.app"
@@ -90,12 +92,27 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
     """A server that speaks nothing but TLS."""
     server = tls_server(tmp_path_factory.mktemp("secured"), certificates)
     if server is None:
-        missing = "no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(missing)
+        not_here("no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH")
     yield server
     server.kill()
+
+
+def not_here(missing: str) -> NoReturn:
+    """Skip what this machine cannot run; the CI's machine can."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(missing)
+    pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    """A RabbitMQ that tests may kill, unless AMQP_URL names another."""
+    try:
+        rabbitmq = RabbitMQ()
+    except DockerException as error:
+        not_here(f"no RabbitMQ: give AMQP_URL, or a container engine with {IMAGE} ({error})")
+    yield rabbitmq
+    rabbitmq.stop()
 
 
 @pytest.fixture
@@ -123,11 +140,13 @@ def work_with(tasks_of: Callable[..., Any], logs: Path) -> Iterator[Callable[...
 
     def work_with(*, concurrency: int = 2, **conf: Any) -> Any:
         environment = {"TOPOLOGY_CONF": json.dumps(conf)}
-        workers.append(Worker(logs, APP, concurrency=concurrency, environment=environment))
+        queue = conf.get("task_default_queue", "celery")
+        workers.append(Worker(logs, APP, concurrency=concurrency, queues=queue, environment=environment))
         tasks = tasks_of(**conf)
         tasks.worker = workers[-1]
         return tasks
 
     yield work_with
     for worker in workers:
-        worker.kill()
+        if worker.process.poll() is None:
+            worker.kill()

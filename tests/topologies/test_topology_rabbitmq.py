@@ -1,0 +1,467 @@
+"""RabbitMQ as the broker: classic queues, and quorum queues with native delayed delivery."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import celery
+import pytest
+import redis
+from celery import chain, chord
+from celery.exceptions import TaskRevokedError
+
+from celery_setnx import LockTimeout, is_skipped
+from celery_setnx.exceptions import FanOutFailed
+from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB
+from tests.harness import Journal, Worker, wait_until
+from tests.topologies.conftest import APP
+from tests.topologies.rabbitmq import RabbitMQ
+
+QUEUE_LEASE_S = 3600
+WAIT = {"on_conflict": "retry", "retry_delay": 1, "retry_delay_max": 1}
+LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
+QUORUM = {
+    "task_default_queue_type": "quorum",
+    "task_default_exchange_type": "topic",  # Celery does not delay natively over direct exchanges
+    "task_create_missing_queue_type": "quorum",
+    "task_create_missing_queue_exchange_type": "topic",
+    "worker_detect_quorum_queues": True,
+    "broker_native_delayed_delivery_queue_type": "quorum",
+}
+KINDS: dict[str, dict[str, Any]] = {"classic": {}, "quorum": QUORUM}
+
+pytestmark = pytest.mark.skipif(celery.VERSION < (5, 5), reason="quorum queues need Celery 5.5")
+
+
+@pytest.fixture(scope="module")
+def settings_of(rabbitmq: RabbitMQ, server: EmbeddedServer) -> Iterator[Callable[..., dict[str, Any]]]:
+    """The settings of an app with queues of its own, of a kind."""
+    queues: list[str] = []
+
+    def settings_of(kind: str, **conf: Any) -> dict[str, Any]:
+        queues.append(f"{kind}-{uuid.uuid4().hex[:8]}")
+        own = {
+            "broker_url": rabbitmq.url,
+            "broker_transport_options": {"confirm_publish": True},
+            "setnx_url": server.url(LOCK_DB),
+            "task_default_queue": queues[-1],
+        }
+        return {**own, **KINDS[kind], **conf}
+
+    yield settings_of
+    for queue in queues:
+        rabbitmq.delete(queue)
+        rabbitmq.delete(other(queue))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the queues."""
+    return str(request.param)
+
+
+@pytest.fixture
+def settings(settings_of: Any, kind: str) -> dict[str, Any]:
+    """Of an app of the test's own."""
+    settings: dict[str, Any] = settings_of(kind)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def shared(settings_of: Any, kind: str, logs: Path) -> Iterator[dict[str, Any]]:
+    """The settings of an app whose worker serves two queues for this whole module."""
+    settings: dict[str, Any] = settings_of(kind)
+    queue = settings["task_default_queue"]
+    environment = {"TOPOLOGY_CONF": json.dumps(settings)}
+    worker = Worker(logs, APP, concurrency=4, queues=f"{queue},{other(queue)}", environment=environment)
+    yield settings
+    worker.stop()
+
+
+@pytest.fixture
+def tasks(tasks_of: Any, shared: dict[str, Any], locks: redis.Redis) -> SimpleNamespace:
+    """The tasks of the shared worker; no lock is held."""
+    tasks: SimpleNamespace = tasks_of(**shared)
+    return tasks
+
+
+@pytest.fixture
+def own_broker(rabbitmq: RabbitMQ) -> Iterator[RabbitMQ]:
+    """A broker that the test may kill, freeze and configure; afterwards it is there again."""
+    if not rabbitmq.is_own:
+        pytest.skip("the broker is not ours: AMQP_URL names it")
+    yield rabbitmq
+    if not rabbitmq.answers():
+        rabbitmq.start()
+
+
+def other(queue: str) -> str:
+    """The second queue of an app."""
+    return f"{queue}-other"
+
+
+def states(journal: Journal, task_id: str) -> list[str]:
+    """How the attempts of a task ended, in order."""
+    return [entry["state"] for entry in journal.entries(what="postrun", task_id=task_id)]
+
+
+def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
+    """So many bodies of a name have run, and each ended before the next began."""
+    turns = [(e["what"], e["task_id"]) for e in journal.entries(name=name) if e["what"] in ("start", "end")]
+    assert turns == [(what, task_id) for _, task_id in turns[::2] for what in ("start", "end")]
+    assert len(turns) == 2 * bodies
+
+
+def test_calls_of_one_key_run_one_at_a_time(tasks: Any, journal: Journal) -> None:
+    """Four calls at once: the lock keeps them apart, and each ends with its own result."""
+    results = [tasks.load.delay("a", 0.1) for _ in range(4)]
+    assert [result.get(timeout=30) for result in results] == ["a"] * 4
+    one_at_a_time(journal, "a", 4)
+
+
+def test_conflict_may_be_skipped(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+    """The second call ends at once, successfully, and names the first."""
+    first = tasks.work.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    skipped = tasks.work.delay(name).get(timeout=20)
+    assert is_skipped(skipped)
+    assert skipped["holder"]["task_id"] == first.id
+    gates(name)
+    assert first.get(timeout=20) == name
+
+
+def test_call_that_waited_is_unchanged(
+    tasks: Any, kind: str, journal: Journal, gates: Any, name: str
+) -> None:
+    """Headers, priority, expiry, time limits, shadow and key, and its own retries are not used up."""
+    options: dict[str, Any] = {
+        "headers": {"tenant": "acme"},
+        "priority": 5,
+        "expires": datetime.now(timezone.utc) + timedelta(minutes=5),
+        "time_limit": 100,
+        "soft_time_limit": 90,
+        "shadow": "alias",
+        "singleton": WAIT,
+    }
+    first = tasks.tell.apply_async([name], **options)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.tell.apply_async([name], **options)
+    journal.wait_for("conflict", 2, task_id=second.id)
+    gates(name)
+    gates(name)
+    told, waited = first.get(timeout=20), second.get(timeout=20)
+    assert (told["retries"], told["priority"], told["tenant"]) == (0, 5, "acme")
+    came = waited.pop("exchange")
+    assert (came == "celery_delayed_delivery") == (kind == "quorum"), came
+    del told["exchange"]
+    assert waited == told
+
+
+@pytest.mark.parametrize("kind", ["quorum"], indirect=True)
+def test_call_waits_again_and_again(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+    """A wait of 3 s takes two of the delaying queues, and the next wait the same two."""
+    first = tasks.paced.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.paced.delay(name)
+    journal.wait_for("conflict", 2, task_id=second.id)
+    gates(name)
+    gates(name)
+    assert first.get(timeout=20) == name
+    assert second.get(timeout=8) == name
+
+
+def test_call_waits_in_its_own_queue(
+    tasks: Any, shared: Any, journal: Journal, gates: Any, name: str
+) -> None:
+    """A call that was sent to another than the default queue comes back there."""
+    queue = other(shared["task_default_queue"])
+    first = tasks.tell.apply_async([name], queue=queue)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.tell.apply_async([name], queue=queue, singleton=WAIT)
+    journal.wait_for("conflict", task_id=second.id)
+    gates(name)
+    gates(name)
+    assert first.get(timeout=20)["queue"] == queue
+    assert second.get(timeout=20)["queue"] == queue
+
+
+def test_max_wait_ends_the_waiting(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+    """The waiting call fails with LockTimeout while the first still runs."""
+    first = tasks.work.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    with pytest.raises(LockTimeout):
+        tasks.work.apply_async([name], singleton={**WAIT, "max_wait": 1.5}).get(timeout=20)
+    assert first.state != "SUCCESS"
+    gates(name)
+    assert first.get(timeout=20) == name
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])
+def test_retry_of_its_own(tasks: Any, journal: Journal, hold: bool) -> None:
+    """Between its attempts another call runs; with hold_on_retry it is skipped."""
+    result = tasks.again.apply_async(["a", 1], singleton={"hold_on_retry": hold})
+    journal.wait_for("released", task_id=result.id)
+    rival = tasks.again.delay("a", 0).get(timeout=20)
+    assert states(journal, result.id) in (["RETRY"], [])  # its second attempt is still to come
+    assert is_skipped(rival) == hold
+    assert result.get(timeout=20) == 1
+    one_at_a_time(journal, "a", 2 if hold else 3)
+
+
+def test_call_marked_until_started_is_marked_through_its_countdown(
+    tasks: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """The mark lasts for the queue lease beyond the countdown, and ends with the start."""
+    options = {"countdown": 2, "singleton": {"dedupe": "until_started"}}
+    first = tasks.once.apply_async([name], **options)
+    mark = f"{tasks.once.lock_key(name)}:queued"
+    assert QUEUE_LEASE_S + 1 < locks.pttl(mark) / 1000 <= QUEUE_LEASE_S + 2
+    again = tasks.once.apply_async([name], **options)
+    assert (again.deduplicated, again.id) == (True, first.id)
+    journal.wait_for("start", task_id=first.id)
+    assert not locks.exists(mark)
+    gates(name)
+    assert first.get(timeout=20) == name
+
+
+def test_call_marked_until_done_is_marked_through_countdown_and_run(
+    tasks: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """An equal call is a duplicate until the end."""
+    first = tasks.once.apply_async([name], countdown=2)
+    assert tasks.once.delay(name).deduplicated
+    journal.wait_for("start", task_id=first.id)
+    assert tasks.once.delay(name).deduplicated
+    gates(name)
+    assert first.get(timeout=20) == name
+    assert not locks.exists(f"{tasks.once.lock_key(name)}:queued")
+    gates(name)
+    afterwards = tasks.once.delay(name)
+    assert not afterwards.deduplicated
+    assert afterwards.get(timeout=20) == name
+
+
+def test_revoked_call_frees_its_mark(tasks: Any, locks: redis.Redis, journal: Journal, name: str) -> None:
+    """When its countdown is over, and without running."""
+    result = tasks.once.apply_async([name], countdown=2)
+    assert locks.exists(f"{tasks.once.lock_key(name)}:queued")
+    result.revoke()
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=20)
+    wait_until(lambda: not locks.exists(f"{tasks.once.lock_key(name)}:queued"), "no mark")
+    assert journal.entries(what="start", task_id=result.id) == []
+
+
+def test_canvas_of_one_key_comes_to_its_end(tasks: Any, journal: Journal) -> None:
+    """A chord of a chain and a task, and its body, all of one key: every step runs, one after the other."""
+    step = tasks.load.si("a", 0.3)
+    assert chord([chain(step, step), step], step).apply_async().get(timeout=60) == "a"
+    one_at_a_time(journal, "a", 4)
+
+
+def test_fan_out_sends_each_key_once(tasks: Any, locks: redis.Redis, journal: Journal) -> None:
+    """60 calls of 20 keys: 20 bodies, and no mark is left."""
+    counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
+    assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
+    ends = journal.wait_for("end", 20)
+    assert sorted(end["name"] for end in ends) == sorted(f"k{number}" for number in range(20))
+    wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
+
+
+def test_redelivered_call_takes_over_from_its_dead_process(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """kill -9 of the worker: the message is there at once, and on the same host the lock too."""
+    lease_s = 120
+    tasks = work_with(**settings, **LATE, setnx_same_host=True)
+    result = tasks.careful.apply_async([name], singleton={"lease": lease_s})
+    (start,) = journal.wait_for("start", task_id=result.id)
+    tasks.worker.kill()
+    work_with(**settings, **LATE, setnx_same_host=True)
+    _, again = journal.wait_for("start", 2, task_id=result.id)
+    assert again["at"] - start["at"] < lease_s / 2
+    assert again["fence"] > start["fence"]
+    (taken,) = journal.entries(what="taken_over")
+    assert (taken["task_id"], taken["holder"]["task_id"]) == (result.id, result.id)
+    gates(name)
+    assert result.get(timeout=20) == name
+
+
+@pytest.mark.parametrize("kind", ["quorum"], indirect=True)
+def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """setnx_same_host=False, as if on another host: it comes back until its dead lock's lease has ended."""
+    lease_s = 6
+    tasks = work_with(**settings, **LATE, setnx_same_host=False)
+    result = tasks.careful.apply_async([name], singleton={"lease": lease_s, **WAIT})
+    journal.wait_for("start", task_id=result.id)
+    killed = time.monotonic()
+    tasks.worker.kill()
+    work_with(**settings, **LATE, setnx_same_host=False)
+    journal.wait_for("conflict", task_id=result.id)
+    _, again = journal.wait_for("start", 2, task_id=result.id)
+    assert again["at"] - killed > lease_s * 0.6  # it was renewed a third of the lease before at the earliest
+    gates(name)
+    assert result.get(timeout=20) == name
+
+
+@pytest.mark.parametrize("kind", ["quorum"], indirect=True)
+def test_outage_of_the_lock_server_spends_no_deliveries(
+    work_with: Any, settings: Any, journal: Journal
+) -> None:
+    """A call that finds no lock server is sent anew, so that a delivery limit of 1 does not matter."""
+    with EmbeddedServer() as lock_server:
+        queues = {settings["task_default_queue"]: quorum_queue(settings, limit=1)}
+        conf = {**settings, **LATE, "task_queues": queues, "setnx_url": lock_server.url()}
+        tasks = work_with(**conf)
+        assert tasks.work.delay("warm").get(timeout=20) == "warm"
+        lock_server.stop()
+        result = tasks.work.apply_async(["a"], singleton={"lease": 0.5, **WAIT})
+        journal.wait_for("retry", 3, task_id=result.id)
+        lock_server.start(lock_server.port)
+        assert result.get(timeout=30) == "a"
+
+
+@pytest.mark.parametrize("kind", ["quorum"], indirect=True)
+@pytest.mark.parametrize("limit", [None, 3], ids=["unlimited", "limited"])
+def test_call_that_cannot_be_sent_back_is_requeued(
+    work_with: Any, settings: Any, own_broker: RabbitMQ, locks: redis.Redis, journal: Journal,
+    gates: Any, name: str, limit: int | None,
+) -> None:  # fmt: skip
+    """acks_late and no way to publish: redelivered once a second; a delivery limit drops it unheard.
+
+    One of the documented limits: with a limit the call is neither run nor failed.
+    """
+    queue = settings["task_default_queue"]
+    user = own_broker.limit(f"user-{queue}", may_not_write="celery_delayed_27")
+    conf = {**settings, **LATE, "task_queues": {queue: quorum_queue(settings, limit)}, "broker_url": user}
+    tasks = work_with(**conf)
+    first = tasks.work.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.work.apply_async([name], singleton=WAIT)
+    began = time.monotonic()
+    if limit is None:
+        journal.wait_for("conflict", 4, task_id=second.id)
+        assert time.monotonic() - began >= 3
+        gates(name)
+        gates(name)
+        assert second.get(timeout=20) == name
+    else:
+        journal.wait_for("conflict", limit + 1, task_id=second.id)
+        gates(name)
+        gates(name)
+        assert first.get(timeout=20) == name
+        # What is published afterwards overtakes nothing, so the lost call is not merely late.
+        assert tasks.work.delay("b").get(timeout=20) == "b"
+        assert len(journal.entries(what="conflict", task_id=second.id)) == limit + 1
+        assert journal.entries(what="start", task_id=second.id) == []
+        assert own_broker.messages(queue) == 0
+        assert second.state == "PENDING"
+
+
+def quorum_queue(settings: dict[str, Any], limit: int | None) -> dict[str, Any]:
+    """The app's queue in `task_queues`, with a delivery limit."""
+    queue = settings["task_default_queue"]
+    arguments = {"x-queue-type": "quorum", **({} if limit is None else {"x-delivery-limit": limit})}
+    return {"exchange": queue, "exchange_type": "topic", "routing_key": queue, "queue_arguments": arguments}
+
+
+@pytest.fixture
+def broken(
+    tasks_of: Any, settings_of: Any, own_broker: RabbitMQ, locks: redis.Redis
+) -> Iterator[SimpleNamespace]:
+    """Two fan-outs, with and without publisher confirms, to a broker that froze and was killed."""
+    never = {"max_retries": 0}
+    plain = tasks_of(**settings_of("classic", broker_transport_options={}, task_publish_retry_policy=never))
+    confirmed = tasks_of(**settings_of("classic", task_publish_retry_policy=never))
+    for tasks in (plain, confirmed):
+        # The connection stands, and the queue is declared.
+        tasks.work.apply_async(["first"], retry_policy={"max_retries": 3})
+    own_broker.freeze()
+    found = SimpleNamespace(plain=plain, confirmed=confirmed, counts=None, error=None)
+    found.counts = plain.once.fan_out(names("p"))
+
+    def fan_out() -> None:
+        try:
+            confirmed.once.fan_out(names("c"))
+        except FanOutFailed as error:
+            found.error = error
+
+    sender = threading.Thread(target=fan_out, daemon=True)
+    sender.start()
+    wait_until(lambda: marked(locks, confirmed, "c") == 5, "the marks of the second")
+    own_broker.kill()
+    sender.join(20)
+    own_broker.start()
+    found.messages = own_broker.messages
+    yield found
+    for tasks in (plain, confirmed):
+        tasks.app.close()
+
+
+def names(letter: str) -> list[tuple[str]]:
+    """Five calls."""
+    return [(f"{letter}{number}",) for number in range(5)]
+
+
+def marked(locks: redis.Redis, tasks: Any, letter: str) -> int:
+    """How many of the five are marked."""
+    return sum(locks.exists(f"{tasks.once.lock_key(name)}:queued") for (name,) in names(letter))
+
+
+def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken: Any, locks: redis.Redis) -> None:
+    """With confirms: the call that was on its way is uncertain, the rest not sent, and none is marked.
+
+    Without: the documented limit. All were accepted, all are lost, and marked for the queue lease.
+    """
+    error = broken.error
+    assert (error.accepted, error.uncertain, error.not_sent) == (0, 1, 4)
+    assert marked(locks, broken.confirmed, "c") == 0
+    again = broken.confirmed.once.fan_out(names("c"))
+    assert again.accepted == 5
+    # And the first; and the uncertain one, if the broker had read it.
+    assert broken.messages(broken.confirmed.app.conf.task_default_queue) in (6, 7)
+
+    assert broken.counts.accepted == 5
+    assert broken.messages(broken.plain.app.conf.task_default_queue) <= 1  # the first, if it was in time
+    assert marked(locks, broken.plain, "p") == 5
+
+
+def test_broker_is_killed_while_calls_run_and_wait(
+    work_with: Any, settings: Any, own_broker: RabbitMQ, locks: redis.Redis, journal: Journal,
+    gates: Any, failovers: list[float], name: str,
+) -> None:  # fmt: skip
+    """The body runs on, its message is delivered again and does not run beside it; nothing is lost."""
+    tasks = work_with(concurrency=4, **settings, **LATE)
+    running = tasks.work.apply_async([name], singleton=WAIT)
+    journal.wait_for("start", task_id=running.id)
+    waiting = [tasks.work.apply_async([name], singleton=WAIT) for _ in range(2)]
+    later = tasks.work.apply_async(["later"], countdown=6)
+    for result in waiting:
+        journal.wait_for("conflict", task_id=result.id)
+    met = len(journal.entries(what="conflict", task_id=running.id))
+    own_broker.settle()
+    own_broker.kill()
+    began = time.monotonic()
+    own_broker.start()
+    after = tasks.work.delay("after")
+    (start,) = journal.wait_for("start", task_id=after.id)
+    failovers.append(start["at"] - began)
+    wait_until(lambda: len(journal.entries(what="conflict", task_id=running.id)) > met, "its redelivery")
+    assert len(journal.entries(what="start", name=name)) == 1
+    for _ in range(4):
+        gates(name)
+    results = [running, *waiting, later, after]
+    assert [result.get(timeout=40) for result in results] == [name] * 3 + ["later", "after"]
+    assert journal.entries(what="lost") == []
+    one_at_a_time(journal, name, 3)
