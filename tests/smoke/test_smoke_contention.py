@@ -1,0 +1,39 @@
+"""Two workers in two containers want the same lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery_setnx import is_skipped
+from tests.smoke.containers import Logs, call_on
+
+CALLS = 15
+
+
+def test_calls_of_two_workers_run_one_at_a_time(
+    tasks: Any, workers: Any, journal: Logs, control: Any, name: str
+) -> None:
+    """A number that bodies in both containers count up in two steps misses nobody."""
+    results = [call_on(worker, tasks.count, name) for _ in range(CALLS) for worker in workers]
+    for result in results:
+        result.get(timeout=60)
+    assert int(control.get(f"number:{name}")) == 2 * CALLS
+    counted = journal.entries(what="counted")
+    assert [entry["inside"] for entry in counted] == [1] * 2 * CALLS
+    assert {entry["host"] for entry in counted} == {worker.container.id[:12] for worker in workers}
+
+
+def test_skipped_call_names_the_other_container(
+    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
+) -> None:
+    """The result of a call that is skipped says which container has the lock."""
+    holder, other = workers
+    first = call_on(holder, tasks.work, name)
+    (start,) = journal.wait_for("start", task_id=first.id)
+    second = call_on(other, tasks.work, name, singleton={"on_conflict": "skip"}).get(timeout=20)
+    gates(name)
+    assert first.get(timeout=20) == name
+    assert is_skipped(second)
+    assert second["holder"]["worker"] == holder.hostname()
+    assert second["holder"]["host"] == start["host"] == holder.container.id[:12]
+    assert second["holder"]["task_id"] == first.id
