@@ -152,7 +152,14 @@ class HeldLock:
     """
 
     def __init__(
-        self, setnx_lock: SetnxLock, token: str, *, fence: int, since_us: int, valid_until: float
+        self,
+        setnx_lock: SetnxLock,
+        token: str,
+        *,
+        fence: int,
+        since_us: int,
+        valid_until: float,
+        server_time: float,
     ) -> None:
         self.key = setnx_lock.name
         self.token = token
@@ -163,6 +170,11 @@ class HeldLock:
         self._lock = setnx_lock
         self._since_us = since_us
         self._valid_until = valid_until
+        self._ahead_s = server_time - setnx_lock.clock()
+
+    def server_time(self) -> float:
+        """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
+        return self._lock.clock() + self._ahead_s
 
     def remaining_s(self) -> float:
         """Seconds for which this process may still rely on the lock, by its monotonic clock."""
@@ -242,6 +254,7 @@ class HeldLock:
             logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
+            self._ahead_s = now_us / _US - self._lock.clock()
         elif deadline_us and now_us >= deadline_us:
             self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
         elif word == "gone":
@@ -441,7 +454,14 @@ class SetnxLock:
             )
         valid_until = self._valid_until(before, int(deadline_us) - int(now_us))
         since_us = int(record.split("\n")[4]) if word == "again" else int(now_us)
-        held = HeldLock(self, token, fence=int(fence), since_us=since_us, valid_until=valid_until)
+        held = HeldLock(
+            self,
+            token,
+            fence=int(fence),
+            since_us=since_us,
+            valid_until=valid_until,
+            server_time=int(now_us) / _US,
+        )
         if self.clock() >= valid_until:
             # Acquired too long ago to rely on: the reply was late, or this process stood still.
             held.release()

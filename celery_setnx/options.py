@@ -13,6 +13,7 @@ from celery_setnx.keys import FORMATS, KeyOption, latest_version
 from celery_setnx.lock import DAY_S
 
 DEFAULT_PREFIX = "setnx"
+BEAT_SCHEDULER = "celery.beat:PersistentScheduler"
 CONFLICT_POLICIES = ("auto", "skip", "retry", "wait", "join", "raise")
 REDIS_ERROR_POLICIES = ("retry", "run", "raise")
 DEDUPE_MODES = ("until_started", "until_done")
@@ -152,6 +153,9 @@ class Settings:
             Defaults to True.
         key_version: The format of keys; pin the old one until all producers and workers know the new one.
             Defaults to the latest.
+        beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
+            `celery.beat:PersistentScheduler`.
+        beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
     """
 
     prefix: str
@@ -159,6 +163,8 @@ class Settings:
     retention: float
     same_host: bool
     key_version: int
+    beat_scheduler: str
+    beat_lease: float
 
 
 def settings(conf: Any) -> Settings:
@@ -180,6 +186,8 @@ def settings(conf: Any) -> Settings:
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
         key_version=version,
+        beat_scheduler=conf.get("setnx_beat_scheduler") or BEAT_SCHEDULER,
+        beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
 
 

@@ -32,3 +32,7 @@ call_deduplicated = Signal(name="call_deduplicated", providing_args={"task_id", 
 uniqueness_lapsed = Signal(name="uniqueness_lapsed", providing_args={"task_id", "key", "marked_by"})
 """A call that was marked starts, and its mark is gone, or another's (`marked_by`): another with its key
 may have been published meanwhile. It runs under the lock all the same."""
+
+tick_late = Signal(name="tick_late", providing_args={"entry", "late_s", "missed"})
+"""Beat sends an entry more than a second after it was due, and `missed` further due times had passed by then.
+Sent by the leading `celery_setnx.beat.HotStandbyScheduler`, which is the sender."""

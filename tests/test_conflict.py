@@ -57,14 +57,14 @@ def test_call_that_the_broker_still_has_is_requeued(stranded: Any) -> None:
         ("redis://h", {}, 0.1, 0.1),
         ("redis://h", {"visibility_timeout": 40}, 60, 10),
         ("redis://h", {}, 4000, 900),
-        ("amqp://h", {}, 0.1, 1.0),
+        ("amqp://h", {}, 0.1, 1.05),
         ("amqp://h", {}, 60, 60),
     ],
 )
 def test_countdown_is_one_that_the_broker_keeps(
     broker: str, transport: Any, asked: float, given: float
 ) -> None:
-    """A second at least on AMQP, and a quarter of the visibility timeout at most elsewhere."""
+    """More than a second on AMQP, and a quarter of the visibility timeout at most elsewhere."""
     assert _deliverable(task_on(broker, **transport), asked) == given
 
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"request", "guard"},
     {"publish"},
     {"fanout"},
-    {"task"},
+    {"task", "beat"},
     {"__init__"},
 ]  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
@@ -86,6 +86,7 @@ def test_one_verb_per_lua_file() -> None:
     assert set(scripts) == {
         *("acquire", "renew", "release", "hold", "free", "look"),
         *("mark", "extend", "unmark"),
+        *("tick", "recall"),
     }
     for name, text in scripts.items():
         assert all(word in text for word in ("-- KEYS", "-- ARGV", "-- Returns")), name

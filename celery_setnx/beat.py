@@ -1,0 +1,340 @@
+"""Beat on any number of hosts: one leads and ticks, the others stand by, and take over when it dies.
+
+Leading is a `SetnxLock` that is renewed. Every tick is one more script: it notes in Redis that an entry runs,
+only for the leader, and only if the entry has not run since the run because of which it is due. So a due
+time is met at most once, whatever stops, wakes or dies, and a new leader knows what the old one has sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from celery import Celery
+from celery.beat import ScheduleEntry, Scheduler
+from celery.schedules import crontab
+from celery.utils.imports import load_extension_class_names, symbol_by_name
+from celery.utils.time import maybe_make_aware
+
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
+from celery_setnx.lock import DAY_S, HeldLock, Holder, SetnxLock
+from celery_setnx.options import settings
+from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.publish import send_task
+from celery_setnx.scripts import Script
+from celery_setnx.signals import tick_late
+
+logger = logging.getLogger("celery_setnx.beat")
+
+LATE_S = 1.0
+"""Ticks that are later than this, in seconds, are logged and counted."""
+
+_POLL_S = 1.0
+_AGAIN_S = 0.5
+_REMEMBER_S = 400 * DAY_S  # an entry that is due once a year is not forgotten
+_MISSED_AT_MOST = 10_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_US = timedelta(microseconds=1)
+
+_TICK, _RECALL = Script("tick"), Script("recall")
+
+
+def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler for `celery beat -S celery_setnx.beat:HotStandbyScheduler`, on any number of hosts.
+
+    It is the class that the setting `setnx_beat_scheduler` names, made a `HotStandby`. Defaults to
+    `celery.beat:PersistentScheduler`.
+
+    Args:
+        app: The app.
+        args: As the scheduler class takes them.
+        kwargs: As the scheduler class takes them.
+
+    Raises:
+        OptionError: A setting is malformed, or none names a Redis for locks.
+    """
+    aliases = dict(load_extension_class_names("celery.beat_schedulers"))
+    inner: Any = symbol_by_name(settings(app.conf).beat_scheduler, aliases=aliases)
+    scheduler_class = type("HotStandbyScheduler", (HotStandby, inner), {"__doc__": HotStandby.__doc__})
+    return scheduler_class(app, *args, **kwargs)
+
+
+def leader(app: Celery) -> Holder | None:
+    """The scheduler that leads the app's beats now, by its record; None if none does.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    return _lead(app).holder()
+
+
+def _lead(app: Celery, **info: Any) -> SetnxLock:
+    own = settings(app.conf)
+    name = f"{own.prefix}:{{celery.beat:{app.main}}}"
+    return SetnxLock(client_for(app), name, lease=own.beat_lease, retention=own.retention, info=info)
+
+
+class HotStandby(Scheduler):  # type: ignore[misc]
+    """What makes a scheduler class one of many that stand by for each other; to be put before that class.
+
+    Nothing is sent by a scheduler that does not lead. One that died or hangs keeps the lead for
+    `setnx_beat_lease` seconds at most, 10 by default: nothing but its own loop renews it. A rival on its host
+    that proves its death takes over within a second.
+    While it leads, the app's `now()` is the lock server's time: hosts with different clocks tick alike.
+    """
+
+    def __init__(self, app: Celery, *args: Any, **kwargs: Any) -> None:
+        own = identity()
+        self._lock = _lead(app, **own, task="celery beat", task_id=app.main, worker=f"beat@{own['host']}")
+        self._same_host = settings(app.conf).same_host
+        self._entries = f"{self._lock.name}:entries"
+        self._leads_by: HeldLock | None = None
+        self._said = ""
+        self._began_us = _us(Celery.now(app))
+        # For each entry the run that is being noted, beside the one before: asked again, it must be the same.
+        self._noting: dict[str, tuple[int, int]] = {}
+        if not kwargs.get("lazy"):  # else it is asked for its name only
+            app.now = self._now
+        super().__init__(app, *args, **kwargs)
+
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """As the scheduler's own while this one leads; else see whether it can.
+
+        Returns:
+            Seconds until the next call.
+
+        Raises:
+            LockRefused: Redis refuses a command.
+        """
+        third_s = self._lock.lease_s / 3
+        if self._leads() or self._takes_the_lead():
+            # Never so long that the lease would not be renewed.
+            return min(float(super().tick(*args, **kwargs)), third_s / 2)
+        return min(_POLL_S, third_s)
+
+    def is_due(self, entry: ScheduleEntry) -> tuple[bool, float]:
+        """As the entry says; and if it is due, only if this is noted in Redis before it is sent."""
+        due, again_s = super().is_due(entry)
+        if not due or self._note(entry):
+            return due, again_s
+        due, again_s = super().is_due(entry)  # it may have run since, by another leader
+        self._put_off(entry, _AGAIN_S if due else again_s)
+        return False, _AGAIN_S
+
+    def reserve(self, entry: ScheduleEntry) -> ScheduleEntry:
+        """The entry after its run, which is the run that Redis knows."""
+        successor = super().reserve(entry)
+        _before, run = self._noting.pop(entry.name, (0, 0))
+        if run:
+            self._adopt(successor, run)
+        return successor
+
+    def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Publish a task by name, deduplicated if the entry's options have `singleton={"key": ..., ...}`."""
+        if "singleton" in options:
+            return send_task(self.app, name, args, kwargs, **options)
+        return super().send_task(name, args, kwargs, **options)
+
+    def close(self) -> None:
+        """Close the scheduler, then let another lead at once."""
+        try:
+            super().close()
+        finally:
+            held, self._leads_by = self._leads_by, None
+            if held is not None:
+                self._give_back(held)
+
+    def _now(self) -> datetime:
+        held = self._leads_by
+        if held is None:
+            return Celery.now(self.app)  # type: ignore[no-any-return]
+        return datetime.fromtimestamp(held.server_time(), timezone.utc).astimezone(self.app.timezone)
+
+    def _leads(self) -> bool:
+        """Whether this one leads still. No thread renews the lead: it ends if this loop hangs."""
+        held = self._leads_by
+        if held is None:
+            return False
+        try:
+            held.ensure()
+            if held.remaining_s() < held.lease_s * 2 / 3:
+                held.renew()
+                self._said = ""
+        except LockLost as error:
+            self._stand_by(error.reason)
+        except LockUnavailable as error:
+            self._say_unavailable(error)
+        return self._leads_by is not None
+
+    def _stand_by(self, reason: str) -> None:
+        self._leads_by = None
+        self._noting.clear()
+        self._say(logging.WARNING, f"Leads no more, and stands by: {reason}.")
+
+    def _takes_the_lead(self) -> bool:
+        try:
+            outcome = self._lock.acquire()
+            holder = outcome.holder
+            if holder is not None and self._same_host and is_surely_dead(holder.info):
+                outcome = self._lock.acquire(dead=holder.token)
+            if outcome.lock is None:
+                self._say(logging.INFO, f"Stands by; the leader is {outcome.holder}.")
+                return False
+            self._begin(outcome.lock)
+        except LockUnavailable as error:
+            self._say(logging.WARNING, f"Stands by; nobody can lead. {error}")
+            return False
+        dead = outcome.taken_over_from
+        if dead is None:
+            self._say(logging.INFO, f"Leads now ({self._lock.name}).")
+        else:
+            self._say(logging.WARNING, f"Leads now: took over {self._lock.name} from {dead}.")
+        return True
+
+    def _begin(self, held: HeldLock) -> None:
+        """Go on where the leader before has ended.
+
+        Raises:
+            LockUnavailable: Redis did not answer.
+        """
+        try:
+            self._recall()
+        except BaseException:
+            self._give_back(held)
+            raise
+        self._leads_by = held
+
+    def _give_back(self, held: HeldLock) -> None:
+        try:
+            held.release()
+        except SetnxError as error:
+            logger.warning("beat: The lead was not given back; its lease ends it. %s", error)
+
+    def _say(self, level: int, what: str) -> None:
+        """Log what has changed, once."""
+        if what != self._said:
+            self._said = what
+            logger.log(level, "beat: %s", what)
+
+    def _say_unavailable(self, error: LockUnavailable) -> None:
+        self._say(logging.WARNING, f"Leads, but sends nothing while Redis does not answer: {error.reason}")
+
+    def _recall(self) -> None:
+        """Give the entries the last runs that Redis knows."""
+        entries = list(self.schedule.values())
+        seen = [(entry.name, 0 if self._is_new(entry) else _us(entry.last_run_at)) for entry in entries]
+        for entry, found in zip(entries, _recall(self._lock.client, entries=self._entries, seen=seen)):
+            run, runs, _missed = map(int, found.split())
+            # A row of django-celery-beat is shared already; it is older only by a crash.
+            if _row(entry) is None or _us(entry.last_run_at) < run:
+                self._adopt(entry, run, runs)
+        self._heap = None  # what is due when has changed
+
+    def _is_new(self, entry: ScheduleEntry) -> bool:
+        """True if its last run is when this process first saw it, by this host's clock."""
+        return _row(entry) is None and _us(entry.last_run_at) >= self._began_us
+
+    def _adopt(self, entry: ScheduleEntry, run: int, runs: int = 0) -> None:
+        moment = _EPOCH + run * _US
+        for known in filter(None, (entry, _row(entry))):
+            naive = known.last_run_at.tzinfo is None  # a database without time zones
+            known.last_run_at = moment.replace(tzinfo=None) if naive else moment.astimezone(self.app.timezone)
+            known.total_run_count = max(runs, known.total_run_count)
+
+    def _note(self, entry: ScheduleEntry) -> bool:
+        """Note in Redis that an entry runs now; False if it must not be sent."""
+        held, before, now = self._leads_by, _us(entry.last_run_at), maybe_make_aware(entry.default_now())
+        if held is None:
+            return False
+        late_s, missed = _lateness(entry, now)
+        if self._noting.get(entry.name, (None, 0))[0] != before:
+            self._noting[entry.name] = (before, max(_us(now), before + 1))
+        try:
+            held.ensure()
+            word, last, runs = _tick(
+                held.client,
+                record=self._lock.record,
+                entries=self._entries,
+                token=held.token,
+                entry=entry.name,
+                before=before,
+                run=self._noting[entry.name][1],
+                missed=missed,
+            )
+        except LockLost as error:
+            self._stand_by(error.reason)
+            return False
+        except LockUnavailable as error:
+            self._say_unavailable(error)
+            return False
+        self._said = ""
+        if word == "lost":
+            self._stand_by("another leads")
+        elif word == "done":
+            self._adopt(entry, int(last), int(runs))
+            logger.info("beat: %s is not sent: it was, at %s.", entry.name, entry.last_run_at)
+        elif late_s > LATE_S:
+            logger.warning(
+                "beat: %s is sent %.1f s late; %d further due times have passed meanwhile.",
+                entry.name,
+                late_s,
+                missed,
+            )
+            tick_late.send(sender=self, entry=entry.name, late_s=late_s, missed=missed)
+        return bool(word == "ticked")
+
+    def _put_off(self, entry: ScheduleEntry, seconds: float) -> None:
+        """Move the first event of the heap, so that it is not in the way of the others."""
+        heap = self._heap
+        if heap and heap[0].entry is entry:
+            heapq.heapreplace(heap, heap[0]._replace(time=self._when(entry, seconds)))
+
+
+def _row(entry: ScheduleEntry) -> Any:
+    """The entry's row in the database, with django-celery-beat."""
+    return getattr(entry, "model", None)
+
+
+def _us(moment: datetime) -> int:
+    return (maybe_make_aware(moment) - _EPOCH) // _US  # type: ignore[no-any-return]
+
+
+def _lateness(entry: ScheduleEntry, now: datetime) -> tuple[float, int]:
+    """Seconds since an entry was due, and how many further due times have passed since."""
+    schedule, last = entry.schedule, maybe_make_aware(entry.last_run_at)
+    try:
+        late_s = -schedule.remaining_estimate(last).total_seconds()
+    except NotImplementedError:  # a schedule of the user's own
+        return 0.0, 0
+    if late_s <= LATE_S:
+        return late_s, 0
+    if isinstance(schedule, crontab):
+        return late_s, _crontab_missed(schedule, last, now)
+    every = getattr(schedule, "run_every", None)
+    return late_s, int(late_s / every.total_seconds()) if every else 0
+
+
+def _crontab_missed(schedule: crontab, last: datetime, now: datetime) -> int:
+    for missed in range(-1, _MISSED_AT_MOST):
+        begin, until_next, _now = schedule.remaining_delta(last)
+        last = begin + until_next
+        # By UTC: wall clocks cannot be compared in the hour that comes twice.
+        if last.astimezone(timezone.utc) > now:
+            return max(0, missed)
+    return _MISSED_AT_MOST
+
+
+def _tick(
+    client: Any, *, record: str, entries: str, token: str, entry: str, before: int, run: int, missed: int
+) -> list[Any]:
+    """Run lua/tick.lua, with times in microseconds: [word, last run us, runs]."""
+    return _TICK(client, (record, entries), token, entry, before, run, missed, int(_REMEMBER_S * 1000))
+
+
+def _recall(client: Any, *, entries: str, seen: list[tuple[str, int]]) -> list[Any]:
+    """Run lua/recall.lua: what is remembered of each entry."""
+    return _RECALL(client, (entries,), int(_REMEMBER_S * 1000), *(item for pair in seen for item in pair))

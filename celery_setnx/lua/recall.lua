@@ -1,0 +1,24 @@
+-- Read when the entries of a schedule ran last. A new one is remembered as it is first seen, and one that the
+-- schedule has no more is forgotten.
+--
+-- KEYS  1 entries    hash (see tick.lua)
+-- ARGV  1 remember   milliseconds for which the entries are remembered
+--       2... pairs   entry, and the last run (us) of one that is new; 0 if it counts from now
+-- Returns {entry's value...}, in the order of the pairs
+
+local function int(number) return string.format('%.0f', number) end
+
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local found, wanted = {}, {}
+for place = 2, #ARGV, 2 do
+  local entry, seen = ARGV[place], tonumber(ARGV[place + 1])
+  wanted[entry] = true
+  redis.call('HSETNX', KEYS[1], entry, int(seen > 0 and seen or now) .. ' 0 0')
+  found[#found + 1] = redis.call('HGET', KEYS[1], entry)
+end
+for _, entry in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if not wanted[entry] then redis.call('HDEL', KEYS[1], entry) end
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return found

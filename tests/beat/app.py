@@ -1,0 +1,68 @@
+"""The app of the beats and workers of these tests. What is published is journalled just before it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.schedules import crontab
+from celery.signals import before_task_publish
+
+from celery_setnx import signals
+from tests.beat.beats import CONF, LOCK, QUEUE
+from tests.workerapp import BROKER_DB, LOCK_DB, URL, journal
+
+app = Celery("beats", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}")
+app.conf.update(
+    {
+        "setnx_url": f"{URL}/{LOCK_DB}",
+        "setnx_prefix": "t",
+        "setnx_same_host": False,
+        "setnx_beat_lease": 3,
+        "task_default_queue": QUEUE,
+        "broker_connection_retry_on_startup": True,
+        **json.loads(os.environ.get(CONF, "{}")),
+    }
+)
+
+
+def entry(name: str, spec: Any) -> dict[str, Any]:
+    """An entry by its interval in seconds, its crontab, or in full."""
+    if isinstance(spec, dict):
+        return {"args": [name], **spec}
+    return {
+        "task": "beats.tick",
+        "args": [name],
+        "schedule": crontab(*spec.split()) if isinstance(spec, str) else spec,
+    }
+
+
+app.conf.beat_schedule = {name: entry(name, spec) for name, spec in (app.conf.get("entries") or {}).items()}
+
+locks = redis.Redis.from_url(f"{URL}/{LOCK_DB}", decode_responses=True)
+
+
+@before_task_publish.connect
+def journal_publication(body: Any, headers: Any, **_details: Any) -> None:
+    """The entry, and what Redis remembers of it when its message is sent, on the server's clock."""
+    if headers["task"] != "beats.tick":
+        return
+    entry = body[0][0]
+    seconds, us = locks.time()
+    run, runs, missed = map(int, (locks.hget(f"{LOCK}:entries", entry) or "0 0 0").split())
+    journal.write(
+        "tick", entry=entry, run=run / 1e6, runs=runs, missed=missed, id=headers["id"], at=seconds + us / 1e6
+    )
+
+
+@signals.tick_late.connect
+def journal_lateness(entry: str, late_s: float, missed: int, **_details: Any) -> None:
+    journal.write("late", entry=entry, late_s=late_s, missed=missed)
+
+
+@app.task(name="beats.tick", shared=False)
+def tick(name: str) -> None:
+    journal.write("run", name=name)

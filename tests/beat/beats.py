@@ -1,0 +1,198 @@
+"""Real `celery beat` processes that stand by for each other, and what they have published."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from celery_setnx import SetnxLock
+from tests.harness import Journal, wait_until
+
+CONF = "BEAT_TEST_CONF"
+QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
+LOCK = "t:{celery.beat:beats}"
+HOT_STANDBY = "celery_setnx.beat:HotStandbyScheduler"
+DEADLINE_S = 30.0
+
+
+class Beat:
+    """A `celery beat` process with a schedule file and a log of its own, which outlive its death."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        app: str = "tests.beat.app",
+        scheduler: str | None = HOT_STANDBY,
+        environment: dict[str, str] | None = None,
+        **conf: Any,
+    ) -> None:
+        self.log = directory / f"{name}.log"
+        self._command = [
+            sys.executable, "-m", "celery", "-A", app, "beat", "-l", "INFO", "--pidfile=",
+            "-s", str(directory / f"{name}.schedule"), *(["-S", scheduler] if scheduler else []),
+        ]  # fmt: skip
+        self._environment = {**os.environ, CONF: json.dumps(conf), **(environment or {})}
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it has looked who leads."""
+        lines = self.log_text().count("beat: Starting")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        wait_until(lambda: self._has_started(lines), f"beat started; its log: {self.log}", DEADLINE_S)
+
+    def _has_started(self, lines: int) -> bool:
+        if self.process.poll() is not None:
+            return True
+        return self.log_text().count("beat: Starting") > lines
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log_text(self) -> str:
+        """All it has logged so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait_for_log(self, text: str, count: int = 1) -> str:
+        """The log, once it holds the text so many times."""
+        return wait_until(
+            lambda: self.log_text().count(text) >= count and self.log_text(),
+            f"{count} x {text!r} in {self.log}",
+            DEADLINE_S,
+        )
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def freeze(self) -> None:
+        """Stop it as SIGSTOP does, until `thaw`."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
+    def stop(self) -> int:
+        """SIGTERM, as an init system does; its exit code."""
+        self.process.terminate()
+        return self.process.wait(15)
+
+
+class Beats:
+    """The beats of one test, and what they do.
+
+    Args:
+        directory: For their logs and schedule files.
+        client: Of the lock database, decoding.
+        journal: Of the app.
+        broker: Of the broker's database.
+    """
+
+    def __init__(self, directory: Path, client: redis.Redis, journal: Journal, broker: redis.Redis) -> None:
+        self._directory, self._client, self._journal, self._broker = directory, client, journal, broker
+        self.all: list[Beat] = []
+
+    def start(self, count: int = 1, **options: Any) -> list[Beat]:
+        """Start beats; the options are settings, or those of `Beat`."""
+        new = [Beat(self._directory, f"beat{len(self.all) + i}", **options) for i in range(count)]
+        self.all.extend(new)
+        return new
+
+    def stop(self) -> None:
+        """Kill them all, frozen ones too."""
+        for beat in self.all:
+            if beat.process.poll() is None:
+                beat.kill()
+
+    def leader(self) -> Beat | None:
+        """The one that leads, by the record of the lock."""
+        holder = SetnxLock(self._client, LOCK).holder()
+        pid = holder.info.get("pid") if holder else None
+        return next((beat for beat in self.all if beat.pid == pid), None)
+
+    def wait_for_leader(self, but: Beat | None = None) -> Beat:
+        """A leader other than this one."""
+
+        def found() -> Beat | None:
+            leader = self.leader()
+            return None if leader is None or leader is but else leader
+
+        return wait_until(found, "a leader", DEADLINE_S)
+
+    def ticks(self, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
+        """What has been published of an entry, in order."""
+        return self._journal.entries(what="tick", entry=entry, **wanted)
+
+    def wait_for_ticks(self, count: int, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
+        """The publications of an entry, once there are so many."""
+
+        def enough() -> list[dict[str, Any]]:
+            found = self.ticks(entry, **wanted)
+            return found if len(found) >= count else []
+
+        return wait_until(enough, f"{count} ticks of {entry} {wanted} in {self.ticks(entry)}", DEADLINE_S)
+
+    def wait_for_next_tick(self, entry: str = "every") -> dict[str, Any]:
+        """The next publication of an entry."""
+        return self.wait_for_ticks(len(self.ticks(entry)) + 1, entry)[-1]
+
+    def messages(self) -> int:
+        """How many messages are in the queue."""
+        return int(self._broker.llen(QUEUE))
+
+    def remembered(self, entry: str = "every") -> tuple[float, int, int]:
+        """What Redis remembers of an entry: last run (server time), runs, missed."""
+        run, runs, missed = map(int, str(self._client.hget(f"{LOCK}:entries", entry)).split())
+        return run / 1e6, runs, missed
+
+    def server_time(self) -> float:
+        seconds, us = self._client.time()  # type: ignore[misc]
+        return float(seconds + us / 1e6)
+
+    def assert_each_once(self, interval: float, entry: str = "every", stops: int = 0) -> None:
+        """Publications are of runs an interval apart, but for one per stop that was past its check."""
+        ticks = self.ticks(entry)
+        assert len(ticks) > 1, ticks
+        early = [(one, two) for one, two in pairwise(ticks) if two["run"] - one["run"] < interval - 0.02]
+        assert len(early) <= stops, early
+
+    def worst_gap(self, entry: str = "every", after: float = 0.0) -> float:
+        """The longest time between two publications, on the server's clock."""
+        at = [tick["at"] for tick in self.ticks(entry) if tick["at"] >= after]
+        return max((two - one for one, two in pairwise(at)), default=0.0)
+
+
+def assert_clean(log: str) -> None:
+    """No error of any kind in a log."""
+    for word in ("Traceback", "SchedulingError", "Message Error", "CRITICAL", "ERROR"):
+        assert word not in log, log
+
+
+def with_tables(database: str) -> dict[str, Any]:
+    """What starts a beat with django-celery-beat's scheduler on these tables."""
+    return {
+        "setnx_beat_scheduler": "django_celery_beat.schedulers:DatabaseScheduler",
+        "environment": {
+            "DJANGO_SETTINGS_MODULE": "tests.beat.djangosettings",
+            "BEAT_TEST_DATABASE": database,
+        },
+    }

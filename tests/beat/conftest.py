@@ -1,0 +1,104 @@
+"""Beats to be killed, a table of what their deaths cost, and Django's admin tables."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker
+
+_ROWS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ROWS] = []
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was done to the leaders, and what it cost."""
+    terminalreporter.section("beat")
+    head = "| beat | kills | ticks | missed | worst gap s | kill to next tick: median s | max s |"
+    for line in [head, "|---" * 7 + "|", *config.stash[_ROWS]]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Adds a line to the table."""
+
+    def report(what: str, beats: Any, deaths: list[float], entry: str = "every") -> None:
+        _run, _runs, missed = beats.remembered(entry)
+        request.config.stash[_ROWS].append(
+            f"| {what} | {len(deaths)} | {len(beats.ticks(entry))} | {missed} | "
+            f"{beats.worst_gap(entry):.1f} | {statistics.median(deaths):.1f} | {max(deaths):.1f} |"
+        )
+
+    return report
+
+
+@pytest.fixture
+def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of the broker's database, which is empty before."""
+    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
+        client.flushdb()
+        yield client
+
+
+@pytest.fixture
+def beats(
+    server: EmbeddedServer, tmp_path: Path, locks: redis.Redis, journal: Journal, broker: redis.Redis
+) -> Iterator[Any]:
+    """Starts beats; all are killed at the end."""
+    from tests.beat.beats import Beats
+
+    beats = Beats(tmp_path, locks, journal, broker)
+    yield beats
+    beats.stop()
+
+
+@pytest.fixture
+def start_worker(server: EmbeddedServer, logs: Path, broker: redis.Redis) -> Iterator[Callable[..., Worker]]:
+    """Starts workers of the test's own."""
+    workers: list[Worker] = []
+
+    def start(app: str, **options: Any) -> Worker:
+        workers.append(Worker(logs, app, **options))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.kill()
+
+
+@pytest.fixture(scope="session")
+def django_tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The admin tables, in a new SQLite file, in this process too."""
+    os.environ["BEAT_TEST_DATABASE"] = str(tmp_path_factory.mktemp("django") / "beat.sqlite3")
+    import django
+    from django.conf import settings
+    from django.core.management import call_command
+
+    from tests.beat import djangosettings
+
+    settings.configure(**{name: value for name, value in vars(djangosettings).items() if name.isupper()})
+    django.setup()
+    call_command("migrate", verbosity=0)
+    return os.environ["BEAT_TEST_DATABASE"]
+
+
+@pytest.fixture
+def tables(django_tables: str) -> Any:
+    """The models of django-celery-beat; their tables are empty."""
+    from django_celery_beat import models
+
+    for model in (models.PeriodicTask, models.IntervalSchedule, models.ClockedSchedule, models.PeriodicTasks):
+        model.objects.all().delete()
+    return models

@@ -1,0 +1,201 @@
+"""Beats with django-celery-beat's DatabaseScheduler, whose tables they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_setnx import SetnxLock
+from celery_setnx.beat import HotStandbyScheduler
+from examples.embedded import EmbeddedServer
+from tests.beat.beats import Beats, with_tables
+from tests.beat.test_beat_deaths import INTERVAL_S, LEASE_S, SLACK_S, kill_leaders
+from tests.harness import wait_until
+
+
+@pytest.fixture
+def rows(tables: Any) -> Callable[..., Any]:
+    """Makes a periodic task, every second or at a time, once."""
+
+    def row(name: str, at: datetime | None = None) -> Any:
+        about: dict[str, Any] = {"name": name, "task": "beats.tick", "args": f'["{name}"]'}
+        if at is None:
+            second, _new = tables.IntervalSchedule.objects.get_or_create(every=1, period="seconds")
+            return tables.PeriodicTask.objects.create(interval=second, **about)
+        clocked = tables.ClockedSchedule.objects.create(clocked_time=at)
+        return tables.PeriodicTask.objects.create(clocked=clocked, one_off=True, **about)
+
+    return row
+
+
+@pytest.fixture
+def start(beats: Beats, django_tables: str) -> Callable[..., Any]:
+    """Starts beats that read these tables."""
+    return lambda count, **conf: beats.start(
+        count, setnx_beat_lease=LEASE_S, **with_tables(django_tables), **conf
+    )
+
+
+@pytest.mark.timeout(180)
+def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
+    beats: Beats, start: Any, rows: Any, report: Callable[..., None]
+) -> None:
+    """As with the default scheduler."""
+    rows("every")
+    start(3)
+    deaths = kill_leaders(beats, 5)
+    beats.assert_each_once(INTERVAL_S)
+    assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
+    report("DatabaseScheduler, other hosts, lease 3 s", beats, deaths)
+
+
+def test_one_off_whose_sender_is_killed_is_not_sent_again(
+    beats: Beats, start: Any, rows: Any, broker: redis.Redis
+) -> None:
+    """The dead leader's row says that it never ran; what Redis remembers counts, and the row is disabled."""
+    rows("every")
+    once = rows("once", datetime.now(timezone.utc) + timedelta(seconds=12))
+    start(2)
+    beats.wait_for_ticks(1)
+    (tick,) = beats.wait_for_ticks(1, "once")
+    wait_until(lambda: tick["id"] in str(broker.lrange("beat-nowhere", 0, -1)), "it is sent")
+    leader = next(beat for beat in beats.all if beat.pid == tick["pid"])
+    leader.kill()
+    once.refresh_from_db()
+    assert (once.enabled, once.total_run_count) == (True, 0)
+    follower = beats.wait_for_leader(but=leader)
+    beats.wait_for_ticks(3, pid=follower.pid)
+    assert len(beats.ticks("once")) == 1
+    wait_until(lambda: once.refresh_from_db() or not once.enabled, "it is disabled")
+
+
+def test_changes_in_the_tables_are_picked_up(beats: Beats, start: Any, rows: Any) -> None:
+    """A row that comes is sent, one that is disabled is not, by the leader and by its follower."""
+    every = rows("every")
+    start(2)
+    beats.wait_for_ticks(2)
+    rows("new")
+    beats.wait_for_ticks(2, "new")
+    every.refresh_from_db()
+    every.enabled = False
+    every.save()
+    known = len(beats.ticks("new"))
+    beats.wait_for_ticks(known + 3, "new")  # the change has been seen by then
+    ended = len(beats.ticks())
+    leader = beats.wait_for_leader()
+    leader.kill()
+    beats.wait_for_leader(but=leader)
+    known = len(beats.ticks("new"))
+    beats.wait_for_ticks(known + 2, "new")
+    assert len(beats.ticks()) == ended
+    beats.assert_each_once(INTERVAL_S, "new")
+
+
+def recording() -> type:
+    from django_celery_beat.schedulers import DatabaseScheduler
+
+    class Recording(DatabaseScheduler):
+        """Remembers what it would have sent; its database is away when it would save that."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.sent: list[str] = []
+            super().__init__(*args, **kwargs)
+
+        def apply_entry(self, entry: Any, producer: Any = None) -> None:
+            self.sent.append(entry.name)
+
+        def sync(self) -> None: ...
+
+    return Recording
+
+
+@pytest.fixture
+def scheduler(server: EmbeddedServer, locks: redis.Redis, tables: Any) -> Iterator[Callable[[], Any]]:
+    """Makes hot-standby schedulers of these tables in this process."""
+    made: list[Any] = []
+
+    def scheduler() -> Any:
+        app = Celery("beats", broker="memory://", set_as_current=False)
+        app.conf.update(
+            setnx_url=server.url(1), setnx_prefix="t", setnx_beat_scheduler=recording(), result_expires=None
+        )
+        made.append(HotStandbyScheduler(app))
+        return made[-1]
+
+    yield scheduler
+    for each in made:
+        each.close()
+
+
+def test_one_off_is_sent_once_though_its_row_is_read_again(
+    scheduler: Any, rows: Any, tables: Any, locks: redis.Redis
+) -> None:
+    """An admin's change after the take-over makes the new leader read the row of the dead one's one-off."""
+    rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
+    dead, new = scheduler(), scheduler()
+    wait_until(lambda: dead.tick() is not None and dead.sent, "the one-off is sent")
+    token = dead._leads_by.token
+    assert new._lock.acquire(dead=token).lock.release() == "released"
+    assert new._takes_the_lead()
+    tables.PeriodicTasks.update_changed()  # another admin saves something
+    for _ in range(20):
+        new.tick()
+    assert dead.sent == ["once"]
+    assert new.sent == []
+
+
+def test_one_off_that_could_not_be_saved_is_sent_once(scheduler: Any, rows: Any, tables: Any) -> None:
+    """Its own leader reads the row again while the database did not take that it ran."""
+    rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
+    leader = scheduler()
+    wait_until(lambda: leader.tick() is not None and leader.sent, "the one-off is sent")
+    tables.PeriodicTasks.update_changed()
+    for _ in range(20):
+        leader.tick()
+    assert leader.sent == ["once"]
+
+
+def test_entry_that_is_not_sent_disturbs_no_other(
+    scheduler: Any, rows: Any, tables: Any, locks: redis.Redis, caplog: Any
+) -> None:
+    """One that ran meanwhile is put right by itself; what this leader has sent is not looked up again."""
+    for number in range(20):
+        rows(f"e{number}")
+    odd = rows("odd")
+    tables.IntervalSchedule.objects.update(every=3600)
+    ago = datetime.now(timezone.utc) - timedelta(hours=2)
+    tables.PeriodicTask.objects.exclude(pk=odd.pk).update(last_run_at=ago)
+    tables.PeriodicTask.objects.filter(pk=odd.pk).update(last_run_at=ago + timedelta(hours=1, seconds=3))
+    leader = scheduler()
+    wait_until(lambda: leader.tick() is not None and len(leader.sent) == 20, "all but one are sent")
+    now = datetime.now(timezone.utc).timestamp()
+    locks.hset(leader._entries, "odd", f"{round(now * 1e6)} 1 0")
+    wait_until(
+        lambda: leader.tick() is not None and "odd is not sent" in caplog.text, "it is due, and not sent"
+    )
+    for _ in range(50):
+        leader.tick()
+    assert len(leader.sent) == 20
+    assert caplog.text.count("is not sent: it was") == 1
+
+
+def test_row_of_an_interval_that_could_not_be_saved_is_not_sent_again(
+    scheduler: Any, rows: Any, tables: Any
+) -> None:
+    """Read again, it is due by its row, and not by what Redis remembers."""
+    row = rows("every")
+    tables.IntervalSchedule.objects.update(every=3600)
+    row.last_run_at = datetime.now(timezone.utc) - timedelta(hours=2)
+    row.save()
+    leader = scheduler()
+    wait_until(lambda: leader.tick() is not None and leader.sent, "it is sent")
+    tables.PeriodicTasks.update_changed()
+    for _ in range(20):
+        leader.tick()
+    assert leader.sent == ["every"]
+    assert SetnxLock(leader._lock.client, leader._lock.name).holder() is not None

@@ -1,0 +1,142 @@
+"""The leader dies or is stopped, and another one takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.beat.beats import Beats, assert_clean
+
+LEASE_S = 3.0
+INTERVAL_S = 1.0
+SLACK_S = 5.0  # for two cores that others use as well
+
+
+def kill_leaders(beats: Beats, times: int) -> list[float]:
+    """Kill the leader so many times, each after its second tick, and start it again; seconds to the next."""
+    deaths = []
+    for _ in range(times):
+        leader = beats.wait_for_leader()
+        beats.wait_for_ticks(2, pid=leader.pid)
+        leader.kill()
+        dead = beats.server_time()
+        known = len(beats.ticks())
+        deaths.append(beats.wait_for_ticks(known + 1)[known]["at"] - dead)
+        leader.start()
+    return deaths
+
+
+@pytest.mark.timeout(300)
+def test_ten_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
+    beats: Beats, report: Callable[..., None]
+) -> None:
+    """3 beats as on 3 hosts, a tick a second, kill -9 ten times within a minute or two."""
+    beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
+    deaths = kill_leaders(beats, 10)
+    beats.assert_each_once(INTERVAL_S)
+    assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
+    assert beats.worst_gap() < LEASE_S + 1 + INTERVAL_S + SLACK_S
+    # What was journalled was sent, but for a leader that was killed in between.
+    assert len(beats.ticks()) - 10 <= beats.messages() <= len(beats.ticks())
+    report("PersistentScheduler, other hosts, lease 3 s", beats, deaths)
+
+
+@pytest.mark.timeout(180)
+def test_dead_leader_on_the_same_host_is_replaced_on_proof_of_its_death(
+    beats: Beats, report: Callable[..., None]
+) -> None:
+    """Long before its lease of a minute."""
+    beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=60, setnx_same_host=True)
+    deaths = kill_leaders(beats, 5)
+    assert max(deaths) < 10
+    beats.assert_each_once(INTERVAL_S)
+    report("PersistentScheduler, same host, lease 60 s", beats, deaths)
+
+
+def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats: Beats) -> None:
+    """A tick that comes late after a take-over is logged, signalled and counted in Redis."""
+    beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
+    leader = beats.wait_for_leader()
+    runs = beats.wait_for_ticks(2)[-1]["runs"]
+    leader.kill()
+    follower = beats.wait_for_leader(but=leader)
+    tick = beats.wait_for_ticks(1, pid=follower.pid)[0]
+    assert tick["runs"] in (runs + 1, runs + 2)  # the dead one may have sent another
+    (late,) = beats._journal.wait_for("late", entry="every")
+    assert late["missed"] == tick["missed"] == int(late["late_s"] / INTERVAL_S) >= 1
+    follower.wait_for_log(f"beat: every is sent {late['late_s']:.1f} s late")
+    follower.wait_for_log("beat: Leads now: took over")
+
+
+@pytest.mark.timeout(180)
+def test_terminated_leader_hands_the_lead_over_at_once(beats: Beats, report: Callable[..., None]) -> None:
+    """SIGTERM gives the lead back: the next tick does not wait for the lease of a minute."""
+    beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=60)
+    ends = []
+    for _ in range(3):
+        leader = beats.wait_for_leader()
+        beats.wait_for_ticks(1, pid=leader.pid)
+        began = beats.server_time()
+        assert leader.stop() == 0
+        known = len(beats.ticks())
+        ends.append(beats.wait_for_ticks(known + 1)[known]["at"] - began)
+        assert_clean(leader.log_text())
+        leader.start()
+    assert max(ends) < 1 + INTERVAL_S + SLACK_S
+    beats.assert_each_once(INTERVAL_S)
+    report("SIGTERM instead of kill, lease 60 s", beats, ends)
+
+
+@pytest.mark.timeout(180)
+def test_frozen_leader_sends_nothing_more_when_it_wakes(beats: Beats, report: Callable[..., None]) -> None:
+    """SIGSTOP past the lease, then SIGCONT: at most the one tick per stop that was past its check."""
+    beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
+    stops, gaps = 5, []
+    for number in range(stops):
+        leader = beats.wait_for_leader()
+        beats.wait_for_ticks(1, pid=leader.pid)
+        time.sleep(0.2 * number)  # at different moments of a second
+        leader.freeze()
+        frozen = beats.server_time()
+        follower = beats.wait_for_leader(but=leader)
+        gaps.append(beats.wait_for_ticks(1, pid=follower.pid)[-1]["at"] - frozen)
+        thawed = len(beats.ticks(pid=leader.pid))
+        leader.thaw()
+        leader.wait_for_log("Leads no more")
+        beats.wait_for_ticks(len(beats.ticks(pid=follower.pid)) + 2, pid=follower.pid)
+        assert len(beats.ticks(pid=leader.pid)) <= thawed + 1
+        follower.freeze()  # so that the one that was frozen leads again
+        beats.wait_for_leader(but=follower)
+        follower.thaw()
+        follower.wait_for_log("Leads no more")
+    beats.assert_each_once(INTERVAL_S, stops=2 * stops)
+    report("SIGSTOP past the lease instead of kill", beats, gaps)
+
+
+def test_leader_with_two_hundred_entries_is_followed_without_a_storm(
+    beats: Beats, report: Callable[..., None]
+) -> None:
+    """What was due meanwhile fires once each, and the take-over costs no longer than with one entry."""
+    entries = {f"e{number}": 60.0 for number in range(200)}
+    beats.start(2, entries={**entries, "every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
+    deaths = kill_leaders(beats, 2)
+    assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
+    assert [name for name in entries if len(beats.ticks(name)) > 2] == []
+    report("201 entries", beats, deaths)
+
+
+def test_sigint_ends_a_standby_cleanly(beats: Beats) -> None:
+    """A beat that does not lead ends with code 0 and disturbs nobody."""
+    beats.start(2, entries={"every": INTERVAL_S})
+    leader = beats.wait_for_leader()
+    standby = next(beat for beat in beats.all if beat is not leader)
+    standby.wait_for_log("Stands by; the leader is celery beat[beats] on beat@")
+    os.kill(standby.pid, signal.SIGINT)
+    assert standby.process.wait(15) == 0
+    assert_clean(standby.log_text())
+    beats.wait_for_next_tick()
+    assert beats.leader() is leader

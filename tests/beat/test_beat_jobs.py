@@ -1,0 +1,118 @@
+"""Jobs of a plain `celery beat` that knows no task: slower than their interval, or sent by two beats."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.beat.beats import JOBS_QUEUE, Beat, Beats, assert_clean
+from tests.harness import Journal, Worker, wait_until
+
+JOBS = "tests.beat.jobs"
+
+
+def plain_beats(beats: Beats, count: int = 1, **tasks: str) -> list[Beat]:
+    """Beats with Celery's own scheduler that send these jobs every second."""
+    entries = {
+        name: {"task": task, "schedule": 1.0, "args": [f"gated-{name}"]} for name, task in tasks.items()
+    }
+    return beats.start(count, scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+
+
+def sent(beat: Beat) -> int:
+    return beat.log_text().count("Scheduler: Sending due task")
+
+
+def stop(beat: Beat, worker: Worker) -> None:
+    """Stop a beat between two ticks: SIGTERM does not wait for a message that is on its way."""
+    wait_until(
+        lambda: len({*re.findall(r"\[(\S+)\] received", worker.log_text())}) == sent(beat), "all received"
+    )
+    assert beat.stop() == 0
+
+
+def all_ended(journal: Journal, beat: Beat) -> None:
+    """Wait until every call that the beat sent is done."""
+    wait_until(
+        lambda: (
+            len({e["task_id"] for e in journal.entries(what="postrun") if e["state"] == "SUCCESS"})
+            == sent(beat)
+        ),
+        "all calls done",
+    )
+
+
+def runs(journal: Journal) -> list[str]:
+    return [entry["what"] for entry in journal.entries() if entry["what"] in ("start", "end")]
+
+
+def test_job_slower_than_its_interval_runs_one_at_a_time(
+    beats: Beats, start_worker: Any, journal: Journal, gates: Any
+) -> None:
+    """No traceback anywhere, and one INFO line per skipped tick, which names the running job."""
+    worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
+    (beat,) = plain_beats(beats, slow="jobs.slow")
+    (first,) = journal.wait_for("start")
+    journal.wait_for("conflict", 4)
+    assert runs(journal) == ["start"]
+    gates("gated-slow")
+    journal.wait_for("start", 2)
+    journal.wait_for("conflict", 5)
+    stop(beat, worker)
+    gates("gated-slow")
+    all_ended(journal, beat)
+    assert runs(journal)[:4] == ["start", "end", "start", "end"]
+    skipped = [line for line in worker.log_text().splitlines() if "Skipped jobs.slow" in line]
+    conflicts = journal.entries(what="conflict")
+    assert len(skipped) == len(conflicts) == sent(beat) - len(journal.entries(what="start"))
+    assert all("INFO" in line and "is held by jobs.slow[" in line for line in skipped)
+    during = [line for line in skipped if f"jobs.slow[{first['task_id']}]" in line]
+    assert len(during) >= 4
+    for log in (beat.log_text(), worker.log_text()):
+        assert_clean(log)
+
+
+def test_job_that_follows_runs_at_most_once_more(
+    beats: Beats, start_worker: Any, journal: Journal, gates: Any
+) -> None:
+    """With dedupe="until_started", of the ticks during a run one waits, and the others are skipped."""
+    worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
+    (beat,) = plain_beats(beats, follow="jobs.follow")
+    journal.wait_for("start")
+    wait_until(lambda: sent(beat) >= 6, "five more ticks")
+    stop(beat, worker)
+    for _ in range(3):
+        gates("gated-follow")
+    all_ended(journal, beat)
+    assert runs(journal) == ["start", "end"] * 2
+    skipped = [line for line in worker.log_text().splitlines() if "Skipped jobs.follow" in line]
+    assert len(skipped) == sent(beat) - 2
+    for log in (beat.log_text(), worker.log_text()):
+        assert_clean(log)
+
+
+def test_job_of_two_beats_runs_once_per_interval_if_it_rests(
+    beats: Beats, start_worker: Any, journal: Journal
+) -> None:
+    """Two plain beats of which neither knows of the other; without at_least_for both fire."""
+    start_worker(JOBS, queues=JOBS_QUEUE, concurrency=2)
+    entries = {
+        "rest": {"task": "jobs.rest", "schedule": 1.0, "args": ["rest"]},
+        "slow": {"task": "jobs.slow", "schedule": 1.0, "args": ["bare"]},
+    }
+    beats.start(scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+    journal.wait_for("start", name="rest")
+    # Half a second apart as their clocks would have them: the second starts between two ticks of the first.
+    beats.start(scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+    wait_until(lambda: min(sent(beat) for beat in beats.all) >= 16, "eight ticks of each")
+    for beat in beats.all:
+        assert beat.stop() == 0
+
+    def fences(name: str) -> list[int]:  # microseconds of the server's clock at the acquisition
+        return sorted(entry["fence"] for entry in journal.entries(what="start", name=name))
+
+    both = fences("rest")[0], fences("rest")[-1]
+    rested = [two - one for one, two in zip(fences("rest"), fences("rest")[1:])]
+    assert min(rested) >= 900_000
+    bare = [fence for fence in fences("bare") if both[0] <= fence <= both[1]]
+    assert len(bare) > 1.3 * len(rested)

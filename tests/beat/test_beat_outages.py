@@ -1,0 +1,123 @@
+"""Beats whose lock server is away, refuses them, or is locked by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.beat.beats import LOCK, Beats
+from tests.harness import Journal
+from tests.proxy import Proxy
+
+LEASE_S = 3.0
+SLACK_S = 5.0
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+def refused(proxy: Proxy) -> AbstractContextManager[Any]:
+    proxy.cut()
+    return proxy.fault("cut_before", times=1_000_000)
+
+
+AWAY: dict[str, Callable[[Proxy], AbstractContextManager[Any]]] = {
+    "no connection": refused,
+    "no answer": lambda proxy: proxy.black_hole(),
+}
+
+
+@pytest.mark.parametrize("away", AWAY.values(), ids=AWAY)
+def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(
+    beats: Beats, proxy: Proxy, journal: Journal, away: Any
+) -> None:
+    """Then one leads again, what is due fires once, and its lateness is told."""
+    beats.start(3, entries={"every": 1.0}, setnx_url=proxy.url(1), setnx_beat_lease=LEASE_S)
+    beats.wait_for_ticks(3)
+    with away(proxy):
+        gone = beats.server_time()
+        time.sleep(3 * LEASE_S)  # the outage
+        back = beats.server_time()
+    during = [tick for tick in beats.ticks() if gone + 0.5 < tick["at"] < back]
+    assert during == []
+    ticks = beats.wait_for_ticks(len(beats.ticks()) + 3)
+    assert next(tick["at"] for tick in ticks if tick["at"] >= back) < back + LEASE_S + 1 + SLACK_S
+    beats.assert_each_once(1.0)
+    (late,) = journal.entries(what="late")
+    assert late["missed"] >= 2 * LEASE_S - 1
+
+
+def test_short_outage_costs_no_lead(beats: Beats, proxy: Proxy) -> None:
+    """The leader goes on when Redis answers within its lease, and its ticks go on."""
+    beats.start(2, entries={"every": 1.0}, setnx_url=proxy.url(1), setnx_beat_lease=20)
+    leader = beats.wait_for_leader()
+    beats.wait_for_ticks(2)
+    with refused(proxy):
+        time.sleep(2)  # the outage
+    beats.wait_for_ticks(len(beats.ticks()) + 3)
+    assert beats.leader() is leader
+    beats.assert_each_once(1.0)
+
+
+def test_lock_set_by_hand_pauses_all_beats(beats: Beats, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """`SETNX 'prefix:{celery.beat:app}' <time>` before they start; each names it, and all go on after it."""
+    foreign_keys.add(LOCK)
+    pause_s = 12
+    until = int(beats.server_time()) + pause_s
+    assert locks.setnx(LOCK, until)
+    for beat in beats.start(2, entries={"every": 1.0}):
+        beat.wait_for_log(f"Stands by; the leader is a foreign client (value '{until}'")
+    assert beats.wait_for_ticks(1)[0]["at"] >= until
+    beats.wait_for_ticks(3)
+    beats.assert_each_once(1.0)
+
+
+def test_lock_set_by_hand_in_place_of_the_leaders_is_mended(beats: Beats, locks: redis.Redis) -> None:
+    """A leader inside its lease is not paused by a value: it renews, and ticks on."""
+    (leader,) = beats.start(entries={"every": 1.0}, setnx_beat_lease=LEASE_S)
+    beats.wait_for_ticks(1)
+    hand = int(beats.server_time()) + 600
+    locks.set(LOCK, hand)
+    leader.wait_for_log(f"A classic client had overwritten {LOCK} by '{hand}'; repaired.")
+    beats.wait_for_ticks(len(beats.ticks()) + 2)
+    assert locks.get(LOCK) != str(hand)
+
+
+def test_beat_that_may_not_lock_ends_with_an_error(
+    beats: Beats, server: EmbeddedServer, locks: redis.Redis
+) -> None:
+    """A critical line names what is missing, and the exit code is not 0."""
+    locks.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">pw", "~*", "+@all", "-eval", "-evalsha")
+    try:
+        url = server.url(1).replace("redis://", "redis://poor:pw@")
+        (beat,) = beats.start(entries={"every": 1.0}, setnx_url=url)
+        assert beat.process.wait(20) != 0
+    finally:
+        locks.execute_command("ACL", "DELUSER", "poor")
+    (line,) = [line for line in beat.log_text().splitlines() if "CRITICAL" in line]
+    assert "LockRefused" in line
+    assert "evalsha" in line
+    assert beats.ticks() == []
+
+
+def test_beat_starts_before_its_redis_does(beats: Beats) -> None:
+    """It stands by, says why, and leads when Redis answers."""
+    server = EmbeddedServer()
+    try:
+        server.stop()
+        (beat,) = beats.start(entries={"every": 1.0}, setnx_url=server.url(1))
+        beat.wait_for_log("Stands by; nobody can lead. Redis does not serve the lock")
+        server.start(server.port)
+        beat.wait_for_log("Leads now")
+        beats.wait_for_ticks(2)
+    finally:
+        server.stop()

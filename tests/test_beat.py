@@ -1,0 +1,485 @@
+"""The hot-standby scheduler in one process, on a real server; the deaths of real beats are in tests/beat."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+import redis
+from celery import Celery
+from celery.beat import ScheduleEntry, Scheduler
+from celery.schedules import BaseSchedule, crontab, schedstate, schedule
+
+from celery_setnx import LockRefused, OptionError, SetnxLock, signals
+from celery_setnx.beat import HotStandbyScheduler, _lateness, _recall, _tick
+from examples.embedded import EmbeddedServer
+from tests.harness import wait_until
+from tests.proxy import Proxy
+
+LOCK = "t:{celery.beat:clock}"
+ENTRIES = f"{LOCK}:entries"
+DAY_S = 86_400
+
+
+class Recording(Scheduler):
+    """Remembers what it would have sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sent: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def apply_entry(self, entry: ScheduleEntry, producer: Any = None) -> None:
+        self.sent.append(entry.name)
+
+
+def remembered(locks: redis.Redis, entry: str) -> list[int]:
+    """Last run (us), runs, missed."""
+    return [int(number) for number in str(locks.hget(ENTRIES, entry)).split()]
+
+
+def remember(locks: redis.Redis, entry: str, *numbers: int) -> None:
+    locks.hset(ENTRIES, entry, " ".join(map(str, numbers)))
+    locks.expire(ENTRIES, 60)
+
+
+def server_us(locks: redis.Redis) -> int:
+    seconds, us = locks.time()  # type: ignore[misc]
+    return int(seconds * 1_000_000 + us)
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def beat(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Callable[..., Any]]:
+    """Makes schedulers, each of an app of its own as in a process of its own."""
+    made: list[Any] = []
+
+    def beat(entries: dict[str, Any] | None = None, *, lazy: bool = False, **conf: Any) -> Any:
+        app = Celery("clock", broker="memory://", set_as_current=False)
+        defaults = {"setnx_url": server.url(1), "setnx_prefix": "t", "setnx_beat_lease": 2}
+        scheduler = f"{__name__}:Recording"
+        app.conf.update({**defaults, "setnx_beat_scheduler": scheduler, "result_expires": None, **conf})
+        app.conf.beat_schedule = {
+            name: entry if isinstance(entry, dict) else {"task": name, "schedule": entry}
+            for name, entry in (entries or {}).items()
+        }
+        made.append(HotStandbyScheduler(app, lazy=lazy))
+        return made[-1]
+
+    yield beat
+    for scheduler in made:
+        scheduler.close()
+
+
+def overdue(every_s: float, late_s: float, **entry: Any) -> dict[str, Any]:
+    """An entry that was due so long ago."""
+    last = datetime.now(timezone.utc) - timedelta(seconds=every_s + late_s)
+    return {"task": "t", "schedule": every_s, "last_run_at": last, **entry}
+
+
+def test_one_of_two_schedulers_sends(beat: Any) -> None:
+    """Both look all the time; the standby sends nothing, and says who leads."""
+    leader, standby = beat({"a": 0.05}), beat({"a": 0.05})
+
+    def both_tick() -> bool:
+        leader.tick()
+        standby.tick()
+        return len(leader.sent) > 2
+
+    wait_until(both_tick, "ticks")
+    assert standby.sent == []
+    assert standby._said.startswith("Stands by; the leader is celery beat[clock] on beat@")
+
+
+def test_closing_the_leader_lets_another_lead_at_once(beat: Any, locks: redis.Redis) -> None:
+    """Its lock is given back, not left to its lease."""
+    leader, standby = beat({"a": 0.05}, setnx_beat_lease=60), beat({"a": 0.05}, setnx_beat_lease=60)
+    leader.tick()
+    leader.close()
+    assert SetnxLock(locks, LOCK).holder() is None
+    wait_until(lambda: standby.tick() is not None and standby.sent, "the other sends")
+
+
+def test_leader_that_hangs_loses_the_lead(beat: Any) -> None:
+    """Nothing but its own loop renews it: one that is stuck in its broker keeps no other from sending."""
+    leader, standby = beat({"a": 0.05}, setnx_beat_lease=1), beat({"a": 0.05}, setnx_beat_lease=1)
+    wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
+    sent = len(leader.sent)
+    wait_until(lambda: standby.tick() is not None and standby.sent, "the other sends")
+    leader.tick()
+    assert len(leader.sent) == sent
+
+
+def test_closing_twice_is_harmless(beat: Any) -> None:
+    """As `celery beat` does on SIGTERM."""
+    leader, standby = beat({"a": 1}), beat({"a": 1})
+    leader.tick()
+    leader.close()
+    standby.tick()
+    leader.close()
+    assert standby._leads()
+
+
+def test_tick_is_noted_with_the_number_of_runs(beat: Any, locks: redis.Redis) -> None:
+    """The entry's last run in Redis is the one that the scheduler goes on with, on the server's clock."""
+    leader = beat({"a": 0.05})
+    wait_until(lambda: leader.tick() is not None and len(leader.sent) == 3, "3 ticks")
+    run, runs, missed = remembered(locks, "a")
+    assert (runs, missed) == (3, 0)
+    assert 0 <= server_us(locks) - run < 5_000_000
+    last = leader.schedule["a"].last_run_at
+    assert (last - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1) == run
+
+
+def test_new_leader_goes_on_where_the_dead_one_ended(beat: Any) -> None:
+    """Its own last runs are older; what has been sent is not sent again."""
+    dead, new = beat({"a": overdue(3600, 5)}), beat({"a": overdue(3600, 5)})
+    dead.tick()
+    assert dead.sent == ["a"]
+    dead.close()
+    for _ in range(5):
+        new.tick()
+    assert new.sent == []
+    assert new.schedule["a"].last_run_at == dead.schedule["a"].last_run_at
+    assert new.schedule["a"].total_run_count == 1
+
+
+def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat: Any, locks: redis.Redis, caplog: Any) -> None:
+    """The note in Redis is newer than the run because of which the entry is due."""
+    leader = beat({"a": overdue(3600, 5)})
+    assert leader._takes_the_lead()
+    now = server_us(locks)
+    remember(locks, "a", now, 7, 0)
+    for _ in range(3):
+        leader.tick()
+    assert leader.sent == []
+    assert remembered(locks, "a") == [now, 7, 0]
+    assert caplog.text.count("beat: a is not sent: it was, at ") == 1
+
+
+def test_entries_of_one_leader_are_unknown_to_the_other(beat: Any) -> None:
+    """Each leader sends what its own schedule has; a shared entry goes on."""
+    one, two = beat({"both": 0.05, "one": 0.05}), beat({"both": 0.05, "two": 0.05})
+    wait_until(lambda: one.tick() is not None and {"both", "one"} <= {*one.sent}, "the first's ticks")
+    one.close()
+    wait_until(lambda: two.tick() is not None and {"both", "two"} <= {*two.sent}, "the second's ticks")
+    assert two.schedule["both"].total_run_count > two.schedule["two"].total_run_count
+    assert "one" not in two.sent
+
+
+def test_entry_that_comes_back_after_its_removal_begins_anew(beat: Any, locks: redis.Redis) -> None:
+    """As in Celery's own schedule file: a leader that does not have it forgets it."""
+    before = beat({"a": overdue(DAY_S, 5)})
+    before.tick()
+    before.close()
+    without = beat({"b": 1})
+    without.tick()
+    without.close()
+    assert locks.hkeys(ENTRIES) == ["b"]
+    again = beat({"a": DAY_S})
+    again.tick()
+    assert again.sent == []
+    assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
+
+
+def test_late_tick_is_logged_signalled_and_counted(beat: Any, locks: redis.Redis, caplog: Any) -> None:
+    """Four due times were passed: one is sent, three are missed."""
+    heard: list[dict[str, Any]] = []
+
+    def hear(sender: Any, **details: Any) -> None:
+        heard.append({"sender": sender, **details})
+
+    signals.tick_late.connect(hear)
+    leader = beat({"a": overdue(10, 35)})
+    leader.tick()
+    assert leader.sent == ["a"]
+    assert remembered(locks, "a")[1:] == [1, 3]
+    (told,) = heard
+    assert (told["sender"], told["entry"], told["missed"]) == (leader, "a", 3)
+    assert 35 <= told["late_s"] < 40
+    assert "beat: a is sent 35." in caplog.text
+    assert "3 further due times have passed meanwhile." in caplog.text
+
+
+def test_leader_without_redis_does_not_fill_its_log(beat: Any, proxy: Proxy, caplog: Any) -> None:
+    """An outage is a line, not one for each entry and try."""
+    leader = beat({name: overdue(3600, 5) for name in "abc"}, setnx_url=proxy.url(1))
+    assert leader._takes_the_lead()
+    with proxy.fault("cut_before", times=10_000):
+        wait_until(lambda: leader.tick() is not None and "Leads no more" in caplog.text, "it stands by")
+    assert 1 <= caplog.text.count("beat: Leads, but ") <= 3
+
+
+def test_what_was_due_for_long_fires_once(beat: Any) -> None:
+    """Missed ticks are not made up for."""
+    leader = beat({"a": overdue(10, 500)})
+    for _ in range(5):
+        leader.tick()
+    assert leader.sent == ["a"]
+
+
+def test_leader_without_redis_sends_nothing_until_it_leads_again(
+    beat: Any, server: EmbeddedServer, proxy: Proxy, locks: redis.Redis, caplog: Any
+) -> None:
+    """What is due while Redis is away fires once, when the script has noted it."""
+    leader = beat({"a": 0.2}, setnx_url=proxy.url(1), setnx_beat_lease=1)
+    wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
+    with proxy.fault("cut_before", times=10_000):
+        sent = len(leader.sent)
+        wait_until(lambda: leader.tick() is not None and "Leads no more" in caplog.text, "it stands by")
+        leader.tick()
+        assert len(leader.sent) == sent
+    wait_until(lambda: leader.tick() is not None and len(leader.sent) > sent, "it leads again")
+    assert remembered(locks, "a")[1] == len(leader.sent)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["resent by the client", "asked again by the scheduler"])
+def test_tick_whose_reply_is_lost_is_sent_once(
+    beat: Any, proxy: Proxy, locks: redis.Redis, times: int
+) -> None:
+    """The same run is noted again, so it is neither lost nor counted twice."""
+    leader = beat({"a": overdue(3600, 5)}, setnx_url=proxy.url(1))
+    assert leader._takes_the_lead()
+    leader._note(ScheduleEntry("warm", "t", schedule=schedule(1), app=leader.app))  # the script is loaded
+    with proxy.fault("drop_reply", containing=ENTRIES.encode(), answered=b"ticked", times=times):
+        wait_until(lambda: leader.tick() is not None and leader.sent, "it is sent")
+    for _ in range(3):
+        leader.tick()
+    assert leader.sent == ["a"]
+    assert remembered(locks, "a")[1] == 1
+
+
+def test_lost_lead_is_found_by_the_note_itself(beat: Any, locks: redis.Redis) -> None:
+    """A leader whose record is another's sends nothing, whatever it believes."""
+    leader = beat({"a": overdue(3600, 5)})
+    assert leader._takes_the_lead()
+    token = leader._leads_by.token
+    assert SetnxLock(locks, LOCK).acquire(dead=token).acquired
+    leader.tick()
+    assert leader.sent == []
+    assert not leader._leads()
+
+
+def test_lock_set_by_hand_pauses_all_beats(beat: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """SETNX of a future time keeps beats that do not lead yet from leading, until it is deleted."""
+    foreign_keys.add(LOCK)
+    locks.setnx(LOCK, server_us(locks) // 1_000_000 + 600)
+    paused = beat({"a": overdue(3600, 5)})
+    for _ in range(3):
+        paused.tick()
+    assert paused.sent == []
+    assert "a foreign client" in paused._said
+    locks.delete(LOCK)
+    wait_until(lambda: paused.tick() is not None and paused.sent, "it goes on")
+
+
+def test_refused_command_ends_the_scheduler(server: EmbeddedServer, beat: Any, locks: redis.Redis) -> None:
+    """Not a standby for ever: LockRefused names what is missing."""
+    locks.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">pw", "~*", "+@all", "-evalsha")
+    try:
+        url = server.url(1).replace("redis://", "redis://poor:pw@")
+        with pytest.raises(LockRefused, match="evalsha"):
+            beat({"a": 1}, setnx_url=url).tick()
+    finally:
+        locks.execute_command("ACL", "DELUSER", "poor")
+
+
+def test_lead_that_could_not_be_begun_is_given_back(beat: Any, proxy: Proxy, locks: redis.Redis) -> None:
+    """Else nobody leads for a lease, and the process itself stands by for its own lock."""
+    leader = beat({"a": 1}, setnx_url=proxy.url(1), setnx_beat_lease=60)
+    with proxy.fault("cut_before", containing=ENTRIES.encode(), times=4):
+        leader.tick()
+    leader.tick()
+    assert leader._leads()
+
+
+def test_server_clock_rules_while_a_scheduler_leads(beat: Any, locks: redis.Redis, monkeypatch: Any) -> None:
+    """The app's now() is the server's time for the leader, and the host's for a standby."""
+    ahead = datetime.now(timezone.utc) + timedelta(days=1)
+    monkeypatch.setattr(Celery, "now", lambda _app: ahead)
+    leader, standby = beat({"a": 1}), beat({"a": 1})
+    leader.tick()
+    standby.tick()
+    assert abs(leader.app.now().timestamp() - server_us(locks) / 1e6) < 5
+    assert standby.app.now() == ahead
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_new_entry_on_a_host_with_another_clock_is_not_due_at_once(
+    beat: Any, locks: redis.Redis, monkeypatch: Any, days: int
+) -> None:
+    """It was first seen now, by the server's clock."""
+    elsewhen = datetime.now(timezone.utc) + timedelta(days=days)
+    monkeypatch.setattr(Celery, "now", lambda _app: elsewhen)
+    leader = beat({"a": 3600})
+    for _ in range(3):
+        leader.tick()
+    assert leader.sent == []
+    assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
+
+
+def test_lazy_scheduler_only_answers_for_its_name(beat: Any) -> None:
+    """As the banner of `celery beat` asks; the app's clock stays its own."""
+    lazy = beat({"a": 1}, lazy=True)
+    assert (type(lazy).__name__, lazy.info) == ("HotStandbyScheduler", "")
+    assert "now" not in vars(lazy.app)
+
+
+@pytest.mark.parametrize("lease", [0, -1, "soon"])
+def test_malformed_lease_is_refused(beat: Any, lease: Any) -> None:
+    """When beat starts, not when its leader dies."""
+    with pytest.raises(OptionError, match="setnx_beat_lease"):
+        beat({"a": 1}, setnx_beat_lease=lease)
+
+
+def test_entry_with_singleton_options_is_deduplicated_by_name(beat: Any, server: EmbeddedServer) -> None:
+    """A beat that has not imported the task is told its key, so a queued call is not published again."""
+    options = {"queue": f"q{uuid.uuid4().hex}", "singleton": {"key": (), "dedupe": "until_started"}}
+    leader = beat(setnx_beat_scheduler="celery.beat:Scheduler")
+    results = [leader.send_task("unknown", **options) for _ in range(2)]
+    assert [result.deduplicated for result in results] == [False, True]
+    assert results[0].id == results[1].id
+
+
+def entry_of(every: Any, last: datetime) -> ScheduleEntry:
+    app = Celery("late", set_as_current=False)
+    return ScheduleEntry("a", "t", last_run_at=last, schedule=every, app=app)
+
+
+def lateness(every: Any, seconds_ago: float) -> tuple[float, int]:
+    now = datetime.now(timezone.utc)
+    return _lateness(entry_of(every, now - timedelta(seconds=seconds_ago)), now)
+
+
+def test_lateness_counts_further_due_times() -> None:
+    """Of an interval of 10 s, 45 s after its last run: 35 s late, 3 more have passed."""
+    late_s, missed = lateness(10.0, 45)
+    assert 35 <= late_s < 36
+    assert missed == 3
+
+
+def test_lateness_of_a_crontab_counts_its_own_times() -> None:
+    """Of every minute, 5 minutes after its last run: the first is late, 4 more or 3 have passed."""
+    late_s, missed = lateness(crontab(), 300)
+    assert missed == int(late_s // 60) in (3, 4)
+
+
+def test_lateness_of_a_schedule_of_ones_own_is_not_known() -> None:
+    """A class without remaining_estimate() is sent all the same."""
+
+    class Whenever(BaseSchedule):
+        def is_due(self, _last: datetime) -> tuple[bool, Any]:
+            return schedstate(True, 1)
+
+    assert lateness(Whenever(), 300) == (0.0, 0)
+
+
+@pytest.mark.parametrize("every", [crontab(minute="*/5"), crontab(minute="30")], ids=["5 min", "hour"])
+def test_missed_times_are_never_negative_where_an_hour_comes_twice(every: crontab, monkeypatch: Any) -> None:
+    """In the hour after summer time the wall clock is behind the last run's."""
+    zone = ZoneInfo("Europe/Berlin")
+    app = Celery("late", set_as_current=False)
+    app.conf.timezone = zone.key
+    begin = datetime(2025, 10, 25, 22, 0, tzinfo=timezone.utc)
+    moments = [begin + timedelta(minutes=7 * number) for number in range(60)]
+    for last, now in itertools.combinations(moments, 2):
+        monkeypatch.setattr(app, "now", lambda now=now: now.astimezone(zone))
+        entry = ScheduleEntry("a", "t", last_run_at=last.astimezone(zone), schedule=every, app=app)
+        assert _lateness(entry, app.now())[1] >= 0, (last, now)
+
+
+def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(run before, run) of all that two leaders send whose steps come in this order."""
+    frozen = SetnxLock(locks, key).acquire().lock
+    entries, sent = f"{key}:entries", []
+    due = server_us(locks)
+    assert _recall(locks, entries=entries, seen=[("a", due)]) == [f"{due} 0 0"]
+
+    def send(held: Any, before: int, run: int) -> None:
+        record = SetnxLock(locks, key).record
+        word, _last, _runs = _tick(
+            locks,
+            record=record,
+            entries=entries,
+            token=held.token,
+            entry="a",
+            before=before,
+            run=run,
+            missed=0,
+        )
+        if word == "ticked":
+            sent.append((before, run))
+
+    def steps_of_the_frozen() -> Iterator[None]:
+        yield send(frozen, due, due + 5)
+        yield send(frozen, due, due + 5)  # the client resends it
+        yield send(frozen, due + 5, due + 10)
+
+    def steps_of_the_follower() -> Iterator[None]:
+        follower = SetnxLock(locks, key).acquire(dead=frozen.token).lock
+        yield
+        last = int(_recall(locks, entries=entries, seen=[("a", 1)])[0].split()[0])
+        yield
+        yield send(follower, last, last + 7)
+        yield send(follower, last + 7, last + 14)
+
+    steps = {"A": steps_of_the_frozen(), "B": steps_of_the_follower()}
+    for who in order:
+        next(steps[who])
+    return sent
+
+
+def test_no_interleaving_of_two_leaders_meets_a_due_time_twice(locks: redis.Redis) -> None:
+    """The frozen leader's ticks, resent ones too, among the steps of the one that takes over from it."""
+    for number, order in enumerate(sorted({*itertools.permutations("AAABBBB")})):
+        sent = race(locks, f"t:{{race:{number}}}", order)
+        # A leader sends once for each run, however often its script was sent.
+        assert len({before for before, _run in sent}) == len({*sent}) >= 2, (order, sent)
+        assert sent == sorted(sent), (order, sent)
+
+
+def test_real_beat_ticks_by_the_settings_of_its_app(
+    server: EmbeddedServer, locks: redis.Redis, tmp_path: Path
+) -> None:
+    """`celery beat -S celery_setnx.beat:HotStandbyScheduler` leads, sends, and gives the lead back."""
+    queue = f"q{uuid.uuid4().hex}"
+    (tmp_path / "clockapp.py").write_text(
+        "from celery import Celery\n"
+        f"app = Celery('clock', broker={server.url(0)!r})\n"
+        f"app.conf.update(setnx_url={server.url(1)!r}, setnx_prefix='t', task_default_queue={queue!r},\n"
+        "    beat_schedule={'a': {'task': 'unknown', 'schedule': 0.5}})\n"
+    )
+    command = ["beat", "-S", "celery_setnx.beat:HotStandbyScheduler", "-s", str(tmp_path / "s"), "--pidfile="]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "clockapp", *command, "-l", "INFO"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with redis.Redis.from_url(server.url(0)) as broker:
+        try:
+            wait_until(lambda: broker.llen(queue) >= 2, "two messages", 30)
+            assert str(SetnxLock(locks, LOCK).holder()).startswith("celery beat[clock] on beat@")
+            process.terminate()
+            log, _none = process.communicate(timeout=15)
+        finally:
+            process.kill()
+            broker.delete(queue)
+    assert process.returncode == 0
+    assert f"beat: Leads now ({LOCK})." in log
+    assert "Traceback" not in log
+    assert SetnxLock(locks, LOCK).holder() is None
