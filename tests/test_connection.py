@@ -11,9 +11,11 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import LockRefused, OptionError
+from celery_setnx import LockRefused, OptionError, SetnxLock
 from celery_setnx.connection import SOCKET_TIMEOUT_S, LockServerCheck, client_for, lock_url
 from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB
+from tests.proxy import Proxy
 
 
 def app_with(**conf: Any) -> Celery:
@@ -180,6 +182,15 @@ def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, loc
     )
     start_worker_check(app_with(setnx_url=server.url(0).replace("redis://", "redis://least:pw@")))
     locks.execute_command("ACL", "DELUSER", "least")
+
+
+def test_client_sends_again_after_a_lost_reply(server: EmbeddedServer, locks: redis.Redis) -> None:
+    """One lost reply is no outage, whatever this redis-py does by itself."""
+    with Proxy(server.port) as proxy:
+        client = client_for(app_with(setnx_url=proxy.url(LOCK_DB)))
+        SetnxLock(client, "lock.first").acquire()
+        with proxy.fault("drop_reply", containing=b"lock.again"):
+            assert SetnxLock(client, "lock.again").acquire().acquired
 
 
 def test_worker_start_warns_of_a_server_that_evicts(caplog: Any) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from celery_setnx import SingletonTask, current_lock, is_skipped, singleton
 from examples.embedded import EmbeddedServer
+from tests.versions.conditions import needs_dumped_models
 
 
 class User(BaseModel):
@@ -118,6 +119,7 @@ def test_decorated_function_is_guarded_in_threads(app: Any, gate: Gate) -> None:
     assert first.get(timeout=20) == "setnx:{plain}"
 
 
+@needs_dumped_models
 def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app: Any, gate: Gate) -> None:
     """A model, its dumped form, and a message sent by name have one key."""
     task = app.tasks["modelled"]

