@@ -235,8 +235,9 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         self._heap = None  # what is due when has changed
 
     def _is_new(self, entry: ScheduleEntry) -> bool:
-        """True if its last run is when this process first saw it, by this host's clock."""
-        return _row(entry) is None and _us(entry.last_run_at) >= self._began_us
+        """True if it never ran: its last run is when this process first saw it, by this host's clock."""
+        has_run = entry.total_run_count or _us(entry.last_run_at) < self._began_us
+        return _row(entry) is None and not has_run
 
     def _adopt(self, entry: ScheduleEntry, run: int, runs: int = 0) -> None:
         moment = _EPOCH + run * _US

@@ -170,6 +170,18 @@ def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat: Any, locks: redi
     assert caplog.text.count("beat: a is not sent: it was, at ") == 1
 
 
+def test_leader_whose_redis_forgets_goes_on_from_its_own_last_runs(beat: Any, locks: redis.Redis) -> None:
+    """It leads again, and Redis knows from it when the entries ran."""
+    leader = beat({"a": overdue(3600, 5)}, setnx_beat_lease=1)
+    leader.tick()
+    noted = remembered(locks, "a")
+    locks.flushdb()
+    wait_until(lambda: leader.tick() is not None and locks.exists(ENTRIES), "it leads again")
+    assert remembered(locks, "a")[0] == noted[0]
+    leader.tick()
+    assert leader.sent == ["a"]
+
+
 def test_entries_of_one_leader_are_unknown_to_the_other(beat: Any) -> None:
     """Each leader sends what its own schedule has; a shared entry goes on."""
     one, two = beat({"both": 0.05, "one": 0.05}), beat({"both": 0.05, "two": 0.05})
