@@ -4,6 +4,8 @@ VENV ?= .venv
 ARGS ?=
 # How the suite is run: MEASURE="-m coverage run" measures coverage, for `make coverage` to report.
 MEASURE ?=
+# Tests mostly wait for processes, so there are more of them than cores; JOBS=0 runs one after the other.
+JOBS ?= 3
 SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
-	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest"
+	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest, JOBS=0 keeps order"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
@@ -26,7 +28,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python $(MEASURE) -m pytest $(ARGS)
+	$(BIN)/python $(MEASURE) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)

@@ -59,6 +59,8 @@ def server() -> Iterator[EmbeddedServer]:
     with EmbeddedServer() as server:
         os.environ["SETNX_TEST_URL"] = server.url().rpartition("/")[0]
         yield server
+        if hasattr(AsyncResult, "__del__"):
+            del AsyncResult.__del__  # on a server that is gone it tries for 20 s, at the end of the run
 
 
 @pytest.fixture

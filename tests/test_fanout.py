@@ -285,7 +285,9 @@ def test_call_that_the_iterable_uses_again_is_its_own(fan: SimpleNamespace, brok
 
 
 @pytest.mark.parametrize(
-    "wrong", ["text", b"bytes", 7, None, {"a"}, object(), {1: 2}, {"nobody": 1}, []], ids=repr
+    "wrong",
+    ["text", b"bytes", 7, None, {"a"}, pytest.param(object(), id="object"), {1: 2}, {"nobody": 1}, []],
+    ids=repr,
 )
 def test_wrong_call_fails_alone(fan: SimpleNamespace, broker: redis.Redis, wrong: Any) -> None:
     """What cannot be called with fails with a TypeError, and the others go on."""
@@ -433,7 +435,7 @@ def test_batch_size_must_be_a_positive_int(fan: SimpleNamespace, size: Any) -> N
         {"dedup": "until_done"},
         {"dedupe": "always"},
         {"queue_lease": 0},
-        {"on_conflict": lambda conflict: None},
+        pytest.param({"on_conflict": lambda conflict: None}, id="a callable"),
     ],
     ids=str,
 )
