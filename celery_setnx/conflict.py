@@ -243,9 +243,7 @@ def come_back(
     except Exception as error:
         logger.error("%s could not be sent back to the broker (%s) while %s.", _call(task), error, reason)
         if task.acks_late:
-            time.sleep(
-                min(countdown, _REQUEUE_S)
-            )  # or the message would go round and round, as fast as it can
+            time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
             raise Reject(reason, requeue=True) from error
         raise LockUnavailable(
             _key_of(headers, task), f"{reason}; and the broker did not take the call back: {error}"

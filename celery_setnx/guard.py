@@ -269,7 +269,7 @@ class Run:
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
-    def _queued_as(self) -> str | None:
+    def _queued_as(self, holder: Holder | None) -> str | None:
         """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
 
         For a call that nobody has asked when it was published, as beat publishes a task that it has not
@@ -277,7 +277,10 @@ class Run:
         """
         request = self.request
         awaited = any(getattr(request, name, None) for name in _AWAITED)
-        if self.options.dedupe != "until_started" or awaited or (request.headers or {}).get(HEADER):
+        was_asked = (request.headers or {}).get(HEADER)
+        # Another delivery of the call that runs is not queued: what is published now must run after it.
+        is_own = holder is not None and holder.task_id == request.id
+        if self.options.dedupe != "until_started" or awaited or was_asked or is_own:
             return None
         mark = Mark(self.lock.name, request.id)
         lease = self.options.queue_lease
@@ -413,7 +416,7 @@ class Run:
             waits=waits,
             waited_s=waited_s,
             server_time=outcome.server_time,
-            queued_as=self._queued_as(),
+            queued_as=self._queued_as(outcome.holder),
         )
 
     def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:

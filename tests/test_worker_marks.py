@@ -221,6 +221,22 @@ def test_calls_by_name_during_a_run_leave_one_that_follows(
     assert journal.entries(what="lapsed") == []
 
 
+def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(
+    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
+) -> None:
+    """It waits for itself, unmarked: a call that is published meanwhile must be sent, and run afterwards."""
+    first = by_name(tasks, "gated")
+    journal.wait_for("start", task_id=first.id)
+    by_name(tasks, "gated", task_id=first.id)
+    journal.wait_for("conflict", task_id=first.id)
+    assert not locks.exists(mark_of(tasks.started, "gated"))
+    second = tasks.started.delay("gated")
+    assert not second.deduplicated
+    for _ in range(2):  # the other delivery finds that the call has succeeded
+        gates("gated")
+    assert second.get(timeout=10) == "gated"
+
+
 def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks: Any, journal: Journal, gates: Any) -> None:
     """A call with a callback waits its turn, though the same call is queued already."""
     running(journal, tasks.started, "gated")
