@@ -118,8 +118,7 @@ def _run(cell: Cell, directory: Path, wheel: Path, tests: list[str]) -> Result:
     try:
         python = _install(cell, directory, wheel)
         _check(result, python, directory / "suite")
-        run = [str(python), "-m", "pytest", "-q", "-n3", "--dist=loadfile"]
-        _test(result, [*run, *tests], directory / "suite")
+        _test(result, [str(python), "-m", "pytest", "-q", *tests], directory / "suite")
     except Broken as error:
         print(error, flush=True)
         result.failures.append(str(error).partition("\n")[0])
