@@ -22,7 +22,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
 from celery_setnx.lock import DAY_S, HeldLock, Holder, SetnxLock
 from celery_setnx.options import settings
-from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.process import identity
 from celery_setnx.publish import send_task
 from celery_setnx.scripts import Script
 from celery_setnx.signals import tick_late
@@ -177,10 +177,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def _takes_the_lead(self) -> bool:
         try:
-            outcome = self._lock.acquire()
-            holder = outcome.holder
-            if holder is not None and self._same_host and is_surely_dead(holder.info):
-                outcome = self._lock.acquire(dead=holder.token)
+            outcome = self._lock.acquire_at_death(same_host=self._same_host)
             if outcome.lock is None:
                 self._say(logging.INFO, f"Stands by; the leader is {outcome.holder}.")
                 return False

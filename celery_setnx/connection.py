@@ -20,7 +20,8 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
-from celery_setnx.lock import SetnxLock
+from celery_setnx.line import Place, leave, park
+from celery_setnx.lock import ORIGINAL, HeldLock, SetnxLock, task_token
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.options import settings
 from celery_setnx.scripts import is_cluster
@@ -136,24 +137,31 @@ class LateCluster:
 
 
 class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Tries every verb, a take-over included, when a worker starts: before the first task needs them."""
+    """Tries every verb, a take-over included, when a worker starts: before the first task needs them. And the
+    result backend, if a task joins another's result.
+    """
 
     def start(self, worker: Any) -> None:
         """Warn of an unreachable or evicting server; refuse to start on one that forbids a command.
 
         Raises:
             LockRefused: The server or its ACL forbids what the lock needs.
-            OptionError: No setting names a Redis that this version can use.
+            OptionError: No setting names a Redis that this version can use, or a task needs stored results.
         """
         app = worker.app
+        for task in app.tasks.values():
+            guard = getattr(task, "_guard", None)
+            if guard is not None:
+                guard.check_backend(guard.options)
         client = client_for(app)
         name = f"{settings(app.conf).prefix}:{{check:{uuid.uuid4().hex}}}"
         try:
             SetnxLock(client, name, lease=0.1).acquire()  # to be taken over
-            outcome = SetnxLock(client, name).acquire(wait=5.0)
+            lock = SetnxLock(client, name, line=True)
+            outcome = lock.acquire(wait=5.0)
             if outcome.lock is not None:
                 outcome.lock.renew()
-                outcome.lock.release()
+                _try_line(client, lock, outcome.lock)
             _try_marks(client, name)
             memories = _memory_of_each(client)
         except LockUnavailable as error:
@@ -173,6 +181,24 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
 def check_at_worker_start(app: Celery) -> None:
     """Have workers of the app try its lock server when they start."""
     app.steps["worker"].add(LockServerCheck)
+
+
+def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
+    """Hand a lock over.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    first = Place(held.key, "check", 0, remember=5.0)
+    park(client, first, since=0.0, call="", watch=5.0)
+    held.release()
+    if lock.heir is None:  # acquire and release do without what only the line needs
+        raise LockRefused(held.key, "a release does not hand it over: ZRANGE is forbidden")
+    handed = SetnxLock(client, held.key, line=True)
+    if handed.acquire(token=task_token(first.task_id, 0, "0")).acquired:
+        handed.release()
+    leave(client, first, copy=ORIGINAL)
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
-from celery_setnx.conflict import HEADER
 from celery_setnx.connection import client_for
+from celery_setnx.delivery import HEADER
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.guard import Guard
 from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all

@@ -10,46 +10,69 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, cast
 
 from celery import Celery, Task
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 from celery.utils.time import maybe_make_aware
 
-from celery_setnx.conflict import (
+from celery_setnx.conflict import Conflict, policy_of, resolve
+from celery_setnx.connection import check_at_worker_start, client_for, new_client
+from celery_setnx.delivery import (
     HEADER,
     NONCE,
-    Conflict,
-    WaitsForItself,
+    Waits,
+    attempt_of,
     backoff,
     come_back,
-    has_met_itself,
-    resolve,
+    copy_of,
+    is_redelivered,
+    wait_of,
     waited,
 )
-from celery_setnx.connection import check_at_worker_start, client_for
-from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.keys import KeyFunction, key_name, mark_name
-from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock, task_token
+from celery_setnx.line import Place, leave
+from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, SetnxLock, task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
-from celery_setnx.options import Options, check_name, merged, plain, settings
-from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.options import UNSET, Options, check_name, merged, plain, settings
+from celery_setnx.process import identity
 from celery_setnx.signals import (
     lock_acquired,
     lock_lost,
     lock_released,
     lock_taken_over,
+    lock_woken,
     uniqueness_lapsed,
+)
+from celery_setnx.waiting import (
+    ItsTurn,
+    Parked,
+    holders_result,
+    leave_line,
+    remember_s,
+    report_take_over,
+    wake,
 )
 
 logger = logging.getLogger("celery_setnx")
 
 # What a message has of a call that another call, or what follows, waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
+
+# A call that meets a lock as young as this, behind as few others, stands in line in its pool slot before it
+# is parked, as a mutex spins before it sleeps: between short bodies a message to and fro would take longer
+# than they do.
+_YOUNG_S = 0.02
+_LINGER_BEHIND = 3
+_LINGER_S = 0.1
+_LINGER_POLL_S = 0.0005
 
 
 def lock_of(task: Task) -> HeldLock | None:
@@ -61,14 +84,21 @@ class Guard:
     """What binding settles of a task: its options, its key function, where its locks live."""
 
     def __init__(
-        self, app: Celery, task: str, signature: inspect.Signature, layers: list[Mapping[str, Any]]
+        self,
+        app: Celery,
+        task: str,
+        signature: inspect.Signature,
+        layers: list[Mapping[str, Any]],
+        *,
+        ignores_result: bool = False,
     ) -> None:
         self.app = app
+        self.ignores_result = ignores_result
         self.task = task
         self.signature = signature
         self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
-        self.options = merged(task, *self.layers)
+        self.options = self._checked(merged(task, *self.layers))
         self.key_function = self._key_function(self.options)
         check_name(f"scope of {task}", self.options.scope or task)
         check_at_worker_start(app)
@@ -79,7 +109,8 @@ class Guard:
         Raises:
             OptionError: An option is unknown, malformed, or cannot be combined with the task's.
         """
-        return Guard(self.app, self.task, self.signature, [*self.layers[1:], call])
+        layers = [*self.layers[1:], call]
+        return Guard(self.app, self.task, self.signature, layers, ignores_result=self.ignores_result)
 
     def _key_function(self, options: Options) -> KeyFunction:
         return KeyFunction(options.key, self.signature, self.task, self.settings.key_version)
@@ -105,7 +136,11 @@ class Guard:
         travelling = dict(inherited.get("options") or {})
         if call:
             travelling.update(plain(f"a call of {self.task}", call))
-        header: dict[str, Any] = {"key": self.key(args or (), kwargs or {}, travelling)}
+        header: dict[str, Any] = {
+            "key": self.key(args or (), kwargs or {}, travelling),
+            # A call that comes back stays the one that it was: one that came without a header has no id.
+            "call_id": inherited.get("call_id", "") if inherited else uuid.uuid4().hex[:12],
+        }
         if travelling:
             header["options"] = travelling
         if "wait" in inherited:
@@ -141,7 +176,34 @@ class Guard:
 
     def options_of(self, call: Mapping[str, Any]) -> Options:
         """The options of one call."""
-        return merged(f"a call of {self.task}", *self.layers, call) if call else self.options
+        if not call:
+            return self.options
+        return self._checked(merged(f"a call of {self.task}", *self.layers, call))
+
+    def _checked(self, options: Options) -> Options:
+        """Refuse to join a result that nobody stores."""
+        if options.on_conflict == "join" and self.ignores_result:
+            raise OptionError(
+                f"{self.task} has on_conflict='join' and ignore_result: there is no result to end with; "
+                "store it, or use on_conflict='wait'"
+            )
+        return options
+
+    def check_backend(self, options: Options) -> None:
+        """Refuse to join a result that no worker can read. Not when the task is bound: Celery binds it to
+        every app of a process, and those that only publish need no result backend.
+
+        Raises:
+            OptionError: The options say join, and the app has no persistent result backend.
+        """
+        if options.on_conflict != "join":
+            return
+        backend = self.app.backend
+        if isinstance(backend, DisabledBackend) or not backend.persistent:
+            raise OptionError(
+                f"{self.task} has on_conflict='join', which needs a result backend that all workers "
+                "can read: set result_backend (not rpc://), or use on_conflict='wait'"
+            )
 
     def options_for(self, header: Mapping[str, Any], call: Mapping[str, Any] | None) -> Options:
         """The options with which a call is published: those that travel, and those that stay at home."""
@@ -166,6 +228,7 @@ class Guard:
             retention=self.settings.retention,
             info=info,
             mark=mark_name(key) if options.dedupe or header.get("marked") else None,
+            line=True,
         )
 
 
@@ -179,16 +242,23 @@ class Run:
         self.request = request
         self.is_marked = header.get("marked") is True
         self.same_host = guard.settings.same_host
+        self.copy = copy_of(request)
+        self.call_id = header.get("call_id", "")
+        self.attempt = attempt_of(request.retries, request.replaced_task_nesting)
+        self.lingers_since: float | None = None
         info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
         call = header.get("options") or {}
         self.key_of = functools.partial(guard.key, call=call)
         try:
             self.options = guard.options_of(call)
+            guard.check_backend(self.options)
             self.lock = guard.lock(header, args, kwargs, info)
         except SetnxError:
             if header.get("marked"):  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(header["key"], request.id)])
             raise
+        nonce = (request.properties or {}).get(NONCE) or uuid.uuid4().hex
+        self.token = task_token(request.id, request.retries, nonce)
         self.keeper = keeper_for_process(self.lock.clock)
         self.pid = os.getpid()
 
@@ -199,25 +269,35 @@ class Run:
         """The body's result, or what becomes of the conflict."""
         held = None
         back_in = None  # seconds until this call comes back, if it does
-        hold = False
+        hold = stale = parked = False
         try:
-            outcome = self._acquire()
-            if outcome is None:
-                return body()
-            held = outcome.lock
-            if held is None:
-                return resolve(self._conflict(outcome))
-            self._begin(held, outcome)
+            if self.options.on_conflict == "join" and self.copy != ORIGINAL:
+                result = self._patiently(self._holders_result, UNSET)
+                if result is not UNSET:
+                    return result
+            while held is None:
+                outcome = self._linger()
+                if outcome is None:
+                    return body()
+                held, stale = outcome.lock, outcome.stale
+                if stale:
+                    logger.info("%s has been started by another message; this one is dropped.", self)
+                    raise Ignore("another message has started this call")
+                if held is None:
+                    with suppress(ItsTurn):
+                        return resolve(self._conflict(outcome))
+            self._begin(held, cast("Outcome", outcome))
             return body()
         except BaseException as error:
             back_in = self._comes_back_in(error)
+            parked = isinstance(error, Parked)
             hold = back_in is not None and self.options.hold_on_retry and isinstance(error, Retry)
             raise
         finally:
             if held is not None:
                 self._end(held, back_in, hold=hold)
-            elif self.lock.mark is not None:
-                self._end_mark(back_in)
+            elif not stale:
+                self._end_wait(back_in, parked=parked)
 
     def _comes_back_in(self, error: BaseException) -> float | None:
         """Seconds until the call that ends with this error is delivered again; None if it is not.
@@ -226,7 +306,7 @@ class Run:
         """
         if isinstance(error, Retry) and not self._keeps_key(error.sig):
             return None
-        if isinstance(error, (Retry, WaitsForItself)):
+        if isinstance(error, (Retry, Waits)):
             return self._seconds_until(error.when)
         if isinstance(error, Reject) and error.requeue and self.task.acks_late:
             return 0.0
@@ -244,22 +324,32 @@ class Run:
         except SetnxError:
             return False
 
-    def _acquire(self) -> Outcome | None:
+    def _acquire(self, **details: Any) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
-        nonce = (self.request.properties or {}).get(NONCE) or uuid.uuid4().hex
-        token = task_token(self.request.id, self.request.retries, nonce)
+        ask = functools.partial(
+            self.lock.acquire_at_death,
+            same_host=self.same_host,
+            token=self.token,
+            copy=self.copy,
+            attempt=self.attempt,
+            call_id=self.call_id,
+            remember=self._remember_s(),
+            **{"since": self._since_s(), **details},
+        )
+        outcome: Outcome | None = self._patiently(ask, None)
+        return outcome
+
+    def _patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
+        """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
         give_up = self.lock.clock() + self.lock.lease_s
         pause = 0.05
         while True:
             try:
-                outcome = self.lock.acquire(token=token)
-                dead = self._proved_dead(outcome.holder)
-                # The script compares the dead token, so that nobody else's lock is meant.
-                return self.lock.acquire(token=token, dead=dead) if dead else outcome
+                return ask()
             except LockUnavailable as error:
                 if self.options.on_redis_error == "run":
                     logger.warning("%s runs unguarded (on_redis_error='run'). %s", self, error)
-                    return None
+                    return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
                 if self.lock.clock() >= give_up:
@@ -268,6 +358,9 @@ class Run:
                     come_back(self.task, backoff(self.options, waits), waits, now - waited_s, str(error))
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
+
+    def _holders_result(self) -> Any:
+        return holders_result(self.task, self._place, self.options, self.lock.holder())
 
     def _queued_as(self, holder: Holder | None) -> str | None:
         """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
@@ -292,35 +385,64 @@ class Run:
             return None
         return found.task_id
 
-    def _proved_dead(self, holder: Holder | None) -> str:
-        """The holder's token if its process is surely dead, else nothing."""
-        if holder is None or holder.state != "running" or not self.same_host:
-            return ""
-        return holder.token if is_surely_dead(holder.info) else ""
+    def _linger(self) -> Outcome | None:
+        """The outcome. A call that is going to wait asks again for a few milliseconds, if that may do."""
+        if policy_of(self.options, self.request) != "wait":
+            return self._acquire()
+        outcome = self._acquire(linger=_YOUNG_S)
+        if outcome is None or outcome.holder is None:
+            return outcome
+        _waits, waited_s = waited(self.request, outcome.server_time)
+        self.lingers_since = since = outcome.server_time - waited_s
+        give_up = self.lock.clock() + _LINGER_S
+        if outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0:
+            return outcome
+        while outcome is not None and self._is_young(outcome.holder, outcome.server_time):
+            if self.lock.clock() > give_up:
+                break
+            time.sleep(_LINGER_POLL_S * max(1, outcome.waiters))
+            outcome = self._acquire(linger=_YOUNG_S, since=since)
+        return outcome
+
+    def _is_young(self, holder: Holder | None, server_time: float) -> bool:
+        """True if another call has had the lock, or was woken for it, since a moment ago."""
+        if holder is None or holder.since is None or holder.task_id == self.request.id:
+            return False
+        return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
+
+    @property
+    def _place(self) -> Place:
+        remember = remember_s(self.task.app, self.options)
+        return Place(self.lock.name, self.request.id, self.attempt, remember, self.call_id)
+
+    def _since_s(self) -> float:
+        """Server time since which this attempt waits; 0 if it does not."""
+        wait = wait_of(self.request)
+        return float(wait["since"]) if self.copy != ORIGINAL else 0.0
+
+    def _remember_s(self) -> float:
+        """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
+        policy = policy_of(self.options, self.request)
+        may_wait = callable(policy) or policy in ("wait", "join")
+        if self.copy == ORIGINAL and not (may_wait and is_redelivered(self.request)):
+            return 0.0
+        return remember_s(self.task.app, self.options)
 
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
-            self._report_take_over(held, outcome.taken_over_from, outcome.server_time)
+            report_take_over(self, held, outcome.taken_over_from, outcome.server_time)
+            self._send(lock_taken_over, held, holder=outcome.taken_over_from)
+        if self.copy != ORIGINAL:
+            _waits, waited_s = waited(self.request, outcome.server_time)
+            lock_woken.send(sender=self.task, task_id=self.request.id, key=held.key, waited_s=waited_s)
         self._send(lock_acquired, held)
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
         if self.is_marked and outcome.mark != self.request.id:
             self._report_lapse(outcome.mark)
-
-    def _report_take_over(self, held: HeldLock, dead: Holder, server_time: float) -> None:
-        ended_s = server_time - (dead.deadline or server_time)
-        if ended_s >= 0:
-            why = (
-                f"its lease ended {ended_s:.1f} s ago and was not renewed. "
-                "That process died, or stood still for longer than its lease."
-            )
-        else:
-            why = "its process on this host is dead."
-        logger.warning("%s took over %s from %s: %s", self, held.key, dead, why)
-        self._send(lock_taken_over, held, holder=dead)
 
     def _report_lapse(self, marked_by: str | None) -> None:
         logger.warning(
@@ -336,8 +458,9 @@ class Run:
 
     def _has_succeeded_before(self) -> bool:
         """True if this is another delivery of a call whose result is known. Release never means done."""
-        redelivered = (self.request.delivery_info or {}).get("redelivered") or has_met_itself(self.request)
-        if not redelivered or not self.task.backend.persistent:
+        # A woken message may have a twin that is delivered again, if it is acknowledged late.
+        has_twin = self.copy != ORIGINAL and self.task.acks_late
+        if not (has_twin or is_redelivered(self.request)) or not self.task.backend.persistent:
             return False
         try:
             return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
@@ -372,6 +495,7 @@ class Run:
                 held.lease_s,
             )
             return
+        wake(self.task.app, self.lock.heir, held.key)
         if word in ("gone", "lost"):
             if watched:
                 self._lost(held, f"it was {word} when the task ended")
@@ -380,8 +504,17 @@ class Run:
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
         self._send(lock_released, held, outcome=word)
 
-    def _end_mark(self, back_in: float | None) -> None:
-        """A call that goes on waiting keeps its mark; one that ended without the lock gives it back."""
+    def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
+        """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
+        wake(self.task.app, self.lock.heir, self.lock.name)  # acquired too late to rely on, and given back
+        is_in_line = self.lingers_since is not None or (back_in is None and self.copy != ORIGINAL)
+        if is_in_line and not parked:
+            try:
+                leave_line(self.task.app, self._place, self.copy)
+            except SetnxError as unheard:
+                logger.warning("%s has ended, and has not left the line: %s", self, unheard)
+        if self.lock.mark is None:
+            return
         mark = Mark(self.lock.name, self.request.id)
         if back_in is None:
             error = free_all(self.lock.client, [mark])
@@ -403,10 +536,16 @@ class Run:
             held.key,
             reason,
         )
+        if self.copy != ORIGINAL:
+            # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
+            with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
+                leave(new_client(self.task.app), self._place, copy=self.copy)
         self._send(lock_lost, held, reason=reason)
 
     def _conflict(self, outcome: Outcome) -> Conflict:
         waits, waited_s = waited(self.request, outcome.server_time)
+        if self.lingers_since is not None:  # it keeps its place
+            waited_s = max(0.0, outcome.server_time - self.lingers_since)
         return Conflict(
             task=self.task,
             key=self.lock.name,
@@ -416,6 +555,7 @@ class Run:
             waits=waits,
             waited_s=waited_s,
             server_time=outcome.server_time,
+            waiting=outcome.waiters,
             queued_as=self._queued_as(outcome.holder),
         )
 

@@ -110,6 +110,22 @@ def mark_name(lock_name: str) -> str:
     return f"{lock_name}:queued"
 
 
+def line_names(lock_name: str) -> tuple[str, str]:
+    """The names of the line of those who wait for a task's lock, and of their calls, in the same slot."""
+    return f"{lock_name}:line", f"{lock_name}:calls"
+
+
+def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
+    """The name of the ticket of a call that waits for its lock, in the same slot.
+
+    Args:
+        lock_name: The lock's.
+        task_id: The task's id, which several calls may be given.
+        call_id: What tells them apart. Defaults to nothing.
+    """
+    return f"{lock_name}:ticket:{task_id}:{call_id}" if call_id else f"{lock_name}:ticket:{task_id}"
+
+
 def digest(value: Any, version: int | None = None) -> str:
     """The 128-bit BLAKE2b digest of a value's canonical form, in hex.
 

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from celery_setnx.exceptions import (
     LockUnavailable,
     SetnxError,
 )
-from celery_setnx.keys import record_name
+from celery_setnx.keys import line_names, mark_name, record_name, ticket_name
+from celery_setnx.process import is_surely_dead
 from celery_setnx.scripts import Script
 
 logger = logging.getLogger("celery_setnx")
@@ -38,6 +39,12 @@ DAY_S = 86_400.0
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
 _US = 1_000_000
+HAND_OVER_S = 10.0
+"""Seconds for which a lock is kept at most for the task that is woken for it."""
+
+ORIGINAL = "-"
+"""The copy that a call's first message is; those that wake it have ids of their own."""
+
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 
 _ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
@@ -64,6 +71,38 @@ def task_of(token: str) -> str | None:
 
 
 @dataclass(frozen=True)
+class Waiter:
+    """A task that waits in line for a lock.
+
+    Attributes:
+        task_id: Its id.
+        place: Its place in the line; the first is 1.
+        since: Server time (Unix seconds) since which it waits.
+        age_s: Seconds for which it has waited.
+    """
+
+    task_id: str
+    place: int
+    since: float
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Heir:
+    """The first in line, to which a released lock was handed.
+
+    Attributes:
+        task_id: The task's id.
+        call: What it is woken with; None if that is not known any more, and it wakes by itself.
+        rest_s: Seconds until the lock has rested; 0 if it has been handed over.
+    """
+
+    task_id: str
+    call: str | None
+    rest_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Holder:
     """Who holds a lock, or held it when it was taken over.
 
@@ -71,10 +110,13 @@ class Holder:
         token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
-        state: `running`, `resting` or `held_for_retry`, or `foreign`: a lock that no program of ours has set.
+        state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
+            woken; or `foreign`: a lock that no program of ours has set.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: What the holder says of itself: task, task_id, worker, host, pid.
         value: The lock's value in Redis.
+        waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
+        waiting: How many do.
     """
 
     token: str
@@ -84,6 +126,8 @@ class Holder:
     since: float | None
     info: Mapping[str, Any] = field(default_factory=dict)
     value: str = ""
+    waiters: tuple[Waiter, ...] = ()
+    waiting: int = 0
 
     @property
     def task_id(self) -> str | None:
@@ -103,13 +147,16 @@ class Holder:
         }
 
     def __str__(self) -> str:
+        if self.state == "handed":
+            return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
         if self.state == "foreign":
             until = (
                 f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
             )
             return f"a foreign client (value {self.value!r}, {until})"
         info = self.info
-        who = f"{info['task']}[{info['task_id']}]" if info.get("task") else f"token {self.token}"
+        who = info.get("task") or f"token {self.token}"
+        who += f"[{self.task_id}]" if self.task_id else ""
         where = (
             f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""
         )
@@ -129,6 +176,8 @@ class Outcome:
         server_time: The server's clock (Unix seconds) when it decided.
         mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
             is not used with marks; a mark of the task's own ends when it acquires.
+        waiters: How many tasks wait in line.
+        stale: True if another message has started this very call: it is not to be run again.
     """
 
     acquired: bool
@@ -138,6 +187,8 @@ class Outcome:
     remaining_s: float | None = None
     server_time: float = 0.0
     mark: str | None = None
+    waiters: int = 0
+    stale: bool = False
 
 
 class HeldLock:
@@ -281,6 +332,11 @@ class SetnxLock:
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
         mark: Redis key of the mark beside the lock (see `celery_setnx.marks.Mark`): a task's own ends when
             it acquires. Defaults to none.
+        line: Whether tasks may wait in line for it (see `celery_setnx.line`), as they do for a task's lock:
+            a release hands it to the first. Defaults to False.
+
+    Attributes:
+        heir: To whom the last release through this object has handed the lock; None if nobody waited.
 
     Raises:
         ValueError: A lease that is not positive, a negative retention, or a name whose record would live
@@ -302,6 +358,7 @@ class SetnxLock:
         retention: float | timedelta = DAY_S,
         clock: Callable[[], float] = time.monotonic,
         mark: str | None = None,
+        line: bool = False,
     ) -> None:
         self.client = client
         self.name = name
@@ -312,13 +369,27 @@ class SetnxLock:
         self.retention_s = _seconds(retention)
         self.clock = clock
         self.mark = mark
+        self.line = line or mark is not None
+        self.heir: Heir | None = None
         self.held: HeldLock | None = None
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
 
-    def acquire(self, wait: float | timedelta = 0.0, *, token: str | None = None, dead: str = "") -> Outcome:
+    def acquire(
+        self,
+        wait: float | timedelta = 0.0,
+        *,
+        token: str | None = None,
+        dead: str = "",
+        copy: str = ORIGINAL,
+        remember: float = 0.0,
+        linger: float = 0.0,
+        since: float = 0.0,
+        attempt: int = 0,
+        call_id: str = "",
+    ) -> Outcome:
         """Try to become the holder.
 
         Args:
@@ -328,6 +399,14 @@ class SetnxLock:
                 its own resting lock does not stand in its way, and a lock held for its retry is resumed.
             dead: The token of a holder whose process is proved dead; its lock is taken over before its
                 deadline. Defaults to none.
+            copy: Which of a call's messages this is; of several only one acquires. Defaults to its first.
+            remember: Seconds for which it is remembered that this one has acquired. Defaults to 0: only if
+                the call has waited in line.
+            linger: Seconds for which, if another holds the lock, the task stands in line because it is going
+                to ask again. Defaults to 0: it does not.
+            since: Server time (Unix seconds) since which it does. Defaults to 0: since now.
+            attempt: Number of the task's attempt; messages of an earlier one are stale. Defaults to 0.
+            call_id: What tells the call from others that were given the same task id. Defaults to nothing.
 
         Returns:
             The outcome. That another holds the lock is a value, not an error.
@@ -341,7 +420,7 @@ class SetnxLock:
         pause = 0.01
         while True:
             try:
-                outcome = self._acquire_once(token, dead)
+                outcome = self._acquire_once(token, dead, copy, remember, linger, since, attempt, call_id)
             except SetnxError:
                 raise
             except BaseException:
@@ -350,11 +429,36 @@ class SetnxLock:
                     self._release(token, 0)
                 raise
             left = give_up - self.clock()
-            if outcome.acquired or left <= 0:
+            if outcome.acquired or outcome.stale or left <= 0:
                 return outcome
             # Never much later than the holder's deadline, and apart from the other waiters.
             pause = min(pause * 2, 1.0, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+
+    def acquire_at_death(
+        self, *, same_host: bool = True, token: str | None = None, **details: Any
+    ) -> Outcome:
+        """Try to become the holder; at once too if the holder's process, on this host, is surely dead.
+
+        Args:
+            same_host: Whether to look for such a proof. Defaults to True.
+            token: As in `acquire`.
+            details: As in `acquire`.
+
+        Returns:
+            The outcome, as `acquire`.
+
+        Raises:
+            LockUnavailable: Redis did not decide.
+            LockRefused: Redis refuses a command.
+        """
+        token = token or uuid.uuid4().hex
+        outcome = self.acquire(token=token, **details)
+        holder = outcome.holder
+        if not same_host or holder is None or holder.state != "running" or not is_surely_dead(holder.info):
+            return outcome
+        # The script compares the dead token, so that nobody else's lock is meant.
+        return self.acquire(token=token, dead=holder.token, **details)
 
     def release(self) -> Released:
         """Release what the last `acquire()` on this object acquired; see `HeldLock.release`.
@@ -380,7 +484,7 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, _now, value = self._release_reply(token, 0)
+        word, _now, value, *_heir = self._release_reply(token, 0)
         if value is not None and word in ("released", "repaired"):
             return "freed"
         return "lost" if word == "lost" else "ended"
@@ -408,10 +512,25 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        now_us, value, record = _look(self.client, lock=self.name, record=self.record)
-        found = parse_holder(record, value, int(now_us))
-        expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / _US
-        return None if expired else found
+        return current_holder(*_look(self.client, lock=self.name, record=self.record)[:3])
+
+    def holder_and_waiters(self) -> Holder | None:
+        """Who holds the lock now, as `holder()`, and who waits in line for it.
+
+        Raises:
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        (line, _calls) = line_names(self.name)
+        now, value, record, waiting, *pairs = _look(
+            self.client, lock=self.name, record=self.record, line=line
+        )
+        found = current_holder(now, value, record)
+        waiters = []
+        for place, (task_id, since_us) in enumerate(zip(pairs[::2], pairs[1::2]), 1):
+            since_s = float(since_us) / _US
+            waiters.append(Waiter(task_id, place, since_s, max(0.0, int(now) / _US - since_s)))
+        return found and replace(found, waiters=tuple(waiters), waiting=int(waiting))
 
     def __enter__(self) -> HeldLock:
         outcome = self.acquire(self.wait_s)
@@ -433,24 +552,47 @@ class SetnxLock:
                     word,
                 )
 
-    def _acquire_once(self, token: str, dead: str) -> Outcome:
+    def _acquire_once(
+        self,
+        token: str,
+        dead: str,
+        copy: str,
+        remember: float,
+        linger: float,
+        since: float,
+        attempt: int,
+        call_id: str,
+    ) -> Outcome:
         before = self.clock()
-        word, deadline_us, fence, now_us, value, record, mark = _acquire(
+        word, deadline_us, fence, now_us, value, record, mark, waiters = _acquire(
             self.client,
             lock=self.name,
             record=self.record,
+            line=self.line,
             mark=self.mark,
             token=token,
             lease_s=self.lease_s,
             retention_s=self.retention_s,
             info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
             dead=dead,
+            copy=copy,
+            remember_s=remember,
+            linger_s=linger,
+            since_s=since,
+            attempt=attempt,
+            call_id=call_id,
         )
         found = parse_holder(record, value, int(now_us))
+        if word == "stale":
+            return Outcome(False, server_time=int(now_us) / _US, mark=mark, stale=True)
         if word == "held":
-            remaining = (int(deadline_us) - int(now_us)) / _US if int(deadline_us) else None
             return Outcome(
-                False, holder=found, remaining_s=remaining, server_time=int(now_us) / _US, mark=mark
+                False,
+                holder=found,
+                remaining_s=(int(deadline_us) - int(now_us)) / _US if int(deadline_us) else None,
+                server_time=int(now_us) / _US,
+                mark=mark,
+                waiters=int(waiters),
             )
         valid_until = self._valid_until(before, int(deadline_us) - int(now_us))
         since_us = int(record.split("\n")[4]) if word == "again" else int(now_us)
@@ -474,6 +616,7 @@ class SetnxLock:
             server_time=int(now_us) / _US,
             # Asked again, the mark is gone because we have it.
             mark=task_of(token) if word == "again" and self.mark else mark,
+            waiters=int(waiters),
         )
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
@@ -484,15 +627,21 @@ class SetnxLock:
         return self._release_reply(token, rest_until_us, mark_for)[0]  # type: ignore[no-any-return]
 
     def _release_reply(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> list[Any]:
-        return _release(
+        reply = _release(
             self.client,
             lock=self.name,
             record=self.record,
+            line=self.line,
             mark=self.mark if mark_for else None,
             token=token,
             rest_until_us=rest_until_us,
             mark_s=mark_for,
+            hand_over_s=min(HAND_OVER_S, self.lease_s),
         )
+        word, now_us, _value, heir, call = reply
+        rest_s = (rest_until_us - int(now_us)) / _US if word == "resting" else 0.0
+        self.heir = Heir(heir, call, rest_s) if heir else None
+        return reply
 
 
 def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavailable | LockRefused | None]:
@@ -526,18 +675,30 @@ def _acquire(
     *,
     lock: str,
     record: str,
+    line: bool,
     mark: str | None,
     token: str,
     lease_s: float,
     retention_s: float,
     info: str,
     dead: str,
+    copy: str,
+    remember_s: float,
+    linger_s: float,
+    since_s: float,
+    attempt: int,
+    call_id: str,
 ) -> list[Any]:
-    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark]."""
+    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark, waiters]."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
-    keys = (lock, record, mark) if mark else (lock, record)
-    return _ACQUIRE(client, keys, token, _us(lease_s), _ms(retention_s), info, dead)
+    keys: tuple[str, ...] = (lock, record)
+    if line:
+        task_id = task_of(token)
+        keys += (*line_names(lock), mark or mark_name(lock))
+        keys += (ticket_name(lock, task_id, call_id),) if task_id is not None else ()
+    waiter = (copy, _ms(remember_s), _us(linger_s), _us(since_s), attempt)
+    return _ACQUIRE(client, keys, token, _us(lease_s), _ms(retention_s), info, dead, *waiter)
 
 
 def _renew(
@@ -559,14 +720,19 @@ def _release(
     *,
     lock: str,
     record: str,
+    line: bool,
     mark: str | None,
     token: str,
     rest_until_us: int,
     mark_s: float,
+    hand_over_s: float,
 ) -> list[Any]:
-    """Run lua/release.lua: [word, now us, lock value]."""
-    keys, mark_ms = ((lock, record, mark), _ms(mark_s)) if mark else ((lock, record), 0)
-    return _RELEASE(client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms)
+    """Run lua/release.lua: [word, now us, lock value, heir, call]."""
+    keys: tuple[str, ...] = (lock, record)
+    if line:
+        keys += (*line_names(lock), mark) if mark else line_names(lock)
+    mark_ms = _ms(mark_s) if mark else 0
+    return _RELEASE(client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, _us(hand_over_s))
 
 
 def _hold(
@@ -581,9 +747,9 @@ def _free(client: redis.Redis, *, lock: str, record: str, task_id: str) -> list[
     return _FREE(client, (lock, record), task_id, _REMEMBER_RELEASE_MS)
 
 
-def _look(client: redis.Redis, *, lock: str, record: str) -> list[Any]:
-    """Run lua/look.lua: [now us, lock value, record]."""
-    return _LOOK(client, (lock, record))
+def _look(client: redis.Redis, *, lock: str, record: str, line: str | None = None) -> list[Any]:
+    """Run lua/look.lua: [now us, lock value, record, waiters, task id, since us, task id, since us...]."""
+    return _LOOK(client, (lock, record, line) if line else (lock, record))
 
 
 def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
@@ -600,10 +766,17 @@ def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder |
                 fence=int(fence),
                 state=state,
                 since=int(since_us) / _US,
-                info=_info(info),
+                info={"task_id": info} if state == "handed" else _info(info),
                 value=value,
             )
     return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+
+
+def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:
+    """Who holds a lock at a time; None if it is free, or its deadline has passed."""
+    found = parse_holder(record, value, int(now_us))
+    expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / _US
+    return None if expired else found
 
 
 def _info(text: str) -> dict[str, Any]:

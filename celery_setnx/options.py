@@ -38,18 +38,21 @@ class Options:
         key: What makes two calls the same; see `celery_setnx.keys.KeyFunction`. Defaults to all arguments.
         scope: The name the key lives under; tasks with the same scope and key exclude each other.
             Defaults to the task's name.
-        on_conflict: At run time, the lock held by another: `"skip"`, `"retry"`, `"raise"`, `"auto"` (a
-            step of a workflow, or a task with `dedupe="until_started"`, retries; any other call skips) or a
-            callable taking a `Conflict`. Defaults to `"auto"`.
+        on_conflict: At run time, the lock held by another: `"skip"`, `"retry"` (comes back after a while),
+            `"wait"` (is woken when its turn has come, first come first served), `"join"` (waits, and ends
+            with the holder's result), `"raise"`, `"auto"` (a task with `dedupe="until_started"` waits, a step
+            of a workflow retries, any other call skips) or a callable taking a `Conflict`. Defaults to
+            `"auto"`.
         skip_result: What a skipped task returns. Defaults to a JSON dict naming the holder.
         lease: Seconds after which a holder that stopped renewing may be taken over. Renewed every third
             of it while the task runs. Defaults to 30.
         at_least_for: The lock rests until this long after its acquisition. Defaults to 0.
         at_most_for: Renewal stops after this long. Defaults to never.
-        retry_delay: First wait before a conflicting task comes back; doubled each time, with jitter.
+        retry_delay: First wait before a task that retries comes back; doubled each time, with jitter.
             Defaults to 1.
-        retry_delay_max: Longest such wait. Defaults to 60.
-        max_wait: After this long a waiting task fails with `LockTimeout`. Defaults to never.
+        retry_delay_max: Longest such wait; and how often a lock that others wait for is looked after, if its
+            lease is longer. Defaults to 60.
+        max_wait: After this long a task that waits or retries fails with `LockTimeout`. Defaults to never.
         dedupe: At publish time: `"until_started"` (at most one call queued) or `"until_done"` (at most one
             queued or running). Defaults to none.
         on_duplicate: What a call that is a duplicate gets: `"return"`, the `AsyncResult` of the call that is
@@ -93,7 +96,6 @@ _DURATIONS = {
     "max_wait": "not negative or None",
     "queue_lease": "positive",
 }
-_NOT_YET = {"on_conflict": ("wait", "join")}
 
 
 def merged(where: str, *layers: Mapping[str, Any]) -> Options:
@@ -104,7 +106,7 @@ def merged(where: str, *layers: Mapping[str, Any]) -> Options:
         layers: Mappings of option names to values, as the user wrote them.
 
     Raises:
-        OptionError: A name is unknown, a value malformed, not available yet, or two exclude each other.
+        OptionError: A name is unknown, a value malformed, or two exclude each other.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -118,7 +120,7 @@ def checked(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     """One layer of options with durations in seconds.
 
     Raises:
-        OptionError: A name is unknown, or a value malformed or not available yet.
+        OptionError: A name is unknown, or a value malformed.
     """
     if not isinstance(layer, Mapping):
         raise OptionError(f"the options of {where} must be a mapping of names to values, not {layer!r}")
@@ -215,8 +217,6 @@ def _value(where: str, name: str, value: Any) -> Any:
         close = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
-    if value in _NOT_YET.get(name, ()):
-        raise OptionError(f"{name}={value!r} of {where} is not available yet")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
         return _duration(where, name, value, _DURATIONS[name])
     if name == "scope" and value is not None:
@@ -263,9 +263,9 @@ def _check_together(where: str, options: Options) -> None:
             f"at_most_for ({options.at_most_for:g} s) of {where} is shorter than its "
             f"at_least_for ({options.at_least_for:g} s)"
         )
-    if options.dedupe == "until_started" and options.on_conflict == "skip":
+    if options.dedupe == "until_started" and options.on_conflict in ("skip", "join"):
         raise OptionError(
-            f"{where} has dedupe='until_started' and on_conflict='skip': a call that was published because "
-            "something changed during the run would be dropped; use on_conflict='retry', or "
-            "dedupe='until_done'"
+            f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call that was "
+            "published because something changed during the run would be dropped, or end with the result of "
+            "that run; use on_conflict='wait', or dedupe='until_done'"
         )

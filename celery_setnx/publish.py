@@ -17,8 +17,8 @@ from typing import Any
 from celery import Celery, uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_setnx.conflict import HEADER, without_deaths
 from celery_setnx.connection import client_for
+from celery_setnx.delivery import HEADER, without_deaths
 from celery_setnx.exceptions import (
     DuplicateTask,
     LockRefused,
@@ -120,6 +120,10 @@ def publish(
     header = guard.header(*(final or (args, kwargs)), call, headers.get(HEADER), options.get("retries") or 0)
     options["headers"] = {**headers, HEADER: header}
     settled = guard.options_for(header, call)
+    if settled.on_conflict == "join" and options.get("ignore_result"):
+        raise OptionError(
+            f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
+        )
     if settled.dedupe is None or not may_be_duplicate(guard.app, options):
         return _noted(send(args, kwargs, **options), deduplicated=False)
     mark = Mark(header["key"], uuid())

@@ -9,20 +9,24 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 from weakref import WeakSet
 
 from celery import Celery, bootsteps
 from celery.signals import task_rejected, task_unknown
 from celery.worker.request import Request
+from celery.worker.state import revoked as revoked_tasks
 
-from celery_setnx.conflict import HEADER, NONCE
 from celery_setnx.connection import client_for
+from celery_setnx.delivery import CONTENT_TYPE, HEADER, NONCE, attempt_of
 from celery_setnx.exceptions import SetnxError
+from celery_setnx.line import Place, leave
 from celery_setnx.lock import SetnxLock, task_token
 from celery_setnx.marks import Mark, free_all
 from celery_setnx.process import has_ended
 from celery_setnx.signals import lock_released
+from celery_setnx.waiting import let_the_line_go_on, pass_on, remember_s, wake
 
 logger = logging.getLogger("celery_setnx")
 
@@ -41,7 +45,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         properties = self._request_dict.get("properties") or {}
-        self._request_dict["properties"] = {**properties, NONCE: uuid.uuid4().hex}
+        ours = {NONCE: uuid.uuid4().hex, CONTENT_TYPE: self.content_type}
+        self._request_dict["properties"] = {**properties, **ours}
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
@@ -62,8 +67,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return super().on_timeout(soft, timeout)
 
     def revoked(self) -> bool:
-        """A call that was revoked or has expired will not use its mark, nor the lock held for its retry."""
-        known = self._already_revoked
+        """A call that was revoked or has expired uses neither its mark, nor its place, nor its held lock."""
+        known = bool(self._already_revoked)  # type: ignore[has-type]
+        if not known and self._leaves_late():
+            self.acknowledge()  # nothing is said of a call that another message has started
+            self._already_revoked = True
+            return True
         revoked = bool(super().revoked())
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
@@ -80,6 +89,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
+            wake(self.app, lock.heir, lock.name)
             if word == "lost" and not self._comes_back:  # it died before it had the lock
                 self._free_mark()
             return word == "freed"
@@ -95,9 +105,51 @@ class SingletonRequest(Request):  # type: ignore[misc]
                     break
                 time.sleep(_LOOK_S)
             self._free_mark()
-            return lock.free_held(self.id)
+            freed = lock.free_held(self.id)
+            if freed:
+                let_the_line_go_on(self.app, lock.name, self.task, self.id)
+            return freed
 
         self._free(free, "was revoked or has expired before its retry")
+
+    def _leaves_late(self) -> bool:
+        """Whether this message is to be discarded, as revoked or expired, after another has started its call.
+
+        If it is the first, the call leaves the line: before Celery says that it is revoked, because that
+        would also be said of a call which has run long ago.
+        """
+        if self._copy is None or self._guard is None:
+            return False
+        if self.id not in revoked_tasks and not self._is_expired():
+            return False
+        place = self._place
+        try:
+            word = leave(client_for(self.app), place, copy=self._copy)
+        except SetnxError as error:
+            logger.warning("%s will not run, and has not left its line: %s", self.id, error)
+            return False
+        if word == "handed":
+            _in_thread(functools.partial(_survive, functools.partial(pass_on, self.app, place, self._copy)))
+        return word == "stale"
+
+    def _is_expired(self) -> bool:
+        return (
+            bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
+        )
+
+    @property
+    def _copy(self) -> str | None:
+        """Which of the messages that wake a parked call this is; None if it has not been parked."""
+        wait = self._header.get("wait") or {}
+        return wait.get("copy") if wait.get("retries") == self._request_dict.get("retries") else None
+
+    @property
+    def _place(self) -> Place:
+        options = self._guard.options_of(self._header.get("options") or {})
+        remember = remember_s(self.app, options)
+        replaced = self._request_dict.get("replaced_task_nesting")
+        attempt = attempt_of(self._request_dict.get("retries"), replaced)
+        return Place(self._header["key"], self.id, attempt, remember, self._header.get("call_id", ""))
 
     def _free_mark(self) -> None:
         if self._header.get("marked"):

@@ -16,8 +16,15 @@ lock_conflict = Signal(
 )
 """Another holds the lock; `policy` is what becomes of the call."""
 
+lock_waiting = Signal(name="lock_waiting", providing_args={"task_id", "key", "holder", "place"})
+"""A call waits in line for its lock (`on_conflict="wait"` or `"join"`), at this `place`; the first is 1."""
+
+lock_woken = Signal(name="lock_woken", providing_args={"task_id", "key", "waited_s"})
+"""A call that waited in line has its lock, `waited_s` seconds after it met it; `lock_acquired` follows."""
+
 lock_taken_over = Signal(name="lock_taken_over", providing_args={"task_id", "key", "fence", "holder"})
-"""An expired lock was taken over from the dead `holder`; `lock_acquired` follows."""
+"""An expired lock was taken over from the dead `holder`; `lock_acquired` follows, of this call or, if it was
+taken over for those who wait in line, of the first of them."""
 
 lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome"})
 """The lock was given back: `outcome` is `released`, `resting`, `repaired` or `held_for_retry`; or `freed`,

@@ -63,7 +63,7 @@ class SingletonTask(Task):  # type: ignore[misc]
                 raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
             layers.append(decorated)
         cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
-        cls._guard = Guard(app, name, _signature(cls), layers)
+        cls._guard = Guard(app, name, _signature(cls), layers, ignores_result=bool(cls.ignore_result))
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
@@ -187,7 +187,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         return str(self._lock(args, kwargs).name)
 
     def locked(self, *args: Any, **kwargs: Any) -> Holder | None:
-        """Who holds the lock of a call with these arguments now; None if nobody does.
+        """Who holds the lock of a call with these arguments now, and who waits for it; None if nobody does.
 
         A glance, true when it was taken: to act on it, publish the call, and let the lock decide.
 
@@ -196,7 +196,7 @@ class SingletonTask(Task):  # type: ignore[misc]
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        return self._lock(args, kwargs).holder()
+        return self._lock(args, kwargs).holder_and_waiters()
 
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         if self._guard is None:
@@ -288,9 +288,11 @@ def _guard_of(task: Task) -> Guard:
     if guard is None:
         options = getattr(task.run, _OPTIONS_ATTRIBUTE)
         guard = Guard(task.app, task.name, _signature(type(task)), [options])
-        for name in ("hold_on_retry", "dedupe"):
-            if getattr(guard.options, name):
-                raise OptionError(f"{name} of {task.name} needs the base class: add base=SingletonTask")
+        needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
+        if guard.options.on_conflict in ("wait", "join"):
+            needy.append(f"on_conflict={guard.options.on_conflict!r}")
+        for name in needy:
+            raise OptionError(f"{name} of {task.name} needs the base class: add base=SingletonTask")
         _refuse_autoretried_raise(task, guard.options)
         if AlreadyRunning not in task.throws:
             task.throws = (*task.throws, AlreadyRunning)
