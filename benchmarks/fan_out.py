@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import redis
@@ -27,12 +24,12 @@ from celery import Celery, Task
 from celery_once import AlreadyQueued, QueueOnce
 from celery_singleton import Singleton
 
+from benchmarks.machine import machine
 from celery_setnx import SingletonTask
 from examples.embedded import EmbeddedServer
 
 REPEATS = 10  # calls per key where nine of ten are duplicates
 BROKER_DB, LOCK_DB, RESULT_DB = 0, 1, 2
-PACKAGES = ("celery_setnx", "celery", "kombu", "redis", "hiredis", "celery-singleton", "celery-once")
 
 Publish = Callable[[Any, list[int]], Any]
 
@@ -156,24 +153,6 @@ def table(rates: dict[Way, list[float]]) -> Iterator[str]:
             median, lowest, highest = statistics.median(rates[way]), min(rates[way]), max(rates[way])
             compared = f"{ratio(rates, way, ways[0]):7.2f}x"
             yield f"  {way.name:30}{median:9,.0f}{lowest:9,.0f}{highest:9,.0f}{compared}"
-
-
-def machine(server: EmbeddedServer) -> Iterator[str]:
-    """What it was measured on."""
-    with redis.Redis(port=server.port) as client:
-        about = client.info("server")
-    name = about.get("server_name", "redis")
-    system = f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}"
-    yield f"{system}, Python {platform.python_version()}"
-    yield f"{name} {about.get(f'{name}_version', about['redis_version'])} on the same machine"
-    yield ", ".join(f"{package} {version(package)}" for package in PACKAGES if _is_installed(package))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except ModuleNotFoundError:
-        return False
 
 
 def main() -> int:

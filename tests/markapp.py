@@ -19,6 +19,7 @@ if "SETNX_TEST_BROKER_DB" in os.environ:
     app.conf.broker_transport_options = {"visibility_timeout": 1}
 
 signals.uniqueness_lapsed.connect(record("lapsed"), weak=False)
+signals.lock_waiting.connect(record("waiting"), weak=False)
 
 
 class Marked(SingletonTask):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery, Task, shared_task
 
 from celery_setnx import AlreadyRunning, LockTimeout, OptionError, SingletonTask, UnkeyableCall, singleton
+from celery_setnx.connection import LockServerCheck
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def options_of(task: Any) -> Any:
         ({"key": ["a", "nobody"]}, "names 'nobody'"),
         ({"key": "x:{a"}, "key template 'x:{a' of tasks.t is broken"),
         ({"key": "x:{nobody}"}, "names 'nobody'"),
-        ({"on_conflict": "wait"}, "not available yet"),
+        ({"on_conflict": "waits"}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
     ],
 )
 def test_bad_option_is_refused_when_bound(app: Celery, options: Any, message: str) -> None:
@@ -168,6 +170,78 @@ def test_decorated_function_cannot_hold_its_lock_for_a_retry(app: Celery) -> Non
 
     with pytest.raises(OptionError, match="add base=SingletonTask"):
         app.finalize()
+
+
+@pytest.mark.parametrize("policy", ["wait", "join"])
+def test_decorated_function_cannot_wait_in_line(app: Celery, policy: str) -> None:
+    """Its delivery ends before it has run: that needs the base class."""
+    app.conf.result_backend = "redis://localhost:1/0"
+
+    @app.task(shared=False)
+    @singleton(on_conflict=policy)
+    def t() -> None: ...
+
+    with pytest.raises(OptionError, match=f"on_conflict='{policy}' of .* add base=SingletonTask"):
+        app.finalize()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_started"}])
+def test_waiting_needs_no_result(app: Celery, options: Any) -> None:
+    """A task whose result nobody wants, of an app without a result backend, may wait in line."""
+
+    @app.task(
+        shared=False, base=SingletonTask, ignore_result=True, singleton={"on_conflict": "wait", **options}
+    )
+    def t() -> None: ...
+
+    assert options_of(app.tasks[t.name]).on_conflict == "wait"
+
+
+@pytest.mark.parametrize("ignored_by", ["task", "app"])
+def test_join_of_an_ignored_result_is_refused(app: Celery, ignored_by: str) -> None:
+    """Whoever joins ends with a result that must be stored, whatever setting says that it is not."""
+    app.conf.update(result_backend="redis://localhost:1/0", task_ignore_result=ignored_by == "app")
+    ignored = {"ignore_result": True} if ignored_by == "task" else {}
+
+    @app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "join"}, **ignored)
+    def t() -> None: ...
+
+    with pytest.raises(OptionError, match=r"on_conflict='join' and ignore_result.*use on_conflict='wait'"):
+        app.finalize()
+
+
+@pytest.mark.parametrize("backend", [None, "disabled://", "rpc://"])
+def test_join_without_a_lasting_result_stops_the_worker(app: Celery, backend: str | None) -> None:
+    """No backend, or one whose results only the caller can read: nobody else could end with them."""
+    app.conf.result_backend = backend
+
+    @app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "join"})
+    def t() -> None: ...
+
+    app.finalize()  # a producer needs no results
+    with pytest.raises(OptionError, match="needs a result backend that all workers can read"):
+        LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_done"}])
+def test_join_of_a_stored_result_is_bound(app: Celery, options: Any) -> None:
+    """With a result backend any task may join, for as long as it likes."""
+    app.conf.result_backend = "redis://localhost:1/0"
+
+    @app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "join", **options})
+    def t() -> None: ...
+
+    assert options_of(app.tasks[t.name]).on_conflict == "join"
+
+
+def test_single_call_cannot_join_what_is_not_stored(app: Celery) -> None:
+    """The option of one call is held to the same rule, when it is published."""
+
+    @app.task(shared=False, base=SingletonTask)
+    def t() -> None: ...
+
+    with pytest.raises(OptionError, match="on_conflict='join' and ignore_result"):
+        app.tasks[t.name].apply_async(ignore_result=True, singleton={"on_conflict": "join"})
 
 
 def test_our_errors_are_expected_of_both_kinds(app: Celery) -> None:

@@ -119,7 +119,8 @@ def marks(locks: redis.Redis) -> set[str]:
 
 def held(locks: redis.Redis) -> set[str]:
     """The locks that are there."""
-    return {key for key in locks.scan_iter() if not key.endswith((":holder", ":queued"))}
+    beside = (":holder", ":queued", ":line", ":calls")
+    return {key for key in locks.scan_iter() if not key.endswith(beside) and ":ticket:" not in key}
 
 
 def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "start") -> list[dict[str, Any]]:
@@ -372,6 +373,19 @@ def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks: Any, journal: Jo
         "replacing",
         "step",
     ]
+
+
+def test_replacement_of_a_call_that_has_waited_runs(
+    tasks: Any, journal: Journal, running: Callable[[], None]
+) -> None:
+    """A dedupe task that was woken and is replaced by an equal call: its successor is a new attempt."""
+    result = tasks.replacing.apply_async(
+        (tasks.step.si(0),), task_id=uuid(), singleton={"on_conflict": "wait"}
+    )
+    journal.wait_for("conflict", task_id=result.id)
+    running()
+    assert result.get(timeout=5) == 1
+    assert [entry["task"].rpartition(".")[2] for entry in bodies(journal, result)] == ["replacing", "step"]
 
 
 @pytest.mark.parametrize("shape", ["chain", "group", "chord"])

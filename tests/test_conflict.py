@@ -12,7 +12,19 @@ from celery import Celery
 from celery.exceptions import Reject
 
 from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.conflict import WaitsForItself, _deliverable, backoff, come_back, in_workflow, waited
+from celery_setnx.conflict import in_workflow, policy_of
+from celery_setnx.delivery import (
+    Waits,
+    backoff,
+    come_back,
+    copy_of,
+    deliverable,
+    has_met_itself,
+    is_redelivered,
+    same_call,
+    waited,
+)
+from celery_setnx.lock import ORIGINAL
 from celery_setnx.options import Options
 
 
@@ -29,7 +41,7 @@ def task_on(broker: str, **transport: Any) -> Any:
 @pytest.fixture
 def stranded() -> Iterator[Any]:
     """A running call whose broker is gone."""
-    task = task_on("amqp://127.0.0.1:1//")
+    task = task_on("amqp://127.0.0.1:1//", max_retries=0)
     headers = {"singleton": {"key": "setnx:{t}"}}
     task.push_request(id="id-1", args=[], kwargs={}, retries=0, headers=headers, called_directly=False)
     yield task
@@ -65,7 +77,7 @@ def test_countdown_is_one_that_the_broker_keeps(
     broker: str, transport: Any, asked: float, given: float
 ) -> None:
     """More than a second on AMQP, and a quarter of the visibility timeout at most elsewhere."""
-    assert _deliverable(task_on(broker, **transport), asked) == given
+    assert deliverable(task_on(broker, **transport), asked) == given
 
 
 def test_backoff_doubles_with_jitter_up_to_its_limit() -> None:
@@ -102,7 +114,91 @@ def test_workflow_is_a_chain_a_chord_or_a_mutable_link(request_of: Any, expected
     assert in_workflow(request) is expected
 
 
-def test_waiting_for_itself_survives_the_way_to_the_workers_parent() -> None:
+@pytest.mark.parametrize(
+    ("options", "chain", "policy"),
+    [
+        ({}, None, "skip"),
+        ({}, [{}], "retry"),
+        ({"dedupe": "until_done"}, None, "skip"),
+        ({"dedupe": "until_done"}, [{}], "retry"),
+        ({"dedupe": "until_started"}, None, "wait"),
+        ({"dedupe": "until_started"}, [{}], "wait"),
+        ({"on_conflict": "skip"}, [{}], "skip"),
+        ({"on_conflict": "raise"}, [{}], "raise"),
+        ({"on_conflict": "join"}, [{}], "join"),
+        ({"on_conflict": "wait"}, None, "wait"),
+        ({"on_conflict": "retry", "dedupe": "until_started"}, None, "retry"),
+        ({"on_conflict": print}, [{}], print),
+    ],
+)
+def test_policy_is_what_was_asked_for_and_auto_decides(options: Any, chain: Any, policy: Any) -> None:
+    """auto: wait with until_started; else retry in a workflow, and skip elsewhere."""
+    request = SimpleNamespace(chain=chain, chord=None, callbacks=None)
+    assert policy_of(Options(**options), request) == policy
+
+
+@pytest.fixture
+def delivered() -> Iterator[Any]:
+    """Call it with what a message says of its waiting, to have a task whose request is that delivery."""
+    task = task_on("redis://h")
+    pushed = []
+
+    def deliver(wait: Any = None, *, retries: int = 0, redelivered: bool = False) -> Any:
+        headers = {"singleton": {"key": "setnx:{t}", "marked": True, **({"wait": wait} if wait else {})}}
+        task.push_request(
+            id="id-1",
+            args=[],
+            kwargs={},
+            retries=retries,
+            headers=headers,
+            called_directly=False,
+            delivery_info={"redelivered": redelivered},
+        )
+        pushed.append(1)
+        return task
+
+    yield deliver
+    for _ in pushed:
+        task.pop_request()
+
+
+def wait_in(signature: Any) -> Any:
+    return signature.options["headers"]["singleton"]["wait"]
+
+
+def test_call_that_waits_again_stays_the_copy_that_it_is(delivered: Any) -> None:
+    """Only one of a call's messages starts it: one that comes back is no other message than before."""
+    task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"})
+    assert copy_of(task.request) == "c1"
+    again = same_call(task, {"count": 2, "since": 5.0})
+    assert wait_in(again) == {"count": 2, "since": 5.0, "retries": 0, "copy": "c1"}
+    header = again.options["headers"]["singleton"]
+    assert (header["key"], header["marked"]) == ("setnx:{t}", True)
+
+
+def test_call_that_waits_for_the_first_time_is_the_original(delivered: Any) -> None:
+    """Its message names no copy until one is sent to wake it."""
+    task = delivered()
+    assert copy_of(task.request) == ORIGINAL
+    assert wait_in(same_call(task, {"count": 1, "since": 5.0})) == {"count": 1, "since": 5.0, "retries": 0}
+
+
+def test_copy_belongs_to_one_attempt(delivered: Any) -> None:
+    """A task's own retry is a new call to be woken: what its last attempt was does not count."""
+    task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, retries=1)
+    assert copy_of(task.request) == ORIGINAL
+    assert wait_in(same_call(task, {"count": 1, "since": 9.0})) == {"count": 1, "since": 9.0, "retries": 1}
+
+
+def test_second_delivery_stays_one_while_it_waits(delivered: Any) -> None:
+    """The message that wakes it is delivered once, and may be that of a call which has succeeded."""
+    task = delivered(redelivered=True)
+    assert is_redelivered(task.request)
+    assert not has_met_itself(task.request)
+    assert wait_in(same_call(task, {"count": 1, "since": 5.0}))["own"] is True
+
+
+def test_end_of_a_call_that_waits_survives_the_way_to_the_workers_parent() -> None:
     """An end that the parent cannot unpickle would end the whole worker."""
-    copy = pickle.loads(pickle.dumps(WaitsForItself("held by an earlier attempt", 1.5)))
+    copy = pickle.loads(pickle.dumps(Waits("held by an earlier attempt", 1.5)))
     assert (copy.args[0], copy.when) == ("held by an earlier attempt", 1.5)

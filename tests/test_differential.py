@@ -16,28 +16,50 @@ import redis
 from redis.exceptions import ResponseError
 
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, texts
-from tests.model.lock import MS, NOT_A_STRING, NUMBER, Lock, Mark, Record, Store, purge, task_of
+from tests.model.lock import (
+    MS,
+    NOT_A_STRING,
+    NUMBER,
+    Calls,
+    Line,
+    Lock,
+    Mark,
+    Record,
+    Store,
+    first_in_line,
+    purge,
+    task_of,
+    without_call,
+)
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
+LINE, CALLS = "{lock.foo}:line", "{lock.foo}:calls"
 CASES = 1_500 * int(os.environ.get("MODEL_SCALE", "1"))
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
+TICKETS = {task: f"{{lock.foo}}:ticket:{task}" for task in TASK_IDS}
+KEYS = (LOCK, RECORD, MARK, LINE, CALLS, *TICKETS.values())
+COPIES = ("-", "x1", "y2")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
 RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
 MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
+HAND_OVERS = (1, 150_000, SECOND, 2_345_678)
+WATCHES = (0, 1, SECOND, 100 * SECOND)
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 
 EVERY_ANSWER = {
     f"{verb}: {word}"
     for verb, answers in {
-        "acquire": "acquired again resumed taken_over held FOREIGNRECORD",
+        "acquire": "acquired again resumed taken_over held stale FOREIGNRECORD",
         "renew": "renewed repaired gone lost",
         "release": "released resting repaired held_for_retry gone lost",
-        "hold": "held_for_retry released resting gone lost",
+        "hold": "held_for_retry released resting handed gone lost",
+        "park": "new parked handed stale",
+        "leave": "left handed stale",
         "free": "released repaired gone lost",
-        "look": "found nothing",
+        "look": "found nothing waiters",
         "mark": "marked queued running WRONGTYPE",
         "extend": "extended lost WRONGTYPE",
         "unmark": "freed lost WRONGTYPE",
@@ -66,26 +88,26 @@ MUTANTS = [
     ("renew", "if not string.match(value", "if value == 'free' and string.match(value"),
     ("renew", "/ 1000000)), 'PXAT', expiry)", "/ 1000000)))"),
     ("release", "if h_token ~= token then", "if not h_token then"),
-    ("release", "if state ~= 'running' then return answer(state) end", ""),
+    ("release", "if state ~= 'running' then return answer(heir and 'released' or state) end", ""),
+    ("release", "heir and 'released' or state", "state"),
     ("release", "not ours and now < tonumber(h_deadline)", "not ours"),
-    ("release", "if rest_until > now then", "if rest_until > 0 then"),
+    ("release", "and rest_until > now then", "and rest_until > 0 then"),
     ("release", "redis.call('DEL', KEYS[1])", ""),
-    ("release", "word), 'PX', int(remember))", "word))"),
+    ("release", "word, rest), 'PX', int(remember))", "word, rest))"),
     ("hold", "if h_token ~= token then", "if not h_token then"),
     ("hold", "if state ~= 'running' then return answer(state) end", ""),
     ("hold", "'held_for_retry', rest}", "'running', rest}"),
     ("free", "state ~= 'held_for_retry' or", ""),
     ("free", "~= task_id then", "== '' then"),
-    ("acquire", "mark == string.match(token, '^(.*)|%d+|%x+$')", "string.match(token, '^(.*)|%d+|%x+$')"),
-    ("acquire", "then redis.call('DEL', KEYS[3]) end", "then redis.call('GET', KEYS[3]) end"),
+    ("acquire", "if mark and mark == task then", "if mark and task then"),
+    ("acquire", "then redis.call('DEL', KEYS[5]) end", "then redis.call('GET', KEYS[5]) end"),
     ("acquire", "if type(mark) ~= 'string' then mark = false end", ""),
-    ("acquire", "function held(till) return", "function held(till) redis.call('DEL', KEYS[#KEYS]) return"),
-    ("acquire", "int(now), old, record, mark} end\n\n", "int(now), old, record, false} end\n\n"),
-    ("release", "if again > 0 and task_id then", "if KEYS[3] and task_id then"),
+    ("acquire", "if linger > 0 then", "redis.call('DEL', KEYS[#KEYS]) if linger > 0 then"),
+    ("acquire", "old, record, mark, waiters}\n  end", "old, record, false, waiters}\n  end"),
+    ("release", "if again > 0 and task_id then", "if KEYS[5] and task_id then"),
     ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'PX', int(again))"),
     ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'NX')"),
     ("release", "task_id, 'NX', 'PX', int(again))", "token, 'NX', 'PX', int(again))"),
-    ("release", "    mark_again()\n    return answer('resting')", "    return answer('resting')"),
     ("release", "mark_again()\nreturn answer(word)", "return answer(word)"),
     ("release", "mark_again()\nreturn answer(word)", "if value then mark_again() end\nreturn answer(word)"),
     ("mark", "if mark and mark ~= task_id then", "if mark then"),
@@ -105,6 +127,83 @@ MUTANTS = [
     ("extend", "redis.call('PTTL', KEYS[1]) < lease", "true"),
     ("unmark", "redis.call('GET', KEYS[1]) ~= task_id", "not redis.call('GET', KEYS[1])"),
     ("unmark", "redis.call('DEL', KEYS[1])", ""),
+    ("acquire", "later > 0 or later == 0 and t_copy", "later == 0 and t_copy"),
+    ("acquire", "later > 0 or later == 0 and t_copy", "later > 0 and t_copy"),
+    ("acquire", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= copy"),
+    ("acquire", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= ''"),
+    ("acquire", "if heir and (task == heir or woken) then return 'acquired' end", ""),
+    ("acquire", "if heir and (task == heir or woken) then", "if heir then"),
+    ("acquire", "if heir and (task == heir or woken) then", "if heir and task == heir then"),
+    ("acquire", "if heir and (task == heir or woken) then", "if heir and woken then"),
+    ("acquire", "woken = t_copy == '' and copy ~= '-'", "woken = t_copy == ''"),
+    ("acquire", "woken = t_copy == '' and copy ~= '-'", "woken = copy ~= '-'"),
+    ("acquire", "if heir and task ~= heir and now < h_deadline and", "if heir and task ~= heir and"),
+    ("acquire", "if heir and task ~= heir and now < h_deadline and", "if false and"),
+    ("acquire", "redis.call('ZADD', KEYS[3], ARGV[9], heir)", "redis.call('ZADD', KEYS[3], now, heir)"),
+    ("acquire", "not heir and h_token ~= token", "h_token ~= token"),
+    ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or waiters ~= '0'"),
+    ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or task == heir"),
+    ("acquire", "  redis.call('ZREM', KEYS[3], task)\n", ""),
+    ("acquire", "  redis.call('HDEL', KEYS[4], task)\n", ""),
+    ("acquire", "'KEEPTTL'", "'PX', 1000"),
+    ("acquire", "'|' .. copy, unpack(", "'|', unpack("),
+    ("acquire", "if ticket or KEYS[6] and remember > 0 then", "if ticket then"),
+    ("acquire", "'@' .. int(now + linger)", "'@' .. int(now)"),
+    ("acquire", "ARGV[9] == '0' and int(now) or ARGV[9]", "int(now)"),
+    ("acquire", "ARGV[9] == '0' and int(now) or ARGV[9]", "ARGV[9]"),
+    ("acquire", "if redis.call('PTTL', key) < 60000 then", "if true then"),
+    ("release", "elseif heir then", "elseif false then"),
+    ("release", "  redis.call('ZREM', KEYS[3], heir)\n", ""),
+    ("release", "keep(now + hand_over, 'handed'", "keep(now + lease, 'handed'"),
+    ("release", "int(now) .. '\\n' .. heir", "rest"),
+    ("release", "if state == 'handed' then heir =", "if state == 'gone' then heir ="),
+    ("release", "if not lingers or now < tonumber(lingers) then", "if true then"),
+    ("release", "if not lingers or now < tonumber(lingers) then", "if not lingers then"),
+    ("release", "now < tonumber(lingers) then", "now <= tonumber(lingers) then"),
+    ("release", "lingers and tonumber(lingers) - now + 50000 or hand_over", "hand_over"),
+    ("release", "if call and string.match(call, '^@') then heir, call = false, false end", ""),
+    ("release", "  redis.call('ZREM', KEYS[3], unpack(gone))\n", ""),
+    ("release", "  redis.call('HDEL', KEYS[4], unpack(gone))\n", ""),
+    ("release", "redis.pcall('ZRANGE', KEYS[3], 0, 9)", "redis.pcall('ZRANGE', KEYS[3], 0, 0)"),
+    ("release", "redis.pcall('ZRANGE', KEYS[3], 0, 9)", "redis.pcall('ZREVRANGE', KEYS[3], 0, 9)"),
+    ("release", "heir = false; return answer('lost')", "return answer('lost')"),
+    ("park", "later > 0 or later == 0 and t_copy", "later == 0 and t_copy"),
+    ("park", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= copy"),
+    ("park", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= ''"),
+    ("park", "if value and heir == task and", "if heir == task and"),
+    ("park", "if value and heir == task and", "if value and heir and"),
+    ("park", "and now < tonumber(deadline) then", "then"),
+    ("park", "and now < tonumber(deadline) then", "and now <= tonumber(deadline) then"),
+    ("park", "redis.call('ZADD', KEYS[3], since, task)", "redis.call('ZADD', KEYS[3], now, task)"),
+    ("park", "redis.call('HSET', KEYS[4], task, call)", "redis.call('HSETNX', KEYS[4], task, call)"),
+    ("park", "'|', 'PX', int(remember))", "'|', 'KEEPTTL')"),
+    ("park", "ticket and 'parked' or 'new'", "'parked'"),
+    ("park", "rank and rank + 1 or 0", "rank or 0"),
+    ("park", "not till or other == task or now", "not till or now"),
+    ("park", "now >= tonumber(till)", "now > tonumber(till)"),
+    ("park", "or now >= tonumber(till)", ""),
+    ("park", "if watch > 0 and redis.call('ZCARD', KEYS[3]) > 0 then", "if watch > 0 then"),
+    ("park", "if redis.call('PTTL', key) < remember then", "if true then"),
+    (
+        "park",
+        "redis.call('ZADD', KEYS[3], since, task)\noutlive(KEYS[3])",
+        "redis.call('ZADD', KEYS[3], since, task)",
+    ),
+    ("leave", "later > 0 or later == 0 and t_copy", "later == 0 and t_copy"),
+    ("leave", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= ''"),
+    ("leave", "'|' .. copy, 'PX', int(remember))", "'|', 'PX', int(remember))"),
+    ("leave", "'|' .. copy, 'PX', int(remember))", "'|' .. copy)"),
+    ("leave", "redis.call('ZREM', KEYS[3], task)", ""),
+    ("leave", "redis.call('HDEL', KEYS[4], task)\n", ""),
+    ("leave", "value and heir == task and now", "heir == task and now"),
+    ("leave", "value and heir == task and now", "value and heir and now"),
+    ("leave", "and now < tonumber(deadline)", ""),
+    ("look", "redis.call('ZRANGE', KEYS[3], 0, 99, 'WITHSCORES')", "redis.call('ZRANGE', KEYS[3], 0, 99)"),
+    (
+        "look",
+        "redis.call('ZRANGE', KEYS[3], 0, 99, 'WITHSCORES')",
+        "redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')",
+    ),
 ]
 
 
@@ -127,7 +226,8 @@ class Step(NamedTuple):
             return "clock, foreigners"
         verb = self.what.split()[0]
         if verb == "look":
-            return "look: nothing" if self.reply[1:] == (None, None) else "look: found"
+            waiters = "waiters" if self.reply[3] != "0" else "found"
+            return "look: nothing" if self.reply[1:] == (None, None, "0") else f"look: {waiters}"
         return f"{verb}: {self.reply[0]}"
 
 
@@ -145,7 +245,7 @@ class Case:
 
     def steps(self) -> Iterator[Step]:
         """The operations, each with the state that the model expects after it."""
-        yield Step("start", [("DEL", LOCK, RECORD, MARK), *_set_clock(self.now)], None, self.store)
+        yield Step("start", [("DEL", *KEYS), *_set_clock(self.now)], None, self.store)
         verbs = (
             [self.acquire] * 6
             + [self.renew] * 5
@@ -156,6 +256,8 @@ class Case:
             + [self.mark] * 5
             + [self.extend] * 2
             + [self.unmark] * 2
+            + [self.park] * 5
+            + [self.leave] * 2
             + [self.advance] * 9
             + [self.foreign] * 4
         )
@@ -163,7 +265,11 @@ class Case:
             record = self.store.record
             # Held for a retry is a state that most verbs end at once: what is rare in it comes more often.
             held = isinstance(record, Record) and record.state == "held_for_retry"
-            yield self.random.choice(verbs + [self.free, self.foreign, self.acquire] * 6 * held)()
+            rare = [self.free, self.foreign, self.acquire] * 6 * held
+            rare += [self.release, self.hold, self.park, self.leave, self.acquire] * 3 * _is_handed(record)
+            lingers = any(call.startswith("@") for _, call in self.store.calls.fields)
+            rare += [self.advance, self.release, self.release] * 5 * lingers
+            yield self.random.choice(verbs + rare)()
 
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
@@ -171,22 +277,33 @@ class Case:
         info, dead = self.random.choice(("{}", '{"pid":7}', "two\nlines")), ""
         if self.random.random() < 0.2:
             dead = self.token()
-        self.last, marks = token, self.random.random() < 0.8
-        return self.script(
-            "acquire",
-            (token, lease, retention, info, dead),
-            self.model.acquire(
-                self.store,
-                self.now,
-                token=token,
-                lease=lease,
-                retention=retention,
-                info=info,
-                dead=dead,
-                marks=marks,
-            ),
-            marks=marks,
+        record = self.store.record
+        self.last, line = token, self.random.random() < 0.9 or _is_handed(record)
+        linger = self.random.choice((0, 1, 20_000, 9 * SECOND)) if line and task_of(token)[0] else 0
+        since = self.random.choice((0, self.now - self.random.randrange(3) * SECOND))
+        attempt = self.random.choice((0, 0, 1))
+        copy, remember = self.random.choice(COPIES), self.random.choice((0, 0, 0, 0, 0, *MARK_LEASES_MS))
+        after = self.model.acquire(
+            self.store,
+            self.now,
+            token=token,
+            lease=lease,
+            retention=retention,
+            info=info,
+            dead=dead,
+            copy=copy,
+            remember=remember,
+            linger=linger,
+            since=since,
+            attempt=attempt,
+            line=line,
         )
+        keys: tuple[str, ...] = (LOCK, RECORD)
+        if line:
+            task = task_of(token)[0]
+            keys += (LINE, CALLS, MARK) if task is None else (LINE, CALLS, MARK, TICKETS[task])
+        arguments = (token, lease, retention, info, dead, copy, remember, linger, since, attempt)
+        return self.script("acquire", arguments, after, keys)
 
     def renew(self) -> Step:
         """By the holder or by anybody else."""
@@ -198,12 +315,24 @@ class Case:
         """By the holder, once or twice, with or without a rest or a retry, or by anybody else."""
         token = self.token()
         rest = self.random.choice((0, 0, self.now, self.now + 1, self.now + 2 * SECOND, self.now - SECOND))
-        marks = self.random.random() < 0.6
-        again = self.random.choice((0, *MARK_LEASES_MS)) if marks else 0
+        keys: tuple[str, ...] = self.random.choice(((LOCK, RECORD), (LOCK, RECORD, LINE, CALLS)))
+        if self.random.random() < 0.7:
+            keys = (LOCK, RECORD, LINE, CALLS, MARK)
+        if _is_handed(self.store.record):
+            keys = (LOCK, RECORD, LINE, CALLS)  # as it was handed with them
+        again = self.random.choice((0, *MARK_LEASES_MS)) if MARK in keys else 0
+        hand_over = self.random.choice(HAND_OVERS)
         after = self.model.release(
-            self.store, self.now, token=token, rest_until=rest, remember=REMEMBER_MS, again=again
+            self.store,
+            self.now,
+            token=token,
+            rest_until=rest,
+            remember=REMEMBER_MS,
+            again=again,
+            hand_over=hand_over,
+            line=LINE in keys,
         )
-        return self.script("release", (token, rest, REMEMBER_MS, again), after, marks=marks)
+        return self.script("release", (token, rest, REMEMBER_MS, again, hand_over), after, keys)
 
     def hold(self) -> Step:
         """By the holder, for its retry, or by anybody else."""
@@ -228,26 +357,64 @@ class Case:
 
     def look(self) -> Step:
         """By anybody."""
-        return self.script("look", (), self.model.look(self.store, self.now))
+        line = self.random.random() < 0.8
+        keys = (LOCK, RECORD, LINE) if line else (LOCK, RECORD)
+        return self.script("look", (), self.model.look(self.store, self.now, line=line), keys)
+
+    def park(self) -> Step:
+        """By a call that met the held lock, or by its courier."""
+        task, attempt = self.waiter()
+        copy, since = self.random.choice(("", *COPIES)), self.now - self.random.randrange(3) * SECOND
+        call, watch = self.random.choice(("call", "call again")), self.random.choice(WATCHES)
+        remember = self.random.choice(MARK_LEASES_MS)
+        after = self.model.park(
+            self.store,
+            self.now,
+            task=task,
+            attempt=attempt,
+            copy=copy,
+            since=since,
+            call=call,
+            remember=remember,
+            watch=watch,
+        )
+        keys = (LOCK, RECORD, LINE, CALLS, TICKETS[task])
+        return self.script("park", (task, attempt, copy, since, call, remember, watch), after, keys)
+
+    def leave(self) -> Step:
+        """By a message that will not run, or by one of a call that has begun."""
+        task, attempt = self.waiter()
+        copy, remember = self.random.choice(COPIES), self.random.choice(MARK_LEASES_MS)
+        after = self.model.leave(
+            self.store, self.now, task=task, attempt=attempt, copy=copy, remember=remember
+        )
+        keys = (LOCK, RECORD, LINE, CALLS, TICKETS[task])
+        return self.script("leave", (task, attempt, copy, remember), after, keys)
+
+    def waiter(self) -> tuple[str, int]:
+        """A task and its attempt; often the one for which the lock is kept."""
+        record = self.store.record
+        heir = [record.info] * 3 if isinstance(record, Record) and record.state == "handed" else []
+        return self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
 
     def mark(self) -> Step:
         """By the publisher of a new call, or of one that is marked or runs."""
         task_id, lease = self.task_id(), self.random.choice(MARK_LEASES_MS)
         dedupe = self.random.choice(("until_started", "until_done", "until_done"))
         after = self.model.mark(self.store, self.now, task_id=task_id, lease=lease, dedupe=dedupe)
-        return self.script("mark", (task_id, lease, dedupe), after, marks=True)
+        return self.script("mark", (task_id, lease, dedupe), after, (LOCK, RECORD, MARK))
 
     def extend(self) -> Step:
         """By the mark's publisher, or by anybody else."""
         task_id, lease = self.task_id(), self.random.choice((0, *MARK_LEASES_MS))
         after = self.model.extend(self.store, self.now, task_id=task_id, lease=lease)
-        return self.script("extend", (task_id, lease), after, keys=(MARK,))
+        return self.script("extend", (task_id, lease), after, (MARK,))
 
     def unmark(self) -> Step:
         """By the mark's publisher, or by anybody else."""
         task_id = self.task_id()
         after = self.model.unmark(self.store, self.now, task_id=task_id)
-        return self.script("unmark", (task_id,), after, keys=(MARK,))
+        return self.script("unmark", (task_id,), after, (MARK,))
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
@@ -259,6 +426,7 @@ class Case:
             moments += [int(float(value) * SECOND), int((float(value) + 1) * SECOND)]
         expiries = [self.store.expiry, self.store.record_expiry]
         moments += [ms * MS for ms in expiries if ms is not None]
+        moments += [int(call[1:]) for _, call in self.store.calls.fields if call.startswith("@")] * 4
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         began = self.now
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
@@ -280,7 +448,7 @@ class Case:
             (str(second), str(second), f"{second}.5", f"{second}.", f"00{second}", "0")
         )
         what = self.random.choice(
-            ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark")
+            ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line")
         )
         store = self.store
         if what == "getset" and store.value != NOT_A_STRING:
@@ -304,6 +472,12 @@ class Case:
         elif what == "mark" and self.random.random() < 0.3:
             self.store = store._replace(mark=Mark(NOT_A_STRING, None))
             commands = [("DEL", MARK), ("RPUSH", MARK, "x")]
+        elif what == "line" and self.random.random() < 0.3:
+            self.store = store._replace(line=Line(), calls=Calls(), tickets=())
+            commands = [("DEL", LINE, CALLS, *TICKETS.values())]
+        elif what == "line" and first_in_line(store) is not None:
+            self.store = without_call(store, first_in_line(store) or "")
+            commands = [("HDEL", CALLS, first_in_line(store))]
         else:
             gone = self.random.choice(([LOCK], [LOCK], [LOCK, RECORD], [RECORD], [MARK]))
             if LOCK in gone:
@@ -322,7 +496,10 @@ class Case:
         task, retries = task_of(holder)
         if task is not None and isinstance(record, Record) and record.state == "held_for_retry":
             self.last = f"{task}|{retries + 1}|9f"
-        return self.random.choice((holder, holder, self.last, self.random.choice(TOKENS)))
+        known = [holder, holder]
+        if isinstance(record, Record) and record.state == "handed":
+            known += [f"{record.info}|{self.random.choice((0, 1))}|9e"] * 3
+        return self.random.choice((*known, self.last, self.random.choice(TOKENS)))
 
     def task_id(self) -> str:
         """Mostly the marked task's or the holder's."""
@@ -336,18 +513,19 @@ class Case:
         verb: str,
         arguments: tuple[Any, ...],
         after: tuple[Store, tuple[Any, ...]],
-        *,
-        marks: bool = False,
         keys: tuple[str, ...] = (LOCK, RECORD),
     ) -> Step:
-        """A call of a script; `marks`: with the mark's key."""
+        """A call of a script."""
         before, (self.store, reply) = self.store.mark, after
         mark = self.store.mark
         if mark is not None and mark.expiry is not None and mark != before:
             self.mark_lease = mark.expiry - self.now // MS
-        keys = (*keys, MARK) if marks else keys
         command = ("EVALSHA", self.shas[verb], len(keys), *keys, *arguments)
         return Step(f"{verb} {arguments}", [command], reply, self.store, self.mark_lease)
+
+
+def _is_handed(record: object) -> bool:
+    return isinstance(record, Record) and record.state == "handed"
 
 
 def _set_clock(now: int) -> list[tuple[Any, ...]]:
@@ -360,16 +538,20 @@ def _send(client: redis.Redis, steps: list[Step]) -> list[tuple[Any, ...]]:
         for step in steps:
             for command in step.commands:
                 pipe.execute_command(*command)
-            for key in (LOCK, RECORD, MARK):
-                pipe.execute_command("GET", key)
+            for key in KEYS:
+                if key == LINE:
+                    pipe.zrange(key, 0, -1, withscores=True)
+                else:
+                    pipe.execute_command("HGETALL" if key == CALLS else "GET", key)
                 pipe.execute_command("PEXPIRETIME", key)
         replies = iter(pipe.execute(raise_on_error=False))
-    return [tuple([next(replies) for _ in range(len(step.commands) + 6)][-7:]) for step in steps]
+    seen = 2 * len(KEYS)
+    return [tuple([next(replies) for _ in range(len(step.commands) + seen)][-seen - 1 :]) for step in steps]
 
 
 def _differences(step: Step, seen: tuple[Any, ...], sent: range) -> Iterator[str]:
     """What the server answered otherwise than the model; `sent`: when, by the server's own clock."""
-    reply, value, expiry, record, record_expiry, mark, mark_expiry = seen
+    reply, value, expiry, record, record_expiry, mark, mark_expiry, *waiting = seen
     after = step.after
     if step.reply is not None:
         answered = (str(reply).split()[0],) if isinstance(reply, ResponseError) else tuple(reply)
@@ -394,6 +576,27 @@ def _differences(step: Step, seen: tuple[Any, ...], sent: range) -> Iterator[str
             yield f"the mark expires at {mark_expiry}, in the model {after.mark}"
     elif mark_expiry - step.mark_lease not in sent:
         yield f"the mark expires at {mark_expiry}, not {step.mark_lease} ms from {sent}"
+    yield from _waiting_differences(after, waiting, sent)
+
+
+def _waiting_differences(after: Store, seen: list[Any], sent: range) -> Iterator[str]:
+    """As above, of the line, the calls and the tickets."""
+    tickets = dict(after.tickets)
+    expected: list[tuple[str, Any, int]] = [
+        ("line", [[task, float(since)] for since, task in after.line.places], after.line.lease),
+        ("calls", dict(after.calls.fields), after.calls.lease),
+        *[
+            (f"ticket of {t!r}", tickets[t].text, tickets[t].lease) if t in tickets else ("", None, 0)
+            for t in TICKETS
+        ],
+    ]
+    for (what, content, lease), found, expiry in zip(expected, seen[::2], seen[1::2]):
+        if what == "line":
+            found = [list(place) for place in found]
+        if found != content:
+            yield f"the {what} is {found!r}, in the model {content!r}"
+        elif content and expiry - lease not in sent:
+            yield f"the {what} expires at {expiry}, not {lease} ms from {sent}"
 
 
 def _expiry(content: object, expiry: int | None) -> int:
@@ -415,7 +618,7 @@ def compare(client: redis.Redis, scripts: dict[str, str], seeds: Iterable[int]) 
         before = _server_ms(client)
         seen = _send(client, steps)
         sent = range(before, _server_ms(client) + 1)
-        client.delete(LOCK, RECORD, MARK, CLOCK_KEY)
+        client.delete(*KEYS, CLOCK_KEY)
         for number, (step, real) in enumerate(zip(steps, seen)):
             differences = list(_differences(step, real, sent))
             if differences:

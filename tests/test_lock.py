@@ -218,11 +218,11 @@ def test_wait_ends_when_the_lock_is_released(locks: redis.Redis) -> None:
     class ReleasingLock(SetnxLock):
         """Frees the lock of the other after a few tries."""
 
-        def _acquire_once(self, token: str, dead: str) -> Any:
+        def _acquire_once(self, *args: Any) -> Any:
             waited.append(time.monotonic())
             if len(waited) == 4:
                 held.release()
-            return super()._acquire_once(token, dead)
+            return super()._acquire_once(*args)
 
     assert ReleasingLock(locks, NAME).acquire(wait=10).acquired
     assert len(waited) == 4
@@ -325,8 +325,8 @@ def test_interrupted_acquire_gives_back_what_it_may_hold(
     lock = SetnxLock(locks, NAME)
     acquire = SetnxLock._acquire_once
 
-    def interrupted(self: SetnxLock, token: str, dead: str) -> Any:
-        acquire(self, token, dead)
+    def interrupted(self: SetnxLock, *args: Any) -> Any:
+        acquire(self, *args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SetnxLock, "_acquire_once", interrupted)

@@ -12,7 +12,7 @@ from celery import Celery
 from pydantic import BaseModel
 
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
-from celery_setnx.conflict import HEADER
+from celery_setnx.delivery import HEADER
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 from tests.versions.conditions import needs_dumped_models

@@ -61,10 +61,12 @@ def test_timedelta_is_seconds() -> None:
         ({"scope": ""}, "must be a text without braces"),
         ({"hold_on_retry": 2}, "hold_on_retry of proj.t must be True or False"),
         ({"dedupe": "until_later"}, "dedupe of proj.t must be one of"),
-        ({"on_conflict": "wait"}, "on_conflict='wait' of proj.t is not available yet"),
-        ({"on_conflict": "join"}, "not available yet"),
+        ({"on_conflict": "wiat"}, "on_conflict of proj.t must be one of .*; did you mean 'wait'"),
+        ({"on_conflict": "joins"}, "did you mean 'join'"),
+        ({"max_wait": float("inf")}, "max_wait of proj.t must be not negative or None and finite"),
         ({"on_duplicate": "rais"}, "on_duplicate of proj.t must be one of .*did you mean 'raise'"),
-        ({"dedupe": "until_started", "on_conflict": "skip"}, "would be dropped; use on_conflict='retry'"),
+        ({"dedupe": "until_started", "on_conflict": "skip"}, "would be dropped, .*; use on_conflict='wait'"),
+        ({"dedupe": "until_started", "on_conflict": "join"}, "or end with the result of that run"),
         ({"queue_lease": 0}, "queue_lease of proj.t must be positive"),
         ("lease=5", "must be a mapping"),
     ],
@@ -88,6 +90,18 @@ def test_bad_option_is_refused_by_name(layer: Any, message: str) -> None:
 def test_none_means_the_default(layer: Any) -> None:
     """Switching an option off is allowed where the table says none."""
     merged("t", {"max_wait": 1, "at_most_for": 1}, layer)
+
+
+@pytest.mark.parametrize("policy", ["wait", "join"])
+@pytest.mark.parametrize("others", [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}])
+def test_waiting_goes_with_any_max_wait_and_until_done(policy: str, others: Any) -> None:
+    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running."""
+    assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
+
+
+def test_one_running_and_one_waiting_is_until_started_with_wait() -> None:
+    """What is published during a run must run after it: it waits, or is a duplicate of the one that does."""
+    assert merged("t", {"dedupe": "until_started", "on_conflict": "wait"}).on_conflict == "wait"
 
 
 def test_callable_of_one_call_is_refused() -> None:

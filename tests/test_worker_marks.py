@@ -98,7 +98,7 @@ def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
     assert not locks.exists(mark_of(tasks.started, "gated"))
     second = tasks.started.delay("gated")
     assert not second.deduplicated
-    assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "retry"
+    assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
     assert tasks.started.delay("gated").id == second.id
     gates("gated")
     gates("gated")
@@ -250,10 +250,10 @@ def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks: Any, journal: 
 
 
 def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, locks: redis.Redis) -> None:
-    """A call that waits for its lock is queued still: its mark is extended every time it comes back."""
+    """A call that waits for its lock is queued still: its courier extends its mark with every visit."""
     first = running(journal, tasks.started, "gated")
     second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 9})
-    journal.wait_for("retry", task_id=second.id)
+    journal.wait_for("waiting", task_id=second.id)
     mark = mark_of(tasks.started, "gated")
     assert locks.get(mark) == second.id
     locks.pexpire(mark, 3_000)
@@ -263,6 +263,20 @@ def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, lock
     gates("gated")
     assert [first.get(timeout=10), second.get(timeout=10)] == ["gated", "gated"]
     assert journal.entries(what="lapsed") == []
+
+
+def test_call_with_the_id_of_one_that_has_waited_runs(tasks: Any, journal: Journal, gates: Any) -> None:
+    """A producer may use an id again: what is remembered of the first call does not drop the second."""
+    first, second = running(journal, tasks.started, "gated"), uuid()
+    tasks.started.apply_async(["gated"], task_id=second)
+    journal.wait_for("waiting", task_id=second)
+    gates("gated")
+    gates("gated")
+    first.get(timeout=10)
+    journal.wait_for("postrun", task_id=second, state="SUCCESS")
+    gates("gated")
+    tasks.started.apply_async(["gated"], task_id=second)
+    wait_until(lambda: len(journal.entries(what="end", task_id=second)) == 2, "its second run", 5)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def sent(beat: Beat) -> int:
 def stop(beat: Beat, worker: Worker) -> None:
     """Stop a beat between two ticks: SIGTERM does not wait for a message that is on its way."""
     wait_until(
-        lambda: len({*re.findall(r"\[(\S+)\] received", worker.log_text())}) == sent(beat), "all received"
+        lambda: len({*re.findall(r"Task jobs\.\w+\[(\S+)\] received", worker.log_text())}) == sent(beat),
+        "all received",
     )
     assert beat.stop() == 0
 

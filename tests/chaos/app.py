@@ -13,13 +13,14 @@ from typing import Any
 from celery import Celery
 from celery.signals import task_failure, task_postrun, task_received, task_retry, task_revoked
 
-from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, signals
-from celery_setnx.lock import HeldLock
+from celery_setnx import LockLost, SingletonTask, current_lock, guard, is_skipped, signals
+from celery_setnx.lock import Heir, HeldLock
 from tests.chaos import mutants
 from tests.soak.history import History
 
 LEASE_S = 1.5
 RETRY_MAX_S = 0.2
+WAIT_PACE_S = 2.0
 GAP_S = 0.25
 _STEP_S = 0.01
 
@@ -52,7 +53,7 @@ def note(kind: str, **details: Any) -> None:
 
 
 def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
-    """Be alive for a while, asking the lock before every step, as a careful task does."""
+    """Be alive for a while, asking the lock before every step, as a careful task does; the life's id."""
     lock = current_lock()
     life = f"{os.getpid()}.{next(_lives)}"
     ensured, why = None, "ended by an exception"
@@ -81,7 +82,7 @@ def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
         raise
     finally:
         note("end", tid=task.request.id, life=life, name=name, ensured=ensured, why=why)
-    return name
+    return life
 
 
 @app.task(
@@ -163,7 +164,7 @@ def _record(word: str) -> Any:
     return receiver
 
 
-for _word in ("acquired", "conflict", "taken_over", "released", "lost"):
+for _word in ("acquired", "conflict", "waiting", "woken", "taken_over", "released", "lost"):
     getattr(signals, f"lock_{_word}").connect(_record(_word), weak=False)
 
 
@@ -175,7 +176,8 @@ def note_received(sender: Any, request: Any, **_details: Any) -> None:
 @task_postrun.connect
 def note_postrun(task_id: str, state: str, retval: Any = None, **_details: Any) -> None:
     if state == "SUCCESS":
-        note("done", tid=task_id, skipped=is_skipped(retval))
+        skipped = is_skipped(retval)
+        note("done", tid=task_id, skipped=skipped, result=None if skipped else retval)
 
 
 @task_failure.connect
@@ -207,4 +209,21 @@ def _note_renewals() -> None:
     HeldLock._renewed = noted  # type: ignore[method-assign]
 
 
+def _die_before_waking() -> None:
+    """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
+    order = Path(os.environ["CHAOS_DIES_BEFORE_WAKING"])
+    wake = guard.wake  # type: ignore[attr-defined]
+
+    def dies(app: Celery, heir: Heir | None, key: str) -> None:
+        if heir is not None and order.exists():
+            whole_worker = order.read_text() == "worker"
+            order.unlink()
+            os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
+        wake(app, heir, key)
+
+    guard.wake = dies  # type: ignore[attr-defined]
+
+
 _note_renewals()
+if "CHAOS_DIES_BEFORE_WAKING" in os.environ:
+    _die_before_waking()

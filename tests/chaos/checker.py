@@ -15,6 +15,8 @@ POLL_S = 0.2
 FINAL = ("done", "failed", "revoked")
 # The worker's parent frees what a dead child held: a median above this is a violation. None only reports it.
 CHILD_KILL_MEDIAN_S: float | None = 1.0
+# A wake-up is a message: if the next in line begins later than this in the median, its courier has woken it.
+CHILD_KILL_HAND_OVER_S = 0.3
 # How a task may fail when its process, its time or its lock is taken from it.
 _DOCUMENTED = ("WorkerLostError", "Terminated", "TimeLimitExceeded", "SoftTimeLimitExceeded", "SystemExit")
 _INFINITY = float("inf")
@@ -26,15 +28,15 @@ class Report:
 
     violations: list[str] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
+    hand_over_s: list[float] = field(default_factory=list)
     lives: int = 0
     tasks: int = 0
     ends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def recovery(self) -> tuple[str, str]:
-        """Median and maximum in seconds, as text."""
-        if not self.recovery_s:
-            return "-", "-"
-        return f"{median(self.recovery_s):.2f}", f"{max(self.recovery_s):.2f}"
+
+def median_and_max(seconds: Sequence[float]) -> tuple[str, str]:
+    """In seconds, as text."""
+    return (f"{median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Life:
     pid: int
     worker: str
     fence: int
+    retries: int
     lease: float
     start: float
     until: float
@@ -56,6 +59,7 @@ class Life:
     doom: float = _INFINITY
     lost: Record | None = None
     released: bool = False
+    died_releasing: bool = False
     resumed_at: float = 0.0
     excused: bool = False
     epochs: list[Record] = field(default_factory=list)
@@ -105,6 +109,10 @@ def check(records: Sequence[Record], scenario: str) -> Report:
         _check_end(life, report)
     _check_take_overs(own, sent, by_name, report)
     _check_tasks(own, sent, faults, lives, report)
+    _check_joined(own, sent, lives, report)
+    _check_run_once(own, sent, lives, report)
+    for of_name in by_name.values():
+        _measure_hand_over(of_name, own, report)
     return report
 
 
@@ -112,6 +120,11 @@ def is_lost_with_its_worker(of_task: Sequence[Record], faults: Iterable[Record])
     """Whether Celery documents the loss: the message was in a worker that was killed or shut down cold."""
     # What is acknowledged late comes back.
     if not of_task or any(record.get("task") == "late" for record in of_task):
+        return False
+    # What waits in line has a courier until it has its lock.
+    if [record["kind"] for record in of_task if record["kind"] in ("waiting", "acquired")][-1:] == [
+        "waiting"
+    ]:
         return False
     received = [record for record in of_task if record["kind"] == "received"]
     last = of_task[-1]["t"]
@@ -127,7 +140,7 @@ def _lives(own: Sequence[Record], faults: Sequence[Record]) -> list[Life]:
         if kind == "start":
             life = Life(
                 record["life"], record["tid"], record["name"], record["pid"], record["worker"],
-                record["fence"] or 0, record["lease"], record["t"], record["until"],
+                record["fence"] or 0, record["retries"], record["lease"], record["t"], record["until"],
             )  # fmt: skip
             lives[life.id] = by_lock[life.tid, life.fence] = life
         elif kind == "end" and record["life"] in lives:
@@ -166,8 +179,10 @@ def _blame(life: Life, faults: Sequence[Record]) -> None:
     for fault in faults:
         kind = fault["kind"]
         if kind in ("kill", "cold") and life.start <= fault["t"] and life.end is None and life.kill is None:
-            if fault.get("victim_pid") == life.pid or fault.get("victim_worker") == life.worker:
+            if _hits(fault, life):
                 life.kill = fault
+        elif kind == "kill" and life.end is not None and not life.released and _hits(fault, life):
+            life.died_releasing = life.start <= fault["t"] and fault["before"] - life.end["t"] < 0.5
         elif kind == "gap":
             if fault["life"] in (life.id, "driver") and _meet(life, fault["since"], fault["t"]):
                 life.excused = True
@@ -179,6 +194,10 @@ def _blame(life: Life, faults: Sequence[Record]) -> None:
                 life.excused = True
         elif kind == "epoch" and life.start < fault["until"] and life.last > fault["since"]:
             life.epochs.append(fault)
+
+
+def _hits(fault: Record, life: Life) -> bool:
+    return bool(fault.get("victim_pid") == life.pid or fault.get("victim_worker") == life.worker)
 
 
 def _meet(life: Life, since: float, until: float) -> bool:
@@ -251,7 +270,7 @@ def _check_end(life: Life, report: Report) -> None:
         report.violations.append(f"{_who(life)} lost its lock: {life.lost['reason']}")
     if life.end and life.end["why"] == "lost" and life.lost is None:
         report.violations.append(f"{_who(life)} was told that its lock is lost, but no signal was sent")
-    harmed = life.excused or life.epochs or life.kill or life.doom < _INFINITY
+    harmed = life.excused or life.epochs or life.kill or life.died_releasing or life.doom < _INFINITY
     if life.end is not None and not harmed and not life.released and life.lost is None:
         report.violations.append(f"{_who(life)} ended and released nothing")
     for epoch in life.epochs:
@@ -314,6 +333,8 @@ def _check_tasks(
                 continue
             if error == "LockLost" and tid in disturbed:
                 continue
+            if call["policy"] == "join" and _has_failed_beside(call, error, own, sent):
+                continue
             text = next(r["text"] for r in records if r.get("error") == error)
             report.violations.append(f"{tid} failed with {error}: {text}")
         if skipped:
@@ -328,6 +349,85 @@ def _check_tasks(
             report.ends["lost with its worker"] += 1
         else:
             report.violations.append(f"{tid} is not accounted for: {sorted(kinds)}")
+
+
+def _has_failed_beside(call: Record, error: str, own: Sequence[Record], sent: dict[str, Record]) -> bool:
+    """Whether another call of the key has failed so, for which this one may have waited."""
+    return any(
+        record["kind"] == "failed"
+        and record["error"] == error
+        and record["t"] >= call["t"]
+        and record["tid"] != call["tid"]
+        and sent[record["tid"]]["name"] == call["name"]
+        for record in own
+    )
+
+
+def _check_joined(
+    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
+) -> None:
+    """A call that joins ends with what a body of its key returned that ended after the call was sent."""
+    by_id = {life.id: life for life in lives}
+    for record in own:
+        call = sent[record["tid"]]
+        if record["kind"] != "done" or call["policy"] != "join":
+            continue
+        life = by_id.get(record["result"])
+        if life is None or life.end is None or life.end["why"] != "done":
+            report.violations.append(f"{call['tid']} ended with {record['result']!r}, which no body returned")
+        elif life.name != call["name"]:
+            report.violations.append(f"{call['tid']} ended with the result of another key: {_who(life)}")
+        elif life.end["t"] < call["t"]:
+            ago_s = call["t"] - life.end["t"]
+            report.violations.append(
+                f"{call['tid']} was sent {ago_s:.2f} s after what it joined: {_who(life)}"
+            )
+
+
+def _check_run_once(
+    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
+) -> None:
+    """However many messages a call that waits has, it runs to its end once, and ends once."""
+    runs: dict[tuple[str, int], list[Life]] = defaultdict(list)
+    for life in lives:
+        if (
+            life.end is not None
+            and life.end["why"] == "done"
+            and sent[life.tid]["policy"] in ("wait", "join")
+        ):
+            runs[life.tid, life.retries].append(life)
+    for of_call in runs.values():
+        first, *more = sorted(of_call, key=lambda life: life.start)
+        # What the server has forgotten may run again, and what was not acknowledged before its worker died.
+        if more and not (first.epochs or first.excused or first.died_releasing):
+            report.violations.append(f"run twice: {_who(first)} and {_who(more[0])}")
+    ends: dict[str, int] = defaultdict(int)
+    for record in own:
+        if record["kind"] in ("done", "failed") and sent[record["tid"]]["policy"] in ("wait", "join"):
+            ends[record["tid"]] += 1
+    disturbed = {
+        life.tid for life in lives if life.excused or life.epochs or life.kill or life.died_releasing
+    }
+    for tid, count in ends.items():
+        if count > 1 and tid not in disturbed:
+            report.violations.append(f"{tid} ended {count} times")
+
+
+def _measure_hand_over(lives: Sequence[Life], own: Sequence[Record], report: Report) -> None:
+    """From the release by one who lived to the next body, which has waited in line."""
+    woken = {record["tid"] for record in own if record["kind"] == "woken"}
+    waiting: dict[str, float] = {}
+    for record in own:
+        if record["kind"] == "waiting":
+            waiting.setdefault(record["tid"], record["t"])
+    for life, heir in pairwise(lives):
+        harmed = (
+            life.kill or life.excused or life.epochs or life.died_releasing or heir.epochs or heir.excused
+        )
+        if harmed or life.end is None or heir.tid not in woken:
+            continue
+        if waiting.get(heir.tid, _INFINITY) < life.end["t"]:
+            report.hand_over_s.append(heir.start - life.end["t"])
 
 
 def _who(life: Life) -> str:

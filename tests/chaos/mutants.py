@@ -8,15 +8,19 @@ from collections.abc import Callable
 from hashlib import sha1
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 
 from celery_setnx import connection as connection_module
+from celery_setnx import guard as guard_module
 from celery_setnx import keeper as keeper_module
 from celery_setnx import lock as lock_module
+from celery_setnx import request as request_module
 from celery_setnx import scripts as scripts_module
+from celery_setnx import waiting as waiting_module
+from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.keeper import Keeper
-from celery_setnx.lock import HeldLock, SetnxLock
+from celery_setnx.lock import HeldLock, Holder, SetnxLock
 
 
 def _replace(verb: str, *changes: tuple[str, str]) -> None:
@@ -134,11 +138,55 @@ def renewal_gives_up() -> None:
     keeper_module.renew_all = once
 
 
+def no_wake() -> None:
+    """Whoever hands a lock over sends no wake-up; couriers do."""
+    for module in (guard_module, request_module):
+        module.wake = lambda *_arguments: None  # type: ignore[attr-defined]
+
+
+def no_courier() -> None:
+    """Couriers come, do nothing, and do not come again; wake-ups are sent."""
+    waiting_module._visit = lambda *_arguments: None
+
+
+def lost_wake() -> None:
+    """A wake-up that is not sent is sent by nobody."""
+    no_wake()
+    no_courier()
+
+
+def no_ticket() -> None:
+    """Every message of a call starts it, whichever has started it before."""
+    _replace(
+        "acquire", ("if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then", "if false then")
+    )
+
+
+def claimed_once() -> None:
+    """A message that has started its call does not start it again when it is delivered again."""
+    _replace("acquire", ("t_copy ~= '' and t_copy ~= copy then", "t_copy ~= '' then"))
+
+
+def join_first() -> None:
+    """A call ends with the result of the first of its key that was ever joined."""
+    joined = waiting_module._joined
+
+    def first(task: Task, holder: Holder, wait: Any) -> Any:
+        now = joined(task, holder, wait)
+        if now is None:
+            return None
+        key = f"first:{task.request.args[0]}"
+        return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
+
+    waiting_module._joined = first
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     mutant.__name__: mutant
     for mutant in (
         no_lock, plain_del, early_take_over, no_take_over, no_renewal, no_resend, greedy_renewal, no_deadline,
         counting_fence, clock_fence, client_clock, no_release_on_error, no_hold, renewal_gives_up,
+        no_wake, no_courier, lost_wake, no_ticket, claimed_once, join_first,
     )
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.chaos.app import GAP_S, LEASE_S, app, held, late, work
+from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
 from tests.harness import Worker, wait_until
 from tests.soak.history import History, Record
@@ -31,6 +31,8 @@ PATIENCE_S = 20.0
 _PATIENCE_WITH_A_FLAW_S = 5.0
 _TICK_S = 0.005
 _TASKS = {"work": work, "late": late, "held": held}
+# A courier that comes as often as a call that polls would hide a wake-up that is not sent.
+_PACE = {policy: {"retry_delay_max": WAIT_PACE_S} for policy in ("wait", "join")}
 _SHIM = Path(__file__).with_name("clock_shim.c")
 
 
@@ -265,18 +267,25 @@ class Play:
         stage: Where it plays.
         name: The scenario's name, with which its keys and task ids begin.
         count: How many faults to inject.
+        policies: What rivals do at a conflict, in turn. Defaults to `retry`.
     """
 
-    def __init__(self, stage: Stage, name: str, count: int) -> None:
+    def __init__(self, stage: Stage, name: str, count: int, policies: tuple[str, ...] = ("retry",)) -> None:
         self.stage = stage
         self.name = name
         self.count = count
+        self._policies = policies
         self.injected = 0
         self.failures: list[str] = []
         self.recovery_s: list[float] = []
         self.began = time.monotonic()
         self._sent: dict[str, str] = {}
         self._lock = threading.Lock()
+
+    def policy(self, number: int) -> str:
+        """What the rivals of a fault do at a conflict."""
+        # Scenarios have two to four kinds of faults in turn: none always meets the same policy.
+        return self._policies[(number + number // 4) % len(self._policies)]
 
     def send(
         self,
@@ -314,7 +323,7 @@ class Play:
             [full_name, seconds, deaf],
             queue=queue,
             task_id=tid,
-            singleton={"on_conflict": policy, "lease": lease},
+            singleton={"on_conflict": policy, "lease": lease, **_PACE.get(policy, {})},
             **options,
         )
         return tid
@@ -322,7 +331,7 @@ class Play:
     def crowd(self, name: str, chance: random.Random, queues: tuple[str, ...] = ("q", "va", "vb")) -> None:
         """A few short calls of a key, with one policy or another."""
         for _ in range(2):
-            policy = chance.choice(["skip", "retry", "raise"])
+            policy = chance.choice(["skip", "retry", "raise", "wait", "join"])
             self.send(name, chance.uniform(0, 0.08), chance.choice(queues), policy=policy)
 
     def lanes(self, act: Callable[[str, random.Random, int], Any], lanes: int = LANES) -> None:
@@ -365,6 +374,13 @@ class Play:
         with self._lock:
             self.recovery_s.append(seconds)
 
+    def joined(self, tid: str, since: float, within_s: float) -> None:
+        """Wait for the end of a call that joins, which may be the failure of the other."""
+        ended = self.stage.log.wait(tid, "done", "failed")
+        self.recovered(ended["t"] - since)
+        if ended["t"] - since > within_s:
+            raise AssertionError(f"{tid} ended only {ended['t'] - since:.2f} s after what it waited for died")
+
     def settle(self, queue: str = "q") -> None:
         """Wait until every task is accounted for, run every key once more, and look at the lock database.
 
@@ -397,9 +413,14 @@ class Play:
             self.fail(f"{tid} is not accounted for: {where}")
 
     def _locks_left(self, client: redis.Redis) -> list[str]:
-        """Locks, not their records; a worker that starts tries a lock of its own."""
+        """Locks and lines, not what is only remembered; a worker that starts tries a lock of its own."""
         keys = client.scan_iter("chaos:*", count=1000)
-        return [key for key in keys if not key.endswith(":holder") and "{check:" not in key]
+        remembered = (":holder", ":calls")
+        return [
+            key
+            for key in keys
+            if not key.endswith(remembered) and ":ticket:" not in key and "{check:" not in key
+        ]
 
 
 def find_compiler() -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from statistics import median
 
-from tests.chaos.checker import CHILD_KILL_MEDIAN_S, Report, check
+from tests.chaos.checker import CHILD_KILL_HAND_OVER_S, CHILD_KILL_MEDIAN_S, Report, check, median_and_max
 from tests.chaos.scenarios import SCENARIOS, Scenario
 from tests.chaos.stage import Play, Stage
 
-_HEAD = ("fault", "times", "violations", "recovery median s", "max s", "tasks", "bodies", "took s")
+_HEAD = (
+    "fault", "times", "violations", "recovery median s", "max s", "hand-over median s", "max s", "tasks",
+    "bodies", "took s",
+)  # fmt: skip
 
 
 @dataclass
@@ -24,9 +28,10 @@ class Result:
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
-        middle, longest = self.report.recovery()
-        numbers = (self.injected, len(self.report.violations), middle, longest, self.report.tasks)
-        return (self.name, *map(str, numbers), str(self.report.lives), f"{self.took_s:.0f}")
+        recovery, hand_over = median_and_max(self.report.recovery_s), median_and_max(self.report.hand_over_s)
+        numbers = (self.report.tasks, self.report.lives, round(self.took_s))
+        broken = len(self.report.violations)
+        return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
 
 
 def count_of(scenario: Scenario, scale: str) -> int:
@@ -43,8 +48,8 @@ def play(stage: Stage, name: str, count: int) -> Result:
     """
     SCENARIOS[name].check_tools()
     began = time.monotonic()
-    short = SCENARIOS[name].play.__name__
-    run = Play(stage, short, count)
+    short = "_".join([SCENARIOS[name].play.__name__, *SCENARIOS[name].policies])
+    run = Play(stage, short, count, SCENARIOS[name].policies)
     try:
         SCENARIOS[name].play(run)
     except AssertionError as error:
@@ -56,10 +61,14 @@ def play(stage: Stage, name: str, count: int) -> Result:
     report = check(list(stage.log.records), short)
     report.violations += run.failures
     report.recovery_s += run.recovery_s
-    if CHILD_KILL_MEDIAN_S is not None and short == "child_kill" and report.recovery_s:
-        middle = float(report.recovery()[0])
+    if CHILD_KILL_MEDIAN_S is not None and short == "child_kill_retry" and report.recovery_s:
+        middle = median(report.recovery_s)
         if middle > CHILD_KILL_MEDIAN_S:
             report.violations.append(f"after kill -9 of a child the key ran again only after {middle:.2f} s")
+    if short == "child_kill_wait" and report.hand_over_s:
+        middle = median(report.hand_over_s)
+        if middle > CHILD_KILL_HAND_OVER_S:
+            report.violations.append(f"the next in line began only {middle:.2f} s after a release")
     return Result(name, run.injected, report, time.monotonic() - began)
 
 

@@ -330,7 +330,7 @@ class Call(Ours):
             lease=self.lease,
             retention=RETENTION_MS,
             dead=me.dead,
-            marks=True,
+            line=True,
         )
 
     def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:

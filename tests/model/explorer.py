@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tests.model.lock import SECOND, Lock, Store, purge
 
@@ -186,7 +186,33 @@ def grant_in(record: str) -> tuple[str, str]:
     return token, fence
 
 
-Property = Callable[[World, State, Event, State], bool]
+class Moment(Protocol):
+    """A state of any world."""
+
+    @property
+    def now(self) -> int:
+        """The server's time."""
+
+    @property
+    def store(self) -> Store:
+        """What Redis holds."""
+
+
+S = TypeVar("S", bound=Moment)
+
+
+class Explorable(Protocol[S]):
+    """A world: where it begins, and what may happen next."""
+
+    @property
+    def start(self) -> S:
+        """Where it begins."""
+
+    def steps(self, state: S) -> Iterator[tuple[Event, S]]:
+        """Everything that may happen next."""
+
+
+Property = Callable[[Any, S, Event, S], bool]
 
 
 class Result(NamedTuple):
@@ -206,25 +232,37 @@ class Result(NamedTuple):
         return f"{self.states:,} states in {self.seconds:.1f} s: {found}{lines}"
 
 
-def explore(world: World, properties: Sequence[Property], limit: int = 10_000_000) -> Result:
+def explore(
+    world: Explorable[S],
+    properties: Sequence[Property[S]],
+    limit: int = 10_000_000,
+    *,
+    goal: Callable[[S], bool] | None = None,
+) -> Result:
     """Visit every reachable state, and stop at the first property that is broken.
 
-    A property is true if all is well. Raises RuntimeError past the limit: a bound that is not reached
-    proves nothing.
+    A property is true if all is well. With a goal, there must also be a way to it from every state. Raises
+    RuntimeError past the limit: a bound that is not reached proves nothing.
     """
     gc.disable()  # millions of tuples, none of them in a cycle
     try:
-        return _explore(world, properties, limit)
+        return _explore(world, properties, limit, goal)
     finally:
         gc.enable()
 
 
-def _explore(world: World, properties: Sequence[Property], limit: int) -> Result:
+def _explore(
+    world: Explorable[S],
+    properties: Sequence[Property[S]],
+    limit: int,
+    goal: Callable[[S], bool] | None,
+) -> Result:
     began = time.perf_counter()
-    origin: dict[State, tuple[State, Event] | None] = {world.start: None}
+    origin: dict[S, tuple[S, Event] | None] = {world.start: None}
+    sources: dict[S, list[S]] = {}
     frontier = [world.start]
     while frontier:
-        reached: list[State] = []
+        reached: list[S] = []
         for state in frontier:
             for event, after in world.steps(state):
                 for holds in properties:
@@ -235,16 +273,36 @@ def _explore(world: World, properties: Sequence[Property], limit: int) -> Result
                 step = (state, event)
                 if origin.setdefault(after, step) is step:
                     reached.append(after)
+                if goal is not None:
+                    sources.setdefault(after, []).append(state)
         if len(origin) > limit:
             raise RuntimeError(f"more than {limit:,} states")
         frontier = reached
     moments = frozenset((state.store, state.now) for state in origin)
-    return Result(moments, len(origin), time.perf_counter() - began)
+    stuck = _first_stuck(origin, sources, goal) if goal is not None else None
+    spent = time.perf_counter() - began
+    if goal is not None and stuck is not None:
+        before = origin[stuck]
+        trace = _trace(origin, *before, stuck) if before else ()
+        return Result(moments, len(origin), spent, goal.__name__, trace)
+    return Result(moments, len(origin), spent)
 
 
-def _trace(
-    origin: dict[State, tuple[State, Event] | None], state: State, event: Event, after: State
-) -> tuple[str, ...]:
+def _first_stuck(
+    origin: dict[S, tuple[S, Event] | None], sources: dict[S, list[S]], goal: Callable[[S], bool]
+) -> S | None:
+    """The state nearest to the start from which there is no way to the goal."""
+    saved = {state for state in origin if goal(state)}
+    frontier = list(saved)
+    while frontier:
+        for before in sources.get(frontier.pop(), ()):
+            if before not in saved:
+                saved.add(before)
+                frontier.append(before)
+    return next((state for state in origin if state not in saved), None)
+
+
+def _trace(origin: dict[S, tuple[S, Event] | None], state: S, event: Event, after: S) -> tuple[str, ...]:
     lines = [_line(event, after)]
     step = origin[state]
     while step is not None:
@@ -254,7 +312,7 @@ def _trace(
     return tuple(reversed(lines))
 
 
-def _line(event: Event, after: State) -> str:
+def _line(event: Event, after: Moment) -> str:
     who = "" if event.actor is None else f"client {event.actor} "
     answer = f" -> {event.reply[0]}" if event.reply else ""
     token = f" {event.token}" if event.token else ""

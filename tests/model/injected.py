@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx import lock, marks
+from celery_setnx import line, lock, marks
 from celery_setnx.scripts import Script
 
 CLOCK_KEY = "test:clock"
@@ -24,6 +24,8 @@ SCRIPTS = {
     "mark": (marks, "_MARK"),
     "extend": (marks, "_EXTEND"),
     "unmark": (marks, "_UNMARK"),
+    "park": (line, "_PARK"),
+    "leave": (line, "_LEAVE"),
 }
 TIMELESS = ("extend", "unmark")  # the marks that they find are not past: Redis expires them
 

@@ -14,6 +14,7 @@ SECOND = 1_000_000
 MS = 1_000
 NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
 NOT_A_STRING = "(not a string)"
+LINGERS_MS = 60_000
 FOREIGNRECORD = ("FOREIGNRECORD",)
 WRONGTYPE = ("WRONGTYPE",)
 _TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
@@ -43,10 +44,37 @@ class Mark(NamedTuple):
     expiry: int | None
 
 
+class Line(NamedTuple):
+    """Who waits for the lock, since when, in order; `lease`: the milliseconds for which the key was to last.
+
+    No test lets so much time pass that anything is forgotten of those who wait.
+    """
+
+    places: tuple[tuple[int, str], ...] = ()
+    lease: int = 0
+
+
+class Calls(NamedTuple):
+    """What each waiter is woken with, in order of its id, or `@` and the time until which it asks by itself.
+
+    Under '' who watches the lock, and until when.
+    """
+
+    fields: tuple[tuple[str, str], ...] = ()
+    lease: int = 0
+
+
+class Ticket(NamedTuple):
+    """Which attempt of a task waits (`retries|`) or has begun, by which of its messages (`retries|copy`)."""
+
+    text: str
+    lease: int
+
+
 class Store(NamedTuple):
     """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
 
-    `record` is text if a foreign program wrote it.
+    `record` is text if a foreign program wrote it. `tickets` by task id, in order.
     """
 
     value: str | None = None
@@ -54,11 +82,14 @@ class Store(NamedTuple):
     record: Record | str | None = None
     record_expiry: int | None = None
     mark: Mark | None = None
+    line: Line = Line()
+    calls: Calls = Calls()
+    tickets: tuple[tuple[str, Ticket], ...] = ()
 
 
 def purge(store: Store, now: int) -> Store:
     """What is left of the keys at a time."""
-    value, expiry, record, record_expiry, mark = store
+    value, expiry, record, record_expiry, mark = store[:5]
     now_ms = now // MS
     if expiry is not None and now_ms > expiry:
         value = expiry = None
@@ -66,7 +97,7 @@ def purge(store: Store, now: int) -> Store:
         record = record_expiry = None
     if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
         mark = None
-    return Store(value, expiry, record, record_expiry, mark)
+    return Store(value, expiry, record, record_expiry, mark, *store[5:])
 
 
 def up(number: int, unit: int) -> int:
@@ -84,6 +115,39 @@ def task_of(token: str) -> tuple[str | None, int]:
     """The task id and retry count in a token; (None, 0) if it is no task's."""
     match = _TASK_TOKEN.fullmatch(token)
     return (match[1], int(match[2])) if match else (None, 0)
+
+
+def first_in_line(store: Store) -> str | None:
+    """The task that waits first; None if none does."""
+    return store.line.places[0][1] if store.line.places else None
+
+
+def without_place(store: Store, task: str) -> Store:
+    """The keys when a task waits in line no more."""
+    places = tuple(place for place in store.line.places if place[1] != task)
+    return store._replace(line=Line(places, store.line.lease) if places else Line())
+
+
+def with_place(store: Store, task: str, since: int, call: str, lease: int) -> Store:
+    """The keys when a task waits in line, with what it is woken with."""
+    places = [*without_place(store, task).line.places, (since, task)]
+    fields = {**dict(store.calls.fields), task: call}
+    return store._replace(
+        line=Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease)),
+        calls=Calls(tuple(sorted(fields.items())), max(store.calls.lease, lease)),
+    )
+
+
+def without_call(store: Store, task: str) -> Store:
+    """The keys when nothing is known any more of what a task is woken with."""
+    fields = tuple(field for field in store.calls.fields if field[0] != task)
+    return store._replace(calls=Calls(fields, store.calls.lease) if fields else Calls())
+
+
+def with_ticket(store: Store, task: str, text: str, lease: int) -> Store:
+    """The keys with a task's ticket."""
+    tickets = {**dict(store.tickets), task: Ticket(text, lease)}
+    return store._replace(tickets=tuple(sorted(tickets.items())))
 
 
 class Lock:
@@ -135,9 +199,14 @@ class Lock:
         retention: int,
         info: str = "",
         dead: str = "",
-        marks: bool = False,
+        copy: str = "-",
+        remember: int = 0,
+        linger: int = 0,
+        since: int = 0,
+        attempt: int = 0,
+        line: bool = False,
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/acquire.lua; `marks`: whether it is given the mark's key."""
+        """lua/acquire.lua; `line`: whether it is given the keys of a task's lock."""
         record = store.record
         if isinstance(record, str):
             return store, FOREIGNRECORD
@@ -145,35 +214,48 @@ class Lock:
         old = store.value
         text = None if record is None else str(record)
         mark = None
-        if marks and store.mark is not None and store.mark.task_id != NOT_A_STRING:
+        if line and store.mark is not None and store.mark.task_id != NOT_A_STRING:
             mark = store.mark.task_id
+        task, _ = task_of(token)
+        ticket = dict(store.tickets).get(task) if line and task is not None else None
+        heir = self.heir_of(record)
+        waiters = str(len(store.line.places) if line else 0)
+        if ticket is not None and self.is_stale(ticket, attempt, copy):
+            stale = ("stale", str(found.deadline), str(found.fence), str(now), None, text, mark, waiters)
+            return store, stale
 
         def held(until: float) -> tuple[Store, tuple[Any, ...]]:
-            return store, ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark)
+            reply = ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark, waiters)
+            if linger <= 0 or task is None:
+                return store, reply
+            return with_place(store, task, since or now, f"@{now + linger}", LINGERS_MS), reply
 
         word, fence = "acquired", self.next_fence(found.fence, now)
         if old is not None:
             if not NUMBER.fullmatch(old):
                 return held(0)
             recorded = found.deadline > 0 and old == self.value_of(found.deadline)
-            own_rest = False
+            let_in = heir is not None  # its deadline has passed, or it is for this task
             if self.record_decides(store, now):
                 if found.token == token and found.state == "running":
-                    return store, ("again", str(found.deadline), str(found.fence), str(now), old, text, mark)
+                    times = (str(found.deadline), str(found.fence), str(now))
+                    return store, ("again", *times, old, text, mark, waiters)
                 if self.proves_death(found, dead):
                     word = "taken_over"
                 elif self.resumes(found, token):
                     word, fence = "resumed", found.fence
                 else:
-                    own_rest = self.passes_rest(found, token)
-                    if not own_rest:
+                    let_in = self.is_for(heir, task) or self.passes_rest(found, token)
+                    let_in = let_in or (heir is not None and self.is_woken(ticket, copy))
+                    if not let_in:
                         return held(found.deadline)
             elif not recorded:
                 until = (min(float(old), 1e11) + 1) * SECOND
                 if now < until:
                     return held(until)
+                let_in = False
             died = not recorded or (found.state != "resting" and found.token != token)
-            if died and not own_rest and word == "acquired":
+            if died and not let_in and word == "acquired":
                 word = "taken_over"
         deadline = now + lease
         expiry = up(deadline, MS) + retention
@@ -185,7 +267,45 @@ class Lock:
         )
         if mark is not None and self.ends_mark(mark, token):
             after = after._replace(mark=None)
-        return after, (word, str(deadline), str(fence), str(now), old, text, mark)
+        if heir is not None and task != heir and not self.is_past(now, found.deadline):
+            after = self.overtaken(after, heir, since)
+        if line and task is not None:
+            if ticket is not None or task == heir or waiters != "0":
+                after = without_call(without_place(after, task), task)
+            after = self.begun(after, task, f"{attempt}|{copy}", ticket, remember)
+        return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
+
+    def heir_of(self, record: Record | None) -> str | None:
+        """The task for which a lock is kept, or was until its deadline."""
+        return record.info if record is not None and record.state == "handed" else None
+
+    def is_woken(self, ticket: Ticket | None, copy: str) -> bool:
+        """Whether a call has waited and been woken, though late: nobody runs under a lock that is handed."""
+        return ticket is not None and ticket.text.endswith("|") and copy != "-"
+
+    def overtaken(self, store: Store, heir: str, since: int) -> Store:
+        """The keys when the one a lock was kept for was overtaken: it is among the first in line again."""
+        call = dict(store.calls.fields).get(heir)
+        if call is None:
+            return store
+        after = with_place(store, heir, since, call, LINGERS_MS)
+        return after._replace(calls=store.calls)
+
+    def is_for(self, heir: str | None, task: str | None) -> bool:
+        """Whether a lock is kept for this task."""
+        return heir is not None and heir == task
+
+    def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
+        """Whether an attempt has been started by another message than this copy, or a later one exists."""
+        waits, begun_by = ticket.text.split("|", 1)
+        later = int(waits) - attempt
+        return later > 0 or (later == 0 and begun_by not in ("", copy))
+
+    def begun(self, store: Store, task: str, text: str, ticket: Ticket | None, remember: int) -> Store:
+        """The keys when a message of a task has acquired: no other message may start it."""
+        if ticket is not None:
+            return with_ticket(store, task, text, ticket.lease)
+        return with_ticket(store, task, text, remember) if remember > 0 else store
 
     def ends_mark(self, mark: str, token: str) -> bool:
         """Whether a mark is that of the task that starts."""
@@ -218,37 +338,156 @@ class Lock:
         return self.record_decides(store, now)
 
     def release(
-        self, store: Store, now: int, *, token: str, rest_until: int = 0, remember: int, again: int = 0
+        self,
+        store: Store,
+        now: int,
+        *,
+        token: str,
+        rest_until: int = 0,
+        remember: int,
+        again: int = 0,
+        hand_over: int = 0,
+        line: bool = False,
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/release.lua; `again`: the milliseconds for which it marks the key."""
+        """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
         value, record = store.value, store.record
+
+        def answer(word: str, heir: str | None = None) -> tuple[Any, ...]:
+            call = None if heir is None else dict(store.calls.fields).get(heir)
+            if call is not None and call.startswith("@"):
+                return word, str(now), value, None, None  # nobody is to be woken: it asks by itself
+            return word, str(now), value, heir, call
+
         if not isinstance(record, Record) or record.token != token:
-            return store, ("lost", str(now), value)
+            return store, answer("lost")
         if record.state != "running":
-            return store, (record.state, str(now), value)
+            handed = record.state == "handed"  # answered as the first time
+            return store, answer("released" if handed else record.state, self.heir_of(record))
+        heir, lingers, gone = self.next_in_line(store, now) if line else (None, 0, ())
+        if lingers:
+            hand_over = lingers - now + 50_000
         word = "gone"
         if value is not None:
             ours = value == self.value_of(record.deadline)
             repaired = not ours and self.record_decides(store, now) and NUMBER.fullmatch(value)
             if not ours and not repaired:
-                return store, ("lost", str(now), value)
-            if rest_until > now:
-                expiry = up(rest_until, MS) + remember
-                after = store._replace(
-                    value=self.value_of(rest_until),
-                    expiry=expiry,
-                    record=record._replace(deadline=rest_until, state="resting"),
-                    record_expiry=expiry,
-                )
-                return self.marked_again(after, now, token, again), ("resting", str(now), value)
+                return store, answer("lost")
             word = "repaired" if repaired else "released"
-        after = store._replace(
-            value=None,
-            expiry=None,
-            record=record._replace(deadline=0, state=word),
-            record_expiry=now // MS + remember,
+        if value is not None and rest_until > now:
+            word = "resting"
+            after = self.kept(store, record._replace(deadline=rest_until, state="resting"), remember)
+        elif heir is not None:
+            after = self.handed(store, record, now, heir, hand_over, remember)
+        else:
+            after = store._replace(
+                value=None,
+                expiry=None,
+                record=record._replace(deadline=0, state=word),
+                record_expiry=now // MS + remember,
+            )
+        for task in gone:
+            after = without_call(without_place(after, task), task)
+        return self.marked_again(after, now, token, again), answer(word, heir)
+
+    def next_in_line(self, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
+        """To which task a lock is handed, until when that one asks by itself, and who does no more."""
+        gone: list[str] = []
+        calls = dict(store.calls.fields)
+        for _, task in store.line.places[:10]:
+            call = calls.get(task, "")
+            lingers = int(call[1:]) if call.startswith("@") else 0
+            if not lingers or not self.is_past(now, lingers):
+                return task, lingers, tuple(gone)
+            gone.append(task)
+        return None, 0, tuple(gone)
+
+    def handed(
+        self, store: Store, record: Record, now: int, heir: str, hand_over: int, remember: int
+    ) -> Store:
+        """The keys of a lock that is kept for the first in line until it comes."""
+        kept = record._replace(deadline=now + hand_over, state="handed", since=now, info=heir)
+        return without_place(self.kept(store, kept, remember), heir)
+
+    def kept(self, store: Store, record: Record, remember: int) -> Store:
+        """The keys of a lock that is given back, and stays closed."""
+        expiry = up(record.deadline, MS) + remember
+        value = self.value_of(record.deadline)
+        return store._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
+
+    def park(
+        self,
+        store: Store,
+        now: int,
+        *,
+        task: str,
+        attempt: int,
+        copy: str,
+        since: int,
+        call: str,
+        remember: int,
+        watch: int = 0,
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """lua/park.lua."""
+        record = store.record
+        ticket = dict(store.tickets).get(task)
+
+        def answer(word: str, after: Store) -> tuple[Store, tuple[Any, ...]]:
+            order = [waiter for _, waiter in after.line.places]
+            place = order.index(task) + 1 if task in order else 0
+            watches = watch > 0 and bool(order) and self.may_watch(after, now, task)
+            if watches:
+                fields = {**dict(after.calls.fields), "": f"{now + watch} {task}"}
+                lease = max(after.calls.lease, remember)
+                after = after._replace(calls=Calls(tuple(sorted(fields.items())), lease))
+            text = None if record is None else str(record)
+            return after, (word, str(now), store.value, text, str(place), "1" if watches else "0")
+
+        if ticket is not None and self.is_stale(ticket, attempt, copy):
+            return answer("stale", store)
+        after = self.outlived(with_ticket(store, task, f"{attempt}|", remember), remember)
+        if self.is_kept_for(store, now, task):
+            return answer("handed", after)
+        after = with_place(after, task, since, call, remember)
+        return answer("new" if ticket is None else "parked", after)
+
+    def outlived(self, store: Store, remember: int) -> Store:
+        """The keys of those that are there when they are to last for so long at least."""
+        line, calls = store.line, store.calls
+        if line.places:
+            store = store._replace(line=line._replace(lease=max(line.lease, remember)))
+        if calls.fields:
+            store = store._replace(calls=calls._replace(lease=max(calls.lease, remember)))
+        return store
+
+    def may_watch(self, store: Store, now: int, task: str) -> bool:
+        """Whether a courier may be the one that watches the lock: no other does."""
+        watch = dict(store.calls.fields).get("")
+        if watch is None:
+            return True
+        until, other = watch.split(" ", 1)
+        return other == task or self.is_past(now, int(until))
+
+    def is_kept_for(self, store: Store, now: int, task: str) -> bool:
+        """Whether a lock that was handed over is still kept for this task."""
+        record = store.record
+        return (
+            store.value is not None
+            and isinstance(record, Record)
+            and self.is_for(self.heir_of(record), task)
+            and not self.is_past(now, record.deadline)
         )
-        return self.marked_again(after, now, token, again), (word, str(now), value)
+
+    def leave(
+        self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int
+    ) -> tuple[Store, tuple[Any, ...]]:
+        """lua/leave.lua."""
+        ticket = dict(store.tickets).get(task)
+        if ticket is not None and self.is_stale(ticket, attempt, copy):
+            return store, ("stale",)
+        after = with_ticket(
+            without_call(without_place(store, task), task), task, f"{attempt}|{copy}", remember
+        )
+        return after, ("handed" if self.is_kept_for(store, now, task) else "left",)
 
     def marked_again(self, store: Store, now: int, token: str, again: int) -> Store:
         """The keys of a lock that was released: its task has sent its retry, and is queued again."""
@@ -261,9 +500,11 @@ class Lock:
         self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
     ) -> tuple[Store, tuple[Any, ...]]:
         """lua/hold.lua, which is given the time until then."""
+        if isinstance(store.record, Record) and (store.record.token, store.record.state) == (token, "handed"):
+            return store, ("handed", str(now), store.value)
         freed, reply = self.release(store, now, token=token, remember=remember)
         if reply[0] not in ("released", "repaired") or freed is store:
-            return store, reply
+            return store, reply[:3]
         record = store.record
         assert isinstance(record, Record)
         expiry = up(until, MS) + retention
@@ -273,7 +514,7 @@ class Lock:
             record=record._replace(deadline=until, state="held_for_retry"),
             record_expiry=expiry,
         )
-        return after, ("held_for_retry", *reply[1:])
+        return after, ("held_for_retry", *reply[1:3])
 
     def free(self, store: Store, now: int, *, task_id: str, remember: int) -> tuple[Store, tuple[Any, ...]]:
         """lua/free.lua."""
@@ -284,7 +525,7 @@ class Lock:
             return store, ("lost", str(now), store.value)
         running = store._replace(record=record._replace(state="running"))
         after, reply = self.release(running, now, token=record.token, remember=remember)
-        return (store if after is running else after), reply
+        return (store if after is running else after), reply[:3]
 
     def mark(
         self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str
@@ -351,6 +592,14 @@ class Lock:
         """Whether a mark is the task's own."""
         return mark.task_id == task_id
 
-    def look(self, store: Store, now: int) -> tuple[Store, tuple[Any, ...]]:
-        """lua/look.lua."""
-        return store, (str(now), store.value, None if store.record is None else str(store.record))
+    def look(self, store: Store, now: int, *, line: bool = False) -> tuple[Store, tuple[Any, ...]]:
+        """lua/look.lua; `line`: as for acquire."""
+        record = None if store.record is None else str(store.record)
+        places = store.line.places if line else ()
+        waiters = [text for since, task in places[:100] for text in (task, str(since))]
+        return store, (str(now), store.value, record, str(len(places)), *waiters)
+
+
+def _rank(place: tuple[int, str]) -> tuple[int, bytes]:
+    """As Redis sorts: by time, then by the bytes of the name."""
+    return place[0], place[1].encode()

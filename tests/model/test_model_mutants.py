@@ -9,7 +9,7 @@ import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
 from tests.model.explorer import DONE, TICK, Client, Move, Property, State, World, explore
-from tests.model.lock import MS, Lock, Mark, Record, Store, task_of
+from tests.model.lock import MS, Lock, Mark, Record, Store, Ticket, task_of
 from tests.model.properties import (
     entry_kept,
     exclusion,
@@ -25,6 +25,7 @@ from tests.model.properties import (
     slowest_acquire,
     slowest_publish,
 )
+from tests.model.waiters import Message, Process, Scene, Waiters, at_most_once, in_order
 
 Answer = tuple[Store, tuple[Any, ...]]
 
@@ -235,6 +236,186 @@ class FreesAnyMark(Lock):
         return True
 
 
+class HandsToNobody(Lock):
+    """Release that does not hand over."""
+
+    def next_in_line(self, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
+        """Whoever waits."""
+        return None, 0, ()
+
+
+class HandsToTheLast(Lock):
+    """Release that hands over to the one who came last."""
+
+    def next_in_line(self, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
+        """The other end of the line."""
+        return store.line.places[-1][1] if store.line.places else None, 0, ()
+
+
+class LetsAnybodyIn(Lock):
+    """A lock that is kept for one is open to all."""
+
+    def is_for(self, heir: str | None, task: str | None) -> bool:
+        """For whoever asks."""
+        return heir is not None
+
+
+class LetsNobodyIn(Lock):
+    """A lock that is kept for one is open to none until its deadline."""
+
+    def is_for(self, heir: str | None, task: str | None) -> bool:
+        """For nobody."""
+        return False
+
+    def is_woken(self, ticket: Ticket | None, copy: str) -> bool:
+        """Not for the woken either."""
+        return False
+
+
+class IgnoresTickets(Lock):
+    """Any message of a call starts it."""
+
+    def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
+        """Whatever the ticket says."""
+        return False
+
+
+class ComparesNoCopies(Lock):
+    """A ticket that tells attempts apart, and not the messages of one."""
+
+    def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
+        """Only if a later attempt waits or has begun."""
+        return int(ticket.text.split("|")[0]) > attempt
+
+
+class ComparesNoAttempts(Lock):
+    """A ticket that tells messages apart, and not the attempts of a call."""
+
+    def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
+        """Only if another message of this very attempt has begun."""
+        return ticket.text.split("|")[0] == str(attempt) and super().is_stale(ticket, attempt, copy)
+
+
+class ClaimsNoTicket(Lock):
+    """A start that is not written into the ticket."""
+
+    def begun(self, store: Store, task: str, text: str, ticket: Ticket | None, remember: int) -> Store:
+        """As if nobody else could come."""
+        return store
+
+
+class WakesNobody(Waiters):
+    """A release after which no wake-up is sent."""
+
+    def with_wake(self, scene: Scene, process: Process) -> Scene:
+        """Nothing is sent."""
+        return scene
+
+
+class SendsNoCourier(Waiters):
+    """A call that is parked, and nobody looks after it."""
+
+    def with_courier(self, scene: Scene, message: Message) -> Scene:
+        """Nothing is sent."""
+        return scene
+
+
+class SendsCouriersLater(Waiters):
+    """A call that is parked first, though its message is acknowledged already."""
+
+    def sends_courier_later(self, message: Message) -> bool:
+        """Always."""
+        return True
+
+
+class SendsCouriersFirst(Waiters):
+    """The courier of a call that had begun is sent before the call is parked again."""
+
+    def sends_courier_later(self, message: Message) -> bool:
+        """Never."""
+        return False
+
+
+class TrustsOldCouriers(Waiters):
+    """A redelivered call whose courier may have ended when it began."""
+
+    def has_courier(self, message: Message) -> bool:
+        """As of any that was woken."""
+        return message.copy != "-"
+
+
+class EndsWhenHanded(Waiters):
+    """A courier that ends when the lock is kept for its call: somebody has woken it."""
+
+    def courier_ends(self, reply: tuple[Any, ...]) -> bool:
+        """Or was about to."""
+        return reply[0] == "handed" or super().courier_ends(reply)
+
+
+class EndsWhenParked(Waiters):
+    """A courier that ends when it finds its call in the line."""
+
+    def courier_ends(self, reply: tuple[Any, ...]) -> bool:
+        """It will be woken."""
+        return reply[0] == "parked" or super().courier_ends(reply)
+
+
+class OnlyLooks(Waiters):
+    """A courier that does not let the line go on."""
+
+    def courier_goes_on(self, scene: Scene, reply: tuple[Any, ...]) -> bool:
+        """Whoever has died."""
+        return False
+
+
+class AcknowledgesCouriersEarly(Waiters):
+    """A courier that is lost with its worker."""
+
+    def delivered_again(self, scene: Scene, courier: Message) -> Scene:
+        """It is gone."""
+        return scene
+
+
+class LooksOnce(Waiters):
+    """A call that does not look at the lock again once it is parked."""
+
+    def is_free(self, store: Store) -> bool:
+        """It was held a moment ago."""
+        return False
+
+
+class LeavesItToOthers(Waiters):
+    """A call that has been handed the lock while it asked, and is parked as if it had not."""
+
+    def taken_to_ask_still(self, scene: Scene, message: Message) -> Scene:
+        """Nobody is woken."""
+        return scene
+
+
+class OverlooksTheRest(Waiters):
+    """A call that is parked while the lock rests, and counts on the release that is over."""
+
+    def met_a_rest(self, scene: Scene, message: Message) -> Scene:
+        """Nobody is woken."""
+        return scene
+
+
+class KeepsToItself(Waiters):
+    """A call that leaves the line, and does not pass on the lock that is kept for it."""
+
+    def passes_on(self, reply: tuple[Any, ...]) -> bool:
+        """Never."""
+        return False
+
+
+class AsksNoBackend(Waiters):
+    """A woken copy that does not ask whether its call has ended before."""
+
+    def may_have_ended(self, message: Message) -> bool:
+        """Only a second delivery asks."""
+        return bool(message.again)
+
+
 class MarksInOnePhase(Call):
     """A publisher that marks with the long lease at once."""
 
@@ -332,7 +513,7 @@ def calls(until_done: bool, kind: type[Call] = Call, **options: Any) -> list[Cal
 
 
 DEAD_CLASSIC = Store("9")
-MUTANTS: dict[str, tuple[Property, World]] = {
+MUTANTS: dict[str, tuple[Property[State], World]] = {
     "release without owner check": (
         no_stale_release,
         World(Ours("a"), Ours("b"), lock=ReleasesForAnybody(), ticks=6),
@@ -443,6 +624,52 @@ MUTANTS: dict[str, tuple[Property, World]] = {
         World(*calls(False, FreesWhileItWaits), ticks=2),
     ),
 }
+
+
+LOST = "a lost wake"
+WAITERS: dict[str, tuple[Property[Scene] | str, Waiters]] = {
+    "release hands over to nobody": (LOST, Waiters("ab", lock=HandsToNobody())),
+    "release hands over to the last": (in_order, Waiters("abc", slots=3, lock=HandsToTheLast())),
+    "lock kept for one open to all": (
+        in_order,
+        Waiters("abcd", slots=3, couriers=False, lock=LetsAnybodyIn()),
+    ),
+    "lock kept for one open to none": (LOST, Waiters("ab", couriers=False, lock=LetsNobodyIn())),
+    "ticket not checked": (at_most_once, Waiters("ab", late_wakes=1, lock=IgnoresTickets())),
+    "ticket without copies": (at_most_once, Waiters("ab", late_wakes=1, lock=ComparesNoCopies())),
+    "ticket without attempts": (
+        at_most_once,
+        Waiters("ab", retries={"a": 1}, late_wakes=1, lock=ComparesNoAttempts()),
+    ),
+    "ticket not claimed": (at_most_once, Waiters("ab", late_wakes=1, lock=ClaimsNoTicket())),
+    "no wake-up": (LOST, WakesNobody("ab", couriers=False)),
+    "no courier": (LOST, SendsNoCourier("ab", crashes=1)),
+    "courier sent when it is parked": (LOST, SendsCouriersLater("ab", crashes=2)),
+    "courier sent before a redelivered call is parked": (LOST, SendsCouriersFirst("ab", late="a", crashes=2)),
+    "no courier for a redelivered call": (LOST, TrustsOldCouriers("ab", late="a", crashes=2)),
+    "courier ends when the lock is handed over": (LOST, EndsWhenHanded("ab", crashes=1)),
+    "courier ends when its call is parked": (LOST, EndsWhenParked("ab", crashes=1)),
+    "courier only looks": (LOST, OnlyLooks("ab", crashes=1)),
+    "courier acknowledged early": (LOST, AcknowledgesCouriersEarly("ab", crashes=2)),
+    "parked without a second look": (LOST, LooksOnce("ab", couriers=False)),
+    "handed over while it asked": (LOST, LeavesItToOthers("ab", couriers=False, linger=True)),
+    "parked during a rest": (LOST, OverlooksTheRest("ab", couriers=False, rests=True)),
+    "left without passing on": (LOST, KeepsToItself("abc", couriers=False, revokes=1)),
+    "backend not asked": (at_most_once, AsksNoBackend("ab", late="ab", seconds=1)),
+}
+
+
+@pytest.mark.parametrize("name", WAITERS)
+def test_mutant_of_the_line_is_killed(name: str) -> None:
+    """The mistake loses a call, runs it twice, or lets one overtake."""
+    must_break, world = WAITERS[name]
+    if isinstance(must_break, str):
+        result = explore(world, [], goal=world.all_end)
+        assert result.broken == "all_end"
+    else:
+        result = explore(world, [must_break])
+        assert result.broken == must_break.__name__
+    print(f"{name}: {result}")
 
 
 @pytest.mark.parametrize("name", MUTANTS)

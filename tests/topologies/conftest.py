@@ -138,10 +138,10 @@ def work_with(tasks_of: Callable[..., Any], logs: Path) -> Iterator[Callable[...
     """Starts a worker with these settings; returns the same tasks in this process, and the worker."""
     workers: list[Worker] = []
 
-    def work_with(*, concurrency: int = 2, **conf: Any) -> Any:
+    def work_with(*, concurrency: int = 2, queues: str | None = None, **conf: Any) -> Any:
         environment = {"TOPOLOGY_CONF": json.dumps(conf)}
-        queue = conf.get("task_default_queue", "celery")
-        workers.append(Worker(logs, APP, concurrency=concurrency, queues=queue, environment=environment))
+        queues = queues or conf.get("task_default_queue", "celery")
+        workers.append(Worker(logs, APP, concurrency=concurrency, queues=queues, environment=environment))
         tasks = tasks_of(**conf)
         tasks.worker = workers[-1]
         return tasks

@@ -14,7 +14,10 @@ from examples.embedded import EmbeddedServer
 from tests.harness import Journal
 from tests.topologies.servers import Cluster
 
-NEEDED = ["eval", "evalsha", "time", "get", "set", "setnx", "getset", "del", "pttl", "pexpire", "pexpireat"]
+NEEDED = [
+    *("eval", "evalsha", "time", "get", "set", "setnx", "getset", "del", "pttl", "pexpire", "pexpireat"),
+    *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
+]
 IN_CLUSTER = [*NEEDED, "cluster|slots", "command"]
 
 

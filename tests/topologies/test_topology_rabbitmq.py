@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -19,7 +20,9 @@ from celery import chain, chord
 from celery.exceptions import TaskRevokedError
 
 from celery_setnx import LockTimeout, is_skipped
+from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed
+from celery_setnx.keys import line_names
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, Worker, wait_until
@@ -27,7 +30,8 @@ from tests.topologies.conftest import APP
 from tests.topologies.rabbitmq import RabbitMQ
 
 QUEUE_LEASE_S = 3600
-WAIT = {"on_conflict": "retry", "retry_delay": 1, "retry_delay_max": 1}
+RETRY = {"on_conflict": "retry", "retry_delay": 1, "retry_delay_max": 1}
+WAIT, JOIN = {"on_conflict": "wait"}, {"on_conflict": "join"}
 LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
 QUORUM = {
     "task_default_queue_type": "quorum",
@@ -114,6 +118,18 @@ def states(journal: Journal, task_id: str) -> list[str]:
     return [entry["state"] for entry in journal.entries(what="postrun", task_id=task_id)]
 
 
+def wait_for_waiters(tasks: Any, name: str, count: int, *, task: Any = None) -> None:
+    """Until so many calls are parked in the line of a name, and their couriers sent."""
+    task = task or tasks.work
+    _line, calls = line_names(task.lock_key(name))
+
+    def are_there() -> bool:
+        parked = client_for(task.app).hvals(calls)
+        return len([call for call in parked if call.startswith(b"application/")]) == count
+
+    wait_until(are_there, f"{count} in line")
+
+
 def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
     """So many bodies of a name have run, and each ended before the next began."""
     turns = [(e["what"], e["task_id"]) for e in journal.entries(name=name) if e["what"] in ("start", "end")]
@@ -150,7 +166,7 @@ def test_call_that_waited_is_unchanged(
         "time_limit": 100,
         "soft_time_limit": 90,
         "shadow": "alias",
-        "singleton": WAIT,
+        "singleton": RETRY,
     }
     first = tasks.tell.apply_async([name], **options)
     journal.wait_for("start", task_id=first.id)
@@ -186,7 +202,7 @@ def test_call_waits_in_its_own_queue(
     queue = other(shared["task_default_queue"])
     first = tasks.tell.apply_async([name], queue=queue)
     journal.wait_for("start", task_id=first.id)
-    second = tasks.tell.apply_async([name], queue=queue, singleton=WAIT)
+    second = tasks.tell.apply_async([name], queue=queue, singleton=RETRY)
     journal.wait_for("conflict", task_id=second.id)
     gates(name)
     gates(name)
@@ -199,7 +215,7 @@ def test_max_wait_ends_the_waiting(tasks: Any, journal: Journal, gates: Any, nam
     first = tasks.work.delay(name)
     journal.wait_for("start", task_id=first.id)
     with pytest.raises(LockTimeout):
-        tasks.work.apply_async([name], singleton={**WAIT, "max_wait": 1.5}).get(timeout=20)
+        tasks.work.apply_async([name], singleton={**RETRY, "max_wait": 1.5}).get(timeout=20)
     assert first.state != "SUCCESS"
     gates(name)
     assert first.get(timeout=20) == name
@@ -268,6 +284,113 @@ def test_canvas_of_one_key_comes_to_its_end(tasks: Any, journal: Journal) -> Non
     one_at_a_time(journal, "a", 4)
 
 
+def test_waiting_calls_run_in_order_and_are_woken_at_once(
+    tasks: Any, journal: Journal, gates: Any, name: str
+) -> None:
+    """Four wait: first come, first served, each within less than the shortest delay of this broker."""
+    calls = [tasks.work.apply_async([name], singleton={"lease": 60})]
+    journal.wait_for("start", task_id=calls[0].id)
+    for number in range(1, 5):
+        calls.append(tasks.work.apply_async([name], singleton={"lease": 60, **WAIT}))
+        wait_for_waiters(tasks, name, number)
+    for _ in calls:
+        gates(name)
+    assert [call.get(timeout=20) for call in calls] == [name] * 5
+    one_at_a_time(journal, name, 5)
+    starts, ends = journal.entries(what="start", name=name), journal.entries(what="end", name=name)
+    assert [start["task_id"] for start in starts] == [call.id for call in calls]
+    hand_overs = [start["at"] - end["at"] for start, end in zip(starts[1:], ends)]
+    assert max(hand_overs) < 1, hand_overs
+
+
+def test_call_that_was_woken_is_unchanged(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+    """Headers, priority, expiry, time limits, shadow and key; it came undelayed, the way it came at first."""
+    options: dict[str, Any] = {
+        "headers": {"tenant": "acme"},
+        "priority": 5,
+        "expires": datetime.now(timezone.utc) + timedelta(minutes=5),
+        "time_limit": 100,
+        "soft_time_limit": 90,
+        "shadow": "alias",
+        "singleton": WAIT,
+    }
+    first = tasks.tell.apply_async([name], **options)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.tell.apply_async([name], **options)
+    wait_for_waiters(tasks, name, 1, task=tasks.tell)
+    gates(name)
+    gates(name)
+    told = first.get(timeout=20)
+    assert (told["retries"], told["priority"], told["tenant"]) == (0, 5, "acme")
+    assert second.get(timeout=20) == told
+
+
+def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """A worker that serves no other queue: it comes a second apart at least, and mends a lost line."""
+    queue = other(settings["task_default_queue"])
+    tasks = work_with(queues=queue, **settings)
+    hold = {"lease": 0.5}
+    first = tasks.tell.apply_async([name], queue=queue, singleton=hold)
+    journal.wait_for("start", task_id=first.id)
+    second = tasks.tell.apply_async([name], queue=queue, singleton={**hold, **WAIT})
+    wait_for_waiters(tasks, name, 1, task=tasks.tell)
+    line, calls = line_names(tasks.tell.lock_key(name))
+    visits: list[float] = []
+
+    def has_come_again() -> bool:
+        """Each visit puts off the time until which no other courier is to watch the lock."""
+        watches = locks.hget(calls, "")
+        moment = int(watches.split()[0]) / 1e6 if watches else None
+        if moment and moment not in visits:
+            visits.append(moment)
+        return len(visits) >= 3
+
+    wait_until(has_come_again, "three visits")
+    assert min(after - before for before, after in itertools.pairwise(visits)) > 0.95
+    locks.delete(line, calls)
+    wait_for_waiters(tasks, name, 1, task=tasks.tell)
+    gates(name)
+    gates(name)
+    assert [call.get(timeout=20)["queue"] for call in (first, second)] == [queue] * 2
+    one_at_a_time(journal, name, 2)
+
+
+def test_waiting_call_runs_after_the_death_of_its_holder(
+    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
+) -> None:
+    """kill -9 of the only worker; without acks_late its call is lost, and the courier wakes the other."""
+    tasks = work_with(**settings)
+    first = tasks.work.delay(name)
+    (start,) = journal.wait_for("start", task_id=first.id)
+    second = tasks.work.apply_async([name], singleton=WAIT)
+    wait_for_waiters(tasks, name, 1)
+    tasks.worker.kill()
+    work_with(**settings)
+    gates(name)
+    assert second.get(timeout=20) == name
+    (began,) = journal.entries(what="start", task_id=second.id)
+    (taken,) = journal.entries(what="taken_over")
+    assert (taken["task_id"], taken["holder"]["task_id"]) == (second.id, first.id)
+    assert began["fence"] > start["fence"]
+    assert len(journal.entries(what="start", name=name)) == 2
+
+
+def test_joining_calls_end_with_the_result_of_the_first(
+    tasks: Any, journal: Journal, gates: Any, name: str
+) -> None:
+    """Three join one that runs: a single body, and every call has its result."""
+    first = tasks.work.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    joining = [tasks.work.apply_async([name, number], singleton=JOIN) for number in range(3)]
+    wait_for_waiters(tasks, name, 3)
+    gates(name)
+    assert [call.get(timeout=20) for call in (first, *joining)] == [name] * 4
+    assert [start["task_id"] for start in journal.entries(what="start", name=name)] == [first.id]
+    wait_until(lambda: tasks.work.locked(name) is None, "a free lock")
+
+
 def test_fan_out_sends_each_key_once(tasks: Any, locks: redis.Redis, journal: Journal) -> None:
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
     counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
@@ -303,7 +426,7 @@ def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
     """setnx_same_host=False, as if on another host: it comes back until its dead lock's lease has ended."""
     lease_s = 6
     tasks = work_with(**settings, **LATE, setnx_same_host=False)
-    result = tasks.careful.apply_async([name], singleton={"lease": lease_s, **WAIT})
+    result = tasks.careful.apply_async([name], singleton={"lease": lease_s, **RETRY})
     journal.wait_for("start", task_id=result.id)
     killed = time.monotonic()
     tasks.worker.kill()
@@ -326,7 +449,7 @@ def test_outage_of_the_lock_server_spends_no_deliveries(
         tasks = work_with(**conf)
         assert tasks.work.delay("warm").get(timeout=20) == "warm"
         lock_server.stop()
-        result = tasks.work.apply_async(["a"], singleton={"lease": 0.5, **WAIT})
+        result = tasks.work.apply_async(["a"], singleton={"lease": 0.5, **RETRY})
         journal.wait_for("retry", 3, task_id=result.id)
         lock_server.start(lock_server.port)
         assert result.get(timeout=30) == "a"
@@ -348,7 +471,7 @@ def test_call_that_cannot_be_sent_back_is_requeued(
     tasks = work_with(**conf)
     first = tasks.work.delay(name)
     journal.wait_for("start", task_id=first.id)
-    second = tasks.work.apply_async([name], singleton=WAIT)
+    second = tasks.work.apply_async([name], singleton=RETRY)
     began = time.monotonic()
     if limit is None:
         journal.wait_for("conflict", 4, task_id=second.id)
@@ -437,15 +560,16 @@ def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken: Any, locks: redi
     assert marked(locks, broken.plain, "p") == 5
 
 
+@pytest.mark.parametrize("policy", [RETRY, WAIT], ids=["retry", "wait"])
 def test_broker_is_killed_while_calls_run_and_wait(
     work_with: Any, settings: Any, own_broker: RabbitMQ, locks: redis.Redis, journal: Journal,
-    gates: Any, failovers: list[float], name: str,
+    gates: Any, failovers: list[float], name: str, policy: dict[str, Any],
 ) -> None:  # fmt: skip
     """The body runs on, its message is delivered again and does not run beside it; nothing is lost."""
     tasks = work_with(concurrency=4, **settings, **LATE)
-    running = tasks.work.apply_async([name], singleton=WAIT)
+    running = tasks.work.apply_async([name], singleton=policy)
     journal.wait_for("start", task_id=running.id)
-    waiting = [tasks.work.apply_async([name], singleton=WAIT) for _ in range(2)]
+    waiting = [tasks.work.apply_async([name], singleton=policy) for _ in range(2)]
     later = tasks.work.apply_async(["later"], countdown=6)
     for result in waiting:
         journal.wait_for("conflict", task_id=result.id)

@@ -1,0 +1,32 @@
+"""What a benchmark was run on: printed above its figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import redis
+
+from examples.embedded import EmbeddedServer
+
+PACKAGES = ("celery_setnx", "celery", "kombu", "redis", "hiredis", "celery-singleton", "celery-once")
+
+
+def machine(server: EmbeddedServer) -> Iterator[str]:
+    """The machine, the server and the versions, in three lines."""
+    with redis.Redis(port=server.port) as client:
+        about = client.info("server")
+    name = about.get("server_name", "redis")
+    system = f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}"
+    yield f"{system}, Python {platform.python_version()}"
+    yield f"{name} {about.get(f'{name}_version', about['redis_version'])} on the same machine"
+    yield ", ".join(f"{package} {version(package)}" for package in PACKAGES if _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except ModuleNotFoundError:
+        return False

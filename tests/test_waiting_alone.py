@@ -1,0 +1,106 @@
+"""What becomes of a call that waits when its broker or its lock server is gone: no worker needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import Reject
+
+from celery_setnx import LockUnavailable, SingletonTask
+from celery_setnx.lock import Heir, Holder
+from celery_setnx.options import Options
+from celery_setnx.waiting import COURIER, Parked, wait_in_line, wake
+
+KEY = "setnx:{t}"
+GONE = "redis://127.0.0.1:1/0"
+HOLDER = Holder("a|0|1f", 20.0, 1, "running", 9.0)
+
+
+@pytest.fixture
+def task() -> Iterator[Any]:
+    """A running call whose lock server is gone, and whose broker is this process."""
+    app = Celery("waiting alone", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=GONE, task_publish_retry=False)
+
+    @app.task(base=SingletonTask, shared=False, name="t")
+    def t() -> None: ...
+
+    app.finalize()
+    task = app.tasks["t"]
+    info = {"exchange": "", "routing_key": "far"}
+    headers = {"singleton": {"key": KEY, "call_id": "c"}}
+    task.push_request(
+        id="id-1", args=[1], kwargs={}, retries=0, headers=headers, delivery_info=info, called_directly=False
+    )
+    yield task
+    task.pop_request()
+
+
+def wait(task: Any, **details: Any) -> None:
+    moments = {"remaining_s": 10.0, "waits": 0, "since": 10.0, "server_time": 10.0, "waiting": 0, **details}
+    wait_in_line(task, KEY, Options(on_conflict="wait"), holder=HOLDER, **moments)
+
+
+def couriers(app: Celery, queue: str) -> list[Any]:
+    """The couriers in a queue: what they were told."""
+    with app.connection_for_read() as connection, connection.SimpleQueue(queue) as messages:
+        found = []
+        while messages.qsize():
+            message = messages.get_nowait()
+            assert message.headers["task"] == COURIER
+            found.append(message.payload[1])
+        return found
+
+
+def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task: Any, caplog: Any) -> None:
+    """The courier is sent first, to the queue that the call came from: the call is not lost with the line."""
+    with pytest.raises(Parked) as caught:
+        wait(task)
+    (told,) = couriers(task.app, "far")
+    assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
+    assert "t[id-1] waits, and only its courier knows" in caplog.text
+    assert 10.0 <= caught.value.when <= 12.0
+
+
+def test_courier_of_a_call_behind_many_comes_later(task: Any) -> None:
+    """One of those before it watches the lock."""
+    with pytest.raises(Parked) as caught:
+        wait(task, waiting=50)
+    assert couriers(task.app, "far")
+    assert 60.0 <= caught.value.when <= 120.0
+
+
+def test_call_that_no_courier_can_look_after_does_not_wait(task: Any) -> None:
+    """Without a broker it fails, naming its key and the broker's error: never a silent drop."""
+    task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
+    with pytest.raises(
+        LockUnavailable, match=r"setnx:{t} is held by .*; and the broker did not take the call"
+    ):
+        wait(task)
+
+
+def test_call_that_the_broker_still_has_is_given_back(task: Any) -> None:
+    """With acks_late it is not acknowledged yet."""
+    task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
+    task.acks_late = True
+    with pytest.raises(Reject) as caught:
+        wait(task, remaining_s=0.05)
+    assert caught.value.requeue
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [(None, "which its courier wakes"), ("no/type utf-8 nothing", "it could not be woken")],
+)
+def test_heir_that_cannot_be_woken_is_left_to_its_courier(
+    task: Any, caplog: Any, call: str | None, said: str
+) -> None:
+    """Waking raises nothing: the body that has just ended has nothing to do with it."""
+    caplog.set_level(logging.WARNING)
+    wake(task.app, Heir("id-2", call), KEY)
+    assert said in caplog.text
+    assert "id-2" in caplog.text
