@@ -21,7 +21,7 @@ help:
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
-	@echo "make benchmark  calls per second of fan_out beside delay() and the peers; ARGS=--check"
+	@echo "make benchmark  fan_out beside delay() and the peers, waiting beside polling, long lines; ARGS=--check"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
@@ -38,6 +38,8 @@ chaos: $(VENV)/.dev
 
 benchmark: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.fan_out $(ARGS)
+	$(BIN)/python -m benchmarks.hand_over $(ARGS)
+	$(BIN)/python -m benchmarks.long_lines $(ARGS)
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,26 +245,31 @@ class Demo:
         )
 
     def policies(self) -> None:
-        """Scene 2: skip, retry and raise against one held lock."""
+        """Scene 2: every policy against one held lock."""
         self.title(2, "The lock is held: what becomes of the next call?", "on_conflict decides")
         history, app = self.history, self.app
         calls: dict[str, Any] = {}
         with self.shown(lambda: policies_picture(history, calls)) as wait:
             calls["holder"] = holder = app.report.delay("May")
             wait(lambda: history.of("start", task_id=holder.id), "the holder runs")
-            for policy in ("skip", "retry", "raise"):
+            for policy in ("skip", "raise", "wait", "join", "retry"):
                 calls[policy] = app.report.apply_async(["May"], singleton={"on_conflict": policy})
+                if policy in ("wait", "join"):
+                    wait(partial(history.of, "waiting", task_id=calls[policy].id), f"{policy}: it is in line")
             skip, retry, failed = calls["skip"], calls["retry"], calls["raise"]
+            waiting, joining = calls["wait"], calls["join"]
             wait(skip.ready, "the skipped call has a result")
             wait(failed.ready, "the raising call has a result")
             wait(
                 lambda: len(history.of("conflict", task_id=retry.id)) >= 2,
                 "the retried call comes back twice",
             )
+            for last, following in ((holder, waiting), (waiting, retry)):
+                app.open_gate("report")
+                wait(partial(history.of, "end", task_id=last.id), "a body ends")
+                wait(partial(history.of, "start", task_id=following.id), "the next body starts")
             app.open_gate("report")
-            wait(lambda: history.of("start", task_id=retry.id), "the retried call runs")
-            app.open_gate("report")
-            wait(lambda: holder.ready() and retry.ready(), "the holder and the retried call have results")
+            wait(lambda: all(call.ready() for call in calls.values()), "every call has a result")
 
         skipped = skip.result
         self.check(
@@ -273,12 +279,27 @@ class Demo:
             and history.words(skip.id) == ["conflict"],
             f"{skip.state}, skipped",
         )
+        (end,) = history.of("end", task_id=holder.id)
+        (start,) = history.of("start", task_id=waiting.id)
+        words = history.words(waiting.id)
+        self.check(
+            "wait: in line, woken by the holder's release",
+            words == ["conflict", "waiting", "woken", "acquired", "start", "end", "released"]
+            and history.place("end", holder.id) < history.place("start", waiting.id)
+            and (waiting.state, waiting.result) == ("SUCCESS", "report of May"),
+            f"{waiting.state}, began {(start['at'] - end['at']) * 1000:.0f} ms after the holder's end",
+        )
+        self.check(
+            "join: in line, no body, the holder's result",
+            history.words(joining.id) == ["conflict", "waiting"] and joining.result == holder.result,
+            f"{joining.state}, {joining.result!r}",
+        )
         words = history.words(retry.id)
         waits = words.count("conflict")
         self.check(
-            "retry: comes back, and runs after the holder",
+            "retry: comes back, and runs after them",
             words == ["conflict"] * waits + ["acquired", "start", "end", "released"]
-            and history.place("end", holder.id) < history.place("start", retry.id)
+            and history.place("end", waiting.id) < history.place("start", retry.id)
             and (retry.state, retry.result) == ("SUCCESS", "report of May"),
             f"{retry.state}, came back {times(waits)}",
         )
@@ -465,7 +486,7 @@ def fan_out_picture(history: History, began: float, now: float) -> RenderableTyp
 
 def policies_picture(history: History, calls: dict[str, Any]) -> RenderableType:
     """The holder, and what became of the calls that met its lock."""
-    shown = {"conflict": "held", "start": "runs", "end": "done"}
+    shown = {"conflict": "held", "waiting": "in line", "start": "runs", "end": "done"}
     rows = Table.grid(padding=(0, 2))
     for name, call in calls.items():
         story = " · ".join(shown[word] for word in history.words(call.id) if word in shown)

@@ -37,12 +37,9 @@ app.conf.update(
 client = redis.Redis.from_url(URL, socket_timeout=None)
 
 
-@app.task(
-    base=SingletonTask,
-    singleton={"key": "account", "on_conflict": "retry", "retry_delay": 0.15, "retry_delay_max": 0.3},
-)
+@app.task(base=SingletonTask, singleton={"key": "account", "on_conflict": "wait"})
 def charge(account: int) -> None:
-    """One of many calls per account: those that find the lock held come back later."""
+    """One of many calls per account: those that find the lock held wait in line."""
     with recorded(account=account):
         time.sleep(0.15)
 
@@ -129,7 +126,7 @@ def recorder(what: str) -> Any:
     return receiver
 
 
-for word in ("acquired", "conflict", "taken_over", "released", "lost"):
+for word in ("acquired", "conflict", "waiting", "woken", "taken_over", "released", "lost"):
     getattr(signals, f"lock_{word}").connect(recorder(word), weak=False)
 
 
