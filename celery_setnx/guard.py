@@ -139,7 +139,7 @@ class Guard:
         header: dict[str, Any] = {
             "key": self.key(args or (), kwargs or {}, travelling),
             # A call that comes back stays the one that it was: one that came without a header has no id.
-            "call_id": inherited.get("call_id", "") if inherited else uuid.uuid4().hex[:12],
+            "call_id": inherited.get("call_id", "") if inherited else os.urandom(6).hex(),
         }
         if travelling:
             header["options"] = travelling
