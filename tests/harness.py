@@ -42,6 +42,12 @@ class Journal:
     def write(self, what: str, **details: Any) -> None:
         self._client.rpush(self.KEY, json.dumps({"what": what, "pid": os.getpid(), **details}))
 
+    def apart(self) -> Journal:
+        """The same journal by a connection of its own, for a thread that must share none with greenlets."""
+        pool = self._client.connection_pool
+        own = redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs)
+        return Journal(redis.Redis(connection_pool=own))
+
     def entries(self, **wanted: Any) -> list[dict[str, Any]]:
         """All entries with these details."""
         entries = [json.loads(entry) for entry in self._client.lrange(self.KEY, 0, -1)]

@@ -50,9 +50,7 @@ def record(word: str) -> Any:
         holder = details.get("holder")
         if holder is not None:
             shown["holder"] = holder.as_dict()
-        writes_to = journal
-        if word == "lost":  # in the keeper's thread, which must share no connection with greenlets
-            writes_to = Journal(redis.Redis.from_url(f"{URL}/{BROKER_DB}", socket_timeout=None))
+        writes_to = journal.apart() if word == "lost" else journal  # a loss is told by the keeper's thread
         writes_to.write(word, task_id=task_id, **shown)
 
     return receiver

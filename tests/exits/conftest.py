@@ -12,7 +12,7 @@ import redis
 from kombu import Connection
 
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Journal, Worker, wait_until
 
 APP = "tests.exits.app"
 OBSERVER = "observer"
@@ -35,7 +35,10 @@ def worker_of(server: EmbeddedServer, logs: Path) -> Iterator[Callable[[str], Wo
     """The worker of a pool, started at its first use. Its queue has the pool's name. Not to be killed.
 
     The observer is on another host, as far as it can prove: it takes no lock over before its deadline.
+    A worker of greenlets says that it is ready before it listens to `revoke`, hence the ping.
     """
+    from tests.exits.app import app
+
     workers: dict[str, Worker] = {}
 
     def worker_of(pool: str) -> Worker:
@@ -45,6 +48,8 @@ def worker_of(server: EmbeddedServer, logs: Path) -> Iterator[Callable[[str], Wo
                 workers[pool] = Worker(logs, APP, concurrency=2, queues=pool, environment=environment)
             else:
                 workers[pool] = Worker(logs, APP, concurrency=3, pool=pool, queues=pool)
+            node = [f"{workers[pool].name}@test"]
+            wait_until(lambda: app.control.ping(destination=node, timeout=0.5, limit=1), f"{node} listening")
         return workers[pool]
 
     yield worker_of

@@ -28,6 +28,9 @@ class Output(Journal):
     def __init__(self) -> None:
         pass
 
+    def apart(self) -> Journal:
+        return self
+
     def write(self, what: str, **details: Any) -> None:
         # One engine, one clock: by it the tests put what several containers say in order.
         about = {"host": socket.gethostname(), "pid": os.getpid(), "at": time.monotonic()}
