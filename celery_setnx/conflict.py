@@ -100,6 +100,8 @@ class Conflict:
             LockTimeout: It has waited for `max_wait`.
         """
         self._check_max_wait()
+        if self.task.request.is_eager:
+            self._come_back(backoff(self.options, self.waits))
         wait_in_line(
             self.task,
             self.key,

@@ -1,17 +1,15 @@
-"""The Redis that holds an app's locks: which one it is, its client, and a check when a worker starts."""
+"""The Redis that holds an app's locks: which one it is, and its client."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
-import uuid
 from functools import partial
 from typing import Any
 
 import redis
-from celery import Celery, bootsteps
+from celery import Celery
 from celery.app.backends import by_url
 from redis.backoff import ExponentialBackoff
 from redis.cluster import ClusterNode, RedisCluster
@@ -19,14 +17,7 @@ from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
-from celery_setnx.line import Place, leave, park
-from celery_setnx.lock import ORIGINAL, HeldLock, SetnxLock, task_token
-from celery_setnx.marks import Mark, extend_all, free_all, mark_all
-from celery_setnx.options import settings
-from celery_setnx.scripts import is_cluster
-
-logger = logging.getLogger("celery_setnx")
+from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+socket", "sentinel", "redis+cluster", "rediss+cluster")
@@ -116,6 +107,12 @@ def lock_url(app: Celery) -> tuple[str, str]:
     )
 
 
+def masked(url: str) -> str:
+    """A URL without its passwords, for messages."""
+    url = re.sub(r"(password=)[^&;]*", r"\1**", url)
+    return re.sub(r"((?:^|;)(?:[\w+]+://)?[^:@/;]*):(?!//)[^;]*@", r"\1:**@", url)
+
+
 class LateCluster:
     """A cluster's client that connects at its first command, as the clients of single servers do."""
 
@@ -134,102 +131,6 @@ class LateCluster:
     def keyslot(self, key: str) -> int:
         """The slot of a key."""
         return int(self.__getattr__("keyslot")(key))
-
-
-class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Tries every verb, a take-over included, when a worker starts: before the first task needs them. And the
-    result backend, if a task joins another's result.
-    """
-
-    def start(self, worker: Any) -> None:
-        """Warn of an unreachable or evicting server; refuse to start on one that forbids a command.
-
-        Raises:
-            LockRefused: The server or its ACL forbids what the lock needs.
-            OptionError: No setting names a Redis that this version can use, or a task needs stored results.
-        """
-        app = worker.app
-        for task in app.tasks.values():
-            guard = getattr(task, "_guard", None)
-            if guard is not None:
-                guard.check_backend(guard.options)
-        client = client_for(app)
-        name = f"{settings(app.conf).prefix}:{{check:{uuid.uuid4().hex}}}"
-        try:
-            SetnxLock(client, name, lease=0.1).acquire()  # to be taken over
-            lock = SetnxLock(client, name, line=True)
-            outcome = lock.acquire(wait=5.0)
-            if outcome.lock is not None:
-                outcome.lock.renew()
-                _try_line(client, lock, outcome.lock)
-            _try_marks(client, name)
-            memories = _memory_of_each(client)
-        except LockUnavailable as error:
-            logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
-        except LockLost as error:
-            logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
-        except LockRefused as error:
-            logger.critical("This worker cannot lock. %s", error)
-            raise
-        except redis.RedisError:
-            return  # INFO is not among what the lock needs
-        else:
-            for memory in memories:
-                _warn_of_eviction(memory)
-
-
-def check_at_worker_start(app: Celery) -> None:
-    """Have workers of the app try its lock server when they start."""
-    app.steps["worker"].add(LockServerCheck)
-
-
-def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
-    """Hand a lock over.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
-    first = Place(held.key, "check", 0, remember=5.0)
-    park(client, first, since=0.0, call="", watch=5.0)
-    held.release()
-    if lock.heir is None:  # acquire and release do without what only the line needs
-        raise LockRefused(held.key, "a release does not hand it over: ZRANGE is forbidden")
-    handed = SetnxLock(client, held.key, line=True)
-    if handed.acquire(token=task_token(first.task_id, 0, "0")).acquired:
-        handed.release()
-    leave(client, first, copy=ORIGINAL)
-
-
-def _try_marks(client: redis.Redis, key: str) -> None:
-    """Mark, extend and free.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
-    mark = Mark(key, "check")
-    (marked,) = mark_all(client, [mark], dedupe="until_done", lease=5.0)
-    for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
-        if isinstance(error, (LockUnavailable, LockRefused)):
-            raise error
-
-
-def _memory_of_each(client: Any) -> list[dict[str, Any]]:
-    """What each server that holds locks says of its memory."""
-    if is_cluster(client):
-        return list(client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
-    return [client.info("memory")]
-
-
-def _warn_of_eviction(memory: dict[str, Any]) -> None:
-    policy = memory.get("maxmemory_policy", "noeviction")
-    if memory.get("maxmemory") and policy != "noeviction":
-        logger.warning(
-            "The lock server evicts keys when its memory is full (maxmemory-policy %s), and locks are keys: "
-            "a task may lose its lock. Set maxmemory-policy noeviction, or point setnx_url at another Redis.",
-            policy,
-        )
 
 
 def _pool(app: Celery, url: str, setting: str) -> redis.ConnectionPool:
@@ -283,7 +184,7 @@ def _cluster_client(app: Celery, url: str) -> Any:
     """A cluster, of which the URL names one node or more; it finds the others."""
     hosts, params = _hosts_and_params(app, url.replace("+cluster://", "://"), "setnx_url")
     if params.pop("db", 0):
-        raise OptionError(f"a Redis Cluster has no databases but 0: {url}")
+        raise OptionError(f"a Redis Cluster has no databases but 0: {masked(url)}")
     nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
     params = {**params, **_ours(retries=1)}
     return LateCluster(partial(RedisCluster, startup_nodes=nodes, **params))

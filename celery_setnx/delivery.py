@@ -29,6 +29,9 @@ NONCE = "setnx_nonce"
 CONTENT_TYPE = "setnx_content_type"
 """The message property that tells the task how its message was serialized."""
 
+EVENTS = "setnx_events"
+"""The message property that tells the task whether its worker sends task events; True or False."""
+
 # What a broker that delays by dead letters writes into headers. Sent along with the next wait, it makes
 # RabbitMQ before 4.0.1 believe that the letter goes in circles, and drop it.
 _DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
@@ -125,6 +128,8 @@ def come_back(
         celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
         LockUnavailable: The broker does not take it.
     """
+    if task.request.is_eager:  # it has no message
+        raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task, countdown)
     wait = {"count": waits + 1, "since": since, **details}
     if own:

@@ -24,6 +24,8 @@ from celery_setnx.guard import Guard
 from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.options import plain
 from celery_setnx.publish import AWAITED, Send, mark_lease_s
+from celery_setnx.signals import call_deduplicated
+from celery_setnx.switches import DISABLED
 
 try:
     from kombu.exceptions import BatchPublishError
@@ -152,7 +154,8 @@ class _FanOut:
         travelling = plain(f"a fan-out of {guard.task}", call or {})
         self.header = {"options": travelling} if travelling else {}
         self.guard = guard.under(call) if call else guard
-        self.dedupes = self.guard.options.dedupe is not None and not guard.app.conf.task_always_eager
+        published = not guard.app.conf.task_always_eager and not DISABLED.is_on(guard.app)
+        self.dedupes = published and self.guard.options.dedupe is not None
         self.batch_size = batch_size
         self.each = each
         self.progress = progress
@@ -189,6 +192,13 @@ class _FanOut:
                 self.uncertain,
                 not_sent,
             ) from error
+        if self.counts.duplicates:  # one line for all of them
+            logger.info(
+                "%d of %d calls of %s are not published: the same calls are queued or running already.",
+                self.counts.duplicates,
+                self.counts.total,
+                self.task.name,
+            )
         if self.counts.failed:
             logger.error(
                 "%d of %d calls of %s could not be sent. The first: %s",
@@ -269,7 +279,7 @@ class _FanOut:
         fresh = []
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and marked.is_duplicate:
-                self._duplicate([call.index, *(index for index, _, _ in call.equals)], marked.task_id)
+                self._duplicate(call, marked)
             else:
                 fresh.append(call)
         return fresh
@@ -354,17 +364,26 @@ class _FanOut:
         """Count first: what `each` raises must not make the counts wrong."""
         self.counts.accepted += len(sent)
         self.counts.duplicates += sum(len(call.equals) for call in sent)
+        for call in sent:
+            self._tell(call, len(call.equals), call.task_id, "queued")
         if self.each is not None:
             for call in sent:
                 self.each(CallOutcome(call.index, "accepted", call.task_id))
                 for index, _, _ in call.equals:
                     self.each(CallOutcome(index, "duplicate", call.task_id))
 
-    def _duplicate(self, indexes: list[int], task_id: str) -> None:
-        self.counts.duplicates += len(indexes)
+    def _duplicate(self, call: _Call, marked: Marked) -> None:
+        self.counts.duplicates += call.size
+        self._tell(call, call.size, marked.task_id, marked.state)
         if self.each is not None:
-            for index in indexes:
-                self.each(CallOutcome(index, "duplicate", task_id))
+            for index in (call.index, *(index for index, _, _ in call.equals)):
+                self.each(CallOutcome(index, "duplicate", marked.task_id))
+
+    def _tell(self, call: _Call, times: int, task_id: str, state: str) -> None:
+        if not call_deduplicated.receivers:
+            return
+        for _ in range(times):
+            call_deduplicated.send(sender=self.task, task_id=task_id, key=call.header["key"], state=state)
 
     def _fail(self, index: int, error: Exception) -> None:
         self.counts.failed += 1

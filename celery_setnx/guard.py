@@ -22,8 +22,9 @@ from celery.utils.dispatch import Signal
 from celery.utils.time import maybe_make_aware
 
 from celery_setnx.conflict import Conflict, policy_of, resolve
-from celery_setnx.connection import check_at_worker_start, client_for, new_client
+from celery_setnx.connection import client_for, new_client
 from celery_setnx.delivery import (
+    EVENTS,
     HEADER,
     NONCE,
     Waits,
@@ -35,11 +36,12 @@ from celery_setnx.delivery import (
     wait_of,
     waited,
 )
+from celery_setnx.events import follow
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.keys import KeyFunction, key_name, mark_name
 from celery_setnx.line import Place, leave
-from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, SetnxLock, task_token
+from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, Released, SetnxLock, task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
 from celery_setnx.options import UNSET, Options, check_name, merged, plain, settings
 from celery_setnx.process import identity
@@ -51,6 +53,7 @@ from celery_setnx.signals import (
     lock_woken,
     uniqueness_lapsed,
 )
+from celery_setnx.trial import check_at_worker_start
 from celery_setnx.waiting import (
     ItsTurn,
     Parked,
@@ -246,18 +249,23 @@ class Run:
         self.call_id = header.get("call_id", "")
         self.attempt = attempt_of(request.retries, request.replaced_task_nesting)
         self.lingers_since: float | None = None
+        self.acquired_at = 0.0
+        properties = request.properties or {}
+        if EVENTS in properties:
+            follow(task.app, request.hostname, wanted=properties[EVENTS])
         info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
         call = header.get("options") or {}
         self.key_of = functools.partial(guard.key, call=call)
         try:
             self.options = guard.options_of(call)
-            guard.check_backend(self.options)
+            if not request.is_eager:  # its result is stored nowhere
+                guard.check_backend(self.options)
             self.lock = guard.lock(header, args, kwargs, info)
         except SetnxError:
             if header.get("marked"):  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(header["key"], request.id)])
             raise
-        nonce = (request.properties or {}).get(NONCE) or uuid.uuid4().hex
+        nonce = properties.get(NONCE) or uuid.uuid4().hex
         self.token = task_token(request.id, request.retries, nonce)
         self.keeper = keeper_for_process(self.lock.clock)
         self.pid = os.getpid()
@@ -303,7 +311,10 @@ class Run:
         """Seconds until the call that ends with this error is delivered again; None if it is not.
 
         A retry with other arguments, and so another key, is none of this lock's and this mark's business.
+        That of an eager call follows at once, or never.
         """
+        if self.request.is_eager:
+            return None
         if isinstance(error, Retry) and not self._keeps_key(error.sig):
             return None
         if isinstance(error, (Retry, Waits)):
@@ -337,6 +348,9 @@ class Run:
             **{"since": self._since_s(), **details},
         )
         outcome: Outcome | None = self._patiently(ask, None)
+        holder = outcome and outcome.holder
+        if self.request.is_eager and holder and holder.task_id == self.request.id:
+            return None  # an eager replace() runs within the body, and under the lock, that it replaces
         return outcome
 
     def _patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
@@ -373,7 +387,8 @@ class Run:
         was_asked = (request.headers or {}).get(HEADER)
         # Another delivery of the call that runs is not queued: what is published now must run after it.
         is_own = holder is not None and holder.task_id == request.id
-        if self.options.dedupe != "until_started" or awaited or was_asked or is_own:
+        is_eager = request.is_eager
+        if self.options.dedupe != "until_started" or awaited or was_asked or is_own or is_eager:
             return None
         mark = Mark(self.lock.name, request.id)
         lease = self.options.queue_lease
@@ -430,14 +445,16 @@ class Run:
 
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
+        self.acquired_at = self.lock.clock()
+        waited_s = self._waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
             report_take_over(self, held, outcome.taken_over_from, outcome.server_time)
             self._send(lock_taken_over, held, holder=outcome.taken_over_from)
         if self.copy != ORIGINAL:
-            _waits, waited_s = waited(self.request, outcome.server_time)
+            logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
             lock_woken.send(sender=self.task, task_id=self.request.id, key=held.key, waited_s=waited_s)
-        self._send(lock_acquired, held)
+        self._send(lock_acquired, held, waited_s=waited_s)
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
@@ -473,24 +490,19 @@ class Run:
         if os.getpid() != self.pid:
             return  # the body forked, and this is the child's way out: the lock is its parent's
         watched = self.keeper.forget(held)
+        held_s = self.lock.clock() - self.acquired_at
         if watched and held.remaining_s() <= 0:
             # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
             self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
             watched = False
         try:
-            again_s = 0.0 if back_in is None else back_in + self.options.queue_lease
-            if hold:
-                word = held.hold(again_s)
-            else:
-                word = held.release(
-                    at_least_for=self.options.at_least_for,
-                    mark_for=again_s if self.options.dedupe == "until_done" else 0.0,
-                )
+            word = self._give_back(held, back_in, hold=hold)
         except SetnxError as error:
             # The body's own result or exception stands.
             logger.warning(
-                "%s has ended, but its lock was not released: %s The lease of %g s ends it.",
+                "%s has ended, but its lock %s was not released: %s The lease of %g s ends it.",
                 self,
+                held.key,
                 error,
                 held.lease_s,
             )
@@ -502,7 +514,27 @@ class Run:
             return
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
-        self._send(lock_released, held, outcome=word)
+        self._send(lock_released, held, outcome=word, held_s=held_s)
+
+    def _give_back(self, held: HeldLock, back_in: float | None, *, hold: bool) -> Released:
+        """Release the lock, or hold it for the retry that was sent."""
+        again_s = 0.0 if back_in is None else back_in + self.options.queue_lease
+        mark_for = again_s if self.options.dedupe == "until_done" else 0.0
+
+        def give_back() -> Released:
+            if hold:
+                return held.hold(again_s)
+            return held.release(at_least_for=self.options.at_least_for, mark_for=mark_for)
+
+        try:
+            return give_back()
+        except SetnxError:
+            raise
+        except Exception as error:  # noqa: BLE001 - see below
+            # A greenlet that is killed while it reads may get an event meant for that read once more, here
+            # (eventlet). What was given back may be given back again.
+            logger.info("%s gives its lock %s back once more, after %r", self, held.key, error)
+            return give_back()
 
     def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
         """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
@@ -531,7 +563,8 @@ class Run:
 
     def _lost(self, held: HeldLock, reason: str) -> None:
         logger.warning(
-            "%s lost its lock %s: %s. Its body runs on, and another may run beside it.",
+            "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
+            "the body.",
             self,
             held.key,
             reason,
@@ -543,9 +576,7 @@ class Run:
         self._send(lock_lost, held, reason=reason)
 
     def _conflict(self, outcome: Outcome) -> Conflict:
-        waits, waited_s = waited(self.request, outcome.server_time)
-        if self.lingers_since is not None:  # it keeps its place
-            waited_s = max(0.0, outcome.server_time - self.lingers_since)
+        waits, _waited_s = waited(self.request, outcome.server_time)
         return Conflict(
             task=self.task,
             key=self.lock.name,
@@ -553,11 +584,17 @@ class Run:
             remaining_s=outcome.remaining_s,
             options=self.options,
             waits=waits,
-            waited_s=waited_s,
+            waited_s=self._waited_s(outcome),
             server_time=outcome.server_time,
             waiting=outcome.waiters,
             queued_as=self._queued_as(outcome.holder),
         )
+
+    def _waited_s(self, outcome: Outcome) -> float:
+        """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
+        if self.lingers_since is not None:
+            return max(0.0, outcome.server_time - self.lingers_since)
+        return waited(self.request, outcome.server_time)[1]
 
     def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:
         signal.send(sender=self.task, task_id=self.request.id, key=held.key, fence=held.fence, **details)

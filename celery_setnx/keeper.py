@@ -17,7 +17,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.lock import HeldLock, renew_all
+from celery_setnx.lock import HeldLock, renew_all, task_of
 
 try:
     from _queue import Empty, SimpleQueue  # gevent patches the one in the module queue
@@ -85,7 +85,7 @@ class Keeper:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = _start_real_thread(self._run)
+                self._thread = start_real_thread(self._run)
 
     def _run(self) -> None:
         idle_s, rested = _NEVER, True
@@ -131,9 +131,12 @@ class Keeper:
             for watched, error in zip(group, renew_all([w.held for w in group], client)):
                 if error is not None and not watched.failing:
                     logger.warning(
-                        "%s. It stays ours for %.1f s more; renewing goes on.",
-                        error,
+                        "The lease of %s was not renewed for %s. It stays ours for %.1f s more, and "
+                        "renewing goes on: %s",
+                        watched.held.key,
+                        _owner(watched.held),
                         watched.held.remaining_s(),
+                        error,
                     )
                 watched.failing = error is not None
         for watched in due:
@@ -169,6 +172,11 @@ def _copy(client: redis.Redis) -> redis.Redis:
     return redis.Redis(connection_pool=redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs))
 
 
+def _owner(held: HeldLock) -> str:
+    task_id = task_of(held.token)
+    return f"task {task_id}" if task_id else f"token {held.token}"
+
+
 def _pace(held: HeldLock) -> float:
     """Seconds until the next renewal; sooner where a slow reply has used up part of the lease."""
     return min(held.lease_s / 3, held.remaining_s() / 2)
@@ -187,7 +195,7 @@ def _ran_out(watched: _Watched, now: float) -> str:
     return f"Redis could not be reached for a whole lease of {watched.held.lease_s:g} s"
 
 
-def _start_real_thread(function: Callable[[], None]) -> Any:
+def start_real_thread(function: Callable[[], None]) -> Any:
     """Start a daemon thread of the operating system, and return what keeps it alive."""
     green = _green()
     if green == "gevent":

@@ -31,6 +31,7 @@ from celery_setnx.lock import Holder
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.options import Options, checked
 from celery_setnx.signals import call_deduplicated
+from celery_setnx.switches import DISABLED
 
 logger = logging.getLogger("celery_setnx")
 
@@ -141,9 +142,9 @@ def publish(
     try:
         result = send(args, kwargs, **options)
     except BaseException:
-        _complain(free_all(client_for(guard.app), [mark]), mark, "was not sent")
+        _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
-    _complain(extend_all(client_for(guard.app), [mark], [lease]), mark, "was sent")
+    _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
     return _noted(result, deduplicated=False)
 
 
@@ -207,7 +208,9 @@ def send_task(
 
 def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
     """True if nobody waits for this very call, so that it may be dropped in favour of its like."""
-    return not app.conf.task_always_eager and not any(options.get(name) for name in AWAITED)
+    if app.conf.task_always_eager or DISABLED.is_on(app):
+        return False
+    return not any(options.get(name) for name in AWAITED)
 
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
@@ -262,11 +265,12 @@ def _deduplicated(
     ignored: bool | None,
 ) -> Any:
     logger.info(
-        "A call of %s is not published: the same call is %s already, as %s (key %s).",
+        "A call of %s is not published: the same call is %s already, as task %s (key %s%s).",
         guard.task,
         marked.state,
         marked.task_id,
         key,
+        f", held by {marked.holder}" if marked.holder else "",
     )
     task = guard.app._tasks.get(guard.task)
     call_deduplicated.send(sender=task or guard.task, task_id=marked.task_id, key=key, state=marked.state)
@@ -293,11 +297,12 @@ def _noted(result: Any, *, deduplicated: bool) -> Any:
     return result
 
 
-def _complain(error: Exception | None, mark: Mark, what: str) -> None:
+def _complain(error: Exception | None, guard: Guard, mark: Mark, what: str) -> None:
     """The call's own fate stands; its mark lapses after the grace lease."""
     if error is not None:
         logger.warning(
-            "%s %s, but its mark %s stays as it is, and lapses by itself. %s",
+            "%s[%s] %s, but its mark %s stays as it is, and lapses by itself. %s",
+            guard.task,
             mark.task_id,
             what,
             mark.name,

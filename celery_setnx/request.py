@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 from weakref import WeakSet
@@ -19,8 +20,10 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.connection import client_for
-from celery_setnx.delivery import CONTENT_TYPE, HEADER, NONCE, attempt_of
+from celery_setnx.delivery import CONTENT_TYPE, EVENTS, HEADER, NONCE, attempt_of
+from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
+from celery_setnx.forks import between_forks
 from celery_setnx.line import Place, leave
 from celery_setnx.lock import SetnxLock, task_token
 from celery_setnx.marks import Mark, free_all
@@ -39,13 +42,16 @@ class SingletonRequest(Request):  # type: ignore[misc]
     """A delivery of a `SingletonTask` in the worker's parent process.
 
     A nonce makes the token of every delivery its own, because a broker may deliver one message, and so one
-    task id, twice. It travels to the child in a copy of the message's properties, which no retry inherits.
+    task id, twice. It travels to the child in a copy of the message's properties, which no retry inherits,
+    and with it whether this worker sends events.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         properties = self._request_dict.get("properties") or {}
-        ours = {NONCE: uuid.uuid4().hex, CONTENT_TYPE: self.content_type}
+        wanted = are_wanted(self.eventer)
+        follow(self.app, self.hostname, wanted=wanted)
+        ours = {NONCE: uuid.uuid4().hex, CONTENT_TYPE: self.content_type, EVENTS: wanted}
         self._request_dict["properties"] = {**properties, **ours}
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
@@ -98,19 +104,24 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _free_held(self) -> None:
         def free(lock: SetnxLock) -> bool:
-            give_up = time.monotonic() + _KEEP_S
-            # The attempt before has sent this one, and may not have ended yet: only its end holds or marks.
-            while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
-                if time.monotonic() > give_up:
-                    break
-                time.sleep(_LOOK_S)
             self._free_mark()
             freed = lock.free_held(self.id)
             if freed:
                 let_the_line_go_on(self.app, lock.name, self.task, self.id)
             return freed
 
+        with suppress(SetnxError):  # what cannot be asked cannot be freed either, and that is said
+            self._await_attempt_before()
         self._free(free, "was revoked or has expired before its retry")
+
+    def _await_attempt_before(self) -> None:
+        """It has sent this one, and may not have ended yet: only its end holds or marks."""
+        lock = self._guard.lock(self._header, self.args, self.kwargs)
+        give_up = time.monotonic() + _KEEP_S
+        while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
+            if time.monotonic() > give_up:
+                break
+            time.sleep(_LOOK_S)
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -126,7 +137,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         try:
             word = leave(client_for(self.app), place, copy=self._copy)
         except SetnxError as error:
-            logger.warning("%s will not run, and has not left its line: %s", self.id, error)
+            logger.warning("%s will not run, and has not left its line: %s", self._call, error)
             return False
         if word == "handed":
             _in_thread(functools.partial(_survive, functools.partial(pass_on, self.app, place, self._copy)))
@@ -153,7 +164,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _free_mark(self) -> None:
         if self._header.get("marked"):
-            free_mark(self.app, self._header, self.id)
+            free_mark(self.app, self._header, self.id, self.name)
 
     @property
     def _comes_back(self) -> bool:
@@ -163,7 +174,11 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return bool(lost or (task.acks_late and task.reject_on_worker_lost))
 
     def _free(self, free: Callable[[SetnxLock], bool], why: str) -> None:
-        call = f"{self.task.name}[{self.id}]"
+        with between_forks:
+            self._free_now(free, why)
+
+    def _free_now(self, free: Callable[[SetnxLock], bool], why: str) -> None:
+        call = self._call
         try:
             lock = self._guard.lock(self._header, self.args, self.kwargs)
             freed = free(lock)
@@ -172,7 +187,13 @@ class SingletonRequest(Request):  # type: ignore[misc]
             return
         if freed:
             logger.warning("%s %s; its lock %s is freed.", call, why, lock.name)
-            lock_released.send(sender=self.task, task_id=self.id, key=lock.name, fence=None, outcome="freed")
+            lock_released.send(
+                sender=self.task, task_id=self.id, key=lock.name, fence=None, outcome="freed", held_s=None
+            )
+
+    @property
+    def _call(self) -> str:
+        return f"{self.task.name}[{self.id}]"
 
     @property
     def _guard(self) -> Any:
@@ -183,11 +204,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return self._request_dict.get(HEADER) or {}
 
 
-def free_mark(app: Celery, header: Mapping[str, Any], task_id: str) -> None:
+def free_mark(app: Celery, header: Mapping[str, Any], task_id: str, task: str) -> None:
     """Free the mark of a message that will start no task."""
-    error = free_all(client_for(app), [Mark(header["key"], task_id)])
-    if error is not None:
-        logger.warning("%s will not run, and its mark was not freed; it lapses by itself. %s", task_id, error)
+    with between_forks:
+        error = free_all(client_for(app), [Mark(header["key"], task_id)])
+        if error is not None:
+            logger.warning(
+                "%s[%s] will not run, and the mark of %s was not freed; it lapses by itself. %s",
+                task,
+                task_id,
+                header["key"],
+                error,
+            )
 
 
 @task_unknown.connect  # type: ignore[untyped-decorator]
@@ -197,7 +225,7 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     headers = message.headers or {}
     header = headers.get(HEADER)
     if isinstance(header, Mapping) and header.get("marked") and headers.get("id"):
-        _in_thread(functools.partial(free_mark, sender.app, header, headers["id"]))
+        _in_thread(functools.partial(free_mark, sender.app, header, headers["id"], str(headers.get("task"))))
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]
@@ -266,7 +294,8 @@ class _ChildWatch:
 def _survive(free: Callable[[], None]) -> None:
     """One request's trouble must not end the watch over all the others."""
     try:
-        free()
+        with between_forks:
+            free()
     except Exception:
         logger.exception("The lock of a dead child was not freed; its lease ends it.")
 

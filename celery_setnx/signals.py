@@ -1,15 +1,16 @@
 """What happens to locks, as Celery signals. Receivers observe; an error in one is logged, never felt.
 
-Every signal has the task as sender and these arguments: `task_id`, `key`, and where there is a lock,
-`fence`. They are sent in the process that runs the task, but for `freed`.
+Every signal has the task as sender and, but for `tick_late`, the arguments `task_id` and `key`. They are sent
+in the process that runs the task; where not, it says so. docs/monitoring.md has them in one table.
 """
 
 from __future__ import annotations
 
 from celery.utils.dispatch import Signal
 
-lock_acquired = Signal(name="lock_acquired", providing_args={"task_id", "key", "fence"})
-"""The lock is ours and the body is about to run."""
+lock_acquired = Signal(name="lock_acquired", providing_args={"task_id", "key", "fence", "waited_s"})
+"""The lock is ours and the body is about to run, `waited_s` seconds after its call met the lock held; 0.0 if
+it never did."""
 
 lock_conflict = Signal(
     name="lock_conflict", providing_args={"task_id", "key", "holder", "remaining_s", "policy"}
@@ -26,15 +27,19 @@ lock_taken_over = Signal(name="lock_taken_over", providing_args={"task_id", "key
 """An expired lock was taken over from the dead `holder`; `lock_acquired` follows, of this call or, if it was
 taken over for those who wait in line, of the first of them."""
 
-lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome"})
-"""The lock was given back: `outcome` is `released`, `resting`, `repaired` or `held_for_retry`; or `freed`,
-without a fence, when the worker's parent did it for a process that died or a retry that will not come."""
+lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome", "held_s"})
+"""The lock was given back, `held_s` seconds after `lock_acquired`: `outcome` is `released`, `resting`,
+`repaired` or `held_for_retry`. Or it is `freed` when the worker's parent did it for a process that died or
+a retry that will not come, and `by_hand` when `celery setnx release` did; `fence` and `held_s` are None then.
+"""
 
 lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", "reason"})
-"""A living holder found its lock gone, another's, or past its deadline. Sent once per held lock."""
+"""A living holder found its lock gone, another's, or past its deadline. Sent once per held lock, mostly
+by a thread of its own."""
 
 call_deduplicated = Signal(name="call_deduplicated", providing_args={"task_id", "key", "state"})
-"""A call was not published, because the task `task_id` is `queued` or `running`. Sent by the publisher."""
+"""A call was not published, because the task `task_id` is `queued` or `running`. Sent by the publisher, with
+the task's name as sender if it does not have the task's code."""
 
 uniqueness_lapsed = Signal(name="uniqueness_lapsed", providing_args={"task_id", "key", "marked_by"})
 """A call that was marked starts, and its mark is gone, or another's (`marked_by`): another with its key

@@ -18,6 +18,7 @@ from celery_setnx.guard import Guard, Run, lock_of
 from celery_setnx.lock import HeldLock, Holder, SetnxLock
 from celery_setnx.options import Options, checked
 from celery_setnx.publish import publish
+from celery_setnx.switches import DISABLED, EAGER_GUARDED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,7 +29,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     """A task that runs at most once at a time per key.
 
     Use it as `@app.task(base=SingletonTask)`. Calls from a worker are guarded, however they were sent;
-    direct calls, `.apply()` and eager mode are not.
+    direct calls, `.apply()` and eager mode are not, unless a test asks for it (see `celery_setnx.testing`).
 
     Attributes:
         singleton: Options of the task, or of a base class for its tasks; see `Options`. A subclass's
@@ -213,9 +214,10 @@ class SingletonTask(Task):  # type: ignore[misc]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock if a worker calls; plainly if the program does."""
         request = self.request_stack.top
-        if self._guard is None or not _is_from_worker(request) or request._protected:
+        guard = self._guard
+        if guard is None or not _is_guarded(guard.app, request) or request._protected:
             return super().__call__(*args, **kwargs)
-        run = Run(self, self._guard, args, kwargs)
+        run = Run(self, guard, args, kwargs)
         if not self._calls_run:
             return run.guard(lambda: super(SingletonTask, self).__call__(*args, **kwargs))
         request._protected = 1  # as Celery's own __call__ does in a worker: the request is used up
@@ -252,6 +254,31 @@ def current_lock() -> HeldLock | None:
     return None if task is None else lock_of(task)
 
 
+def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
+    """The lock of a call with these arguments, of a `SingletonTask` or of a task with `@singleton`.
+
+    Raises:
+        OptionError: The task has no lock.
+        UnkeyableCall: The key cannot be computed.
+    """
+    if isinstance(task, SingletonTask):
+        return task._lock(args, kwargs)
+    return guard_for(task).lock({}, args, kwargs)
+
+
+def guard_for(task: Task) -> Guard:
+    """The guard of a `SingletonTask`, or of a task with `@singleton`.
+
+    Raises:
+        OptionError: The task has none.
+    """
+    if isinstance(task, SingletonTask) and task._guard is not None:
+        return task._guard
+    if isinstance(task, SingletonTask) or not hasattr(task.run, _OPTIONS_ATTRIBUTE):
+        raise OptionError(f"{task.name} has no lock: it is no SingletonTask of yours, and has no @singleton")
+    return _guard_of(task)
+
+
 def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
     if issubclass(type(function), (Proxy, Task)):
         raise OptionError(
@@ -269,7 +296,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         if (
             task is None
             or isinstance(task, SingletonTask)
-            or not _is_from_worker(task.request)
+            or not _is_guarded(task.app, task.request)
             or lock_of(task) is not None
             or not _is_body_of(task, guarded)
         ):
@@ -330,8 +357,11 @@ def _settle_decorated_tasks(app: Celery) -> None:
     app._pending.append(_DecoratedTasks(app))
 
 
-def _is_from_worker(request: Context | None) -> bool:
-    return request is not None and not request.called_directly and not request.is_eager
+def _is_guarded(app: Celery, request: Context | None) -> bool:
+    """True if a worker calls; also eagerly, and not even then, as a test may say."""
+    if request is None or request.called_directly or DISABLED.is_on(app):
+        return False
+    return not request.is_eager or EAGER_GUARDED.is_on(app)
 
 
 def _is_body_of(task: Task, function: Callable[..., Any]) -> bool:

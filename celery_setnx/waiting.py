@@ -445,7 +445,7 @@ def _look_after(courier: Task, order: Order, visits: int) -> float | None:
         return None
     if found.state == "stale" and not found.watches:
         return None
-    if found.state == "new" and _has_ended(app, order.task_id):  # before Redis forgot it
+    if found.state == "new" and _has_ended(app, order):  # before Redis forgot it
         leave_line(app, order.place, COURIER)
         return None
     in_vain = visits if found.state == "parked" and not found.watches else 0
@@ -477,13 +477,13 @@ def _is_dead(app: Celery, holder: Holder) -> bool:
     return settings(app.conf).same_host and holder.state == "running" and is_surely_dead(holder.info)
 
 
-def _has_ended(app: Celery, task_id: str) -> bool:
+def _has_ended(app: Celery, order: Order) -> bool:
     if not app.backend.persistent:
         return False
     try:
-        return app.backend.get_task_meta(task_id)["status"] in READY_STATES
+        return app.backend.get_task_meta(order.task_id)["status"] in READY_STATES
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
-        logger.warning("Task %s waits again: its result is not known (%s).", task_id, error)
+        logger.warning("%s waits for %s again: its result is not known (%s).", order, order.key, error)
         return False
 
 

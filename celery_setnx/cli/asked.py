@@ -1,0 +1,178 @@
+"""What a command line asks about: the app, its lock server, a task, the key of a call, and what is found.
+
+Errors are click's: one line each, and an exit code that scripts can tell apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from celery import Celery, Task
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
+
+from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall
+from celery_setnx.guard import Guard
+from celery_setnx.options import settings
+from celery_setnx.survey import COMMANDS, Sighting, look, survey
+
+REDIS_ERRORS = (RedisError, RedisClusterException)
+"""What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
+
+
+class NoRedis(click.ClickException):
+    """Redis does not answer, or refuses."""
+
+    exit_code = 3
+
+
+def imported(app: Celery) -> Celery:
+    """The app, with the modules of its tasks imported, as a worker does.
+
+    Raises:
+        OptionError: A module has options that are refused.
+        click.ClickException: A module cannot be imported.
+    """
+    try:
+        app.loader.import_default_modules()
+    except SetnxError:
+        raise
+    except Exception as error:
+        raise click.ClickException(
+            f"the tasks of {app.main or 'the app'} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    return app
+
+
+def loaded(app: Celery) -> Celery:
+    """The app, with its tasks imported and their options settled.
+
+    Raises:
+        OptionError: The options of a task are refused.
+        click.ClickException: A module of tasks cannot be imported.
+    """
+    imported(app).finalize()
+    app.tasks.values()
+    return app
+
+
+def told(app: Celery, error: Exception) -> click.ClickException | None:
+    """An error of ours, or of Redis, as one line and an exit code; None if it is another's."""
+    if isinstance(error, (LockRefused, LockUnavailable)):
+        return NoRedis(str(error))
+    if isinstance(error, SetnxError):
+        hint = " No app was given: celery -A app setnx ..." if app.main == "default" else ""
+        return click.ClickException(f"{error}{hint}")
+    if not isinstance(error, REDIS_ERRORS):
+        return None
+    text = f"{server(app)}: {type(error).__name__}: {error}"
+    if isinstance(error, NoPermissionError):
+        text += f". celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*"
+    return NoRedis(text)
+
+
+def server(app: Celery) -> str:
+    """The lock server, and the setting that names it."""
+    url, setting = lock_url(app)
+    return f"{masked(url)} ({setting})"
+
+
+def prefix(app: Celery) -> str:
+    """What the keys of the app begin with."""
+    return settings(app.conf).prefix
+
+
+def look_at(app: Celery, key: str) -> Sighting:
+    """What there is of a lock."""
+    try:
+        return look(client_for(app), key)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterator[Sighting]:
+    """The locks, or the marks, that a command is about."""
+    scope = _scope(app, task)
+    for sighting in survey(client_for(app), prefix(app)):
+        if task is not None and sighting.scope != scope and (queued or sighting.task != task):
+            continue
+        is_lock = sighting.holder is not None or sighting.waiting > 0
+        if sighting.mark is not None if queued else is_lock and (sighting.is_stale or not stale):
+            yield sighting
+
+
+def _guard_or_none(task: Task) -> Guard | None:
+    guard: Guard | None = getattr(task, "_guard", None) or getattr(task, "_setnx_guard", None)
+    return guard
+
+
+def guard_of(task: Task) -> Guard:
+    """The guard of a task.
+
+    Raises:
+        click.UsageError: It has none.
+    """
+    guard = _guard_or_none(task)
+    if guard is None:
+        raise click.UsageError(f"{task.name} is neither a SingletonTask nor a @singleton: it has no lock")
+    return guard
+
+
+def _scope(app: Celery, task: str | None) -> str | None:
+    """The scope of a task's locks; the name itself if the app has no such task (any more)."""
+    guard = _guard_or_none(app.tasks[task]) if task in app.tasks else None
+    return (guard.options.scope if guard else None) or task
+
+
+def also_under(app: Celery, task: str) -> list[str]:
+    """The other tasks that share a task's scope."""
+    guarded = (name for name, other in app.tasks.items() if _guard_or_none(other) is not None)
+    return sorted(name for name in guarded if name != task and _scope(app, name) == _scope(app, task))
+
+
+def key_of(task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None) -> str:
+    """The Redis key of a call, as the command line names it."""
+    args, kwargs = _json_option("--args", args_json, list), _json_option("--kwargs", kwargs_json, dict)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name.isidentifier():
+            kwargs[name] = _value(value)
+        else:
+            args.append(_value(argument))
+    guard = guard_of(task)
+    try:
+        if hasattr(task, "lock_key"):
+            return str(task.lock_key(*args, **kwargs))
+        return guard.key(args, kwargs, {})
+    except UnkeyableCall as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _json_option(name: str, text: str | None, kind: Callable[[], Any]) -> Any:
+    try:
+        value = kind() if text is None else json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text} is no JSON: {error}", param_hint=name) from None
+    if type(value) is not kind:
+        what = "array" if kind is list else "object"
+        raise click.BadParameter(f"{text} is no JSON {what}", param_hint=name)
+    return value
+
+
+def _value(text: str) -> Any:
+    """What an argument means: JSON, or else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def unknown(app: Celery, name: str) -> str:
+    """That the app has no such task, and which may be meant."""
+    close = difflib.get_close_matches(name, app.tasks, n=1)
+    hint = f"did you mean {close[0]}?" if close else "is its module imported?"
+    return f"The app has no task {name}; {hint}"

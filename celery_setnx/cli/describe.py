@@ -1,0 +1,276 @@
+"""What was seen of a lock, as JSON rows, table cells and sentences; and whether a call would run now.
+
+Nothing here asks a server: what is said is what `celery_setnx.survey` has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from celery_setnx.guard import Guard
+from celery_setnx.lock import Holder
+from celery_setnx.options import Options
+from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.survey import Sighting
+
+COLUMNS = {
+    "task": "TASK",
+    "state": "STATE",
+    "age": "AGE",
+    "deadline": "DEADLINE",
+    "waiting": "WAITING",
+    "task_id": "TASK ID",
+    "where": "WORKER",
+    "key": "KEY",
+}
+MARK_COLUMNS = {"task": "TASK", "lapses": "LAPSES", "task_id": "QUEUED TASK ID", "key": "KEY"}
+
+_ON_CONFLICT = {
+    "skip": "it would be skipped: it succeeds with its skip_result, and does nothing",
+    "retry": "it would come back after {options.retry_delay:g} s, and then after up to "
+    "{options.retry_delay_max:g} s each time",
+    "wait": "it would wait in line, at place {place}, and be woken when its turn has come",
+    "join": "it would wait in line, and end with the holder's result",
+    "raise": "it would fail with AlreadyRunning",
+}
+
+
+def row(sighting: Sighting) -> dict[str, Any]:
+    """A lock as plain JSON values, under the names that docs/cli.md promises."""
+    holder = sighting.holder
+    info: Mapping[str, Any] = holder.info if holder else {}
+    return {
+        "key": sighting.key,
+        "task": sighting.task,
+        "scope": sighting.scope,
+        "state": holder.state if holder else "free",
+        "stale": sighting.is_stale,
+        "task_id": info.get("task_id"),
+        "worker": info.get("worker"),
+        "host": info.get("host"),
+        "pid": info.get("pid"),
+        "fence": holder.fence if holder else None,
+        "since": holder.since if holder else None,
+        "age_s": rounded(sighting.age_s),
+        "deadline": holder.deadline if holder else None,
+        "remaining_s": rounded(sighting.remaining_s),
+        "waiting": sighting.waiting,
+        "value": holder.value if holder else None,
+    }
+
+
+def mark_row(sighting: Sighting) -> dict[str, Any]:
+    """A mark as plain JSON values, under the names that docs/cli.md promises."""
+    return {
+        "key": sighting.key,
+        "task": sighting.scope,
+        "task_id": sighting.mark,
+        "lapses_in_s": rounded(sighting.mark_ends_s),
+    }
+
+
+def cells(sighting: Sighting) -> list[str]:
+    """A lock as the cells of a table, one for each of `COLUMNS`."""
+    holder = sighting.holder
+    state = holder.state if holder else "free"
+    task_id = (holder and holder.task_id) or "-"
+    waiting = str(sighting.waiting or "-")
+    return [
+        *(sighting.task, state, span(sighting.age_s), _deadline(sighting), waiting),
+        *(task_id, _where(holder), sighting.key),
+    ]
+
+
+def mark_cells(sighting: Sighting) -> list[str]:
+    """A mark as the cells of a table, one for each of `MARK_COLUMNS`."""
+    return [sighting.scope, f"in {span(sighting.mark_ends_s)}", str(sighting.mark), sighting.key]
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table in plain text; every column is as wide as its widest cell."""
+    lines = [list(columns.values()), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+
+
+def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
+    """The lines that `celery setnx show` prints of a lock.
+
+    Args:
+        details: What it prints as JSON.
+        sighting: What was seen.
+    """
+    holder, last = sighting.holder, details["last_holder"]
+    yield f"key       {sighting.key}"
+    yield f"task      {sighting.task}"
+    yield f"scope     {sighting.scope}"
+    if holder is None:
+        yield "state     free"
+        if last is not None:
+            yield f"last      {last['description']}, fence {last['fence']}"
+    else:
+        yield f"state     {holder.state}" + (", its deadline has passed" if sighting.is_stale else "")
+        yield f"holder    {holder}"
+        yield f"process   {fate(holder)}"
+        yield f"token     {holder.token or '-'}"
+        yield f"fence     {holder.fence or '-'}"
+        yield f"age       {span(sighting.age_s)}"
+        yield f"deadline  {until(sighting)}"
+        yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
+    queued = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
+    yield f"mark      {queued}"
+    yield f"waiting   {sighting.waiting or '-'}"
+    for waiter in details["line"]:
+        yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
+
+
+def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
+    """Whether a call would run now, and why, the main reason first.
+
+    Args:
+        guard: The task's.
+        sighting: What was seen of the call's lock.
+    """
+    options, holder = guard.options, sighting.holder
+    if options.dedupe and sighting.mark:
+        because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
+        lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
+        return False, [because, _duplicate(options, sighting.mark), lapses, *_who(sighting)]
+    if holder is None:
+        line = [f"{many(sighting.waiting, 'call')} in line will be woken for it."] if sighting.waiting else []
+        return True, ["nothing holds its lock.", *line]
+    if sighting.is_stale:
+        late = span(-(sighting.remaining_s or 0))
+        return True, [f"the holder's lease ended {late} ago; the call takes its lock over.", *_who(sighting)]
+    held_by_call = holder.state in ("running", "held_for_retry") and holder.task_id
+    if options.dedupe == "until_done" and held_by_call:
+        because = f"the same call runs already, as {holder.task_id}; a new one would not be published."
+        return False, [because, _duplicate(options, str(holder.task_id)), *_who(sighting)]
+    if holder.state == "running" and guard.settings.same_host and process_of(holder) == "dead":
+        because = "its holder is dead; a worker on this host takes the lock over at once."
+        return True, [because, *_who(sighting), "Workers on other hosts wait until its lease ends."]
+    return False, [
+        "its lock is held.",
+        *_who(sighting),
+        _on_conflict(options, sighting),
+    ]
+
+
+def process_of(holder: Holder) -> Literal["alive", "dead", "unknown"]:
+    """What can be known from here of the process that holds a lock."""
+    if is_surely_dead(holder.info):
+        return "dead"
+    own = identity()
+    ours = own.get("boot") and all(holder.info.get(name) == own[name] for name in ("boot", "pidns", "host"))
+    return "alive" if ours and holder.info.get("pid") else "unknown"
+
+
+def fate(holder: Holder) -> str:
+    """What can be known from here of the holder's process, as a sentence."""
+    pid, host = holder.info.get("pid"), holder.info.get("host")
+    if pid is None:
+        return "Its process is not known."
+    found = process_of(holder)
+    if found == "unknown":
+        return (
+            f"Its process is pid {pid} on {host}, which cannot be looked at from here; if it is dead, its "
+            "lease ends the lock."
+        )
+    return f"Its process, pid {pid} on this host, is {found}."
+
+
+def until(sighting: Sighting) -> str:
+    """Until when a lock is held, as a sentence."""
+    holder, remaining_s = sighting.holder, sighting.remaining_s
+    if holder is None:
+        return "It is free."
+    if remaining_s is None:
+        return "Its value is not a time, so it never ends by itself."
+    if remaining_s <= 0:
+        return f"Its deadline passed {span(-remaining_s)} ago."
+    left = span(remaining_s)
+    return {
+        "running": f"Its lease ends in {left}, unless the holder renews it.",
+        "resting": f"It rests for {left} more (at_least_for); nobody runs.",
+        "held_for_retry": f"It is kept for the holder's own retry, for {left} at most.",
+        "handed": f"It is kept for the first in line, for {left} at most.",
+    }.get(holder.state, f"It ends in {left}.")
+
+
+def span(seconds: float | None) -> str:
+    """A duration in at most two units; "-" if there is none."""
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    left = round(seconds)
+    words: list[str] = []
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, unit)
+        if count or words:
+            words.append(f"{count} {name}")
+    return " ".join(words[:2])
+
+
+def many(count: int, what: str) -> str:
+    """A number of things, as "1 lock", "2 locks"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def rounded(seconds: float | None) -> float | None:
+    """Seconds to the millisecond."""
+    return None if seconds is None else round(seconds, 3)
+
+
+def _deadline(sighting: Sighting) -> str:
+    remaining_s = sighting.remaining_s
+    if remaining_s is None:
+        return "never" if sighting.holder else "-"
+    return f"in {span(remaining_s)}" if remaining_s > 0 else f"expired {span(-remaining_s)} ago"
+
+
+def _where(holder: Holder | None) -> str:
+    info = holder.info if holder else {}
+    where = info.get("worker") or info.get("host")
+    return f"{where} (pid {info.get('pid')})" if where else "-"
+
+
+def _who(sighting: Sighting) -> list[str]:
+    """Who is in the way, since when, until when, and whether that process lives."""
+    holder = sighting.holder
+    if holder is None:
+        return []
+    since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
+    line = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
+    return [f"Held by {holder}{since}.", until(sighting), fate(holder), *line]
+
+
+def _duplicate(options: Options, task_id: str) -> str:
+    """What publishing a duplicate comes to."""
+    if callable(options.on_duplicate):
+        return f"Its on_duplicate, {_name(options.on_duplicate)}, decides what the caller gets."
+    if options.on_duplicate == "raise":
+        return "The caller would get DuplicateTask (on_duplicate='raise')."
+    return f"The caller would get the result of {task_id} (on_duplicate='return')."
+
+
+def _on_conflict(options: Options, sighting: Sighting) -> str:
+    """What becomes of a call that meets this lock."""
+    policy = options.on_conflict
+    if callable(policy):
+        return f"A call now: its on_conflict, {_name(policy)}, decides."
+    also = ""
+    if policy == "auto" and options.dedupe == "until_started":
+        policy = "wait"
+    elif policy == "auto":
+        policy, also = "skip", "; as a step of a workflow (chain, chord, link) it would come back later"
+    if options.max_wait is not None and policy in ("retry", "wait", "join"):
+        also = f"; after {options.max_wait:g} s it fails with LockTimeout"
+    text = _ON_CONFLICT[policy].format(options=options, place=sighting.waiting + 1)
+    return f"A call now: {text}{also} (on_conflict={options.on_conflict!r})."
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))

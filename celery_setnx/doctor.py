@@ -1,0 +1,410 @@
+"""What is wrong with a deployment: its lock server is asked and tried, then its app is checked."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import redis
+from celery import Celery
+from redis.exceptions import RedisClusterException, RedisError
+from redis.utils import str_if_bytes
+
+from celery_setnx.check import (
+    Finding,
+    check,
+    fail,
+    guarded_tasks,
+    ok,
+    refused,
+    sentence,
+    visibility_s_of,
+    warn,
+)
+from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.options import settings
+from celery_setnx.scripts import is_cluster
+from celery_setnx.survey import BATCH, survey
+from celery_setnx.trial import trial_name, try_lock
+
+__all__ = ["Finding", "check", "examine", "refused"]
+
+_OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
+_NEARLY_FULL = 0.9
+_TRIES_PER_CLUSTER = 1000  # names, to find one on each node
+_CLOCK_S = 1.0  # clocks that are this near each other do no harm
+
+
+def examine(app: Celery) -> Iterator[Finding]:
+    """Examine the lock server, then everything that `check` does; each finding as soon as it is known.
+
+    Writes nothing but the keys of its own trials, which lapse within a day.
+
+    Args:
+        app: The app, with its tasks imported.
+    """
+    yield from _lock_server(app)
+    yield from check(app)
+    yield from _redeliveries(app)
+
+
+def _lock_server(app: Celery) -> Iterator[Finding]:
+    try:
+        url, setting = lock_url(app)
+        client = client_for(app)
+    except (OptionError, ValueError) as error:
+        yield fail("connection", sentence(error), "Without a lock server no guarded task can run.")
+        return
+    where = f"{masked(url)} ({setting})"
+    try:
+        yield from _shared_with_broker(app, url)
+        yield from _servers(client, where)
+        with suppress(OptionError):  # check tells what is wrong with the settings
+            yield from _locks(client, settings(app.conf).prefix)
+    except (RedisError, RedisClusterException) as error:
+        yield _no_answer(where, error)
+
+
+def _servers(client: Any, where: str) -> Iterator[Finding]:
+    """What the lock server says of itself; of a cluster, each primary."""
+    in_cluster = is_cluster(client)
+    for name, server in _each_server(client):
+        try:
+            yield from _facts(name, server, where, in_cluster=in_cluster)
+        except RedisError as error:
+            if not in_cluster:
+                raise
+            yield _no_answer(f"{name} of {where}", error)
+
+
+def _locks(client: Any, prefix: str) -> Iterator[Finding]:
+    """What can be done with locks there, and what there is of them."""
+    yield from _permissions(client, prefix)
+    try:
+        yield from _leftovers(client, prefix)
+        yield from _endless_keys(client, prefix)
+    except redis.ResponseError as error:
+        yield warn(
+            "commands",
+            f"The locks cannot be listed: {error}",
+            "`celery setnx list`, `watch` and `release --queued` need SCAN, MGET, TYPE, PTTL and ZCARD.",
+            "Grant them to the user that operators use. Tasks do without.",
+        )
+
+
+def _each_server(client: Any) -> list[tuple[str, Any]]:
+    """Every server that has locks, named, with a client of its own."""
+    if not is_cluster(client):
+        return [("The lock server", client)]
+    return [(f"Node {node.name}", client.get_redis_connection(node)) for node in client.get_primaries()]
+
+
+def _no_answer(who: str, error: Exception) -> Finding:
+    return fail(
+        "connection",
+        f"{who} does not answer: {type(error).__name__}: {error}",
+        "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
+        "Check that the server runs, and the setting's host, port, user and TLS.",
+    )
+
+
+def _master(server: Any) -> str:
+    """The master that Sentinels name."""
+    pool = server.connection_pool
+    if not hasattr(pool, "sentinel_manager"):
+        return ""
+    host, port = pool.get_master_address()
+    return f", whose Sentinels name {host}:{port} as master of {pool.service_name}"
+
+
+def _shared_with_broker(app: Celery, url: str) -> Iterator[Finding]:
+    brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or ""
+    urls = brokers.split(";") if isinstance(brokers, str) else brokers
+    if url in urls:
+        yield ok(
+            "broker",
+            "Locks and the broker's queues share one database.",
+            "A FLUSHDB frees every lock, and a long backlog fills the memory that locks need.",
+            "Give locks a database of their own, better a server: setnx_url.",
+        )
+
+
+def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[Finding]:
+    """What a server says of itself."""
+    clock = _asked(partial(clock_of, server))
+    took = f" in {clock[0] * 1000:.2f} ms" if clock else ""
+    yield ok("connection", f"{name} answers{took}: {where}{_master(server)}.")
+    if clock:
+        yield _clock(name, *clock)
+    info = _asked(server.info)
+    if info is None:
+        yield warn(
+            "server",
+            f"{name}: not known, because INFO is forbidden.",
+            "Its version, eviction policy, memory, persistence and replication were not looked at.",
+            "Grant INFO and CONFIG GET to this user, or examine with another's setnx_url.",
+        )
+        return
+    yield _version(name, info)
+    yield _eviction(name, info)
+    yield from _memory(name, info)
+    yield _persistence(name, info, server)
+    yield _replication(name, info, server)
+    if info.get("cluster_enabled"):
+        yield _cluster(name, server, in_cluster=in_cluster)
+
+
+def _version(name: str, info: Mapping[str, Any]) -> Finding:
+    product = "Valkey" if "valkey_version" in info else "Redis"
+    version = str(info.get(f"{product.lower()}_version", "0"))
+    oldest = _OLDEST[product]
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < oldest:
+        return fail(
+            "server",
+            f"{name} is {product} {version}.",
+            "The lock's scripts need SET with PXAT and KEEPTTL.",
+            f"Upgrade to {product} {oldest[0]}.{oldest[1]} or later.",
+        )
+    return ok("server", f"{name} is {product} {version}.")
+
+
+def _eviction(name: str, info: Mapping[str, Any]) -> Finding:
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction":
+        return ok("eviction", f"{name} evicts nothing (maxmemory-policy noeviction).")
+    why = "A full server then deletes locks of running tasks, and others start beside them."
+    do = "Set maxmemory-policy noeviction, or point setnx_url at a server that has it."
+    if info.get("maxmemory"):
+        return fail("eviction", f"{name} evicts keys when it is full (maxmemory-policy {policy}).", why, do)
+    return warn(
+        "eviction", f"{name} would evict keys (maxmemory-policy {policy}) if it had a maxmemory.", why, do
+    )
+
+
+def _memory(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
+    used, most = info.get("used_memory", 0), info.get("maxmemory", 0)
+    if most and used > _NEARLY_FULL * most:
+        yield warn(
+            "memory",
+            f"{name} uses {used / most:.0%} of its maxmemory of {most / 2**20:.0f} MiB.",
+            "A full server renews and releases locks, but grants no new one.",
+            "Raise maxmemory, or give locks a server of their own: setnx_url.",
+        )
+
+
+def _persistence(name: str, info: Mapping[str, Any], server: Any) -> Finding:
+    do = "Set appendonly yes and appendfsync everysec; or accept it, and let resources check the fence."
+    if not info.get("aof_enabled"):
+        save = _config(server, "save")
+        forgets = "all locks" if save == "" else "the locks since its last snapshot, or all"
+        return warn(
+            "persistence",
+            f"{name} keeps no log of its writes (appendonly no{'' if save is None else f', save {save!r}'}).",
+            f"A restart forgets {forgets}, while the holders run on: others may start beside them.",
+            do,
+        )
+    fsync = _config(server, "appendfsync")
+    if fsync == "no":
+        return warn(
+            "persistence",
+            f"{name} leaves it to its host when its log is written to disk (appendfsync no).",
+            "When the host dies, the locks of the last half minute may be forgotten.",
+            do,
+        )
+    return ok(
+        "persistence",
+        f"{name} logs its writes (appendonly yes, appendfsync {fsync or 'not known'}).",
+    )
+
+
+def _replication(name: str, info: Mapping[str, Any], server: Any) -> Finding:
+    if info.get("role") == "slave":
+        master = f"{info.get('master_host')}:{info.get('master_port')}"
+        return fail(
+            "replication",
+            f"{name} is a replica of {master}.",
+            "A replica refuses locks, or forgets them when it is synchronized.",
+            "Point setnx_url at the master, or at the Sentinels that name it.",
+        )
+    replicas = info.get("connected_slaves", 0)
+    if not replicas:
+        return ok("replication", f"{name} is a master without replicas.")
+    least = _config(server, "min-replicas-to-write")
+    what = f"{name} has {replicas} replicas, and min-replicas-to-write {least or 'is not known'}."
+    why = "A failover may forget the last locks: two holders may run at once until the first one notices."
+    if least == "0":
+        return warn(
+            "replication",
+            what,
+            why,
+            "Set min-replicas-to-write 1 and min-replicas-max-lag 10, and let resources check the fence.",
+        )
+    return ok("replication", what, why, "Let the protected resources check the fence.")
+
+
+def _cluster(name: str, server: Any, *, in_cluster: bool) -> Finding:
+    if not in_cluster:
+        return fail(
+            "cluster",
+            f"{name} is a node of a cluster, and is used as a single server.",
+            "It refuses every lock whose slot is another node's.",
+            'Write the scheme as "redis+cluster://" in setnx_url.',
+        )
+    reply = str(
+        _asked(partial(server.execute_command, "CLUSTER INFO")) or "not known: CLUSTER INFO is forbidden"
+    )
+    if "cluster_state:fail" in reply or "'cluster_state': 'fail'" in reply:
+        return fail(
+            "cluster",
+            f"{name} says that the cluster is down (cluster_state fail).",
+            "Locks in the slots that nobody serves cannot be acquired.",
+            "Look at CLUSTER NODES and bring the missing primaries back.",
+        )
+    return ok("cluster", f"{name} says that the cluster is up.")
+
+
+def clock_of(server: Any, now: Callable[[], float] = time.time) -> tuple[float, float]:
+    """Seconds of a round trip, and by how many the server's clock is ahead of this host's: the best of five.
+
+    Args:
+        server: The client of one server.
+        now: This host's clock, in Unix seconds. Defaults to `time.time`.
+    """
+    best = (float("inf"), 0.0)
+    for _ in range(5):
+        before = now()
+        seconds, microseconds = server.time()
+        after = now()
+        best = min(best, (after - before, seconds + microseconds / 1e6 - (before + after) / 2))
+    return best
+
+
+def _clock(name: str, round_trip_s: float, ahead_s: float) -> Finding:
+    apart = f"{abs(ahead_s):.3f} s {'ahead of' if ahead_s > 0 else 'behind'} this host's"
+    what = f"{name}'s clock is {apart} (within {round_trip_s / 2:.3f} s)."
+    if abs(ahead_s) - round_trip_s / 2 <= _CLOCK_S:
+        return ok("clock", what)
+    return warn(
+        "clock",
+        what,
+        "Locks go by the server's clock alone; eta, beat and classic clients go by their host's.",
+        "Run an NTP client on both.",
+    )
+
+
+def _permissions(client: Any, prefix: str) -> Iterator[Finding]:
+    """A trial on each server: on a cluster, each has an ACL of its own."""
+    names = [trial_name(prefix)]
+    if is_cluster(client):
+        many = [trial_name(prefix) for _ in range(_TRIES_PER_CLUSTER)]
+        names = list({client.get_node_from_key(name).name: name for name in many}.values())
+    failed = False
+    for name in names:
+        try:
+            try_lock(client, name)
+        except LockRefused as error:
+            failed = True
+            yield fail("permissions", str(error), "No task whose lock is there can run.")
+        except (LockUnavailable, LockLost) as error:
+            failed = True
+            yield fail(
+                "permissions",
+                f"A lock was tried, and failed. {error}",
+                "Until it succeeds, tasks do as their on_redis_error says.",
+                "Look at the server's log.",
+            )
+    if not failed:
+        yield ok("permissions", "All that a lock needs was tried, a take-over included, and is allowed.")
+
+
+def _redeliveries(app: Celery) -> Iterator[Finding]:
+    visibility_s = visibility_s_of(app)
+    late = [task.name for task, _ in guarded_tasks(app) if task.acks_late] if visibility_s else []
+    if late:
+        yield ok(
+            "visibility",
+            f"The broker delivers again what runs for more than {visibility_s:g} s with acks_late: "
+            f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}.",
+            "The second delivery waits for the first, and is dropped only if the result says SUCCESS.",
+            "Keep runs shorter than broker_transport_options visibility_timeout, or raise it.",
+        )
+
+
+def _leftovers(client: Any, prefix: str) -> Iterator[Finding]:
+    """What is in Redis, and should perhaps not be there any more."""
+    held = waiting = marks = 0
+    dead, lapses_s = [], 0.0
+    for seen in survey(client, prefix):
+        holder = seen.holder
+        waiting += seen.waiting
+        if seen.mark is not None:
+            marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
+        if holder is None:
+            continue
+        if holder.state == "foreign" and holder.deadline is None:
+            yield fail(
+                "foreign",
+                f"{seen.key} is held by {holder}.",
+                "No task with this key will run before somebody deletes it.",
+                f"If nobody needs it: celery setnx release '{seen.key}'",
+            )
+        elif not seen.is_stale:
+            held += 1
+        elif holder.state in ("running", "held_for_retry"):
+            dead.append(seen)
+    yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}.")
+    if dead:
+        oldest = min(dead, key=lambda seen: seen.remaining_s or 0.0)
+        yield warn(
+            "locks",
+            f"Locks that expired unreleased: {len(dead)}; the first was {oldest.key} of {oldest.holder}.",
+            "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
+            "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
+        )
+    if marks:
+        yield ok(
+            "marks",
+            f"Calls marked as queued: {marks}; the last mark lapses in {lapses_s:.0f} s.",
+            "A mark cannot tell whether its message is still with the broker; after a purge it is not.",
+            "After a purge: celery setnx release --queued --task NAME",
+        )
+
+
+def _endless_keys(client: Any, prefix: str) -> Iterator[Finding]:
+    """Keys beside locks without a TTL. A lock itself may have none: a classic client's value says its end."""
+    endless: list[bytes] = []
+    pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", prefix) + ":{*}:*"
+    for _, server in _each_server(client):
+        names = server.scan_iter(match=pattern, count=BATCH)
+        while batch := list(islice(names, BATCH)):
+            with server.pipeline(transaction=False) as pipe:
+                for name in batch:
+                    pipe.pttl(name)
+                endless += [name for name, ttl_ms in zip(batch, pipe.execute()) if ttl_ms == -1]
+    if endless:
+        yield warn(
+            "ttl",
+            f"Keys without a TTL: {len(endless)}, such as {str_if_bytes(endless[0])}.",
+            "Ours have one: another program has written or persisted these, and they stay for ever.",
+            "Find out who uses our prefix, give each environment its own setnx_prefix, and delete them.",
+        )
+
+
+def _asked(ask: Callable[[], Any]) -> Any:
+    """The reply, or None if the command is forbidden or unknown."""
+    with suppress(redis.ResponseError):
+        return ask()
+    return None
+
+
+def _config(server: Any, name: str) -> str | None:
+    """A setting of the server, or None if it does not tell."""
+    found = _asked(partial(server.config_get, name)) or {}
+    return next((str_if_bytes(value) for value in found.values()), None)

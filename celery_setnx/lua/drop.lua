@@ -1,0 +1,15 @@
+-- Drop a lock by hand, whoever holds it, if it is still what was shown.
+--
+-- KEYS  1 lock, 2 record (see acquire.lua)
+-- ARGV  1 value     the lock's value as it was shown
+--       2 record    the record as it was shown; '' = there was none
+-- Returns {word}
+--       dropped
+--       changed (the lock or its record is another by now, or gone: nothing is touched)
+
+local value, record = ARGV[1], ARGV[2]
+
+if redis.pcall('GET', KEYS[1]) ~= value then return {'changed'} end
+if (redis.call('GET', KEYS[2]) or '') ~= record then return {'changed'} end
+redis.call('DEL', KEYS[1], KEYS[2])
+return {'dropped'}

@@ -1,0 +1,349 @@
+"""Counters and histograms of locks, for Prometheus and OpenTelemetry. Nothing runs unless it is asked for.
+
+What is counted is one table, `FIGURES`: each figure is a signal and what is taken from it. The two exporters
+only say where it goes. Labels are the task and what became of its call, never the key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import redis
+from celery import Celery, bootsteps
+from celery.utils.dispatch import Signal
+
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.forks import between_forks
+from celery_setnx.options import settings
+from celery_setnx.signals import (
+    call_deduplicated,
+    lock_acquired,
+    lock_conflict,
+    lock_lost,
+    lock_released,
+    lock_taken_over,
+    uniqueness_lapsed,
+)
+from celery_setnx.survey import survey
+
+logger = logging.getLogger("celery_setnx")
+
+BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
+
+_PREFIX = "celery_setnx"
+_WAITERS = ("waiters", "Calls that wait in line for a lock.")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something that is counted, or a time that is measured.
+
+    Attributes:
+        name: Its name, without prefix and suffix.
+        signal: What it counts.
+        text: What it is, for its readers.
+        label: The signal's argument that is a label beside the task. Defaults to none.
+        seconds: The signal's argument that is measured; None where it is not known. Defaults to none: it
+            counts.
+    """
+
+    name: str
+    signal: Signal
+    text: str
+    label: str | None = None
+    seconds: str | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its labels."""
+        return ("task", self.label) if self.label else ("task",)
+
+
+FIGURES = (
+    Figure("acquired", lock_acquired, "Locks that calls have acquired."),
+    Figure("conflicts", lock_conflict, "Calls that met their lock held, by what became of them.", "policy"),
+    Figure("taken_over", lock_taken_over, "Locks that were taken over from a dead holder."),
+    Figure("lost", lock_lost, "Locks that a living holder has lost."),
+    Figure("lapsed", uniqueness_lapsed, "Marks that were gone, or another's, when their call started."),
+    Figure("duplicates", call_deduplicated, "Calls that were not published, by the other's state.", "state"),
+    Figure("released", lock_released, "Locks that were given back, by outcome.", "outcome"),
+    Figure("wait", lock_acquired, "Seconds from a call's first conflict to its lock.", seconds="waited_s"),
+    Figure("hold", lock_released, "Seconds for which a call had its lock.", seconds="held_s"),
+)
+
+Record = Callable[[Figure, float, dict[str, str]], None]
+
+
+def prometheus(app: Celery, *, registry: Any = None, waiters: bool = True) -> None:
+    """Count what happens to an app's locks in this process, and in those that are forked from it.
+
+    To be called where the app is made. A prefork worker needs the environment variable
+    `PROMETHEUS_MULTIPROC_DIR`, see `serve`. Calling it again for the same app and registry changes nothing.
+
+    Args:
+        app: The app.
+        registry: Where the figures are. Defaults to prometheus_client's own, `REGISTRY`.
+        waiters: Whether each scrape of the registry asks Redis who waits in line. Defaults to True. In
+            multiprocess mode the registry itself is not scraped, and `serve` asks.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+    """
+    client = _extra("prometheus_client", "prometheus")
+    registry = client.REGISTRY if registry is None else registry
+    if _is_multiprocess(client):
+        os.makedirs(os.environ["PROMETHEUS_MULTIPROC_DIR"], exist_ok=True)
+    elif waiters and app not in _registered.setdefault(registry, {}):
+        registry.register(_Waiters(app))
+        _registered[registry][app] = None
+    families = _families.get(registry)
+    if families is None:
+        families = _families[registry] = {figure: _family(client, figure, registry) for figure in FIGURES}
+
+    def record(figure: Figure, amount: float, labels: dict[str, str]) -> None:
+        family = families[figure].labels(**labels)
+        if figure.seconds:
+            family.observe(amount)
+        else:
+            family.inc(amount)
+
+    _follow(app, record, f"prometheus:{id(registry)}")
+
+
+def serve(
+    app: Celery, port: int, address: str = "0.0.0.0", *, registry: Any = None, waiters: bool = True
+) -> None:
+    """Count as `prometheus` does, and let each worker of the app serve its figures over HTTP.
+
+    The worker's parent serves the sum of all its processes, those included that have died. In a prefork
+    worker they write their counts to files, for which prometheus_client needs `PROMETHEUS_MULTIPROC_DIR` in
+    the environment before the worker starts: a directory of this worker alone, empty at first.
+
+    Args:
+        app: The app.
+        port: The port.
+        address: The address. Defaults to all.
+        registry: Where the figures are. Defaults to prometheus_client's own, `REGISTRY`.
+        waiters: Whether each scrape asks Redis who waits in line. Defaults to True.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+    """
+    client = _extra("prometheus_client", "prometheus")
+    registry = client.REGISTRY if registry is None else registry
+    prometheus(app, registry=registry, waiters=waiters)
+
+    class MetricsServer(bootsteps.StartStopStep):  # type: ignore[misc]
+        """Serves the figures of a worker while it runs."""
+
+        server: Any = None
+
+        def start(self, worker: Any) -> None:
+            """Serve.
+
+            Raises:
+                OptionError: The figures of the pool's processes would be lost.
+            """
+            _check_pool(client, worker)
+            served = _sum_of_all(client, app, waiters) if _is_multiprocess(client) else registry
+            try:
+                self.server, _thread = client.start_http_server(port, address, registry=served)
+            except OSError as error:
+                logger.error(
+                    "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
+                    "Give every worker of a host a port of its own.",
+                    address,
+                    port,
+                    error,
+                )
+                return
+            # A child that outlives its parent must not keep the port.
+            os.register_at_fork(after_in_child=self.server.socket.close)
+
+        def stop(self, worker: Any) -> None:
+            """Serve no more."""
+            if self.server is not None:
+                self.server.shutdown()
+                self.server.server_close()
+
+    app.steps["worker"].add(MetricsServer)
+
+
+def opentelemetry(app: Celery, *, meter: Any = None, waiters: bool = False) -> None:
+    """Count what happens to an app's locks as instruments of OpenTelemetry.
+
+    Without a meter the instruments are made by the global `MeterProvider` at the first count of each process:
+    set it in the signal `worker_process_init`, because its exporting thread does not survive a fork. Call
+    this once per app; twice counts twice.
+
+    Args:
+        app: The app.
+        meter: Makes the instruments, at once. Defaults to the global provider's, when it is needed.
+        waiters: Whether each export asks Redis who waits in line. Every process that exports would report the
+            same, so ask in one of them. Defaults to False.
+
+    Raises:
+        ImportError: opentelemetry-api is not installed.
+    """
+    api = _extra("opentelemetry.metrics", "opentelemetry")
+    made: dict[int, dict[Figure, Any]] = {}
+
+    def instruments() -> dict[Figure, Any]:
+        pid = os.getpid() if meter is None else 0
+        if pid not in made:
+            made[pid] = _instruments(api, app, meter or api.get_meter(_PREFIX), waiters)
+        return made[pid]
+
+    def record(figure: Figure, amount: float, labels: dict[str, str]) -> None:
+        instrument = instruments()[figure]
+        if figure.seconds:
+            instrument.record(amount, labels)
+        else:
+            instrument.add(amount, labels)
+
+    if meter is not None:
+        instruments()
+    _follow(app, record, f"opentelemetry:{id(made)}")
+
+
+def _follow(app: Celery, record: Record, whose: str) -> None:
+    """Record every figure of an app from its signal."""
+    for figure in FIGURES:
+        uid = f"celery_setnx.metrics:{whose}:{id(app)}:{figure.name}"
+        figure.signal.connect(_receiver(app, figure, record), weak=False, dispatch_uid=uid)
+
+
+def _receiver(app: Celery, figure: Figure, record: Record) -> Callable[..., None]:
+    def receiver(sender: Any, signal: Any = None, **details: Any) -> None:
+        if getattr(sender, "app", app) != app:
+            return
+        amount = details[figure.seconds] if figure.seconds else 1
+        if amount is None:
+            return
+        labels = {"task": str(getattr(sender, "name", sender))}
+        if figure.label:
+            labels[figure.label] = str(details[figure.label])
+        with between_forks:  # a child would inherit the exporter's own lock, and wait for it for ever
+            record(figure, amount, labels)
+
+    return receiver
+
+
+def _family(client: Any, figure: Figure, registry: Any) -> Any:
+    name = f"{_PREFIX}_{figure.name}"
+    if figure.seconds:
+        return client.Histogram(
+            f"{name}_seconds", figure.text, figure.labels, buckets=BUCKETS_S, registry=registry
+        )
+    return client.Counter(name, figure.text, figure.labels, registry=registry)
+
+
+_families: WeakKeyDictionary[Any, dict[Figure, Any]] = WeakKeyDictionary()
+_registered: WeakKeyDictionary[Any, dict[Celery, None]] = WeakKeyDictionary()
+
+
+def _sum_of_all(client: Any, app: Celery, waiters: bool) -> Any:
+    """A registry with the counts of all processes, dead or alive."""
+    registry = client.CollectorRegistry()
+    importlib.import_module("prometheus_client.multiprocess").MultiProcessCollector(registry)
+    if waiters:
+        registry.register(_Waiters(app))
+    return registry
+
+
+def _is_multiprocess(client: Any) -> bool:
+    """True if prometheus_client keeps counts in files; it decides so when it is imported."""
+    return bool(client.values.ValueClass._multiprocess)
+
+
+def _check_pool(client: Any, worker: Any) -> None:
+    """Refuse figures that a pool's processes would keep to themselves.
+
+    Raises:
+        OptionError: They would.
+    """
+    is_prefork = any(base.__module__ == "celery.concurrency.prefork" for base in worker.pool_cls.__mro__)
+    if is_prefork and not _is_multiprocess(client):
+        raise OptionError(
+            "celery_setnx.metrics.serve: each process of a prefork worker counts for itself, where nobody "
+            "sees it. Set PROMETHEUS_MULTIPROC_DIR to an empty directory of this worker's own, in the "
+            "environment in which it is started; or use another pool (-P threads)"
+        )
+
+
+class _Waiters:
+    """Asks Redis at each scrape how many calls wait, by scope."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+
+    def describe(self) -> list[Any]:
+        """The empty family: registering it must not ask Redis."""
+        name, text = _WAITERS
+        core = _extra("prometheus_client.core", "prometheus")
+        return [core.GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=["scope"])]
+
+    def collect(self) -> Iterator[Any]:
+        """The family, with a figure for each scope in which anybody waits."""
+        (family,) = self.describe()
+        for scope, waiting in _waiting(self._app).items():
+            family.add_metric([scope], waiting)
+        yield family
+
+
+def _waiting(app: Celery) -> Mapping[str, int]:
+    """How many calls wait in line, by scope; nothing if Redis cannot be asked: the other figures stand."""
+    waiting: Counter[str] = Counter()
+    try:
+        for sighting in survey(client_for(app), settings(app.conf).prefix):
+            if sighting.waiting:
+                waiting[sighting.scope] += sighting.waiting
+    except (SetnxError, redis.RedisError) as error:
+        logger.warning("How many calls wait in line is missing from the metrics: %s", error)
+        return {}
+    return waiting
+
+
+def _instruments(api: Any, app: Celery, meter: Any, waiters: bool) -> dict[Figure, Any]:
+    made = {figure: _instrument(meter, figure) for figure in FIGURES}
+    if waiters:
+        name, text = _WAITERS
+
+        def observe(_options: Any) -> list[Any]:
+            return [api.Observation(count, {"scope": scope}) for scope, count in _waiting(app).items()]
+
+        meter.create_observable_gauge(f"{_PREFIX}.{name}", [observe], unit="{call}", description=text)
+    return made
+
+
+def _instrument(meter: Any, figure: Figure) -> Any:
+    name = f"{_PREFIX}.{figure.name}"
+    if figure.seconds:
+        return meter.create_histogram(
+            name, unit="s", description=figure.text, explicit_bucket_boundaries_advisory=list(BUCKETS_S)
+        )
+    return meter.create_counter(name, description=figure.text)
+
+
+def _extra(module: str, extra: str) -> Any:
+    """A module that only an extra installs.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"celery_setnx.metrics needs {module.partition('.')[0]}, which is not installed: "
+            f"pip install 'celery_setnx[{extra}]'"
+        ) from error

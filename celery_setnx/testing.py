@@ -1,0 +1,387 @@
+"""A kit for tests of apps with guarded tasks: busy locks, crashed holders, time that passes.
+
+Without it nothing is guarded where no worker runs: direct calls, `.apply()` and `task_always_eager` ask no
+server. What is switched here is switched in this process, for all its threads; it does not reach a worker in
+another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import redis
+from celery import Celery, Task
+
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import AlreadyRunning, SetnxError
+from celery_setnx.keeper import keeper_for_process
+from celery_setnx.keys import line_names, mark_name, record_name
+from celery_setnx.lock import HeldLock, SetnxLock, task_token
+from celery_setnx.options import settings
+from celery_setnx.process import identity
+from celery_setnx.scripts import Script
+from celery_setnx.survey import Sighting, survey, waiters
+from celery_setnx.switches import DISABLED, EAGER_GUARDED
+from celery_setnx.task import guard_for, lock_for
+from celery_setnx.waiting import wake
+
+__all__ = [
+    "Held",
+    "assert_released",
+    "clear",
+    "crash",
+    "guarded",
+    "hold",
+    "locks_on",
+    "pass_time",
+    "singleton_disabled",
+]
+
+logger = logging.getLogger("celery_setnx")
+
+_POLL_S = 0.02
+_ELSEWHERE = "elsewhere"
+_AGE = Script("age")
+
+
+@contextmanager
+def guarded(app: Celery) -> Iterator[None]:
+    """Guard `.apply()` and `task_always_eager` too: they take the lock on the app's lock server.
+
+    Also a decorator. An eager call has no message that could come back or wait in line, so a conflict ends
+    it: `skip` with the `skip_result`, `raise` in state FAILURE with `AlreadyRunning`; `retry`, `wait` and
+    `join` in state RETRY, without a second try (past `max_wait` with `LockTimeout`). There is no queue, so
+    nothing is a duplicate. A task's own retry runs at once, as Celery has it, with the lock released and
+    acquired anew, also with `hold_on_retry`.
+
+    Args:
+        app: The app whose eager calls are guarded.
+
+    Raises:
+        OptionError: No setting of the app names a Redis.
+        LockUnavailable: It does not answer.
+
+    Example:
+        >>> with guarded(app), hold(settle, 7):   # doctest: +SKIP
+        ...     assert is_skipped(settle.apply([7]).get())
+    """
+    app = _real(app)
+    SetnxLock(client_for(app), f"{settings(app.conf).prefix}:{{testing}}").holder()
+    with EAGER_GUARDED.on(app):
+        yield
+
+
+@contextmanager
+def singleton_disabled(app: Celery | None = None) -> Iterator[None]:
+    """Run bodies plainly: no lock, no mark, no lock server. Also a decorator.
+
+    For tests of a task's body with a worker in this process (`celery.contrib.testing`), or that publish
+    without a Redis. `self.lock` is None. Keys are computed all the same, so that a call which has none fails.
+
+    Args:
+        app: The app. Defaults to all apps of this process.
+
+    Example:
+        >>> with singleton_disabled(), start_worker(app):   # doctest: +SKIP
+        ...     assert settle.delay(7).get() == "settled"
+    """
+    with DISABLED.on(None if app is None else _real(app)):
+        yield
+
+
+@contextmanager
+def locks_on(app: Celery, url: str) -> Iterator[None]:
+    """Have the app's locks on another server for a while, whatever its settings say.
+
+    Args:
+        app: The app. No worker of it may run yet.
+        url: As `setnx_url`.
+
+    Example:
+        >>> @pytest.fixture   # doctest: +SKIP
+        ... def setnx_app(setnx_server):
+        ...     with locks_on(app, setnx_server):
+        ...         yield app
+    """
+    app = _real(app)
+    before = app.conf.get("setnx_url"), app.__dict__.pop("_setnx_clients", {})
+    app.conf.setnx_url = url
+    try:
+        yield
+    finally:
+        for client in app.__dict__.pop("_setnx_clients", {}).values():
+            client.close()
+        app.conf.setnx_url, app.__dict__["_setnx_clients"] = before
+
+
+class Held:
+    """A lock that somebody else holds, as `hold` makes them.
+
+    Attributes:
+        task: The task whose lock it is.
+        task_id: Id of the call that has it; there is no such call.
+        key: The lock's Redis key.
+        fence: Its fence.
+        lives: Whether the holder renews its lease; False after `crash` and `release`.
+    """
+
+    def __init__(self, task: Task, task_id: str, lock: SetnxLock, held: HeldLock) -> None:
+        self.task = task
+        self.task_id = task_id
+        self.key = held.key
+        self.fence = held.fence
+        self.lives = True
+        self._lock = lock
+        self._held = held
+        _LIVING[held.token] = self
+        keeper_for_process(lock.clock).watch(held, _warn_of_loss)
+
+    def __repr__(self) -> str:
+        return f"<Held {self.key} by {self.task_id}, which {'lives' if self.lives else 'is gone'}>"
+
+    def release(self) -> None:
+        """Give the lock back, as a task that ends; the first who waits in line is woken. Once is enough."""
+        if self.lives:
+            self._end()
+            self._held.release()
+            wake(self.task.app, self._lock.heir, self.key)
+
+    def _end(self) -> None:
+        self.lives = False
+        del _LIVING[self._held.token]
+        keeper_for_process(self._lock.clock).forget(self._held)
+
+
+_LIVING: dict[str, Held] = {}
+"""The holders that live, by token."""
+
+
+@contextmanager
+def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
+    """Have somebody else hold the lock of a call: a living holder in another place, which renews its lease.
+
+    Args:
+        task: A `SingletonTask`, or a task with `@singleton`.
+        args: Positional arguments of the call whose lock it is.
+        kwargs: Keyword arguments of that call.
+
+    Returns:
+        The holder; its lock is released in the end, unless it has crashed.
+
+    Raises:
+        AlreadyRunning: The lock is held already.
+        OptionError: The task has no lock.
+        UnkeyableCall: The key cannot be computed.
+        LockUnavailable: Redis did not answer.
+
+    Example:
+        >>> with hold(settle, 7) as held:   # doctest: +SKIP
+        ...     assert settle.locked(7).task_id == held.task_id
+    """
+    held = _held(task, lock_for(task, args, kwargs))
+    try:
+        yield held
+    finally:
+        held.release()
+
+
+def crash(held: Held) -> None:
+    """Kill a holder: it renews no more, and its lock stays until the lease has ended (see `pass_time`).
+
+    Example:
+        >>> with hold(settle, 7) as held:   # doctest: +SKIP
+        ...     crash(held)
+        ...     pass_time(60, held)
+        ...     assert settle.apply([7]).get() == "settled"   # it took the lock over
+    """
+    if held.lives:
+        held._end()
+
+
+def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
+    """Let time pass for locks without waiting: they, their marks, and those who wait in line grow older.
+
+    A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other holder, in this process or
+    not, is taken for one that stood still: past its lease the next call takes the lock over, and its own next
+    renewal tells it so. Clocks stay: an eta or a countdown is not reached sooner.
+
+    Args:
+        seconds: How much time (or a timedelta).
+        what: A holder; a task, with the arguments of a call; a task without any arguments: all its locks; or
+            an app: all its locks.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Raises:
+        ValueError: A negative time.
+        LockUnavailable: Redis did not answer.
+
+    Example:
+        >>> pass_time(3600, settle, 7)   # the mark of a queued call lapses   # doctest: +SKIP
+    """
+    by_s = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+    if by_s < 0:
+        raise ValueError(f"time passes forwards: {seconds!r} is negative")
+    if isinstance(what, Held):
+        client, keys = what._lock.client, [what.key]
+    elif isinstance(what, Task) and (args or kwargs):
+        lock = lock_for(what, args, kwargs)
+        client, keys = lock.client, [lock.name]
+    else:
+        client = client_for(_app_of(what))
+        keys = [sighting.key for sighting in _sightings(client, what, args, kwargs)]
+    for key in keys:
+        living = [token for token, held in list(_LIVING.items()) if held.key == key]
+        _age(client, lock=key, by_s=by_s, living=living[-1] if living else "")
+
+
+def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
+    """Fail if a lock is held, a key marked, or a call in line: every task has ended, and left nothing behind.
+
+    A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not.
+
+    Args:
+        what: An app: all its locks; a task without any arguments: all of its scope; a task with the arguments
+            of a call: that one.
+        args: Positional arguments of the call.
+        within: Seconds for which it is asked again, because a worker may not have ended yet. Defaults to 0.
+        kwargs: Keyword arguments of the call.
+
+    Raises:
+        AssertionError: Something is left; the message names each lock with its holder, mark and waiter.
+        redis.RedisError: Redis did not answer.
+
+    Example:
+        >>> assert_released(app, within=5)   # doctest: +SKIP
+    """
+    client = client_for(_app_of(what))
+    give_up = time.monotonic() + within
+    while left := _left(client, what, args, kwargs):
+        if time.monotonic() >= give_up:
+            raise AssertionError(_told(left, what, within))
+        time.sleep(_POLL_S)
+
+
+def clear(app: Celery) -> int:
+    """Delete all keys under the app's prefix, found by SCAN: locks, marks, lines.
+
+    For a server that tests have for themselves, or an app with a prefix of its own. A task that runs on
+    another host is a sign that it is neither, and nothing is deleted then.
+
+    Args:
+        app: The app.
+
+    Returns:
+        How many keys there were.
+
+    Raises:
+        SetnxError: A task on another host holds a lock.
+        redis.RedisError: Redis did not answer.
+    """
+    app = _real(app)
+    client = client_for(app)
+    prefix = settings(app.conf).prefix
+    for seen in survey(client, prefix):
+        _refuse_other_hosts(seen)
+    for held in list(_LIVING.values()):
+        if held.key.startswith(f"{prefix}:{{") and held._lock.client is client:
+            crash(held)
+    pattern = f"{_escaped(prefix)}:{{*"
+    return sum(int(client.delete(key)) for key in list(client.scan_iter(match=pattern, count=1000)))
+
+
+def _refuse_other_hosts(seen: Sighting) -> None:
+    holder = seen.holder
+    if holder is None or holder.state != "running" or seen.is_stale:
+        return
+    if holder.info.get("host") not in (None, _ELSEWHERE, identity()["host"]):
+        raise SetnxError(
+            f"clear() deletes nothing: {seen.key} is held by {holder}, on host {holder.info['host']}. "
+            "If that is a task of the tests, let it end; if not, give them a server or a prefix of their own"
+        )
+
+
+def _held(task: Task, lock: SetnxLock) -> Held:
+    """Acquire a lock as a call in another place, which no proof of death can reach."""
+    task_id = f"held-by-a-test-{uuid.uuid4().hex[:12]}"
+    lock.info = {"task": task.name, "task_id": task_id, "worker": f"another@{_ELSEWHERE}", "host": _ELSEWHERE}
+    outcome = lock.acquire(token=task_token(task_id, 0, uuid.uuid4().hex))
+    if outcome.lock is None:
+        holder = outcome.holder.as_dict() if outcome.holder else {}
+        raise AlreadyRunning(task.name, lock.name, holder, outcome.remaining_s)
+    return Held(task, task_id, lock, outcome.lock)
+
+
+def _warn_of_loss(held: HeldLock, reason: str) -> None:
+    logger.warning("The lock %s, which a test holds by hold(), was lost: %s.", held.key, reason)
+
+
+def _real(app: Any) -> Celery:
+    """The app that a proxy such as `celery.current_app` stands for."""
+    found: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return found
+
+
+def _app_of(what: Any) -> Celery:
+    if isinstance(what, Task):
+        return guard_for(what).app
+    if isinstance(what, Celery):
+        return _real(what)
+    raise TypeError(f"expected a task or an app, not {what!r}")
+
+
+def _sightings(client: Any, what: Any, args: Any, kwargs: Any) -> Iterator[Sighting]:
+    """What there is of the locks of an app, of a task, or of a call."""
+    app = _app_of(what)
+    key = lock_for(what, args, kwargs).name if args or kwargs else None
+    scope = None
+    if isinstance(what, Task):
+        guard = guard_for(what)
+        scope = guard.options.scope or guard.task
+    for sighting in survey(client, settings(app.conf).prefix):
+        if key in (None, sighting.key) and scope in (None, sighting.scope):
+            yield sighting
+
+
+def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
+    """In words, what is left of the locks."""
+    left = []
+    for seen in _sightings(client, what, args, kwargs):
+        if seen.holder is not None and seen.holder.state != "resting":
+            ended = "; its lease has ended, and it was not released" if seen.is_stale else ""
+            left.append(f"lock {seen.key}: held by {seen.holder}{ended}")
+        if seen.mark is not None:
+            left.append(f"mark {mark_name(seen.key)}: task {seen.mark} is queued")
+        for waiter in waiters(client, seen.key, seen.server_time) if seen.waiting else ():
+            left.append(f"line of {seen.key}: task {waiter.task_id} waits at place {waiter.place}")
+    return left
+
+
+def _told(left: list[str], what: Any, within: float) -> str:
+    of = f"task {what.name}" if isinstance(what, Task) else f"prefix {settings(what.conf).prefix!r}"
+    waited = f" after {within:g} s" if within else ""
+    return "\n  ".join(
+        [
+            f"{len(left)} left of {of}{waited}:",
+            *left,
+            "Let the tasks end first (assert_released(..., within=5) waits for a worker), release what the "
+            "test holds, or clear(app) between tests.",
+        ]
+    )
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\*?\[\]^-])", r"\\\1", text)
+
+
+def _age(client: redis.Redis, *, lock: str, by_s: float, living: str) -> str:
+    """Run lua/age.lua: [word]."""
+    keys = (lock, record_name(lock), *line_names(lock), mark_name(lock))
+    return str(_AGE(client, keys, round(by_s * 1e6), living)[0])

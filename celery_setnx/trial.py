@@ -1,0 +1,140 @@
+"""What a lock needs of its server, tried: when a worker starts, and when the doctor examines."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+from celery import Celery, bootsteps
+from redis.cluster import RedisCluster
+
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
+from celery_setnx.line import Place, leave, park
+from celery_setnx.lock import ORIGINAL, HeldLock, SetnxLock, task_token
+from celery_setnx.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.options import settings
+from celery_setnx.scripts import is_cluster
+from celery_setnx.switches import DISABLED
+
+logger = logging.getLogger("celery_setnx")
+
+
+class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Tries every verb, a take-over included, when a worker starts: before the first task needs them. And the
+    result backend, if a task joins another's result.
+    """
+
+    def start(self, worker: Any) -> None:
+        """Warn of an unreachable or evicting server; refuse to start on one that forbids a command.
+
+        Raises:
+            LockRefused: The server or its ACL forbids what the lock needs.
+            OptionError: No setting names a Redis that this version can use, or a task needs stored results.
+        """
+        app = worker.app
+        if DISABLED.is_on(app):
+            return
+        for task in app.tasks.values():
+            guard = getattr(task, "_guard", None)
+            if guard is not None:
+                guard.check_backend(guard.options)
+        client = client_for(app)
+        try:
+            try_lock(client, trial_name(settings(app.conf).prefix))
+            memories = _memory_of_each(client)
+        except LockUnavailable as error:
+            logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
+        except LockLost as error:
+            logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
+        except LockRefused as error:
+            logger.critical("This worker cannot lock. %s", error)
+            raise
+        except redis.RedisError:
+            return  # INFO is not among what the lock needs
+        else:
+            for memory in memories:
+                _warn_of_eviction(memory)
+
+
+def check_at_worker_start(app: Celery) -> None:
+    """Have workers of the app try its lock server when they start."""
+    app.steps["worker"].add(LockServerCheck)
+
+
+def trial_name(prefix: str) -> str:
+    """The name of a lock that nobody else uses."""
+    return f"{prefix}:{{check:{uuid.uuid4().hex}}}"
+
+
+def try_lock(client: redis.Redis, name: str) -> None:
+    """Try what a task does with its lock: a take-over, a renewal, a line, a mark.
+
+    Args:
+        client: The Redis client.
+        name: A name of `trial_name`.
+
+    Raises:
+        LockUnavailable: Redis did not answer, or cannot decide now.
+        LockLost: The server forgot the lock.
+        LockRefused: Redis refuses a command.
+    """
+    SetnxLock(client, name, lease=0.1).acquire()  # to be taken over
+    lock = SetnxLock(client, name, line=True)
+    outcome = lock.acquire(wait=5.0)
+    if outcome.lock is not None:
+        outcome.lock.renew()
+        _try_line(client, lock, outcome.lock)
+    _try_marks(client, name)
+
+
+def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
+    """Hand a lock over.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    first = Place(held.key, "check", 0, remember=5.0)
+    park(client, first, since=0.0, call="", watch=5.0)
+    held.release()
+    if lock.heir is None:  # acquire and release do without what only the line needs
+        raise LockRefused(held.key, "a release does not hand it over: ZRANGE is forbidden")
+    handed = SetnxLock(client, held.key, line=True)
+    if handed.acquire(token=task_token(first.task_id, 0, "0")).acquired:
+        handed.release()
+    leave(client, first, copy=ORIGINAL)
+
+
+def _try_marks(client: redis.Redis, key: str) -> None:
+    """Mark, extend and free.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    mark = Mark(key, "check")
+    (marked,) = mark_all(client, [mark], dedupe="until_done", lease=5.0)
+    for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
+        if isinstance(error, (LockUnavailable, LockRefused)):
+            raise error
+
+
+def _memory_of_each(client: Any) -> list[dict[str, Any]]:
+    """What each server that holds locks says of its memory."""
+    if is_cluster(client):
+        return list(client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
+    return [client.info("memory")]
+
+
+def _warn_of_eviction(memory: Mapping[str, Any]) -> None:
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if memory.get("maxmemory") and policy != "noeviction":
+        logger.warning(
+            "The lock server evicts keys when its memory is full (maxmemory-policy %s), and locks are keys: "
+            "a task may lose its lock. Set maxmemory-policy noeviction, or point setnx_url at another Redis.",
+            policy,
+        )
