@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery import _state
 from celery.exceptions import TimeoutError
 from celery.result import AsyncResult
 
@@ -51,6 +52,17 @@ if LOSES_RESULTS:
 def hear_us(caplog: pytest.LogCaptureFixture) -> None:
     """Our log lines are heard, whatever a worker in this process has done to logging."""
     caplog.set_level(logging.INFO, logger="celery_setnx")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apps that are made from now on have their own tasks only, not those that other apps share."""
+    kept = {
+        found
+        for found in _state._on_app_finalizers
+        if found.__module__ not in ("celery.app", "celery.app.base")  # @shared_task, @app.task
+    }
+    monkeypatch.setattr(_state, "_on_app_finalizers", kept)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, Task, shared_task
 
 from celery_setnx import AlreadyRunning, LockTimeout, OptionError, SingletonTask, UnkeyableCall, singleton
-from celery_setnx.connection import LockServerCheck
+from celery_setnx.trial import LockServerCheck
 
 
 @pytest.fixture

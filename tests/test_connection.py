@@ -12,7 +12,8 @@ import redis
 from celery import Celery
 
 from celery_setnx import LockRefused, OptionError, SetnxLock
-from celery_setnx.connection import SOCKET_TIMEOUT_S, LockServerCheck, client_for, lock_url
+from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
+from celery_setnx.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.proxy import Proxy

@@ -175,6 +175,6 @@ def test_failing_release_keeps_the_bodys_own_error(task: Any, monkeypatch: Any, 
 
     with pytest.raises(ZeroDivisionError):
         run.guard(body)
-    assert "] has ended, but its lock was not released: no" in caplog.text
+    assert "] has ended, but its lock setnx:{guarded} was not released: no" in caplog.text
     monkeypatch.undo()
     run.lock.release()

@@ -173,7 +173,8 @@ def test_result_stands_when_the_release_fails(
     lock_server.stop()
     gates("gated")
     assert result.get(timeout=20) == "gated"
-    far_worker.wait_for_log(f"[{result.id}] has ended, but its lock was not released")
+    key = far.work.lock_key("gated")
+    far_worker.wait_for_log(f"[{result.id}] has ended, but its lock {key} was not released")
     lock_server.start(lock_server.port)
 
 

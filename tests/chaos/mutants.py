@@ -16,6 +16,7 @@ from celery_setnx import keeper as keeper_module
 from celery_setnx import lock as lock_module
 from celery_setnx import request as request_module
 from celery_setnx import scripts as scripts_module
+from celery_setnx import trial as trial_module
 from celery_setnx import waiting as waiting_module
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable
@@ -197,5 +198,5 @@ def apply(name: str, app: Celery) -> None:
         # A flaw of the lease must not be hidden by what frees a dead holder's lock sooner.
         app.conf.setnx_same_host = False
         # Nor found before the first task: it is the scenario's to find.
-        connection_module.LockServerCheck.start = lambda *_arguments: None  # type: ignore[method-assign]
+        trial_module.LockServerCheck.start = lambda *_arguments: None  # type: ignore[method-assign]
         MUTANTS[name]()

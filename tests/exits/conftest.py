@@ -101,14 +101,21 @@ def name() -> str:
 
 
 @pytest.fixture
-def hold(journal: Journal) -> Callable[..., Held]:
+def hold(server: EmbeddedServer, journal: Journal) -> Iterator[Callable[..., Held]]:
     """Sends a call to a queue, and comes back when its body waits at its gate."""
+    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
 
-    def hold(task: Any, queue: str, *args: Any, **options: Any) -> Held:
-        result = task.apply_async(args, queue=queue, **options)
-        return started(journal, result)
+        def at_gates() -> int:
+            return sum(c["cmd"] == "blpop" and "b" in c["flags"] for c in client.client_list())
 
-    return hold
+        def hold(task: Any, queue: str, *args: Any, **options: Any) -> Held:
+            before = at_gates()
+            held = started(journal, task.apply_async(args, queue=queue, **options))
+            if str(args[0]).startswith("gated"):
+                wait_until(lambda: at_gates() > before, f"{held.result.id} at its gate")
+            return held
+
+        yield hold
 
 
 def started(journal: Journal, result: Any, count: int = 1) -> Held:

@@ -1,0 +1,166 @@
+"""`celery setnx` in a real terminal: what a person sees, types, and ends with Ctrl-C. Needs tmux."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import redis
+
+from celery_setnx.process import identity
+from examples.embedded import EmbeddedServer
+from tests.harness import wait_until
+from tests.test_cli import CELERY, hold, stale
+
+WIDTH, HEIGHT = 200, 30
+
+
+class Terminal:
+    """A terminal with a shell in it."""
+
+    def __init__(self) -> None:
+        tmux = shutil.which("tmux")
+        assert tmux is not None, "these tests need tmux"
+        self._tmux = [tmux, "-f", "/dev/null", "-L", f"setnx-{uuid.uuid4().hex[:8]}"]
+        size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
+        shell = f"PS1='$ ' TERM=screen-256color PYTHONPATH={shlex.quote(str(Path.cwd()))} sh"
+        self._do("new-session", "-d", *size, "env -u NO_COLOR -u COLUMNS -u LINES " + shell)
+        wait_until(lambda: "$" in self.screen(), "a prompt")
+
+    def _do(self, *arguments: str) -> str:
+        done = subprocess.run([*self._tmux, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def type(self, text: str) -> None:
+        """Type a line."""
+        self._do("send-keys", "-l", text)
+        self._do("send-keys", "Enter")
+
+    def run(self, *arguments: str, environment: str = "") -> None:
+        """Type a command; the shell prints its exit code after it."""
+        self.type(
+            f"clear; {environment} {CELERY} -A tests.cliapp setnx {shlex.join(arguments)}; echo code=$?"
+        )
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self._do("send-keys", "C-c")
+
+    def screen(self) -> str:
+        """What is to be seen."""
+        return self._do("capture-pane", "-p")
+
+    def shows(self, *parts: str) -> str:
+        """The screen, once all of this is to be seen."""
+
+        def seen() -> str:
+            screen = self.screen()
+            return screen if all(part in screen for part in parts) else ""
+
+        try:
+            return wait_until(seen, f"{parts} on the screen")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.screen()}") from None
+
+    def close(self) -> None:
+        """End it, and what runs in it."""
+        self._do("kill-server")
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    """A terminal of the test's own."""
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture
+def cli(locks: redis.Redis) -> ModuleType:
+    """The app that is asked about."""
+    from tests import cliapp
+
+    return cliapp
+
+
+def test_list_in_a_terminal(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+    """A table with a heading, a line for each lock, and their number."""
+    held = hold(locks, cli.sync, 7)
+    terminal.run("list")
+    lines = terminal.shows("code=0").splitlines()
+    assert lines[0].split()[:3] == ["TASK", "STATE", "AGE"]
+    assert lines[1].startswith("tests.cliapp.sync  running  ")
+    assert lines[1].endswith(held.key)
+    assert lines[2:4] == ["1 lock under t:{...}.", "code=0"]
+
+
+def test_watch_shows_locks_as_they_come_and_go(
+    terminal: Terminal, cli: ModuleType, locks: redis.Redis
+) -> None:
+    """The table is drawn anew until Ctrl-C, which is no error."""
+    terminal.run("watch", "--interval", "0.2")
+    terminal.shows("TASK", "DEADLINE", "0 locks")
+    held = hold(locks, cli.sync, 7)
+    terminal.shows("tests.cliapp.sync", held.key, "running", "1 lock,")
+    held.release()
+    terminal.shows("0 locks")
+    terminal.interrupt()
+    assert "Traceback" not in terminal.shows("code=0")
+
+
+def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal: Terminal, cli: ModuleType) -> None:
+    """An operator who watches an outage sees it begin and end."""
+    with EmbeddedServer() as server:
+        terminal.run("watch", "--interval", "0.1", environment=f"SETNX_TEST_LOCK_URL={server.url()}")
+        terminal.shows("0 locks")
+        server.stop()
+        terminal.shows(f"{server.url()} (setnx_url): ConnectionError:", "Asked again; Ctrl-C ends.")
+        server.restart()
+        terminal.shows("0 locks")
+        terminal.interrupt()
+        terminal.shows("code=0")
+
+
+def test_watch_shows_what_fits_the_screen(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+    """The rest is counted."""
+    for customer in range(HEIGHT + 10):
+        hold(locks, cli.sync, customer)
+    terminal.run("watch", "--task", "tests.cliapp.sync")
+    terminal.shows("TASK", f"{HEIGHT + 10} locks, 16 of them not shown")
+    terminal.interrupt()
+    terminal.shows("code=0")
+
+
+def test_watch_without_rich_names_the_extra(tmp_path: Path, cli: ModuleType) -> None:
+    """What to install."""
+    (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "from celery.__main__ import main; main()", "-A", "tests.cliapp"]
+    done = subprocess.run(
+        [*command, "setnx", "watch"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stderr == "Error: watch needs rich, which is not installed: pip install 'celery_setnx[cli]'\n"
+    assert done.returncode == 1
+
+
+def test_release_asks_in_a_terminal(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+    """A typed n changes nothing; a typed y releases."""
+    held = stale(locks, cli.sync, 7, where={**identity(), "host": "other"})
+    terminal.run("release", held.key)
+    terminal.shows("is held by tests.cliapp.sync[t-1]", "Release it? [y/N]:")
+    terminal.type("n")
+    terminal.shows("Not released.", "code=1")
+    assert locks.exists(held.key)
+    terminal.run("release", held.key)
+    terminal.shows("Release it? [y/N]:")
+    terminal.type("y")
+    terminal.shows(f"Released {held.key}.", "was released by hand", "code=0")
+    assert not locks.exists(held.key)

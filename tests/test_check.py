@@ -1,0 +1,384 @@
+"""What the static check finds in an app's settings and its tasks' options, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.worker.request import Request
+
+from celery_setnx import SingletonTask, singleton
+from celery_setnx.check import check
+from celery_setnx.doctor import Finding, examine, refused
+from celery_setnx.exceptions import OptionError
+from celery_setnx.keys import FORMATS, canonical
+from celery_setnx.request import SingletonRequest
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+OUR_REQUEST = "celery_setnx.request:SingletonRequest"
+
+
+def one_name(user_id: int) -> None: ...
+
+
+def other_name(account_id: int) -> None: ...
+
+
+@pytest.fixture
+def app() -> Celery:
+    """An app with the broker and the results on a Redis that does not answer."""
+    return app_with(broker_url="redis://localhost:1/0", result_backend="redis://localhost:1/1")
+
+
+def app_with(**conf: Any) -> Celery:
+    app = Celery("checked", set_as_current=False)
+    app.conf.update(conf)
+    return app
+
+
+def add(app: Celery, name: str = "work", function: Callable[..., Any] | None = None, **options: Any) -> None:
+    """A task with these options of ours, and `task`, those of Celery's."""
+    celerys = options.pop("task", {})
+
+    def body(user_id: int, reason: str = "") -> None: ...
+
+    body.__name__ = name
+    app.task(base=SingletonTask, name=name, singleton=options, shared=False, **celerys)(function or body)
+
+
+def problems(app: Celery, subject: str | None = None) -> list[Finding]:
+    return [found for found in check(app) if found.level != "ok" and subject in (None, found.subject)]
+
+
+def problem(app: Celery) -> Finding:
+    """The only one."""
+    (found,) = problems(app)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"on_conflict": "wait", "max_wait": 60},
+        {"on_conflict": "join"},
+        {"on_conflict": "retry", "retry_delay_max": 600, "max_wait": 1},
+        {"on_conflict": "skip", "skip_result": None},
+        {"on_conflict": lambda conflict: conflict.skip(), "skip_result": 1, "queue_lease": 7200},
+        {"dedupe": "until_started", "skip_result": 0, "on_conflict": "wait"},
+        {"dedupe": "until_done", "on_duplicate": "raise", "queue_lease": 7200},
+        {"hold_on_retry": True, "queue_lease": 60},
+        {"key": "user_id", "scope": "users"},
+        {"at_least_for": 3600, "at_most_for": 7200},
+        {"lease": 300},
+        {"task": {"acks_late": True, "time_limit": 1800}},
+    ],
+)
+def test_sound_task_has_no_findings_but_a_fine_one(app: Celery, options: Any) -> None:
+    """No noise: what may be done is not warned of."""
+    add(app, **options)
+    assert [(found.level, found.subject) for found in check(app)] == [("ok", "tasks")]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"on_conflict": "raise"}])
+def test_decorated_function_is_checked_too(app: Celery, options: Any) -> None:
+    """@singleton under another base class; its Request is Celery's own, and that is fine."""
+
+    @app.task(shared=False)
+    @singleton(lease=900, **options)
+    def work(number: int) -> None: ...
+
+    found = problem(app)
+    assert (found.level, found.subject) == ("warning", "lease")
+
+
+def test_app_without_guarded_tasks_is_a_warning(app: Celery) -> None:
+    """Celery's own tasks do not count; the modules may not be imported."""
+    app.task(one_name, name="plain", shared=False)
+    assert (problem(app).level, problem(app).subject) == ("warning", "tasks")
+
+
+def test_every_refused_task_is_named(app: Celery) -> None:
+    """Celery stops at the first one."""
+    add(app, "first", lease=-1)
+    add(app, "sound")
+    add(app, "second", on_conflict="ski")
+    found = problems(app)
+    assert [(f.level, f.subject) for f in found] == [("error", "options")] * 2
+    assert "lease of first must be positive" in found[0].what
+    assert "did you mean 'skip'" in found[1].what
+
+
+def test_refused_decorated_function_is_named(app: Celery) -> None:
+    """It is settled when all tasks exist."""
+
+    @app.task(name="decorated", shared=False)
+    @singleton(key="nobody")
+    def work(number: int) -> None: ...
+
+    add(app, "sound", lease=900)
+    assert [(f.level, f.subject) for f in check(app)] == [("error", "options"), ("warning", "lease")]
+
+
+def test_refusal_while_a_module_is_imported_can_be_told_alike() -> None:
+    """For the command that loads the app."""
+    found = refused(OptionError("lease of work must be positive"))
+    assert (found.level, found.what) == ("error", "lease of work must be positive.")
+
+
+def test_bad_setting_is_an_error(app: Celery) -> None:
+    """It is every task's, and said once."""
+    app.conf.setnx_prefix = "a{b}"
+    add(app, "one")
+    add(app, "two")
+    found = problem(app)
+    assert found.level == "error"
+    assert "setnx_prefix must be a text without braces" in found.what
+
+
+def test_bad_setting_of_an_app_without_guarded_tasks_is_an_error(app: Celery) -> None:
+    """For whoever only publishes."""
+    app.conf.setnx_retention = -1
+    assert "setnx_retention of the app must be positive" in problem(app).what
+    assert [one.subject for one in examine(app)] == ["connection", "options"]
+
+
+def test_examination_goes_on_where_options_are_refused(app: Celery) -> None:
+    """The server's findings, then the refusals."""
+    add(app, "bad", lease=-1)
+    assert [(f.level, f.subject) for f in examine(app)] == [("error", "connection"), ("error", "options")]
+
+
+def test_join_without_stored_results_is_an_error() -> None:
+    """Its workers would not start."""
+    app = app_with(broker_url="redis://localhost:1/0")
+    add(app, on_conflict="join")
+    assert (problem(app).level, problem(app).subject) == ("error", "join")
+
+
+class OwnRequest(Request):  # type: ignore[misc]
+    """Not derived from ours."""
+
+
+class DerivedRequest(SingletonRequest):
+    """Derived from ours."""
+
+
+@pytest.mark.parametrize(("request_class", "count"), [(OwnRequest, 1), (DerivedRequest, 0), (OUR_REQUEST, 0)])
+def test_request_that_is_not_derived_from_ours_is_a_warning(
+    app: Celery, request_class: Any, count: int
+) -> None:
+    """It frees nothing when a child dies."""
+    add(app, task={"Request": request_class})
+    assert len(problems(app, "request")) == count
+
+
+@pytest.mark.parametrize(("lease", "count"), [(3.9, 1), (4, 0), (600, 0), (601, 1)])
+def test_lease_that_is_too_short_or_too_long_is_a_warning(app: Celery, lease: float, count: int) -> None:
+    """Too short for one lost reply, or so long that a dead host blocks its keys."""
+    add(app, lease=lease)
+    assert len(problems(app, "lease")) == count
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ({}, 0),
+        ({"time_limit": 130}, 0),
+        ({"time_limit": 131}, 1),
+        ({"time_limit": 500, "soft_time_limit": 90}, 0),
+        ({"soft_time_limit": 200}, 1),
+    ],
+)
+def test_run_that_may_outlive_its_lock_is_a_warning(app: Celery, limits: Any, count: int) -> None:
+    """at_most_for ends the renewals, a lease later the lock; the time limit ends the run."""
+    add(app, at_most_for=100, task=limits)
+    assert len(problems(app, "at_most_for")) == count
+
+
+def test_time_limit_of_the_app_counts(app: Celery) -> None:
+    """task_time_limit, where the task has none of its own."""
+    app.conf.task_time_limit = 500
+    add(app, at_most_for=100)
+    assert problem(app).subject == "at_most_for"
+
+
+@pytest.mark.parametrize(
+    ("task", "transport_options", "count"),
+    [
+        ({"acks_late": True, "time_limit": 3601}, {}, 1),
+        ({"acks_late": False, "time_limit": 3601}, {}, 0),
+        ({"acks_late": True}, {}, 0),
+        ({"acks_late": True, "time_limit": 3601}, {"visibility_timeout": 7200}, 0),
+    ],
+)
+def test_redelivery_during_a_run_is_a_warning(
+    app: Celery, task: Any, transport_options: Any, count: int
+) -> None:
+    """acks_late, and a run that may be longer than the visibility timeout."""
+    app.conf.broker_transport_options = transport_options
+    add(app, task=task)
+    assert len(problems(app, "visibility")) == count
+
+
+@pytest.mark.parametrize(
+    ("ignore_result", "said"),
+    [(False, "is dropped if the first succeeds"), (True, "runs again after the first")],
+)
+def test_redelivery_says_what_becomes_of_the_second(app: Celery, ignore_result: bool, said: str) -> None:
+    """Without a stored result nobody knows that the first has succeeded."""
+    add(app, task={"acks_late": True, "time_limit": 3601, "ignore_result": ignore_result})
+    assert said in problem(app).why
+
+
+@pytest.mark.parametrize("broker", ["amqp://localhost", "memory://"])
+def test_broker_without_a_visibility_timeout_has_no_such_findings(broker: str) -> None:
+    """RabbitMQ knows when a consumer is gone."""
+    app = app_with(broker_url=broker, result_backend="redis://localhost:1/1")
+    add(
+        app,
+        dedupe="until_done",
+        queue_lease=10,
+        retry_delay_max=9000,
+        task={"acks_late": True, "time_limit": 9000, "default_retry_delay": 9000},
+    )
+    assert not problems(app)
+
+
+def test_visibility_timeout_of_sqs_is_half_an_hour() -> None:
+    """Kombu's default for it."""
+    app = app_with(broker_url="sqs://", result_backend="redis://localhost:1/1")
+    add(app, task={"acks_late": True, "time_limit": 1801})
+    assert problem(app).subject == "visibility"
+
+
+def test_retry_later_than_the_visibility_timeout_is_a_warning(app: Celery) -> None:
+    """It is delivered again and again before it is due."""
+    add(app, task={"default_retry_delay": 3601})
+    assert "default_retry_delay of 3601 s" in problem(app).what
+
+
+@pytest.mark.parametrize(("retry_delay_max", "count"), [(900, 0), (901, 1)])
+def test_retry_delay_that_is_cut_is_a_warning(app: Celery, retry_delay_max: float, count: int) -> None:
+    """A quarter of the visibility timeout is the most that a call waits at a time."""
+    add(app, retry_delay_max=retry_delay_max)
+    assert len(problems(app, "visibility")) == count
+
+
+def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app: Celery) -> None:
+    """Nobody has asked for 60 s."""
+    app.conf.broker_transport_options = {"visibility_timeout": 60}
+    add(app)
+    assert not problems(app, "visibility") or "retry_delay_max" not in problems(app)[0].what
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"dedupe": "until_done", "queue_lease": 3599}, 1), ({"dedupe": "until_done"}, 0), ({}, 0)],
+)
+def test_mark_that_lapses_before_a_redelivery_is_a_warning(app: Celery, options: Any, count: int) -> None:
+    """A dead worker's calls come back after the visibility timeout."""
+    add(app, **options)
+    assert len(problems(app, "queue_lease")) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"on_conflict": "skip", "max_wait": 5}, "max_wait"),
+        ({"on_conflict": "raise", "max_wait": 5}, "max_wait"),
+        ({"on_conflict": "wait", "skip_result": 5}, "skip_result"),
+        ({"on_duplicate": "raise"}, "on_duplicate"),
+        ({"queue_lease": 60}, "queue_lease"),
+        ({"hold_on_retry": True, "task": {"max_retries": 0}}, "hold_on_retry"),
+    ],
+)
+def test_option_without_effect_is_a_warning(app: Celery, options: Any, name: str) -> None:
+    """Named, with the reason."""
+    add(app, **options)
+    found = problem(app)
+    assert found.subject == "useless"
+    assert f"{name} (" in found.what
+
+
+def test_option_without_effect_may_come_from_the_app(app: Celery) -> None:
+    """setnx_defaults are for all tasks, whichever they suit."""
+    app.conf.setnx_defaults = {"max_wait": 60, "on_duplicate": "raise"}
+    add(app, on_conflict="skip")
+    assert not problems(app)
+
+
+def test_option_without_effect_may_come_from_a_base_class(app: Celery) -> None:
+    """As the app's, it is for many tasks."""
+
+    class Patient(SingletonTask):
+        abstract = True
+        singleton = {"on_conflict": "wait", "max_wait": 60}
+
+    app.task(base=Patient, name="patient", shared=False)(one_name)
+    app.task(base=Patient, name="hasty", shared=False, singleton={"on_conflict": "skip"})(other_name)
+    assert not problems(app)
+
+
+def test_eager_app_is_a_warning(app: Celery) -> None:
+    """Nothing is locked."""
+    app.conf.task_always_eager = True
+    add(app)
+    assert problem(app).subject == "eager"
+
+
+def test_pinned_key_version_is_a_warning(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is a later one."""
+    app.conf.setnx_key_version = 1
+    add(app)
+    assert not problems(app)
+    monkeypatch.setitem(FORMATS, 2, canonical)
+    found = problem(app)
+    assert found.subject == "key_version"
+    assert "pinned to 1; the latest is 2" in found.what
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [
+        ((one_name, None), (one_name, None), 0),
+        ((one_name, None), (other_name, None), 1),
+        ((one_name, "user_id"), (other_name, "account_id"), 0),
+        ((one_name, "user_id"), (other_name, ["account_id"]), 0),
+        ((one_name, "user_id"), (one_name, None), 1),
+        ((one_name, ()), (one_name, "user_id"), 1),
+        ((one_name, ()), (other_name, ()), 0),
+        ((one_name, "u:{user_id}"), (other_name, "u:{account_id}"), 0),
+        ((one_name, "u:{user_id}"), (other_name, "a:{account_id}"), 1),
+        ((one_name, lambda user_id: user_id), (other_name, None), 0),
+    ],
+)
+def test_shared_scope_with_keys_that_never_meet_is_a_warning(
+    app: Celery, first: Any, second: Any, count: int
+) -> None:
+    """The finding agrees with the keys themselves, but of a callable's nothing is known."""
+    for name, (function, key) in {"first": first, "second": second}.items():
+        add(app, name, function, scope="users", key=key)
+    assert len(problems(app, "scope")) == count
+    if not callable(first[1]):
+        keys = {app.tasks[name].lock_key(7) for name in ("first", "second")}
+        assert len(keys) == 1 + count
+
+
+def test_scopes_of_one_task_each_are_left_alone(app: Celery) -> None:
+    """Only tasks of one scope are compared."""
+    add(app, "first", one_name, scope="users")
+    add(app, "second", other_name, scope="accounts")
+    assert not problems(app)
+
+
+def test_late_acknowledgement_is_explained_by_the_doctor_only(app: Celery) -> None:
+    """Nothing is wrong with it; but who examines a deployment should know."""
+    add(app, task={"acks_late": True})
+    assert not problems(app)
+    (found,) = [found for found in examine(app) if found.subject == "visibility"]
+    assert found.level == "ok"
+    assert "what runs for more than 3600 s with acks_late: work." in found.what

@@ -1,0 +1,483 @@
+"""What the doctor finds: each misconfiguration is really made, on a server of the test's own."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_setnx import SetnxLock, SingletonTask, doctor
+from celery_setnx.doctor import Finding, clock_of, examine
+from celery_setnx.marks import Mark, mark_all
+from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB
+from tests.harness import wait_until
+from tests.topologies.servers import Cluster, Sentinels, Server
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+AT_ONCE = {"repl-diskless-sync-delay": "0"}
+LEVELS = ["ok", "warning", "error"]
+TABLE = Path(__file__).parent.parent / "docs" / "doctor.md"
+
+
+def app_on(url: str, **conf: Any) -> Celery:
+    """A healthy app whose locks are there."""
+    app = Celery("examined", set_as_current=False, broker="redis://localhost:1/0")
+    app.conf.update(setnx_url=url, **conf)
+
+    @app.task(base=SingletonTask, name="examined.work", shared=False)
+    def work(number: int) -> None: ...
+
+    return app
+
+
+def findings(app: Celery, subject: str) -> list[Finding]:
+    return [found for found in examine(app) if found.subject == subject]
+
+
+def finding(app: Celery, subject: str) -> Finding:
+    (found,) = findings(app, subject)
+    return found
+
+
+def levels(app: Celery) -> dict[str, str]:
+    """The worst level of each subject."""
+    worst: dict[str, str] = {}
+    for found in examine(app):
+        worst[found.subject] = max(worst.get(found.subject, "ok"), found.level, key=LEVELS.index)
+    return worst
+
+
+@pytest.fixture
+def app(server: EmbeddedServer, locks: redis.Redis) -> Celery:
+    """An app whose locks are in the test's clean database."""
+    return app_on(server.url(LOCK_DB))
+
+
+@pytest.fixture
+def user(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+    """Makes a user with these rules, and the app whose locks it acquires."""
+
+    def user(*rules: str) -> Celery:
+        locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">s3cret", "~*", *rules)
+        return app_on(server.url(LOCK_DB).replace("redis://", "redis://limited:s3cret@"))
+
+    yield user
+    locks.execute_command("ACL", "DELUSER", "limited")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of three masters."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def killed(cluster: Cluster, nodes: list[Server]) -> Iterator[None]:
+    """These nodes are dead meanwhile."""
+    for node in nodes:
+        node.kill()
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.start()
+        cluster.wait_until_whole()
+
+
+def test_sound_server_has_no_findings_but_fine_ones() -> None:
+    """A persistent server without eviction: every subject is looked at, and nothing is wrong."""
+    with EmbeddedServer(appendonly="yes") as sound:
+        found = levels(app_on(sound.url()))
+    assert set(found.values()) == {"ok"}
+    assert set(found) == {
+        *("connection", "server", "eviction", "persistence", "replication", "clock"),
+        *("permissions", "locks", "tasks"),
+    }
+
+
+def test_finding_is_plain_values() -> None:
+    """For JSON."""
+    found = Finding("warning", "clock", "It is late.", "Beat is, too.", "Run NTP.")
+    assert found.as_dict() == {
+        "level": "warning",
+        "subject": "clock",
+        "what": "It is late.",
+        "why": "Beat is, too.",
+        "do": "Run NTP.",
+    }
+
+
+def test_connection_names_the_setting_and_hides_the_password(user: Any) -> None:
+    """Which server, from which setting, and how fast."""
+    found = finding(user("+@all"), "connection")
+    assert found.level == "ok"
+    assert "redis://limited:**@127.0.0.1" in found.what
+    assert "(setnx_url)" in found.what
+    assert re.search(r"answers in \d+\.\d\d ms", found.what)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p@ss:w/rd@host:1/0", "redis://:**@host:1/0"),
+        ("sentinel://u:one@a:1;sentinel://u:two@b:2", "sentinel://u:**@a:1;sentinel://u:**@b:2"),
+        ("redis+cluster://:one@a;:two@b", "redis+cluster://:**@a;:**@b"),
+        ("rediss://host:6379/0?password=open&ssl_cert_reqs=none", "rediss://host:6379/0?password=**&ssl_cert_reqs=none"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+    ],
+)  # fmt: skip
+def test_url_is_shown_without_its_passwords(url: str, shown: str) -> None:
+    """Whatever the URL looks like."""
+    assert doctor.masked(url) == shown
+
+
+@pytest.mark.parametrize("url", ["redis://:{}@127.0.0.1:1/0", "redis+cluster://:{}@127.0.0.1:1"])
+def test_unreachable_server_is_an_error_and_the_tasks_are_checked_all_the_same(url: str) -> None:
+    """Nothing crashes, and what needs no server follows."""
+    found = list(examine(app_on(url.format("s3cret"))))
+    assert [(f.level, f.subject) for f in found] == [("error", "connection"), ("ok", "tasks")]
+    assert f"{url.format('**')} (setnx_url) does not answer" in found[0].what
+
+
+def test_wrong_password_is_an_error_of_the_connection(server: EmbeddedServer, user: Any) -> None:
+    """The server's own words."""
+    user("+@all")
+    url = server.url(LOCK_DB).replace("redis://", "redis://limited:wrong@")
+    found = finding(app_on(url), "connection")
+    assert found.level == "error"
+    assert "invalid username-password pair" in found.what
+
+
+@pytest.mark.parametrize("url", ["memcached://host", "redis://host:port/0"])
+def test_unusable_url_is_an_error_of_the_connection(url: str) -> None:
+    """No traceback."""
+    assert finding(app_on(url), "connection").level == "error"
+
+
+def test_broker_on_the_same_database_is_told(server: EmbeddedServer, locks: redis.Redis) -> None:
+    """No warning: it is the default; but FLUSHDB would free every lock."""
+    app = app_on(server.url(LOCK_DB))
+    assert not findings(app, "broker")
+    app.conf.broker_url = server.url(LOCK_DB)
+    assert finding(app, "broker").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("facts", "level"),
+    [
+        ({"redis_version": "6.0.16"}, "error"),
+        ({"redis_version": "6.2.0"}, "ok"),
+        ({"redis_version": "7.2.4", "valkey_version": "7.0.1"}, "error"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, "ok"),
+    ],
+)
+def test_server_that_is_too_old_is_an_error(facts: Any, level: str) -> None:
+    """Redis before 6.2, Valkey before 7.2."""
+    assert doctor._version("The lock server", facts).level == level
+
+
+@pytest.mark.parametrize(("maxmemory", "level"), [("0", "warning"), ("50mb", "error")])
+def test_eviction_is_an_error_where_it_can_happen(maxmemory: str, level: str) -> None:
+    """Without a maxmemory it cannot happen now."""
+    with EmbeddedServer(**{"maxmemory": maxmemory, "maxmemory-policy": "volatile-lru"}) as evicting:
+        found = finding(app_on(evicting.url()), "eviction")
+    assert found.level == level
+    assert "maxmemory-policy volatile-lru" in found.what
+
+
+def test_memory_that_is_nearly_full_is_a_warning() -> None:
+    """A full server grants no lock."""
+    with EmbeddedServer() as small, redis.Redis.from_url(small.url()) as client:
+        app = app_on(small.url())
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.5))
+        assert not findings(app, "memory")
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.04))
+        assert finding(app, "memory").level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "said"),
+    [
+        ({"appendonly": "no", "save": ""}, "warning", "forgets all locks"),
+        ({"appendonly": "no", "save": "60 1"}, "warning", "since its last snapshot"),
+        ({"appendonly": "yes", "appendfsync": "no"}, "warning", "appendfsync no"),
+        ({"appendonly": "yes", "appendfsync": "everysec"}, "ok", "appendfsync everysec"),
+        ({"appendonly": "yes", "appendfsync": "always"}, "ok", "appendfsync always"),
+    ],
+)
+def test_persistence_says_what_a_restart_forgets(options: dict[str, str], level: str, said: str) -> None:
+    """Locks that a restart forgets are free while their holders run."""
+    with EmbeddedServer(**options) as server:
+        found = finding(app_on(server.url()), "persistence")
+    assert found.level == level
+    assert said in found.what + found.why
+
+
+def test_replica_is_an_error() -> None:
+    """Locks are acquired on the master; and the trial says what the replica says."""
+    with EmbeddedServer(**AT_ONCE) as master, EmbeddedServer() as replica:
+        app = app_on(replica.url())
+        with redis.Redis.from_url(replica.url()) as client:
+            client.replicaof("127.0.0.1", master.port)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "replica in step")
+        found = finding(app, "replication")
+        assert found.level == "error"
+        assert f"a replica of 127.0.0.1:{master.port}" in found.what
+        assert "READONLY" in finding(app, "permissions").what.upper()
+
+
+def test_master_whose_writes_wait_for_no_replica_is_a_warning() -> None:
+    """A failover can lose the last locks; min-replicas-to-write makes it less likely."""
+    with EmbeddedServer(**AT_ONCE) as master, EmbeddedServer() as replica:
+        app = app_on(master.url())
+        with redis.Redis.from_url(replica.url()) as other:
+            other.replicaof("127.0.0.1", master.port)
+        with redis.Redis.from_url(master.url()) as client:
+            wait_until(lambda: client.info("replication")["connected_slaves"], "a replica")
+            found = finding(app, "replication")
+            assert found.level == "warning"
+            assert "min-replicas-to-write 0" in found.what
+            client.config_set("min-replicas-to-write", 1)
+            assert finding(app, "replication").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("apart_s", "level"), [(0.0, "ok"), (0.9, "ok"), (-5.0, "warning"), (5.0, "warning")]
+)
+def test_clock_that_is_far_off_is_a_warning(locks: redis.Redis, apart_s: float, level: str) -> None:
+    """More than a second, whichever is ahead."""
+    round_trip_s, ahead_s = clock_of(locks, lambda: time.time() - apart_s)
+    assert abs(ahead_s - apart_s) <= round_trip_s / 2 + 0.001
+    found = doctor._clock("The lock server", round_trip_s, ahead_s)
+    assert found.level == level
+    assert ("ahead of" if ahead_s > 0 else "behind") in found.what
+
+
+def test_clock_is_not_blamed_for_a_slow_network() -> None:
+    """What a round trip could explain is no difference."""
+    assert doctor._clock("The lock server", 4.0, 2.5).level == "ok"
+
+
+@pytest.mark.parametrize("command", ["getset", "zrange", "pexpireat", "evalsha"])
+def test_forbidden_command_is_named(user: Any, command: str) -> None:
+    """Each was really tried, those of a take-over and of a line included."""
+    found = finding(user("+@all", f"-{command}", *(["-eval"] if command == "evalsha" else [])), "permissions")
+    assert found.level == "error"
+    assert re.search(f"'{command}'|{command} is forbidden|eval", found.what, re.IGNORECASE)
+
+
+def test_forbidden_keys_are_an_error(user: Any) -> None:
+    """A user who may not touch our prefix cannot lock."""
+    found = finding(user("+@all", "resetkeys", "~other:*"), "permissions")
+    assert found.level == "error"
+    assert "permissions to access" in found.what
+
+
+def test_least_user_can_lock_and_what_is_not_known_is_said(user: Any) -> None:
+    """INFO, CONFIG and SCAN are not among what a task needs."""
+    needed = (
+        "select eval evalsha time get set setnx getset del pttl pexpire pexpireat "
+        "zadd zrem zrange zcard zrank hset hget hdel"
+    )
+    found = levels(user(*[f"+{name}" for name in needed.split()]))
+    assert found == {
+        "connection": "ok",
+        "server": "warning",
+        "clock": "ok",
+        "permissions": "ok",
+        "commands": "warning",
+        "tasks": "ok",
+    }
+
+
+def test_forbidden_time_does_not_hide_the_rest(user: Any) -> None:
+    """The clock is not known; the trial says why."""
+    found = levels(user("+@all", "-time"))
+    assert (found["connection"], found["permissions"]) == ("ok", "error")
+    assert "clock" not in found
+
+
+def test_forbidden_config_is_not_known(user: Any) -> None:
+    """As on a hosted server: no crash, and what INFO tells is told."""
+    app = user("+@all", "-config")
+    assert finding(app, "persistence").level == "warning"
+    assert finding(app, "replication").level == "ok"
+
+
+def test_expired_locks_are_a_warning_that_names_the_dead_holder(app: Celery, locks: redis.Redis) -> None:
+    """A holder has died; the oldest is shown."""
+    task = {"task": "examined.work", "task_id": "t-1", "host": "elsewhere", "pid": 7, "worker": "w@elsewhere"}
+    SetnxLock(locks, "setnx:{examined.work:aa}", lease=0.01, info=task).acquire()
+    wait_until(lambda: SetnxLock(locks, "setnx:{examined.work:aa}").holder() is None, "its deadline")
+    SetnxLock(locks, "setnx:{examined.work:bb}", lease=60).acquire()
+    held, expired = findings(app, "locks")
+    assert (held.level, held.what) == ("ok", "Locks held: 1; calls that wait in line: 0.")
+    assert expired.level == "warning"
+    assert "Locks that expired unreleased: 1;" in expired.what
+    assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
+
+
+def test_marks_are_counted_and_how_to_free_them_is_said(app: Celery, locks: redis.Redis) -> None:
+    """What a purge leaves behind cannot be told from what is queued."""
+    mark_all(locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=600)
+    found = finding(app, "marks")
+    assert found.level == "ok"
+    assert re.match(r"Calls marked as queued: 3; the last mark lapses in (600|599) s", found.what)
+    assert "release --queued --task" in found.do
+
+
+def test_lock_that_never_ends_is_an_error(app: Celery, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """A foreign value that is no time."""
+    locks.set("setnx:{examined.work}", "mine")
+    foreign_keys.add("setnx:{examined.work}")
+    found = finding(app, "foreign")
+    assert found.level == "error"
+    assert "value 'mine'" in found.what
+    assert "release" in found.do
+
+
+def test_operators_lock_is_none_of_our_business(
+    app: Celery, locks: redis.Redis, foreign_keys: set[str]
+) -> None:
+    """SETNX by hand, as the recipe has it: its value says when it ends."""
+    locks.set("setnx:{examined.work}", int(time.time()) + 600)
+    foreign_keys.add("setnx:{examined.work}")
+    assert not findings(app, "foreign")
+    assert not findings(app, "ttl")
+
+
+def test_key_without_a_ttl_is_a_warning(app: Celery, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """Ours all have one."""
+    SetnxLock(locks, "setnx:{examined.work}").acquire()
+    assert not findings(app, "ttl")
+    locks.persist("setnx:{examined.work}:holder")
+    foreign_keys.add("setnx:{examined.work}:holder")
+    found = finding(app, "ttl")
+    assert found.level == "warning"
+    assert "setnx:{examined.work}:holder" in found.what
+
+
+def test_other_prefixes_are_not_looked_at(
+    server: EmbeddedServer, locks: redis.Redis, foreign_keys: set[str]
+) -> None:
+    """A prefix is no pattern."""
+    locks.set("ab:{work}:holder", "theirs")
+    foreign_keys.add("ab:{work}:holder")
+    assert not findings(app_on(server.url(LOCK_DB), setnx_prefix="a*"), "ttl")
+    assert findings(app_on(server.url(LOCK_DB), setnx_prefix="ab"), "ttl")
+
+
+def test_findings_come_as_they_are_known(app: Celery, locks: redis.Redis) -> None:
+    """The server's own words, before any lock is tried."""
+    found = examine(app)
+    assert next(found).subject == "connection"
+    assert not locks.dbsize()
+    assert next(one for one in found if one.subject == "permissions")
+    assert locks.dbsize()
+
+
+def test_examination_leaves_only_what_lapses(app: Celery, locks: redis.Redis) -> None:
+    """No lock and no mark of its own stays."""
+    assert set(levels(app).values()) == {"ok", "warning"}  # a server without persistence
+    assert sorted(key.partition("}")[2] for key in locks.scan_iter()) == [
+        ":calls",
+        ":holder",
+        ":ticket:check",
+    ]
+
+
+def test_cluster_is_examined_node_by_node(cluster: Cluster) -> None:
+    """Every primary's facts, one trial, and the cluster's state."""
+    app = app_on(cluster.url())
+    assert [found.level for found in findings(app, "cluster")] == ["ok"] * 3
+    names = [re.match(r"Node (\S+) answers", found.what) for found in findings(app, "connection")]
+    assert len({match[1] for match in names if match}) == 3
+    assert finding(app, "permissions").level == "ok"
+    assert finding(app, "locks").level == "ok"
+
+
+def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster: Cluster) -> None:
+    """What one of them forbids is found, whichever it is."""
+    for node in cluster.nodes:
+        rules = ["-getset"] if node is cluster.nodes[1] else []
+        node.ask("ACL", "SETUSER", "partly", "reset", "on", ">pw", "~*", "+@all", *rules)
+    app = app_on(cluster.url().replace("://", "://partly:pw@"))
+    found = finding(app, "permissions")
+    assert found.level == "error"
+    assert "getset" in found.what
+
+
+def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster: Cluster) -> None:
+    """Its locks are unavailable; theirs are not."""
+    app = app_on(cluster.url())
+    assert len(findings(app, "server")) == 3
+    with killed(cluster, cluster.nodes[2:]):
+        found = findings(app, "connection")
+    dead = f"Node 127.0.0.1:{cluster.nodes[2].port} of {cluster.url()} (setnx_url) does not answer"
+    assert any(one.level == "error" and dead in one.what for one in found)
+    assert sum(one.level == "ok" for one in found) == 2
+
+
+def test_cluster_that_is_down_is_an_error(cluster: Cluster) -> None:
+    """What is left of it says so."""
+    with killed(cluster, cluster.nodes[1:]):
+        found = wait_until(
+            lambda: [f for f in findings(app_on(cluster.url()), "cluster") if f.level == "error"],
+            "a cluster without its majority is down",
+        )
+    assert "cluster_state fail" in found[0].what
+
+
+def test_cluster_node_that_is_used_alone_is_an_error(cluster: Cluster) -> None:
+    """It refuses the locks of the other nodes."""
+    app = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+    assert finding(app, "cluster").level == "error"
+
+
+def test_sentinels_master_is_named(tmp_path: Path) -> None:
+    """By the address that the Sentinels tell."""
+    sentinels = Sentinels(tmp_path)
+    try:
+        sentinels.start()
+        app = app_on(sentinels.url(), setnx_transport_options=sentinels.transport_options)
+        found = finding(app, "connection")
+    finally:
+        sentinels.stop()
+    assert re.search(r"whose Sentinels name 127\.0\.0\.1:\d+ as master of main", found.what)
+    assert sentinels.PASSWORD not in found.what
+
+
+def subjects() -> dict[str, set[str]]:
+    """The subjects of all findings in the code, with their levels."""
+    found: dict[str, set[str]] = {}
+    for module in ("doctor", "check"):
+        tree = ast.parse(Path(doctor.__file__).with_name(f"{module}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ok", "warn", "fail"):
+                level = {"ok": "ok", "warn": "warning", "fail": "error"}[node.func.id]  # type: ignore[attr-defined]
+                found.setdefault(ast.literal_eval(node.args[0]), set()).add(level)
+    return found
+
+
+def test_docs_table_has_every_subject_with_its_levels() -> None:
+    """docs/doctor.md is complete, and names nothing else."""
+    rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    table: dict[str, set[str]] = {}
+    for subject, level in rows:
+        table.setdefault(subject.strip(" `"), set()).update(level.strip().split(", "))
+    assert table == subjects()

@@ -1,0 +1,254 @@
+"""The events: sent while a worker's events are on, seen by `celery events`, and never in a task's way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery.contrib.testing.worker import start_worker
+from celery.events.state import State
+
+from celery_setnx import events
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker, wait_until
+
+EVENTS = {
+    "skip": ["task-lock-conflict"],
+    "wait": ["task-lock-conflict", "task-lock-waiting", "task-lock-woken"],
+    "take_over": ["task-lock-taken-over"],
+    "lose": ["task-lock-lost"],
+    "lapse": ["task-lock-lapsed"],
+    "free": ["task-lock-freed"],
+}
+COMMON = {
+    "type",
+    "uuid",
+    "name",
+    "key",
+    "hostname",
+    "pid",
+    "clock",
+    "timestamp",
+    "utcoffset",
+    "local_received",
+}
+FIELDS = {
+    "task-lock-conflict": {"holder", "remaining_s", "policy"},
+    "task-lock-waiting": {"holder", "place"},
+    "task-lock-woken": {"waited_s"},
+    "task-lock-taken-over": {"holder", "fence"},
+    "task-lock-lapsed": {"marked_by"},
+    "task-lock-lost": {"fence", "reason"},
+    "task-lock-freed": {"fence", "outcome", "held_s"},
+}
+
+
+class Ear:
+    """Hears the events of an app, as `celery events` does."""
+
+    def __init__(self, app: Any) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.state = State()
+        self.app = app
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+
+    def __enter__(self) -> Ear:
+        self._thread.start()
+        with self.app.events.default_dispatcher(hostname="probe@test") as dispatcher:
+
+            def is_heard() -> bool:
+                dispatcher.send("probe-sent")
+                return bool(self.heard)
+
+            wait_until(is_heard, "the receiver hears")
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._receiver.should_stop = True
+        self._thread.join(10)
+
+    def of(self, task_id: str) -> list[dict[str, Any]]:
+        """The events of locks that were heard of a task, in order of their arrival."""
+        found = [event for event in self.heard if event.get("uuid") == task_id]
+        return [event for event in found if event["type"].startswith("task-lock-")]
+
+    def types(self, task_id: str) -> list[str]:
+        return [event["type"] for event in self.of(task_id)]
+
+    def _hear(self) -> None:
+        with self.app.connection_for_read() as connection:
+            self._receiver = self.app.events.Receiver(connection, handlers={"*": self._take})
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.heard.append(dict(event))
+        self.state.event(event)
+
+
+@pytest.fixture(scope="module")
+def loud(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker with events."""
+    worker = Worker(logs, "tests.watchapp", concurrency=2, arguments=("-E",))
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def quiet(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+    """A worker whose events are off, with a queue of its own."""
+    worker = Worker(logs, "tests.watchapp", concurrency=2, queues="quiet")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def scenes(locks: redis.Redis, journal: Journal, gates: Any) -> Any:
+    """What may happen to a call."""
+    from tests import watchapp
+
+    return watchapp.Scenes(locks, gates)
+
+
+@pytest.fixture
+def apart(locks: redis.Redis, journal: Journal, gates: Any) -> Callable[[str], Any]:
+    """The same in the workers of another queue."""
+    from tests import watchapp
+
+    return lambda queue: watchapp.Scenes(locks, gates, queue)
+
+
+@pytest.fixture
+def ear(locks: redis.Redis) -> Iterator[Ear]:
+    """Hears what the workers of `tests.watchapp` say."""
+    from tests import watchapp
+
+    with Ear(watchapp.app) as ear:
+        yield ear
+
+
+@pytest.mark.parametrize(("scene", "expected"), EVENTS.items())
+def test_events_are_sent_in_order_with_plain_values(
+    loud: Worker, ear: Ear, scenes: Any, scene: str, expected: list[str]
+) -> None:
+    """Under the worker's name, with the task's id, name and key, as JSON."""
+    call = getattr(scenes, scene)()
+    wait_until(lambda: ear.types(call.id) == expected, f"{expected}, not {ear.types(call.id)}")
+    for event in ear.of(call.id):
+        assert set(event) == COMMON | FIELDS[event["type"]]
+        assert (event["key"], event["hostname"]) == (scenes.key, f"{loud.name}@test")
+        assert event["name"] in ("tests.watchapp.work", "tests.watchapp.marked")
+        json.dumps(event)
+
+
+def test_events_name_the_holder(loud: Worker, ear: Ear, scenes: Any) -> None:
+    """Its task, id, worker and pid; and what became of the call."""
+    call = scenes.skip()
+    (event,) = wait_until(lambda: ear.of(call.id), "the conflict")
+    assert event["policy"] == "skip"
+    assert event["holder"]["task"] == "tests.watchapp.work"
+    assert event["holder"]["worker"] == f"{loud.name}@test"
+
+
+@pytest.mark.parametrize("scene", ["skip", "retry", "wait", "take_over", "lapse", "lose"])
+def test_task_that_succeeds_is_shown_as_succeeded(loud: Worker, ear: Ear, scenes: Any, scene: str) -> None:
+    """Whatever state an event of ours gave the task in between."""
+    call = getattr(scenes, scene)()
+    wait_until(lambda: ear.of(call.id), f"an event of {scene}")
+    wait_until(lambda: ear.state.tasks[call.id].state == "SUCCESS", "SUCCESS")
+    assert ear.state.tasks[call.id].name in ("tests.watchapp.work", "tests.watchapp.marked")
+
+
+def test_call_that_waits_in_line_is_shown_as_waiting(
+    loud: Worker, ear: Ear, scenes: Any, journal: Journal
+) -> None:
+    """Until it is woken: Celery itself says nothing of a call that is parked."""
+    holder, second = scenes.conflict("wait")
+    wait_until(lambda: ear.types(second.id)[-1:] == ["task-lock-waiting"], "it waits")
+    wait_until(lambda: ear.state.tasks[second.id].state == "LOCK-WAITING", "LOCK-WAITING")
+    scenes.end(holder)
+    wait_until(lambda: ear.state.tasks[second.id].state == "LOCK-WOKEN", "LOCK-WOKEN")
+    scenes.end(second)
+
+
+@pytest.mark.parametrize("pool", ["threads"])
+def test_loss_is_told_by_the_keepers_thread(
+    server: EmbeddedServer, logs: Path, ear: Ear, apart: Callable[[str], Any], pool: str
+) -> None:
+    """The keeper's thread is a real one also beside greenlets, and sends by a connection of its own."""
+    worker = Worker(logs, "tests.watchapp", pool=pool, queues=pool, arguments=("-E",))
+    try:
+        call = apart(pool).lose()
+        wait_until(lambda: ear.types(call.id) == ["task-lock-lost"], "the loss")
+    finally:
+        worker.stop()
+
+
+def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud: Worker, ear: Ear, scenes: Any) -> None:
+    """The parent frees its lock after Celery has said that it is revoked."""
+    call = scenes.holder()
+    call.revoke(terminate=True, signal="SIGKILL")
+    wait_until(lambda: ear.types(call.id) == ["task-lock-freed"], "the freed lock")
+    wait_until(lambda: ear.state.tasks[call.id].state == "LOCK-FREED", "LOCK-FREED")
+
+
+def test_no_event_is_sent_while_events_are_off(quiet: Worker, ear: Ear, apart: Callable[[str], Any]) -> None:
+    """From no process of the worker, whatever happens."""
+    calls = [getattr(apart("quiet"), scene)() for scene in ("skip", "wait", "take_over", "lose", "free")]
+    with Ear(ear.app):  # what was sent before its probe has arrived
+        assert [ear.of(call.id) for call in calls] == [[]] * 5
+
+
+def test_events_follow_the_remote_control(ear: Ear, apart: Callable[[str], Any], journal: Journal) -> None:
+    """On with `celery control enable_events`, off with `disable_events`, from the next delivery on."""
+    options = {"pool": "threads", "concurrency": 3, "queues": ["remote"]}
+    with start_worker(ear.app, **options, perform_ping_check=False, without_heartbeat=False) as worker:
+        heard = {}
+        for command in (None, "enable_events", "disable_events"):
+            if command:
+                ear.app.control.broadcast(command, reply=True, destination=[worker.hostname], timeout=2)
+            call = apart("remote").skip()
+            with Ear(ear.app):
+                heard[command] = ear.types(call.id)
+    assert heard == {None: [], "enable_events": ["task-lock-conflict"], "disable_events": []}
+
+
+def test_failing_broker_costs_one_attempt_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Then nothing is tried for a while, and nothing raised."""
+    tried = []
+
+    def send() -> None:
+        tried.append(time.monotonic())
+        raise ConnectionError("broker away")
+
+    fields = {"uuid": "id", "name": "task", "key": "t:{task}"}
+    try:
+        with caplog.at_level(logging.WARNING, logger="celery_setnx"):
+            for _ in range(3):
+                events._survive(send, "task-lock-conflict", fields)
+    finally:
+        events._silent_until = 0.0
+    assert len(tried) == 1
+    (line,) = caplog.messages
+    assert "task[id]" in line
+    assert "t:{task}" in line
+
+
+def test_broker_that_is_away_is_not_waited_for() -> None:
+    """Celery's own way would try for ever."""
+    from celery import Celery
+
+    app = Celery("unheard", broker="redis://127.0.0.1:1/0", set_as_current=False)
+    began = time.monotonic()
+    try:
+        events._send(app, "w@h", "task-lock-conflict", {"uuid": "id", "name": "task", "key": "k"})
+    finally:
+        assert events._silent_until > began
+        events._silent_until = 0.0
+    assert time.monotonic() - began < 5

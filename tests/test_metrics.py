@@ -1,0 +1,424 @@
+"""The metrics: exact figures over HTTP from a prefork worker, and by OpenTelemetry; no cost when not used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from celery_setnx import metrics, signals
+from celery_setnx.exceptions import OptionError
+from celery_setnx.metrics import FIGURES
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, Worker, wait_until
+
+Scrape = dict[tuple[str, ...], float]
+WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
+
+
+def read(text: str) -> Scrape:
+    """The samples of ours, but for buckets and times, by name and values of their labels."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("celery_setnx_") and not sample.name.endswith(("_bucket", "_created")):
+                name = sample.name.removeprefix("celery_setnx_")
+                labels = [value for _, value in sorted(sample.labels.items(), reverse=True)]
+                found[(name, *labels)] = sample.value
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Measured(Worker):
+    """A prefork worker that serves its metrics."""
+
+    def __init__(self, logs: Path, files: Path, **options: Any) -> None:
+        self.port = free_port()
+        environment = {
+            "SETNX_TEST_METRICS_PORT": str(self.port),
+            "PROMETHEUS_MULTIPROC_DIR": str(files / "new"),
+        }
+        super().__init__(logs, "tests.watchapp", environment=environment, **options)
+
+    def scrape(self) -> Scrape:
+        """What it serves now."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
+            return read(reply.read().decode())
+
+    def wait_for(self, expected: Scrape) -> Scrape:
+        """What it serves, once these figures are in it."""
+
+        def agrees() -> Scrape:
+            found = self.scrape()
+            return found if expected.items() <= found.items() else {}
+
+        return wait_until(agrees, f"{expected}; it serves {self.scrape()}")
+
+
+@pytest.fixture
+def measured(server: EmbeddedServer, logs: Path, tmp_path: Path) -> Iterator[Measured]:
+    """A worker with two processes, and counts that start at nothing."""
+    worker = Measured(logs, tmp_path, concurrency=2)
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def scene(locks: redis.Redis, journal: Journal, gates: Any) -> Callable[[str], Any]:
+    """Plays a scene of `tests.watchapp`."""
+    from tests import watchapp
+
+    return lambda name: getattr(watchapp.Scenes(locks, gates), name)()
+
+
+@pytest.fixture
+def app() -> Celery:
+    return Celery("measured", set_as_current=False)
+
+
+@pytest.fixture
+def sender(app: Celery) -> Any:
+    """A task as signals name it."""
+    return Sender(app)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@dataclass(frozen=True)
+class Sender:
+    """What a receiver reads of a task."""
+
+    app: Celery
+    name: str = "shop.settle"
+
+
+def send_each(sender: Any) -> None:
+    """One of each signal, two of the times at 2 s."""
+    about = {"sender": sender, "task_id": "1", "key": "t:{shop.settle:0}"}
+    signals.lock_acquired.send(**about, fence=1, waited_s=2.0)
+    signals.lock_conflict.send(**about, holder=None, remaining_s=1.0, policy="skip")
+    signals.lock_taken_over.send(**about, fence=1, holder=None)
+    signals.lock_lost.send(**about, fence=1, reason="gone")
+    signals.uniqueness_lapsed.send(**about, marked_by=None)
+    signals.call_deduplicated.send(**about, state="queued")
+    signals.lock_released.send(**about, fence=1, outcome="released", held_s=2.0)
+    signals.lock_released.send(**about, fence=None, outcome="freed", held_s=None)
+
+
+EACH = {
+    ("acquired_total", "shop.settle"): 1,
+    ("conflicts_total", "shop.settle", "skip"): 1,
+    ("taken_over_total", "shop.settle"): 1,
+    ("lost_total", "shop.settle"): 1,
+    ("lapsed_total", "shop.settle"): 1,
+    ("duplicates_total", "shop.settle", "queued"): 1,
+    ("released_total", "shop.settle", "released"): 1,
+    ("released_total", "shop.settle", "freed"): 1,
+    ("wait_seconds_count", "shop.settle"): 1,
+    ("wait_seconds_sum", "shop.settle"): 2,
+    ("hold_seconds_count", "shop.settle"): 1,
+    ("hold_seconds_sum", "shop.settle"): 2,
+}
+
+
+def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(
+    measured: Measured, scene: Callable[[str], Any]
+) -> None:
+    """The sum of its processes over HTTP; of a retry that comes back, every conflict."""
+    for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse"):
+        scene(name)
+    found = measured.wait_for({("released_total", MARKED, "released"): 1})
+    times = {
+        name: found.pop((name, task))
+        for name in ("wait_seconds_sum", "hold_seconds_sum")
+        for task in (WORK, MARKED)
+    }
+    assert all(seconds >= 0 for seconds in times.values())
+    assert found == {
+        ("acquired_total", WORK): 7,  # four holders, the woken one, the one that took over, the one that lost
+        ("acquired_total", MARKED): 1,
+        ("conflicts_total", WORK, "skip"): 2,
+        ("conflicts_total", WORK, "wait"): 1,
+        ("conflicts_total", WORK, "raise"): 1,
+        ("taken_over_total", WORK): 1,
+        ("lost_total", WORK): 1,
+        ("lapsed_total", MARKED): 1,
+        ("released_total", WORK, "released"): 6,
+        ("released_total", MARKED, "released"): 1,
+        ("wait_seconds_count", WORK): 7,
+        ("wait_seconds_count", MARKED): 1,
+        ("hold_seconds_count", WORK): 6,
+        ("hold_seconds_count", MARKED): 1,
+    }
+
+
+def test_killed_process_keeps_its_counts(
+    measured: Measured, scene: Callable[[str], Any], journal: Journal
+) -> None:
+    """kill -9 of every process in turn: what they counted stays, and what their successors count is added."""
+    for _ in range(3):
+        scene("skip")
+    scene("free")
+    measured.wait_for({("acquired_total", WORK): 4, ("released_total", WORK, "freed"): 1})
+    for pid in {entry["pid"] for entry in journal.entries(what="start")}:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        scene("skip")
+    found = measured.wait_for({("released_total", WORK, "released"): 5})
+    assert found["acquired_total", WORK] == 6
+    assert found["conflicts_total", WORK, "skip"] == 5
+    assert found["released_total", WORK, "freed"] == 1
+    assert len({entry["pid"] for entry in journal.entries(what="start")}) > 1
+
+
+def test_processes_of_the_pool_do_not_keep_the_port(
+    measured: Measured, scene: Callable[[str], Any], journal: Journal
+) -> None:
+    """Neither the first ones nor their successors: one that outlives its parent is in nobody's way."""
+    scene("free")
+    (killed,) = {entry["pid"] for entry in journal.entries(what="start")}
+    children = wait_until(lambda: _children_without(measured.process.pid, killed), "the successor")
+    listening = _listening_socket(measured.port)
+    assert listening in _sockets(measured.process.pid)
+    for child in children:
+        wait_until(lambda child=child: listening not in _sockets(child), f"{child} has closed the port")
+
+
+def _children_without(parent: int, killed: int) -> set[int]:
+    """The two processes of the pool, once the killed one is replaced."""
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    found = {int(pid) for pid in text.split()} - {killed}
+    return found if len(found) == 2 else set()
+
+
+def _listening_socket(port: int) -> str:
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(f":{port:04X}") and fields[3] == "0A":
+            return f"socket:[{fields[9]}]"
+    raise AssertionError(f"nobody listens at {port}")
+
+
+def _sockets(pid: int) -> set[str]:
+    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+
+
+def test_waiters_are_asked_for_at_the_scrape(
+    measured: Measured, locks: redis.Redis, journal: Journal, gates: Any
+) -> None:
+    """By scope, of Redis: whoever scrapes sees the same."""
+    from tests import watchapp
+
+    scenes = watchapp.Scenes(locks, gates)
+    holder, second = scenes.conflict("wait")
+    measured.wait_for({("waiters", WORK): 1})
+    scenes.end(holder)
+    scenes.end(second)
+    wait_until(lambda: ("waiters", WORK) not in measured.scrape(), "nobody waits")
+
+
+def test_prefork_worker_without_a_directory_does_not_start(server: EmbeddedServer, logs: Path) -> None:
+    """Its processes would count for themselves; the error says what to set."""
+    environment = {"SETNX_TEST_METRICS_PORT": str(free_port())}
+    with pytest.raises(AssertionError, match="PROMETHEUS_MULTIPROC_DIR"):
+        Worker(logs, "tests.watchapp", environment=environment)
+
+
+def test_pool_of_threads_needs_no_directory(
+    server: EmbeddedServer, logs: Path, scene: Callable[[str], Any]
+) -> None:
+    """All in one process, so its registry is served."""
+    port = free_port()
+    worker = Worker(
+        logs, "tests.watchapp", pool="threads", environment={"SETNX_TEST_METRICS_PORT": str(port)}
+    )
+    try:
+        scene("skip")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            assert read(reply.read().decode())["conflicts_total", WORK, "skip"] == 1
+    finally:
+        worker.stop()
+
+
+def test_worker_whose_port_is_taken_works_without_metrics(
+    server: EmbeddedServer, logs: Path, tmp_path: Path, scene: Callable[[str], Any]
+) -> None:
+    """The tasks matter more; the log says what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment = {
+            "SETNX_TEST_METRICS_PORT": str(taken.getsockname()[1]),
+            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        }
+        worker = Worker(logs, "tests.watchapp", environment=environment)
+        try:
+            scene("skip")
+            worker.wait_for_log("The metrics of this worker are not served")
+        finally:
+            worker.stop()
+
+
+def test_prometheus_counts_every_figure(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+    """Each signal once, and its times; of an unknown time nothing."""
+    metrics.prometheus(app, registry=registry, waiters=False)
+    send_each(sender)
+    assert read(generate_latest(registry).decode()) == EACH
+
+
+def test_prometheus_twice_counts_once(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+    """As when `prometheus` and `serve` are both called."""
+    metrics.prometheus(app, registry=registry, waiters=False)
+    metrics.prometheus(app, registry=registry, waiters=False)
+    send_each(sender)
+    assert read(generate_latest(registry).decode()) == EACH
+
+
+def test_another_apps_tasks_are_not_counted(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+    """Each app has its own figures."""
+    metrics.prometheus(Celery("other", set_as_current=False), registry=registry, waiters=False)
+    send_each(sender)
+    assert read(generate_latest(registry).decode()) == {}
+
+
+def test_figures_stand_when_redis_cannot_be_asked(
+    sender: Any, app: Celery, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The waiters are missing from the scrape, and a line says why."""
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+    metrics.prometheus(app, registry=registry)
+    send_each(sender)
+    assert read(generate_latest(registry).decode()) == EACH
+    assert "missing from the metrics" in caplog.text
+
+
+def test_opentelemetry_counts_every_figure(server: EmbeddedServer, app: Celery, sender: Any) -> None:
+    """The same table, with a unit for times."""
+    from tests.watchapp import telemetry
+
+    reader = InMemoryMetricReader()
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"))
+    send_each(sender)
+    assert telemetry(reader) == {
+        name.removesuffix("_total").removesuffix("_seconds_count"): value
+        for (name, *labels), value in EACH.items()
+        if not name.endswith("_sum") and labels[-1] != "freed"
+    } | {"released": 2}
+
+
+def test_opentelemetry_counts_a_worker_of_this_process(
+    server: EmbeddedServer, locks: redis.Redis, app: Celery
+) -> None:
+    """Real calls in a worker of threads, and who waits in line."""
+    from celery.contrib.testing.worker import start_worker
+
+    from celery_setnx import SingletonTask
+    from tests.watchapp import telemetry
+
+    app.conf.update(broker_url=server.url(12), result_backend=server.url(12), setnx_url=server.url(1))
+    app.conf.setnx_prefix = "t"
+
+    @app.task(base=SingletonTask, name="otel.work")
+    def work(name: str) -> str:
+        return name
+
+    reader = InMemoryMetricReader()
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
+    with start_worker(app, pool="threads", perform_ping_check=False, concurrency=2):
+        for number in range(5):
+            work.delay(str(number)).get(timeout=10)
+        locks.zadd("t:{otel.work:00000000000000000000000000000000}:line", {"a": 1, "b": 2})
+        locks.expire("t:{otel.work:00000000000000000000000000000000}:line", 60)
+        wait_until(lambda: telemetry(reader).get("released") == 5, "five are released")
+        found = telemetry(reader)
+    assert found == {"acquired": 5, "released": 5, "wait": 5, "hold": 5, "waiters": 2}
+
+
+def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(
+    server: EmbeddedServer, logs: Path, scene: Callable[[str], Any]
+) -> None:
+    """With the provider that `worker_process_init` has set; a successor begins anew."""
+    from tests import watchapp
+
+    environment = {"SETNX_TEST_OPENTELEMETRY": "yes"}
+    worker = Worker(logs, "tests.watchapp", concurrency=1, environment=environment)
+    try:
+        scene("take_over")
+        expected = {"acquired": 1, "taken_over": 1, "released": 1, "wait": 1, "hold": 1}
+        assert watchapp.measured.delay().get(timeout=10) == expected
+        scene("free")
+        scene("take_over")
+        assert watchapp.measured.delay().get(timeout=10) == expected
+    finally:
+        worker.stop()
+
+
+def test_labels_never_name_a_key() -> None:
+    """Keys are without number, and a label must not be."""
+    assert {label for figure in FIGURES for label in figure.labels} == {"task", "policy", "state", "outcome"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "extra"), [(metrics.prometheus, "prometheus"), (metrics.opentelemetry, "opentelemetry")]
+)
+def test_missing_extra_is_named(
+    app: Celery, ask: Callable[[Celery], None], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what to install."""
+    for module in ("prometheus_client", "opentelemetry.metrics"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"pip install 'celery_setnx\[{extra}\]'"):
+        ask(app)
+
+
+def test_prefork_pool_is_refused_without_files(registry: CollectorRegistry) -> None:
+    """In words that name the variable."""
+    import prometheus_client
+    from celery.concurrency.prefork import TaskPool
+
+    with pytest.raises(OptionError, match="PROMETHEUS_MULTIPROC_DIR"):
+        metrics._check_pool(prometheus_client, SimpleNamespace(pool_cls=TaskPool))
+
+
+def test_nothing_of_it_is_imported_unless_asked_for(server: EmbeddedServer, locks: redis.Redis) -> None:
+    """Importing the package and running a guarded call loads neither the metrics nor their client."""
+    code = (
+        "import sys, celery, celery_setnx\n"
+        "from celery.contrib.testing.worker import start_worker\n"
+        "app = celery.Celery('lean', broker=sys.argv[1], backend=sys.argv[1], set_as_current=False)\n"
+        "def body(): return 7\n"
+        "task = app.task(name='lean', base=celery_setnx.SingletonTask)(body)\n"
+        "with start_worker(app, pool='solo', perform_ping_check=False):\n"
+        "    print(task.delay().get(timeout=10))\n"
+        "names = ('celery_setnx.metrics', 'prometheus_client')\n"
+        "print([name for name in names if name in sys.modules])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, server.url(13)], capture_output=True, text=True, check=False
+    )
+    assert found.stdout.splitlines() == ["7", "[]"], found.stderr

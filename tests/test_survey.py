@@ -1,0 +1,267 @@
+"""What a survey sees, how few commands it takes, and that a lock dropped by hand is the one that was seen."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import redis
+
+from celery_setnx.keys import digest, key_name, line_names, mark_name, record_name
+from celery_setnx.line import Place, park
+from celery_setnx.lock import HeldLock, SetnxLock
+from celery_setnx.marks import Mark, mark_all
+from celery_setnx.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
+from tests.harness import wait_until
+
+KEY = key_name("t", "app.sync", digest([7]))
+
+
+def hold(locks: redis.Redis, key: str = KEY, lease: float = 30, **info: Any) -> HeldLock:
+    """A held lock."""
+    held = (
+        SetnxLock(locks, key, lease=lease, info={"task": "app.sync", "task_id": "t-1", **info}).acquire().lock
+    )
+    assert held is not None
+    return held
+
+
+def queue(locks: redis.Redis, key: str = KEY, task_id: str = "t-2") -> Mark:
+    """A marked key."""
+    mark = Mark(key, task_id)
+    mark_all(locks, [mark], dedupe="until_started", lease=60)
+    return mark
+
+
+def wait_in_line(locks: redis.Redis, task_id: str, since: float) -> None:
+    """A task that waits for KEY."""
+    park(locks, Place(KEY, task_id, 0, remember=60), since=since, call="")
+
+
+def commands(locks: redis.Redis) -> dict[str, int]:
+    """How often each command was called since `CONFIG RESETSTAT`."""
+    return {name[8:]: stat["calls"] for name, stat in locks.info("commandstats").items()}
+
+
+def fill(locks: redis.Redis, count: int) -> set[str]:
+    """So many held locks; their keys."""
+    deadline_us = int((time.time() + 60) * 1e6)
+    keys = [key_name("t", "app.sync", digest([number])) for number in range(count)]
+    pipe = locks.pipeline(transaction=False)
+    for key in keys:
+        pipe.set(key, -(-deadline_us // 1_000_000), ex=120)
+        record = f"id|0|ab\n{deadline_us}\n{deadline_us}\nrunning\n{deadline_us}\n{{}}"
+        pipe.set(record_name(key), record, ex=120)
+    pipe.execute()
+    return set(keys)
+
+
+def test_survey_finds_nothing_where_nothing_is(locks: redis.Redis) -> None:
+    """No locks, no sightings."""
+    assert list(survey(locks, "t")) == []
+
+
+def test_survey_sees_all_parts_of_a_lock_once(locks: redis.Redis) -> None:
+    """Lock, record, mark, line and tickets are one sighting."""
+    held = hold(locks, worker="w@h")
+    queue(locks)
+    wait_in_line(locks, "t-3", time.time())
+    wait_in_line(locks, "t-4", time.time())
+    (seen,) = survey(locks, "t")
+    assert (seen.key, seen.scope, seen.digest, seen.task) == (KEY, "app.sync", digest([7]), "app.sync")
+    assert seen.holder is not None
+    assert (seen.holder.token, seen.holder.fence, seen.holder.state) == (held.token, held.fence, "running")
+    assert (seen.mark, seen.waiting, seen.is_stale) == ("t-2", 2, False)
+    assert 50 < seen.mark_ends_s <= 60
+    assert 20 < seen.remaining_s <= 30
+    assert 0 <= seen.age_s < 10
+
+
+def test_survey_tells_an_expired_holder(locks: redis.Redis) -> None:
+    """A lock past its deadline that is still there is stale, and its record is shown."""
+    hold(locks, lease=0.1)
+    (seen,) = wait_until(lambda: [s for s in survey(locks, "t") if s.is_stale], "a stale lock")
+    assert seen.holder is not None
+    assert seen.holder.task_id == "t-1"
+    assert seen.remaining_s <= 0
+
+
+def test_survey_leaves_out_what_a_release_remembers(locks: redis.Redis) -> None:
+    """A record alone is no lock."""
+    hold(locks).release()
+    assert locks.exists(record_name(KEY))
+    assert list(survey(locks, "t")) == []
+
+
+def test_survey_sees_a_mark_and_a_line_without_a_lock(locks: redis.Redis) -> None:
+    """A call that is queued, and one that waits for a free lock, are seen too."""
+    queue(locks)
+    (seen,) = survey(locks, "t")
+    assert (seen.holder, seen.mark, seen.waiting) == (None, "t-2", 0)
+    locks.delete(mark_name(KEY))
+    wait_in_line(locks, "t-3", time.time())
+    (seen,) = survey(locks, "t")
+    assert (seen.holder, seen.mark, seen.waiting) == (None, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "remaining"), [("99999999999", True), ("12", True), ("maintenance", False)]
+)
+def test_survey_sees_a_foreign_lock(
+    locks: redis.Redis, foreign_keys: set[str], value: str, remaining: bool
+) -> None:
+    """A value set by redis-cli is a lock, of a foreigner."""
+    locks.set(KEY, value)
+    foreign_keys.add(KEY)
+    (seen,) = survey(locks, "t")
+    assert seen.holder is not None
+    assert (seen.holder.state, seen.holder.value, seen.task) == ("foreign", value, "app.sync")
+    assert (seen.remaining_s is not None) == remaining
+    assert seen.is_stale == (value == "12")
+
+
+def test_survey_sees_a_key_that_is_no_string(locks: redis.Redis) -> None:
+    """Another program's hash in the lock's place is in the way, and is said to be no text."""
+    locks.hset(KEY, "a", "b")
+    locks.expire(KEY, 60)
+    (seen,) = survey(locks, "t")
+    assert seen.holder is not None
+    assert (seen.holder.state, seen.holder.value) == ("foreign", NOT_TEXT)
+    assert not drop(locks, seen)
+    assert locks.exists(KEY)
+
+
+def test_survey_survives_foreign_words_where_a_record_would_be(locks: redis.Redis) -> None:
+    """A record that is none makes the lock a foreigner's."""
+    locks.set(KEY, int(time.time()) + 60, ex=60)
+    locks.set(record_name(KEY), "not a record", ex=60)
+    (seen,) = survey(locks, "t")
+    assert seen.holder is not None
+    assert seen.holder.state == "foreign"
+    assert last_holder(seen) is None
+
+
+def test_survey_sees_the_lock_of_a_whole_task(locks: redis.Redis) -> None:
+    """Without a digest, the key is the scope."""
+    hold(locks, key_name("t", "app.sync", ""))
+    (seen,) = survey(locks, "t")
+    assert (seen.scope, seen.digest) == ("app.sync", "")
+
+
+@pytest.mark.parametrize("prefix", ["t", "t*", "[t]", "t?", "a^b-c", "t\\t"])
+def test_survey_keeps_to_its_prefix(locks: redis.Redis, prefix: str) -> None:
+    """Signs that mean something to SCAN mean themselves."""
+    for name in ("t", "t*", "[t]", "t?", "a^b-c", "t\\t", "tt", "t:t"):
+        hold(locks, f"{name}:{{app.sync}}")
+    assert [seen.key for seen in survey(locks, prefix)] == [f"{prefix}:{{app.sync}}"]
+
+
+def test_survey_of_20_000_locks_takes_few_commands(locks: redis.Redis) -> None:
+    """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
+    keys = fill(locks, 20_000)
+    locks.config_resetstat()
+    started = time.monotonic()
+    seen = [sighting.key for sighting in survey(locks, "t")]
+    took_s = time.monotonic() - started
+    assert len(seen) == len(keys)
+    assert set(seen) == keys
+    called = commands(locks)
+    assert called["mget"] == len(keys) / BATCH
+    assert "keys" not in called
+    assert sum(count for name, count in called.items() if name != "scan") < 100
+    assert called["scan"] < 3 * 2 * len(keys) / BATCH
+    assert took_s < 15
+    locks.flushdb()
+
+
+def test_survey_sees_each_lock_once_while_the_server_rehashes(locks: redis.Redis) -> None:
+    """SCAN may name a key twice when tables grow meanwhile."""
+    keys = fill(locks, 3000)
+    found = survey(locks, "t")
+    first = next(found)
+    pipe = locks.pipeline(transaction=False)
+    for number in range(20_000):
+        pipe.set(f"other:{number}", "", ex=60)
+    pipe.execute()
+    seen = [first.key, *(sighting.key for sighting in found)]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == keys
+    locks.flushdb()
+
+
+def test_waiters_come_in_the_order_of_the_line(locks: redis.Redis) -> None:
+    """Who has waited longest is first."""
+    now = time.time()
+    wait_in_line(locks, "second", now - 5)
+    wait_in_line(locks, "first", now - 9)
+    found = waiters(locks, KEY, now)
+    assert [(waiter.place, waiter.task_id, round(waiter.age_s)) for waiter in found] == [
+        (1, "first", 9),
+        (2, "second", 5),
+    ]
+    assert locks.zcard(line_names(KEY)[0]) == 2
+
+
+def test_last_holder_is_known_after_a_release(locks: redis.Redis) -> None:
+    """The record that a release leaves names who had the lock."""
+    held = hold(locks)
+    assert last_holder(look(locks, KEY)) is None
+    held.release()
+    last = last_holder(look(locks, KEY))
+    assert last is not None
+    assert (last.task_id, last.state, last.fence) == ("t-1", "released", held.fence)
+
+
+def test_last_holder_is_known_when_the_lock_was_deleted(locks: redis.Redis) -> None:
+    """A lock that somebody deleted leaves its record."""
+    hold(locks)
+    locks.delete(KEY)
+    last = last_holder(look(locks, KEY))
+    assert last is not None
+    assert last.task_id == "t-1"
+
+
+def test_last_holder_of_a_lock_that_never_was(locks: redis.Redis) -> None:
+    """No record, no last holder."""
+    assert last_holder(look(locks, KEY)) is None
+
+
+def test_drop_deletes_lock_and_record(locks: redis.Redis) -> None:
+    """Nothing is left but what is not the lock's: its mark."""
+    held = hold(locks)
+    queue(locks)
+    assert drop(locks, look(locks, KEY))
+    assert set(locks.scan_iter()) == {mark_name(KEY)}
+    assert held.release() == "lost"
+
+
+def test_drop_deletes_a_foreign_lock(locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """What redis-cli has set is dropped as it was seen."""
+    locks.set(KEY, "maintenance")
+    foreign_keys.add(KEY)
+    assert drop(locks, look(locks, KEY))
+    assert not locks.exists(KEY)
+
+
+def test_drop_does_nothing_after_a_renewal(locks: redis.Redis) -> None:
+    """A holder that renewed since it was seen keeps its lock."""
+    held = hold(locks)
+    seen = look(locks, KEY)
+    held.renew()
+    assert not drop(locks, seen)
+    held.renew()
+
+
+def test_drop_does_nothing_to_the_next_holder(locks: redis.Redis) -> None:
+    """The lock that was seen is gone, and another's is not touched."""
+    hold(locks, lease=0.1)
+    seen = wait_until(lambda: look(locks, KEY).is_stale and look(locks, KEY), "a stale lock")
+    next_one = hold(locks)
+    assert not drop(locks, seen)
+    next_one.renew()
+
+
+def test_drop_of_a_free_lock_does_nothing(locks: redis.Redis) -> None:
+    """There was nothing to drop."""
+    assert not drop(locks, look(locks, KEY))

@@ -1,0 +1,750 @@
+"""The test kit: eager calls that take their locks, busy locks, crashed holders, time that passes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, Task, chain, current_app
+from celery.backends.base import DisabledBackend
+from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Retry
+
+from celery_setnx import (
+    AlreadyRunning,
+    LockLost,
+    LockTimeout,
+    LockUnavailable,
+    OptionError,
+    SetnxError,
+    SetnxLock,
+    SingletonTask,
+    UnkeyableCall,
+    is_skipped,
+    singleton,
+)
+from celery_setnx.line import Place, park
+from celery_setnx.marks import Mark, mark_all
+from celery_setnx.signals import lock_acquired, lock_taken_over
+from celery_setnx.testing import (
+    Held,
+    assert_released,
+    clear,
+    crash,
+    guarded,
+    hold,
+    locks_on,
+    pass_time,
+    singleton_disabled,
+)
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, wait_until
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def made(url: str, **conf: Any) -> Celery:
+    """An app on an in-memory broker; only the locks are in Redis. All such brokers of a process are one."""
+    app = Celery("kit", broker="memory://", set_as_current=False)
+    app.conf.update(
+        result_backend="cache+memory://",
+        setnx_url=url,
+        task_default_queue=uuid.uuid4().hex,
+        broker_transport_options={"polling_interval": 0.01},
+        **conf,
+    )
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="work", singleton={"key": "name"})
+    def work(self: Task, name: str, *_rest: Any) -> Any:
+        return [name, self.lock and self.lock.fence]
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="whole", singleton={"key": (), "lease": 7})
+    def whole(self: Task, then: Any = None) -> Any:
+        return then and then()
+
+    @app.task(shared=False, name="plain")
+    def plain(name: str) -> str:
+        return name
+
+    @app.task(shared=False, name="decorated")
+    @singleton(key="name", on_conflict="raise")
+    def decorated(name: str) -> str:
+        return name
+
+    return app
+
+
+@pytest.fixture
+def app(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Celery]:
+    """The app of most tests, its lock database empty."""
+    app = made(server.url(1))
+    yield app
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def running(server: EmbeddedServer) -> Iterator[Celery]:
+    """An app with a worker in a thread of this process."""
+    app = made(server.url(1))
+    task_of(app, name="waiting", on_conflict="wait")
+    with start_worker(app, perform_ping_check=False):
+        yield app
+    app.close()
+
+
+@pytest.fixture
+def work(app: Celery) -> Any:
+    return app.tasks["work"]
+
+
+@pytest.fixture
+def whole(app: Celery) -> Any:
+    return app.tasks["whole"]
+
+
+def task_of(app: Celery, name: str = "", **options: Any) -> Any:
+    """A further task of the app, with these options, that counts its runs."""
+    runs: list[Any] = []
+
+    @app.task(base=SingletonTask, shared=False, name=name or f"extra{len(app.tasks)}", singleton=options)
+    def extra(name: str = "a") -> int:
+        runs.append(name)
+        return len(runs)
+
+    extra.runs = runs
+    return extra
+
+
+# Without a server
+
+
+def test_eager_call_needs_no_server() -> None:
+    """task_always_eager and .apply() ask no Redis, with dedupe neither."""
+    app = made(NOWHERE, task_always_eager=True)
+    for dedupe in (None, "until_started", "until_done"):
+        task = task_of(app, dedupe=dedupe)
+        assert task.delay("a").get() == 1
+        assert task.apply(["a"]).get() == 2
+        assert task.apply_async(["a"], singleton={"lease": 5}).deduplicated is False
+
+
+def test_disabled_app_needs_no_server_to_publish() -> None:
+    """Publishing with dedupe marks nothing, and calls nothing a duplicate; a fan-out neither."""
+    app = made(NOWHERE)
+    task = task_of(app, dedupe="until_done")
+    with singleton_disabled(app):
+        assert [task.delay("a").deduplicated for _time in range(2)] == [False, False]
+        assert task.fan_out([("a",), ("a",)]).accepted == 2
+    app.close()
+
+
+def test_disabled_app_publishes_duplicates(app: Celery, locks: redis.Redis) -> None:
+    """Where there is a server it is not asked."""
+    task = task_of(app, dedupe="until_done")
+    task.delay("a")
+    keys = set(locks.scan_iter())
+    with singleton_disabled():
+        assert task.delay("a").deduplicated is False
+        task.delay("b")
+    assert task.delay("a").deduplicated is True
+    assert set(locks.scan_iter()) == keys
+
+
+def test_disabled_app_needs_no_server_to_run() -> None:
+    """A worker in this process starts, and runs the body, without any lock server."""
+    app = made(NOWHERE)
+    app.conf.setnx_url = None
+    with singleton_disabled(app), start_worker(app, perform_ping_check=False):
+        assert app.tasks["work"].delay("a").get(timeout=20) == ["a", None]
+    app.close()
+
+
+def test_disabled_app_runs_beside_a_held_lock(running: Celery, locks: redis.Redis) -> None:
+    """Bodies run plainly in a worker's thread; afterwards they are guarded again."""
+    work = running.tasks["work"]
+    with hold(work, "a"):
+        with singleton_disabled():
+            assert work.delay("a").get(timeout=20) == ["a", None]
+        assert is_skipped(work.delay("a").get(timeout=20))
+
+
+def test_disabling_one_app_leaves_the_others_alone(app: Celery, work: Any) -> None:
+    """It is switched off for the app that it names."""
+    other = made(NOWHERE)
+    with singleton_disabled(other), guarded(app), hold(work, "a"):
+        assert is_skipped(work.apply(["a"]).get())
+
+
+def test_disabling_is_a_decorator_too(app: Celery, work: Any) -> None:
+    """The whole function runs without locks."""
+
+    @singleton_disabled(app)
+    def test() -> Any:
+        with guarded(app), hold(work, "a"):
+            return work.apply(["a"]).get()
+
+    assert test() == ["a", None]
+
+
+# Eager calls, guarded
+
+
+def test_guarded_eager_call_takes_its_lock(app: Celery, work: Any) -> None:
+    """The body has a lock with a fence, and gives it back."""
+    with guarded(app):
+        name, fence = work.apply(["a"]).get()
+        assert (name, fence > 0) == ("a", True)
+        assert_released(app)
+    assert work.apply(["a"]).get() == ["a", None]
+
+
+def test_guarded_always_eager_call_takes_its_lock(app: Celery, work: Any) -> None:
+    """The same under task_always_eager, with the options of the call."""
+    app.conf.task_always_eager = True
+    with guarded(app), hold(work, "a"):
+        assert is_skipped(work.delay("a").get())
+        result = work.apply_async(["a"], singleton={"on_conflict": "raise"})
+    assert (result.state, type(result.result)) == ("FAILURE", AlreadyRunning)
+
+
+def test_guarded_decorated_call_takes_its_lock(app: Celery) -> None:
+    """@singleton under Celery's own base class is guarded as well."""
+    decorated = app.tasks["decorated"]
+    with guarded(app), hold(decorated, "a") as held:
+        assert decorated.apply(["b"]).get() == "b"
+        with pytest.raises(AlreadyRunning, match=held.task_id):
+            decorated.apply(["a"]).get()
+
+
+def test_guarding_is_for_the_named_app(app: Celery) -> None:
+    """Eager calls of another app are as ever."""
+    other = made(NOWHERE)
+    with guarded(app):
+        assert other.tasks["work"].apply(["a"]).get() == ["a", None]
+
+
+def test_guarding_is_a_decorator_too(app: Celery, work: Any) -> None:
+    """The whole function has guarded eager calls."""
+
+    @guarded(app)
+    def test() -> Any:
+        return work.apply(["a"]).get()
+
+    assert test()[1] > 0
+
+
+def test_guarding_a_proxy_of_the_app_is_guarding_the_app(app: Celery, work: Any) -> None:
+    """`celery.current_app` will do."""
+    app.set_current()
+    with guarded(current_app), hold(work, "a"):
+        assert is_skipped(work.apply(["a"]).get())
+
+
+def test_guarding_without_a_server_fails_at_once() -> None:
+    """No eager call has to wait for a lease to find out."""
+    with pytest.raises(LockUnavailable), guarded(made(NOWHERE)):
+        pytest.fail("there is no server")
+
+
+@pytest.mark.parametrize("policy", ["retry", "wait", "join"])
+def test_guarded_eager_conflict_ends_in_state_retry(app: Celery, policy: str) -> None:
+    """Nothing is published, nothing tried again, nobody left in line."""
+    task = task_of(app, on_conflict=policy)
+    with guarded(app), hold(task, "a") as held:
+        result = task.apply(["a"])
+        assert (result.state, type(result.result), task.runs) == ("RETRY", Retry, [])
+        assert held.task_id in str(result.result)
+        with app.connection() as connection:
+            assert connection.SimpleQueue(app.conf.task_default_queue).qsize() == 0
+    assert_released(app)
+
+
+def test_guarded_eager_retry_is_raised_if_errors_are(app: Celery) -> None:
+    """With task_eager_propagates, or throw=True, Celery raises what ends the call."""
+    task = task_of(app, on_conflict="retry")
+    with guarded(app), hold(task, "a"), pytest.raises(Retry, match="does not come back"):
+        task.apply(["a"], throw=True)
+
+
+def test_guarded_eager_join_needs_no_result_backend(app: Celery) -> None:
+    """It would be refused in a worker; here its result is nobody's."""
+    app.conf.result_backend = None
+    task = task_of(app, on_conflict="join")
+    assert isinstance(app.backend, DisabledBackend)
+    with guarded(app), hold(task, "a"):
+        assert task.apply(["a"]).state == "RETRY"
+        assert task.apply(["b"]).get() == 1
+
+
+def test_guarded_eager_call_does_not_care_who_is_queued(app: Celery) -> None:
+    """A queued call of the same key makes it no duplicate, however it is called."""
+    task = task_of(app, dedupe="until_started")
+    task.delay("a")
+    app.conf.task_always_eager = True
+    with guarded(app), hold(task, "a"):
+        assert [task.apply(["a"]).state, task.delay("a").state] == ["RETRY", "RETRY"]
+
+
+def test_guarded_eager_call_past_max_wait_fails(app: Celery) -> None:
+    """max_wait=0 allows no wait at all."""
+    task = task_of(app, on_conflict="wait", max_wait=0)
+    with guarded(app), hold(task, "a"), pytest.raises(LockTimeout):
+        task.apply(["a"]).get()
+
+
+def test_guarded_eager_policy_may_retry(app: Celery) -> None:
+    """A callable's conflict.retry() and conflict.wait() end in state RETRY as well."""
+    for method in ("retry", "wait"):
+        task = task_of(app, on_conflict=lambda conflict, method=method: getattr(conflict, method)())
+        with guarded(app), hold(task, "a"):
+            assert task.apply(["a"]).state == "RETRY"
+
+
+def test_guarded_eager_call_marks_nothing(app: Celery, locks: redis.Redis) -> None:
+    """There is no queue: after the run there is the small record of its release, and nothing else."""
+    for dedupe in ("until_started", "until_done"):
+        task = task_of(app, dedupe=dedupe)
+        with guarded(app), hold(task, "a"):
+            task.apply(["a"])
+            task.delay("b")
+        clear(app)
+        with guarded(app):
+            assert task.apply(["a"]).state == "SUCCESS"
+        assert list(locks.scan_iter()) == [f"{task.lock_key('a')}:holder"]
+
+
+@pytest.mark.parametrize("options", [{}, {"hold_on_retry": True}, {"dedupe": "until_done"}])
+def test_guarded_eager_retry_of_its_own_runs_at_once(app: Celery, options: Any) -> None:
+    """Celery runs it within .apply(); it acquires the lock anew, and leaves nothing behind."""
+    fences = []
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="flaky", singleton=options)
+    def flaky(self: Task) -> int:
+        fences.append(self.lock.fence)
+        if self.request.retries < 2:
+            raise self.retry(countdown=60)
+        return int(self.request.retries)
+
+    with guarded(app):
+        assert flaky.apply().get() == 2
+        assert fences == sorted(set(fences))
+        with pytest.raises(Retry):
+            flaky.apply(throw=True)
+        assert_released(app)
+
+
+def test_guarded_eager_replacement_runs_under_its_own_lock(app: Celery) -> None:
+    """Celery runs it within the body that it replaces: it does not wait for itself."""
+
+    @app.task(base=SingletonTask, bind=True, shared=False, name="replacing", singleton={"key": ()})
+    def replacing(self: Task, times: int) -> Any:
+        return self.replace(replacing.si(times - 1)) if times else "done"
+
+    with guarded(app):
+        assert replacing.apply([2]).get() == "done"
+        assert_released(app)
+
+
+def test_guarded_eager_chain_has_single_calls(app: Celery, work: Any) -> None:
+    """Celery tells an eager step of no chain: it is skipped where a worker's would come back."""
+    with guarded(app), hold(work, "a"):
+        assert is_skipped(chain(work.si("a"), app.tasks["plain"].si("b")).apply().parent.get())
+
+
+def test_direct_call_is_never_guarded(app: Celery, work: Any) -> None:
+    """It is a function call, with no request to speak of."""
+    with guarded(app), hold(work, "a"):
+        assert work("a") == ["a", None]
+
+
+def test_guarded_eager_call_sends_the_signals_of_a_worker(app: Celery, work: Any) -> None:
+    """Receivers of an app can be tested eagerly."""
+    seen = []
+
+    def receiver(signal: Any, sender: Any, **details: Any) -> None:
+        seen.append((signal.name, details["key"]))
+
+    for signal in (lock_acquired, lock_taken_over):
+        signal.connect(receiver)
+    with guarded(app), hold(work, "a") as held:
+        crash(held)
+        pass_time(60, held)
+        work.apply(["a"])
+    assert seen == [("lock_taken_over", held.key), ("lock_acquired", held.key)]
+
+
+# hold
+
+
+def test_held_lock_is_busy_for_a_worker(running: Celery, locks: redis.Redis) -> None:
+    """Somebody else has it: neither this process nor one whose death could be proved here."""
+    work = running.tasks["work"]
+    with hold(work, "a") as held:
+        result = work.delay("a").get(timeout=20)
+        assert result["holder"]["task_id"] == held.task_id
+        assert (result["holder"]["worker"], result["key"]) == ("another@elsewhere", held.key)
+        assert work.delay("b").get(timeout=20)[0] == "b"
+
+
+def test_held_lock_is_that_of_the_call(work: Any) -> None:
+    """The handle says which lock it is, whose, and its fence."""
+    with hold(work, name="a") as held:
+        holder = work.locked("a")
+        assert (held.key, held.task_id, held.fence) == (work.lock_key("a"), holder.task_id, holder.fence)
+        assert held.lives
+        assert held.task_id in repr(held)
+    assert not held.lives
+    assert work.locked("a") is None
+
+
+def test_held_lock_is_renewed(app: Celery) -> None:
+    """A test may take longer than the lease."""
+    task = task_of(app, lease=0.3)
+    with hold(task, "a"):
+        deadline = task.locked("a").deadline
+        wait_until(lambda: task.locked("a").deadline > deadline + 0.3, "a renewal past the first lease")
+
+
+def test_held_lock_is_released_once(work: Any) -> None:
+    """Released by hand, it is left alone at the end: another may have it by then."""
+    with hold(work, "a") as held:
+        held.release()
+        with hold(work, "a") as second:
+            held.release()
+            assert work.locked("a").task_id == second.task_id
+
+
+def test_held_lock_wakes_who_waits_when_released(running: Celery, locks: redis.Redis) -> None:
+    """It ends as a task does."""
+    task = running.tasks["waiting"]
+    with hold(task, "a"):
+        result, calls = task.delay("a"), f"{task.lock_key('a')}:calls"
+        # With "@" it only lingers in its pool slot.
+        wait_until(lambda: (locks.hget(calls, result.id) or "@")[0] != "@", "the call is parked")
+        assert task.runs == []
+    assert result.get(timeout=20) == 1
+
+
+def test_holding_a_held_lock_is_refused(work: Any) -> None:
+    """The error says who has it."""
+    with hold(work, "a") as held, pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
+        pytest.fail("two holders")
+    assert work.locked("a") is None
+
+
+def test_holding_needs_a_lock(app: Celery, work: Any) -> None:
+    """A plain task has none; a call that cannot be keyed neither."""
+    with pytest.raises(OptionError, match="plain has no lock"), hold(app.tasks["plain"], "a"):
+        pytest.fail("no lock")
+    with (
+        pytest.raises(OptionError, match=r"celery\.accumulate has no lock"),
+        hold(app.tasks["celery.accumulate"]),
+    ):
+        pytest.fail("no lock")
+    with pytest.raises(UnkeyableCall), hold(work):
+        pytest.fail("no key")
+
+
+def test_loss_of_a_held_lock_is_told(work: Any, locks: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    """A test that deletes keys under its own holder is warned."""
+    short = work.app.tasks["work"]
+    with hold(task_of(short.app, lease=0.3), "a") as held:
+        locks.delete(held.key)
+        wait_until(lambda: "hold(), was lost" in caplog.text, "the warning")
+        assert held.key in caplog.text
+
+
+# crash and pass_time
+
+
+def test_crashed_holder_is_taken_over_past_its_lease(app: Celery, work: Any) -> None:
+    """Before that its lock is held; and the end of the block leaves the new holder alone."""
+    with guarded(app):
+        with hold(work, "a") as held:
+            crash(held)
+            pass_time(29, held)
+            assert is_skipped(work.apply(["a"]).get())
+            pass_time(1, held)
+            assert work.apply(["a"]).get()[1] > held.fence
+            another = hold(work, "a")
+            second = another.__enter__()
+        assert work.locked("a").task_id == second.task_id
+        second.release()
+
+
+def test_crashed_holder_is_renewed_no_more(app: Celery) -> None:
+    """Its lease ends by itself as well; twice crashed is crashed."""
+    task = task_of(app, lease=0.3)
+    with hold(task, "a") as held:
+        crash(held)
+        crash(held)
+        wait_until(lambda: task.locked("a") is None, "its lease ends")
+
+
+def test_living_holder_keeps_its_lock_for_as_long_as_it_likes(app: Celery, work: Any) -> None:
+    """It renews while time passes; it only grows older."""
+    with guarded(app), hold(work, "a") as held:
+        before = work.locked("a")
+        pass_time(timedelta(hours=48), held)
+        after = work.locked("a")
+        assert after.task_id == held.task_id
+        assert before.since - after.since == pytest.approx(48 * 3600)
+        assert after.deadline >= before.deadline
+        held._held.renew()
+        assert is_skipped(work.apply(["a"]).get())
+
+
+def test_body_that_stood_still_learns_it(app: Celery, whole: Any) -> None:
+    """Time passes for the lock of a running body: its next renewal says that it is lost."""
+
+    def stand_still() -> Any:
+        pass_time(60, whole)
+        with hold(whole):
+            return whole.lock.renew()
+
+    with guarded(app), pytest.raises(LockLost):
+        whole.apply([stand_still]).get()
+
+
+def test_resting_lock_has_rested_when_time_has_passed(app: Celery) -> None:
+    """at_least_for is tested without waiting."""
+    task = task_of(app, at_least_for=3600)
+    with guarded(app):
+        assert task.apply(["a"]).get() == 1
+        pass_time(3590, task, "a")
+        assert is_skipped(task.apply(["a"]).get())
+        pass_time(10, task, "a")
+        assert task.apply(["a"]).get() == 2
+
+
+def test_mark_lapses_when_time_has_passed(app: Celery) -> None:
+    """A call whose worker never came is no duplicate's original for ever."""
+    task = task_of(app, dedupe="until_started", queue_lease=100)
+    first = task.delay("a")
+    assert not first.deduplicated
+    pass_time(99, task, "a")
+    assert task.delay("a").id == first.id
+    pass_time(1, task, "a")
+    assert not task.delay("a").deduplicated
+
+
+def test_waiters_grow_older(app: Celery, work: Any, locks: redis.Redis) -> None:
+    """Those in line have waited for longer, in the same order."""
+    key = work.lock_key("a")
+    with hold(work, "a") as held:
+        now = work.locked("a").since
+        for place, name in enumerate("xyz"):
+            park(locks, Place(key, name, 0, remember=500.0), since=now + place, call="", watch=5.0)
+        pass_time(100, held)
+        waiters = work.locked("a").waiters
+        assert [waiter.task_id for waiter in waiters] == ["x", "y", "z"]
+        assert waiters[0].since == pytest.approx(now - 100)
+        assert 0 < locks.pttl(f"{key}:line") <= 400_000
+        assert locks.hget(f"{key}:calls", "").endswith(" x")
+        clear(app)
+
+
+def test_foreign_lock_grows_older(app: Celery, work: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """A lock of the classic recipe is taken over when its time has passed."""
+    key = work.lock_key("a")
+    foreign_keys.add(key)
+    now = int(locks.time()[0])
+    locks.set(key, now + 100)
+    pass_time(50, work, "a")
+    assert int(locks.get(key)) == now + 50
+    pass_time(100, work, "a")
+    with guarded(app):
+        assert work.apply(["a"]).get()[1] > 0
+
+
+def test_value_that_is_no_time_does_not_grow_older(
+    work: Any, locks: redis.Redis, foreign_keys: set[str]
+) -> None:
+    """Text in a lock's place stays what it is."""
+    key = work.lock_key("a")
+    foreign_keys.add(key)
+    locks.set(key, "by hand")
+    pass_time(1e6, work, "a")
+    assert locks.get(key) == "by hand"
+
+
+def test_what_is_forgotten_is_gone_when_time_has_passed(app: Celery, work: Any, locks: redis.Redis) -> None:
+    """Every key ends with its TTL: a dead holder's record after the retention."""
+    with hold(work, "a") as held:
+        crash(held)
+        ttl = locks.pttl(held.key)
+        pass_time(86_000, held)
+        assert ttl - 86_001_000 < locks.pttl(held.key) <= ttl - 86_000_000
+        assert locks.pttl(f"{held.key}:holder") > 0
+        pass_time(1000, held)
+        assert locks.dbsize() == 0
+
+
+@pytest.mark.parametrize("of", ["app", "task"])
+def test_time_passes_for_all_locks(app: Celery, work: Any, whole: Any, of: str) -> None:
+    """Of an app, or of one task."""
+    with hold(work, "a") as a, hold(work, "b") as b, hold(whole) as other:
+        for held in (a, b, other):
+            crash(held)
+        pass_time(60, app if of == "app" else work)
+        assert (work.locked("a"), work.locked("b")) == (None, None)
+        assert (whole.locked() is None) == (of == "app")
+
+
+def test_time_does_not_pass_backwards(work: Any) -> None:
+    """A negative time is refused."""
+    with pytest.raises(ValueError, match="negative"):
+        pass_time(-1, work, "a")
+
+
+def test_time_passes_for_nothing(work: Any, locks: redis.Redis) -> None:
+    """Where there is no lock nothing happens."""
+    pass_time(60, work, "a")
+    assert locks.dbsize() == 0
+
+
+# assert_released and clear
+
+
+def test_nothing_left_is_released(app: Celery, work: Any) -> None:
+    """Neither the record of a release nor a resting lock is anything left."""
+    task = task_of(app, at_least_for=60)
+    with guarded(app):
+        work.apply(["a"])
+        task.apply(["a"])
+    assert task.locked("a").state == "resting"
+    assert_released(app)
+
+
+def test_what_is_left_is_told(app: Celery, work: Any, whole: Any, locks: redis.Redis) -> None:
+    """The message names every lock with its holder, every mark, every waiter, and what to do."""
+    mark_all(locks, [Mark(work.lock_key("m"), "marked-task")], dedupe="until_started", lease=60)
+    with hold(work, "a") as held, hold(whole) as dead:
+        park(locks, Place(held.key, "waiting-task", 0, remember=5.0), since=0.0, call="")
+        crash(dead)
+        pass_time(8, dead)
+        with pytest.raises(AssertionError) as failure:
+            assert_released(app)
+        lines = str(failure.value).splitlines()
+        assert lines[0] == "4 left of prefix 'setnx':"
+        assert f"  lock {held.key}: held by work[{held.task_id}]" in str(failure.value)
+        assert f"  line of {held.key}: task waiting-task waits at place 1" in lines
+        assert f"  mark {work.lock_key('m')}:queued: task marked-task is queued" in lines
+        (expired,) = [line for line in lines if dead.key in line]
+        assert expired.endswith("its lease has ended, and it was not released")
+        assert "within=" in lines[-1]
+    clear(app)
+
+
+def test_released_may_be_asked_of_one_task_or_call(app: Celery, work: Any, whole: Any) -> None:
+    """Locks of other tasks, and of other calls, are not looked at."""
+    with hold(work, "a") as held:
+        assert_released(whole)
+        assert_released(work, "b")
+        for call in ((), ("a",)):
+            with pytest.raises(AssertionError, match="1 left of task work:") as failure:
+                assert_released(work, *call)
+            assert held.key in str(failure.value)
+
+
+def test_released_waits_for_a_worker_to_end(app: Celery, work: Any) -> None:
+    """`within` asks again; past it the failure says how long it has waited."""
+    with hold(work, "a") as held:
+        with pytest.raises(AssertionError, match=r"after 0\.1 s"):
+            assert_released(app, within=0.1)
+        threading.Timer(0.1, held.release).start()
+        assert_released(app, within=20)
+
+
+def test_released_takes_a_task_or_an_app(work: Any) -> None:
+    """Anything else is refused."""
+    with pytest.raises(TypeError, match="expected a task or an app"):
+        assert_released("work")  # type: ignore[arg-type]
+
+
+def test_clear_leaves_other_prefixes_alone(app: Celery, work: Any, locks: redis.Redis) -> None:
+    """Only keys under the app's own prefix are deleted: all of them."""
+    locks.set("setnx-other:{work}", "1", ex=60)
+    locks.set("work", "1", ex=60)
+    with hold(work, "a"), guarded(app):
+        work.apply(["b"])
+        assert clear(app) == 3
+        assert sorted(locks.scan_iter()) == ["setnx-other:{work}", "work"]
+    assert clear(app) == 0
+
+
+def test_clear_ends_what_a_test_holds(app: Celery, work: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A holder whose lock was cleared does not complain, and does not renew."""
+    with hold(work, "a") as held, caplog.at_level(logging.WARNING):
+        clear(app)
+        assert not held.lives
+        assert work.locked("a") is None
+    assert caplog.text == ""
+
+
+def test_clear_refuses_where_a_task_runs_on_another_host(app: Celery, work: Any, locks: redis.Redis) -> None:
+    """That is no server of the tests: nothing is deleted, until the holder's lease has ended."""
+    info = {"host": "production-7", "task": "work", "task_id": "x"}
+    lock = SetnxLock(locks, work.lock_key("a"), info=info)
+    lock.acquire()
+    with hold(work, "b"), pytest.raises(SetnxError, match=r"held by work\[x\].* on host production-7"):
+        clear(app)
+    assert work.locked("a").task_id == "x"
+    pass_time(60, work, "a")
+    assert clear(app) > 0
+
+
+def test_clear_takes_a_prefix_at_its_word(server: EmbeddedServer, locks: redis.Redis) -> None:
+    """A prefix with a star is no pattern."""
+    app = made(server.url(1), setnx_prefix="s*")
+    locks.set("star:{work}", "1", ex=60)
+    locks.set("s*:{work}", "1", ex=60)
+    assert clear(app) == 1
+    assert locks.exists("star:{work}")
+
+
+def test_locks_on_another_server(app: Celery, work: Any, locks: redis.Redis, server: EmbeddedServer) -> None:
+    """An app's locks move for a while, and come back."""
+    app.conf.setnx_url = NOWHERE
+    with pytest.raises(LockUnavailable):
+        work.locked("a")
+    with locks_on(app, server.url(1)), hold(work, "a") as held:
+        assert locks.exists(held.key)
+    assert app.conf.setnx_url == NOWHERE
+    with pytest.raises(LockUnavailable):
+        work.locked("a")
+
+
+def test_held_is_what_hold_yields(work: Any) -> None:
+    """The class is public, to annotate with."""
+    with hold(work, "a") as held:
+        assert isinstance(held, Held)
+
+
+# Workers in other processes
+
+
+def test_kit_reaches_workers_in_other_processes(tasks: Any) -> None:
+    """They meet what a test holds, and take over what has crashed."""
+    with hold(tasks.work, "a") as held:
+        assert tasks.work.delay("a").get(timeout=20)["holder"]["task_id"] == held.task_id
+        crash(held)
+        pass_time(2, held)
+        assert tasks.work.delay("a").get(timeout=20) == "a"
+    assert_released(tasks.app, within=20)
+
+
+def test_worker_that_stood_still_learns_it(tasks: Any, journal: Journal, gates: Any) -> None:
+    """Time passes for the lock of a body in another process: its next renewal tells it that it is lost."""
+    result = tasks.work.delay("gated")
+    journal.wait_for("start", task_id=result.id)
+    pass_time(60, tasks.work, "gated")
+    journal.wait_for("lost", task_id=result.id)
+    gates("gated")
+    assert result.get(timeout=20) == "gated"

@@ -1,0 +1,68 @@
+"""What `celery setnx` sees on a Redis Cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from celery_setnx.connection import client_for
+from celery_setnx.keys import digest, key_name
+from celery_setnx.line import Place, park
+from celery_setnx.lock import SetnxLock
+from celery_setnx.marks import Mark, mark_all
+from celery_setnx.survey import drop, look, survey, waiters
+from tests.topologies.servers import Cluster
+
+LOCKS = 300
+
+
+@pytest.fixture
+def client(tasks_of: Callable[..., Any], cluster: Cluster) -> Any:
+    """The client that the app's locks have, on the empty cluster."""
+    for node in cluster.nodes:
+        node.ask("FLUSHALL")
+    return client_for(tasks_of(setnx_url=cluster.url()).app)
+
+
+def hold(client: Any, number: int) -> str:
+    """The key of a lock that is held."""
+    key = key_name("t", "app.sync", digest([number]))
+    assert SetnxLock(client, key, lease=60, info={"task": "app.sync"}).acquire().acquired
+    return key
+
+
+def test_survey_asks_every_primary(client: Any, cluster: Cluster) -> None:
+    """Each lock once, with its mark and its line, wherever its slot is."""
+    keys = [hold(client, number) for number in range(LOCKS)]
+    assert len({cluster.owner(cluster.slot(key)).port for key in keys}) == 3
+    mark_all(client, [Mark(key, "queued") for key in keys[:30]], dedupe="until_started", lease=60)
+    for key in keys[20:40]:
+        park(client, Place(key, "waits", 0, 60), since=time.time(), call="")
+    seen = {sighting.key: sighting for sighting in survey(client, "t")}
+    assert sorted(seen) == sorted(keys)
+    assert {key for key in keys if seen[key].mark == "queued"} == set(keys[:30])
+    assert {key for key in keys if seen[key].waiting == 1} == set(keys[20:40])
+    assert not any(sighting.is_stale for sighting in seen.values())
+    assert [waiter.task_id for waiter in waiters(client, keys[20], time.time())] == ["waits"]
+
+
+def test_survey_follows_a_slot_that_has_moved(client: Any, cluster: Cluster) -> None:
+    """A client that knows the old places only finds all locks."""
+    keys = [hold(client, number) for number in range(LOCKS)]
+    slot = cluster.slot(keys[0])
+    target = next(node for node in cluster.nodes if node is not cluster.owner(slot))
+    cluster.move(slot, target)
+    assert sorted(sighting.key for sighting in survey(client, "t")) == sorted(keys)
+    assert look(client, keys[0]).holder is not None
+
+
+def test_drop_on_a_cluster(client: Any) -> None:
+    """Lock and record share a slot, and go together."""
+    key = hold(client, 7)
+    seen = look(client, key)
+    assert drop(client, seen)
+    assert not drop(client, seen)
+    assert list(survey(client, "t")) == []
