@@ -115,6 +115,11 @@ def line_names(lock_name: str) -> tuple[str, str]:
     return f"{lock_name}:line", f"{lock_name}:calls"
 
 
+def take_over_name(lock_name: str) -> str:
+    """The name of the note of the last take-over of a task's lock, in the same slot."""
+    return f"{lock_name}:taken_over"
+
+
 def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
     """The name of the ticket of a call that waits for its lock, in the same slot.
 

@@ -199,6 +199,7 @@ class HeldLock:
         token: Proof of being the holder.
         fence: A number that only grows per lock; hand it to the resource that you protect.
         lease_s: Seconds by which each renewal moves the deadline.
+        retention_s: Seconds for which what is known of a dead holder is kept.
         lost: Why the lock counts as lost, or None while it does not.
     """
 
@@ -216,6 +217,7 @@ class HeldLock:
         self.token = token
         self.fence = fence
         self.lease_s = setnx_lock.lease_s
+        self.retention_s = setnx_lock.retention_s
         self.lost: str | None = None
         self.client = setnx_lock.client
         self._lock = setnx_lock

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import redis
 
-from celery_setnx.keys import line_names, mark_name, record_name
+from celery_setnx.keys import line_names, mark_name, record_name, take_over_name
 from celery_setnx.lock import Holder, Waiter, parse_holder
 from celery_setnx.scripts import Script, is_cluster
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""
 
-COMMANDS = ("SCAN", "TIME", "MGET", "TYPE", "PTTL", "ZCARD", "ZRANGE")
+COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCARD", "ZRANGE")
 """What a user who looks at locks must be allowed to do."""
 
 NOT_TEXT = "(not a string)"
@@ -145,6 +146,50 @@ def last_holder(sighting: Sighting) -> Holder | None:
     if not deadline_us.isdecimal():
         return None
     return _holder(str(-(-int(deadline_us) // 1_000_000)), record, sighting.server_time)
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """The last time that a lock was taken over.
+
+    Attributes:
+        at: Server time (Unix seconds).
+        by: The call that took it over, or the courier that did it for those in line.
+        holder: The dead holder's record, as `Holder.as_dict` has it.
+    """
+
+    at: float
+    by: str
+    holder: Mapping[str, Any]
+
+
+def note_take_over(client: Any, key: str, take_over: TakeOver, keep_s: float) -> None:
+    """Leave a note of a take-over, for who looks at the lock later. It is news, and decides nothing.
+
+    Args:
+        client: The Redis client.
+        key: The lock's Redis key.
+        take_over: What happened.
+        keep_s: Seconds for which it is kept.
+
+    Raises:
+        redis.RedisError: Redis did not answer, or forbids SET.
+    """
+    if keep_s >= 0.001:
+        client.set(take_over_name(key), json.dumps(asdict(take_over)), px=int(keep_s * 1000))
+
+
+def last_take_over(client: Any, key: str) -> TakeOver | None:
+    """The last take-over of a lock; None if there was none within the retention.
+
+    Raises:
+        redis.RedisError: Redis did not answer, or forbids GET.
+    """
+    note = client.get(take_over_name(key))
+    try:
+        return None if note is None else TakeOver(**json.loads(note))
+    except (ValueError, TypeError):  # another program's words, or a newer version's
+        return None
 
 
 def drop(client: redis.Redis, sighting: Sighting) -> bool:

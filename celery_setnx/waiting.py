@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+import redis
 from billiard.exceptions import WorkerLostError
 from celery import Celery, Signature, Task
 from celery._state import connect_on_app_finalize
@@ -61,6 +62,7 @@ from celery_setnx.marks import Mark, extend_all
 from celery_setnx.options import UNSET, Options, settings
 from celery_setnx.process import identity, is_surely_dead
 from celery_setnx.signals import lock_taken_over, lock_waiting
+from celery_setnx.survey import TakeOver, note_take_over
 
 logger = logging.getLogger("celery_setnx")
 
@@ -374,7 +376,7 @@ def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str) -> None:
 
 
 def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: float) -> None:
-    """Log that a call has taken a lock over, from whom, and why."""
+    """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if ended_s >= 0:
         why = (
@@ -384,6 +386,11 @@ def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: fl
     else:
         why = "its process on this host is dead."
     logger.warning("%s took over %s from %s: %s", call, held.key, dead, why)
+    note = TakeOver(server_time, str(call), dead.as_dict())
+    try:
+        note_take_over(held.client, held.key, note, held.retention_s)
+    except redis.RedisError as error:
+        logger.info("`celery setnx show` will not know of this take-over of %s: %s", held.key, error)
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]

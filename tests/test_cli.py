@@ -27,6 +27,7 @@ from celery_setnx.line import Place, park
 from celery_setnx.marks import Mark, mark_all
 from celery_setnx.process import identity
 from celery_setnx.signals import lock_released
+from celery_setnx.survey import TakeOver, note_take_over
 from tests.harness import Journal, Worker, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -264,6 +265,22 @@ def test_show_prints_what_is_known(ask: Ask, cli: ModuleType, locks: redis.Redis
         assert part in shown
 
 
+def test_show_names_the_last_take_over(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+    """Who took the lock over, when, and from which dead holder."""
+    held = hold(locks, cli.sync, 7)
+    assert "taken" not in ask("show", held.key).stdout
+    dead = SetnxLock(locks, held.key).holder()
+    assert dead is not None
+    note_take_over(locks, held.key, TakeOver(time.time() - 41, "app.sync[t-8]", dead.as_dict()), 60)
+    shown = ask("show", held.key).stdout
+    assert (
+        "taken     over 41 s ago by app.sync[t-8]\n          from tests.cliapp.sync[t-1] on w1@host" in shown
+    )
+    found = json.loads(ask("show", "--json", held.key).stdout)["last_take_over"]
+    assert set(found) == {"at", "by", "holder"}
+    assert found["holder"]["task_id"] == "t-1"
+
+
 def test_show_by_task_and_arguments_is_show_by_key(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
     """The key is computed as a publisher computes it."""
     held = hold(locks, cli.sync, 7)
@@ -299,7 +316,7 @@ def test_show_json_has_the_documented_fields(ask: Ask, cli: ModuleType, locks: r
     park(locks, Place(held.key, "t-9", 0, 60), since=time.time() - 5, call="")
     shown = json.loads(ask("show", "--json", held.key).stdout)
     listed = json.loads(ask("list", "--json").stdout)[0]
-    more = {"token", "process", "last_holder", "mark", "mark_lapses_in_s", "line"}
+    more = {"token", "process", "last_holder", "last_take_over", "mark", "mark_lapses_in_s", "line"}
     assert set(shown) == {*listed, *more}
     assert documented_fields("show --json") == more
     assert (shown["process"], shown["last_holder"], shown["mark"]) == ("alive", None, None)
@@ -660,7 +677,7 @@ def test_a_user_who_may_not_scan_is_told_so(ask: Ask, locks: redis.Redis, server
     finally:
         locks.acl_deluser("blind")
     assert result.returncode == 3
-    assert "celery setnx needs SCAN, TIME, MGET, TYPE, PTTL, ZCARD, ZRANGE on t:*" in result.stderr
+    assert "celery setnx needs SCAN, TIME, GET, MGET, TYPE, PTTL, ZCARD, ZRANGE on t:*" in result.stderr
 
 
 BAD_TASKS = """

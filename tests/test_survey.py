@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx.keys import digest, key_name, line_names, mark_name, record_name
+from celery_setnx.keys import digest, key_name, line_names, mark_name, record_name, take_over_name
 from celery_setnx.line import Place, park
 from celery_setnx.lock import HeldLock, SetnxLock
 from celery_setnx.marks import Mark, mark_all
-from celery_setnx.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
+from celery_setnx.survey import (
+    BATCH,
+    NOT_TEXT,
+    TakeOver,
+    drop,
+    last_holder,
+    last_take_over,
+    look,
+    note_take_over,
+    survey,
+    waiters,
+)
 from tests.harness import wait_until
 
 KEY = key_name("t", "app.sync", digest([7]))
@@ -225,6 +236,25 @@ def test_last_holder_is_known_when_the_lock_was_deleted(locks: redis.Redis) -> N
 def test_last_holder_of_a_lock_that_never_was(locks: redis.Redis) -> None:
     """No record, no last holder."""
     assert last_holder(look(locks, KEY)) is None
+
+
+def test_take_over_is_known_for_as_long_as_it_is_kept(locks: redis.Redis) -> None:
+    """The note has a TTL, is no lock, and is found again as it was."""
+    assert last_take_over(locks, KEY) is None
+    noted = TakeOver(1.5, "app.sync[t-2]", {"task_id": "t-1"})
+    note_take_over(locks, KEY, noted, 60)
+    assert last_take_over(locks, KEY) == noted
+    assert 0 < locks.pttl(take_over_name(KEY)) <= 60_000
+    assert list(survey(locks, "t")) == []
+    note_take_over(locks, KEY, TakeOver(2.5, "app.sync[t-3]", {}), 0)  # nothing is kept
+    assert last_take_over(locks, KEY) == noted
+
+
+@pytest.mark.parametrize("words", ["no json", "7", '{"at": 1}'])
+def test_take_over_in_other_words_is_none(locks: redis.Redis, words: str) -> None:
+    """What another program, or a newer version, has put there is not understood, and no error."""
+    locks.set(take_over_name(KEY), words, ex=60)
+    assert last_take_over(locks, KEY) is None
 
 
 def test_drop_deletes_lock_and_record(locks: redis.Redis) -> None:

@@ -14,6 +14,7 @@ from celery.exceptions import WorkerLostError
 
 from celery_setnx import LockLost, LockUnavailable, is_skipped
 from celery_setnx.process import has_ended
+from celery_setnx.survey import last_take_over
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
@@ -60,7 +61,7 @@ def far(far_worker: Worker, lock_server: EmbeddedServer, journal: Journal) -> An
 
 
 def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
-    tasks: Any, journal: Journal, gates: Any, doomed: Worker, elsewhere: Worker
+    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, doomed: Worker, elsewhere: Worker
 ) -> None:
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
     first = tasks.work.apply_async(["gated"], queue="doomed")
@@ -73,6 +74,9 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
     assert taken_over["holder"]["pid"] == started["pid"]
     assert taken_over["holder"]["worker"] == f"{doomed.name}@test"
     assert taken_over["fence"] > started["fence"]
+    noted = last_take_over(locks, started["key"])
+    assert noted is not None
+    assert (noted.by, noted.holder["task_id"]) == (f"{tasks.work.name}[{second.id}]", first.id)
     gates("gated")
     assert second.get(timeout=10) == "gated"
     journal.wait_for("postrun", count=journal.words(second.id).count("retry") + 1, task_id=second.id)

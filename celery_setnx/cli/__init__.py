@@ -120,7 +120,7 @@ def show(
 ) -> None:
     """Show all that is known of one lock.
 
-    Its record, its mark, and who waits in line.
+    Its record, its last take-over, its mark, and who waits in line.
 
     Give its key, or a task and a call's arguments. Each of ARGS is JSON, or else text; name=value is a
     keyword argument. Put -- before arguments that begin with a dash. What this leaves ambiguous, give by
@@ -129,7 +129,7 @@ def show(
     from celery_setnx.cli.asked import key_of, loaded, look_at, unknown
     from celery_setnx.cli.describe import page, process_of, rounded, row
     from celery_setnx.connection import client_for
-    from celery_setnx.survey import last_holder, waiters
+    from celery_setnx.survey import last_holder, last_take_over, waiters
 
     app = loaded(ctx.obj.app)
     if target in app.tasks:
@@ -142,12 +142,15 @@ def show(
     if "{" not in key and sighting.raw == (None, None):
         raise click.UsageError(f"{unknown(app, key)} Nor is there a lock of that name.")
     holder, last = sighting.holder, last_holder(sighting)
-    line = waiters(client_for(app), key, sighting.server_time)
+    client = client_for(app)
+    line = waiters(client, key, sighting.server_time)
+    taken_over = last_take_over(client, key)
     details = {
         **row(sighting),
         "token": holder and holder.token,
         "process": holder and process_of(holder),
         "last_holder": last and last.as_dict(),
+        "last_take_over": taken_over and asdict(taken_over),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
         "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],

@@ -119,6 +119,11 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
         yield f"age       {span(sighting.age_s)}"
         yield f"deadline  {until(sighting)}"
         yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
+    take_over = details["last_take_over"]
+    if take_over is not None:
+        ago = span(sighting.server_time - take_over["at"])
+        yield f"taken     over {ago} ago by {take_over['by']}"
+        yield f"          from {take_over['holder'].get('description')}"
     queued = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
     yield f"mark      {queued}"
     yield f"waiting   {sighting.waiting or '-'}"
