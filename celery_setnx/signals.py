@@ -30,8 +30,8 @@ taken over for those who wait in line, of the first of them."""
 lock_released = Signal(name="lock_released", providing_args={"task_id", "key", "fence", "outcome", "held_s"})
 """The lock was given back, `held_s` seconds after `lock_acquired`: `outcome` is `released`, `resting`,
 `repaired` or `held_for_retry`. Or it is `freed` when the worker's parent did it for a process that died or
-a retry that will not come, and `by_hand` when `celery setnx release` did; `fence` and `held_s` are None then.
-"""
+a retry that will not come, and `by_hand` when `celery setnx release` did; `held_s` is None then, and
+`fence` too if it is `freed`."""
 
 lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", "reason"})
 """A living holder found its lock gone, another's, or past its deadline. Sent once per held lock, mostly
