@@ -497,8 +497,7 @@ class Run:
             watched = False
         try:
             word = self._give_back(held, back_in, hold=hold)
-        except SetnxError as error:
-            # The body's own result or exception stands.
+        except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             logger.warning(
                 "%s has ended, but its lock %s was not released: %s The lease of %g s ends it.",
                 self,

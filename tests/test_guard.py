@@ -165,6 +165,25 @@ def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis
     assert not locks.exists(KEY)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_disturbed_release_is_repeated_once(task: Any, monkeypatch: Any, caplog: Any, times: int) -> None:
+    """An error that is none of ours and none of Redis's: the lock is given back, or its lease ends it."""
+    run = Run(task, task._guard, (), {})
+    release, disturbed = run.lock._release, iter(range(times))
+
+    def disturbing(*details: Any) -> Any:
+        if next(disturbed, None) is not None:
+            raise TypeError("an event that another has waited for")
+        return release(*details)
+
+    monkeypatch.setattr(run.lock, "_release", disturbing)
+    assert run.guard(lambda: "done") == "done"
+    assert caplog.text.count("gives its lock setnx:{guarded} back once more") == 1
+    assert ("was not released: an event" in caplog.text) == (times == 2)
+    assert (run.lock.holder() is None) == (times == 1)
+    run.lock.release()
+
+
 def test_failing_release_keeps_the_bodys_own_error(task: Any, monkeypatch: Any, caplog: Any) -> None:
     """What the task raised is what the caller sees."""
     run = Run(task, task._guard, (), {})
