@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from celery import Celery, current_task
+from celery import Celery, Task, current_task
 from celery.signals import worker_process_init
 from celery.utils.dispatch import Signal
 from opentelemetry.metrics import set_meter_provider
@@ -46,9 +46,11 @@ reader: Any = None
 
 
 def record(name: str) -> Callable[..., None]:
-    """A receiver that writes down what it is given, and fails."""
+    """A receiver that writes down what it is given, and fails. Other apps' tasks are none of its business."""
 
     def receiver(sender: Any, signal: Any, **details: Any) -> None:
+        if isinstance(sender, Task) and sender.app != app:
+            return
         shown = {k: v for k, v in details.items() if isinstance(v, (str, int, float, type(None)))}
         journal.apart().write("signal", signal=name, sender=sender.name, given=sorted(details), **shown)
         raise ZeroDivisionError(name)
@@ -197,11 +199,10 @@ class Scenes:
 
     def duplicate(self) -> Any:
         """A call is not published, because its like is queued."""
-        first = marked.apply_async([self._name], countdown=60)
+        # Whichever worker has it when its time has come throws it away.
+        marked.apply_async([self._name], countdown=60, expires=30)
         self.key = marked.lock_key(self._name)
-        second = marked.delay(self._name)
-        first.revoke()
-        return second
+        return marked.delay(self._name)
 
     def end(self, call: Any) -> None:
         """Let a call that has the lock, or is about to have it, end."""

@@ -201,7 +201,7 @@ class Holder:
 
     def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
         self._replied_at = at
-        word, deadline, fence, now, _value, record, _mark = reply
+        word, deadline, fence, now, _value, record, *_rest = reply
         if word == "held":
             return
         since = int(record.split("\n")[4]) if word == "again" else int(now)
