@@ -177,17 +177,19 @@ def test_call_that_waits_in_line_is_shown_as_waiting(
     scenes.end(second)
 
 
-@pytest.mark.parametrize("pool", ["threads"])
-def test_loss_is_told_by_the_keepers_thread(
-    server: EmbeddedServer, logs: Path, ear: Ear, apart: Callable[[str], Any], pool: str
-) -> None:
-    """The keeper's thread is a real one also beside greenlets, and sends by a connection of its own."""
+def assert_loss_is_told(logs: Path, ear: Ear, apart: Callable[[str], Any], pool: str) -> None:
+    """A worker of this pool tells that a call has lost its lock."""
     worker = Worker(logs, "tests.watchapp", pool=pool, queues=pool, arguments=("-E",))
     try:
         call = apart(pool).lose()
         wait_until(lambda: ear.types(call.id) == ["task-lock-lost"], "the loss")
     finally:
         worker.stop()
+
+
+def test_loss_is_told_by_the_keepers_thread(logs: Path, ear: Ear, apart: Callable[[str], Any]) -> None:
+    """It sends by a connection of its own."""
+    assert_loss_is_told(logs, ear, apart, "threads")
 
 
 def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud: Worker, ear: Ear, scenes: Any) -> None:

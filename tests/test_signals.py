@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import signals
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Journal, wait_until
+from tests.test_logging import scenes, watched
+
+__all__ = ["scenes", "watched"]  # fixtures
 
 SIGNALS = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
 PACKAGE = Path(celery_setnx.__file__).parent
 TABLE = Path(__file__).parent.parent / "docs" / "monitoring.md"
-
-
-@pytest.fixture(scope="module")
-def watched(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
-    """A worker of `tests.watchapp`."""
-    worker = Worker(logs, "tests.watchapp", concurrency=2)
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture
-def scenes(watched: Worker, locks: redis.Redis, journal: Journal, gates: Any) -> Any:
-    """What may happen to a call of that worker."""
-    from tests import watchapp
-
-    return watchapp.Scenes(locks, gates)
 
 
 def sent(journal: Journal, task_id: str) -> list[str]:
