@@ -53,11 +53,11 @@ def pending(customer: Any) -> None: ...
 def unique(customer: Any) -> None: ...
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "crowd"})
+@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "throng"})
 def crowd_one(customer: Any) -> None: ...
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "crowd"})
+@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "throng"})
 def crowd_two(customer: Any) -> None: ...
 
 

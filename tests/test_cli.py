@@ -160,7 +160,7 @@ def test_list_by_task_includes_those_who_share_its_scope(
     """A lock under its scope is in a task's way, whoever holds it."""
     hold(locks, cli.crowd_two, 7)
     rows = json.loads(ask("list", "--json", "--task", "tests.cliapp.crowd_one").stdout)
-    assert [(row["task"], row["scope"]) for row in rows] == [("tests.cliapp.crowd_two", "crowd")]
+    assert [(row["task"], row["scope"]) for row in rows] == [("tests.cliapp.crowd_two", "throng")]
 
 
 def test_list_names_a_task_that_is_close(ask: Ask) -> None:

@@ -309,14 +309,10 @@ class Cluster:
             node.ask("CLUSTER", "ADDSLOTSRANGE", number * per_node, last)
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         first = self.nodes[0]
+        with first.client() as client:
+            bus_port = client.config_get("cluster-port")["cluster-port"]
         for node in self.nodes[1:]:
-            node.ask(
-                "CLUSTER",
-                "MEET",
-                HOST,
-                first.port,
-                first.ask("CONFIG", "GET", "cluster-port")["cluster-port"],
-            )
+            node.ask("CLUSTER", "MEET", HOST, first.port, bus_port)
         self.wait_until_whole()
 
     def stop(self) -> None:
