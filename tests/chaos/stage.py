@@ -415,7 +415,7 @@ class Play:
     def _locks_left(self, client: redis.Redis) -> list[str]:
         """Locks and lines, not what is only remembered; a worker that starts tries a lock of its own."""
         keys = client.scan_iter("chaos:*", count=1000)
-        remembered = (":holder", ":calls")
+        remembered = (":holder", ":calls", ":taken_over")
         return [
             key
             for key in keys
