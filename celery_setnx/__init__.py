@@ -4,25 +4,51 @@ The lock is Redis's SETNX lock, made safe: it is renewed while the task runs, ta
 its holder dies, and never touched by anyone else.
 """
 
-from celery_setnx.conflict import Conflict, is_skipped
-from celery_setnx.exceptions import (
-    AlreadyRunning,
-    DuplicateTask,
-    FanOutFailed,
-    LockLost,
-    LockRefused,
-    LockTimeout,
-    LockUnavailable,
-    OptionError,
-    SetnxError,
-    UnkeyableCall,
-)
-from celery_setnx.fanout import CallOutcome, FanOut
-from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
-from celery_setnx.publish import Duplicate, send_task
-from celery_setnx.task import SingletonTask, current_lock, singleton
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from celery_setnx.conflict import Conflict, is_skipped
+    from celery_setnx.exceptions import (
+        AlreadyRunning,
+        DuplicateTask,
+        FanOutFailed,
+        LockLost,
+        LockRefused,
+        LockTimeout,
+        LockUnavailable,
+        OptionError,
+        SetnxError,
+        UnkeyableCall,
+    )
+    from celery_setnx.fanout import CallOutcome, FanOut
+    from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
+    from celery_setnx.publish import Duplicate, send_task
+    from celery_setnx.task import SingletonTask, current_lock, singleton
 
 __version__ = "0.1.0"
+
+# Imported when first asked for: every `celery` command and every pytest run meets the entry points.
+_HOMES = {
+    "conflict": ("Conflict", "is_skipped"),
+    "exceptions": (
+        "AlreadyRunning",
+        "DuplicateTask",
+        "FanOutFailed",
+        "LockLost",
+        "LockRefused",
+        "LockTimeout",
+        "LockUnavailable",
+        "OptionError",
+        "SetnxError",
+        "UnkeyableCall",
+    ),
+    "fanout": ("CallOutcome", "FanOut"),
+    "lock": ("HeldLock", "Holder", "Outcome", "SetnxLock"),
+    "publish": ("Duplicate", "send_task"),
+    "task": ("SingletonTask", "current_lock", "singleton"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AlreadyRunning",
@@ -49,3 +75,14 @@ __all__ = [
     "send_task",
     "singleton",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -202,7 +202,7 @@ class LockRefused(SetnxError):
     def __str__(self) -> str:
         return (
             f"Redis refuses to serve the lock {self.key}: {self.reason}. celery_setnx needs EVAL, EVALSHA "
-            "and, inside scripts, TIME, GET, SET, SETNX, GETSET, DEL, PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, "
+            "and, inside scripts, TIME, GET, EXISTS, SET, GETSET, DEL, PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, "
             "ZRANGE, ZCARD, ZRANK, HSET, HGET and HDEL on this key, its :holder, :queued, :line, :calls and "
             ":ticket:*; grant them, or point setnx_url at a server that has them."
         )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import json
 import logging
 import os
 import random
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, cast
 
 from celery import Celery, Task
+from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
@@ -78,6 +79,15 @@ _LINGER_S = 0.1
 _LINGER_POLL_S = 0.0005
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
+@lru_cache(maxsize=1000)
+def info_of(pid: int, task: str, worker: str | None) -> str:
+    """What the records of a task's locks say of this process; the task's id is in the token."""
+    return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
+
+
 def lock_of(task: Task) -> HeldLock | None:
     """The lock that the task's running call holds, or None where it is not guarded."""
     return getattr(task.request, "setnx_lock", None)
@@ -102,6 +112,8 @@ class Guard:
         self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
+        # One for each process that says who it is: those of its calls are made after it, not checked again.
+        self._locks: dict[str | None, SetnxLock] = {}
         self.key_function = self._key_function(self.options)
         check_name(f"scope of {task}", self.options.scope or task)
         check_at_worker_start(app)
@@ -218,57 +230,66 @@ class Guard:
         header: Mapping[str, Any],
         args: Any,
         kwargs: Mapping[str, Any],
-        info: Mapping[str, Any] | None = None,
+        info: str | None = None,
     ) -> SetnxLock:
         """The lock of a call: named by its header, or computed where a message has none."""
-        call = header.get("options") or {}
-        options = self.options_of(call)
-        key = header.get("key") or self.key(args, kwargs, call)
-        return SetnxLock(
-            client_for(self.app),
+        call = header.get("options")
+        options = self.options_of(call) if call else self.options
+        key = header.get("key") or self.key(args, kwargs, call or {})
+        mark = mark_name(key) if options.dedupe or header.get("marked") else None
+        like = None if call else self._locks.get(info)
+        client = client_for(self.app)
+        if like is not None and like.client is client:
+            return like.named(key, mark)
+        lock = SetnxLock(
+            client,
             key,
             lease=options.lease,
             retention=self.settings.retention,
             info=info,
-            mark=mark_name(key) if options.dedupe or header.get("marked") else None,
+            mark=mark,
             line=True,
         )
+        if not call:
+            self._locks[info] = lock.named(key, None)  # which is never used itself
+        return lock
 
 
 class Run:
     """One guarded run of a task's body: acquire, run, release."""
 
-    def __init__(self, task: Task, guard: Guard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        request = task.request
-        header = (request.headers or {}).get(HEADER) or {}
+    def __init__(
+        self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        header = (request.headers or _NOTHING).get(HEADER) or _NOTHING
         self.task = task
+        self.of = guard
         self.request = request
-        self.is_marked = header.get("marked") is True
-        self.same_host = guard.settings.same_host
-        self.copy = copy_of(request)
+        self.header = header
+        # What only a call that has come back can have: most never do.
+        self.has_waited = "wait" in header
+        self.copy = copy_of(request) if self.has_waited else ORIGINAL
         self.call_id = header.get("call_id", "")
         self.attempt = attempt_of(request.retries, request.replaced_task_nesting)
+        self.is_redelivered = is_redelivered(request)
         self.lingers_since: float | None = None
         self.acquired_at = 0.0
-        properties = request.properties or {}
+        properties = request.properties or _NOTHING
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
-        info = {**identity(), "task": task.name, "task_id": request.id, "worker": request.hostname}
-        call = header.get("options") or {}
-        self.key_of = functools.partial(guard.key, call=call)
+        self.pid = os.getpid()
         try:
-            self.options = guard.options_of(call)
-            if not request.is_eager:  # its result is stored nowhere
+            self.options = guard.options_of(header.get("options") or _NOTHING)
+            if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
-            self.lock = guard.lock(header, args, kwargs, info)
+            self.lock = guard.lock(header, args, kwargs, info_of(self.pid, task.name, request.hostname))
         except SetnxError:
             if header.get("marked"):  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(header["key"], request.id)])
             raise
-        nonce = properties.get(NONCE) or uuid.uuid4().hex
+        nonce = properties.get(NONCE) or os.urandom(6).hex()
         self.token = task_token(request.id, request.retries, nonce)
         self.keeper = keeper_for_process(self.lock.clock)
-        self.pid = os.getpid()
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.request.id}]"
@@ -331,31 +352,35 @@ class Run:
         if args == tuple(self.request.args or ()) and kwargs == dict(self.request.kwargs or {}):
             return True
         try:
-            return self.key_of(args, kwargs) == self.lock.name
+            return self.of.key(args, kwargs, self.header.get("options") or _NOTHING) == self.lock.name
         except SetnxError:
             return False
 
-    def _acquire(self, **details: Any) -> Outcome | None:
+    def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
-        ask = functools.partial(
-            self.lock.acquire_at_death,
-            same_host=self.same_host,
-            token=self.token,
-            copy=self.copy,
-            attempt=self.attempt,
-            call_id=self.call_id,
-            remember=self._remember_s(),
-            **{"since": self._since_s(), **details},
-        )
+        since = self._since_s() if since is None else since
+
+        def ask() -> Outcome:
+            return self.lock.acquire_at_death(
+                same_host=self.of.settings.same_host,
+                token=self.token,
+                copy=self.copy,
+                attempt=self.attempt,
+                call_id=self.call_id,
+                remember=self._remember_s(),
+                linger=linger,
+                since=since,
+            )
+
         outcome: Outcome | None = self._patiently(ask, None)
-        holder = outcome and outcome.holder
-        if self.request.is_eager and holder and holder.task_id == self.request.id:
-            return None  # an eager replace() runs within the body, and under the lock, that it replaces
+        if outcome is not None and outcome.holder is not None and self.request.is_eager:
+            # An eager replace() runs within the body, and under the lock, that it replaces.
+            return None if outcome.holder.task_id == self.request.id else outcome
         return outcome
 
     def _patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
         """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
-        give_up = self.lock.clock() + self.lock.lease_s
+        give_up = None
         pause = 0.05
         while True:
             try:
@@ -366,6 +391,7 @@ class Run:
                     return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
+                give_up = give_up or self.lock.clock() + self.lock.lease_s
                 if self.lock.clock() >= give_up:
                     now = time.time()  # the server's clock cannot be asked, and this only paces
                     waits, waited_s = waited(self.request, now)
@@ -402,7 +428,7 @@ class Run:
 
     def _linger(self) -> Outcome | None:
         """The outcome. A call that is going to wait asks again for a few milliseconds, if that may do."""
-        if policy_of(self.options, self.request) != "wait":
+        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
             return self._acquire()
         outcome = self._acquire(linger=_YOUNG_S)
         if outcome is None or outcome.holder is None:
@@ -432,14 +458,11 @@ class Run:
 
     def _since_s(self) -> float:
         """Server time since which this attempt waits; 0 if it does not."""
-        wait = wait_of(self.request)
-        return float(wait["since"]) if self.copy != ORIGINAL else 0.0
+        return float(wait_of(self.request)["since"]) if self.copy != ORIGINAL else 0.0
 
     def _remember_s(self) -> float:
         """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
-        policy = policy_of(self.options, self.request)
-        may_wait = callable(policy) or policy in ("wait", "join")
-        if self.copy == ORIGINAL and not (may_wait and is_redelivered(self.request)):
+        if self.copy == ORIGINAL and not (self.is_redelivered and self.options.may_wait):
             return 0.0
         return remember_s(self.task.app, self.options)
 
@@ -458,7 +481,7 @@ class Run:
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
-        if self.is_marked and outcome.mark != self.request.id:
+        if outcome.mark != self.request.id and self.header.get("marked") is True:
             self._report_lapse(outcome.mark)
 
     def _report_lapse(self, marked_by: str | None) -> None:
@@ -477,7 +500,7 @@ class Run:
         """True if this is another delivery of a call whose result is known. Release never means done."""
         # A woken message may have a twin that is delivered again, if it is acknowledged late.
         has_twin = self.copy != ORIGINAL and self.task.acks_late
-        if not (has_twin or is_redelivered(self.request)) or not self.task.backend.persistent:
+        if not (self.is_redelivered or has_twin) or not self.task.backend.persistent:
             return False
         try:
             return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
@@ -506,7 +529,8 @@ class Run:
                 held.lease_s,
             )
             return
-        wake(self.task.app, self.lock.heir, held.key)
+        if self.lock.heir is not None:
+            wake(self.task.app, self.lock.heir, held.key)
         if word in ("gone", "lost"):
             if watched:
                 self._lost(held, f"it was {word} when the task ended")
@@ -593,7 +617,8 @@ class Run:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
         if self.lingers_since is not None:
             return max(0.0, outcome.server_time - self.lingers_since)
-        return waited(self.request, outcome.server_time)[1]
+        return waited(self.request, outcome.server_time)[1] if self.has_waited else 0.0
 
     def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:
-        signal.send(sender=self.task, task_id=self.request.id, key=held.key, fence=held.fence, **details)
+        if signal.receivers:
+            signal.send(sender=self.task, task_id=self.request.id, key=held.key, fence=held.fence, **details)

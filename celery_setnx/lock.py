@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import redis
 
@@ -36,6 +36,7 @@ from celery_setnx.scripts import Script
 logger = logging.getLogger("celery_setnx")
 
 DAY_S = 86_400.0
+_JSON = json.JSONEncoder(separators=(",", ":"))
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
 _US = 1_000_000
@@ -163,8 +164,7 @@ class Holder:
         return f"{who}{where}, {self.state} since {_clock(self.since)}"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of an attempt to acquire a lock: a value, never an error.
 
     Attributes:
@@ -329,7 +329,7 @@ class SetnxLock:
         lease: Seconds (or timedelta) after which a holder that stopped renewing may be taken over.
             Defaults to 30.
         wait: Seconds for which `with` waits for a held lock. Defaults to 0.
-        info: What the record says of the holder: JSON values. Defaults to nothing.
+        info: What the record says of the holder: JSON values, or their JSON. Defaults to nothing.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
         mark: Redis key of the mark beside the lock (see `celery_setnx.marks.Mark`): a task's own ends when
@@ -356,7 +356,7 @@ class SetnxLock:
         *,
         lease: float | timedelta = 30.0,
         wait: float | timedelta = 0.0,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, Any] | str | None = None,
         retention: float | timedelta = DAY_S,
         clock: Callable[[], float] = time.monotonic,
         mark: str | None = None,
@@ -367,7 +367,7 @@ class SetnxLock:
         self.record = record_name(name)
         self.lease_s = _seconds(lease)
         self.wait_s = _seconds(wait)
-        self.info = dict(info or {})
+        self.info = info or {}
         self.retention_s = _seconds(retention)
         self.clock = clock
         self.mark = mark
@@ -378,6 +378,17 @@ class SetnxLock:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
+
+    def named(self, name: str, mark: str | None) -> SetnxLock:
+        """Another lock with the same options.
+
+        Args:
+            name: Its Redis key, with a `{tag}`.
+            mark: Redis key of its mark; None for none.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark)
+        return other
 
     def acquire(
         self,
@@ -417,12 +428,15 @@ class SetnxLock:
             LockUnavailable: Redis did not decide; a lock that was acquired unseen ends with its lease.
             LockRefused: Redis refuses a command.
         """
-        give_up = self.clock() + _seconds(wait)
-        token = token or uuid.uuid4().hex
+        token = token or os.urandom(16).hex()
+        waiter: tuple[Any, ...] = ()
+        if copy != ORIGINAL or attempt or remember or linger:
+            waiter = (copy, _ms(remember), _us(linger), _us(since), attempt)
+        give_up = self.clock() + _seconds(wait) if wait else 0.0
         pause = 0.01
         while True:
             try:
-                outcome = self._acquire_once(token, dead, copy, remember, linger, since, attempt, call_id)
+                outcome = self._acquire_once(token, dead, call_id, waiter)
             except SetnxError:
                 raise
             except BaseException:
@@ -430,11 +444,13 @@ class SetnxLock:
                 with suppress(SetnxError):
                     self._release(token, 0)
                 raise
+            if outcome.acquired or outcome.stale or not wait:
+                return outcome
             left = give_up - self.clock()
-            if outcome.acquired or outcome.stale or left <= 0:
+            if left <= 0:
                 return outcome
             # Never much later than the holder's deadline, and apart from the other waiters.
-            pause = min(pause * 2, 1.0, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
+            pause = min(pause * 2, 0.25, max(0.01, (outcome.remaining_s or self.lease_s) / 4))
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
 
     def acquire_at_death(
@@ -454,10 +470,10 @@ class SetnxLock:
             LockUnavailable: Redis did not decide.
             LockRefused: Redis refuses a command.
         """
-        token = token or uuid.uuid4().hex
+        token = token or os.urandom(16).hex()
         outcome = self.acquire(token=token, **details)
         holder = outcome.holder
-        if not same_host or holder is None or holder.state != "running" or not is_surely_dead(holder.info):
+        if holder is None or not same_host or holder.state != "running" or not is_surely_dead(holder.info):
             return outcome
         # The script compares the dead token, so that nobody else's lock is meant.
         return self.acquire(token=token, dead=holder.token, **details)
@@ -486,8 +502,8 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, _now, value, *_heir = self._release_reply(token, 0)
-        if value is not None and word in ("released", "repaired"):
+        word, *found = self._release_reply(token, 0)
+        if word in ("released", "repaired") and (not found or found[1] is not None):
             return "freed"
         return "lost" if word == "lost" else "ended"
 
@@ -554,57 +570,37 @@ class SetnxLock:
                     word,
                 )
 
-    def _acquire_once(
-        self,
-        token: str,
-        dead: str,
-        copy: str,
-        remember: float,
-        linger: float,
-        since: float,
-        attempt: int,
-        call_id: str,
-    ) -> Outcome:
+    def _acquire_once(self, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> Outcome:
         before = self.clock()
-        word, deadline_us, fence, now_us, value, record, mark, waiters = _acquire(
-            self.client,
-            lock=self.name,
-            record=self.record,
-            line=self.line,
-            mark=self.mark,
-            token=token,
-            lease_s=self.lease_s,
-            retention_s=self.retention_s,
-            info=json.dumps(self.info, separators=(",", ":")) if self.info else "{}",
-            dead=dead,
-            copy=copy,
-            remember_s=remember,
-            linger_s=linger,
-            since_s=since,
-            attempt=attempt,
-            call_id=call_id,
-        )
-        found = parse_holder(record, value, int(now_us))
+        reply = _acquire(self, token, dead, call_id, waiter)
+        if len(reply) == 3:  # it was free, and nobody waits
+            word, now, fence = reply
+            now_us, remaining_us, mark, waiters, found = int(now), _us(self.lease_s), None, 0, None
+        else:
+            word, deadline_us, fence, now_us, value, record, mark, waiters = reply
+            remaining_us = deadline_us - now_us
+            found = parse_holder(record, value, now_us)
+        server_time = now_us / _US
         if word == "stale":
-            return Outcome(False, server_time=int(now_us) / _US, mark=mark, stale=True)
+            return Outcome(False, server_time=server_time, mark=mark, stale=True)
         if word == "held":
             return Outcome(
                 False,
                 holder=found,
-                remaining_s=(int(deadline_us) - int(now_us)) / _US if int(deadline_us) else None,
-                server_time=int(now_us) / _US,
+                remaining_s=remaining_us / _US if deadline_us else None,
+                server_time=server_time,
                 mark=mark,
                 waiters=int(waiters),
             )
-        valid_until = self._valid_until(before, int(deadline_us) - int(now_us))
-        since_us = int(record.split("\n")[4]) if word == "again" else int(now_us)
+        valid_until = self._valid_until(before, remaining_us)
+        since_us = int(record.split("\n")[4]) if word == "again" else now_us
         held = HeldLock(
             self,
             token,
             fence=int(fence),
             since_us=since_us,
             valid_until=valid_until,
-            server_time=int(now_us) / _US,
+            server_time=server_time,
         )
         if self.clock() >= valid_until:
             # Acquired too long ago to rely on: the reply was late, or this process stood still.
@@ -615,7 +611,7 @@ class SetnxLock:
             True,
             lock=held,
             taken_over_from=found if word == "taken_over" else None,
-            server_time=int(now_us) / _US,
+            server_time=server_time,
             # Asked again, the mark is gone because we have it.
             mark=task_of(token) if word == "again" and self.mark else mark,
             waiters=int(waiters),
@@ -629,20 +625,12 @@ class SetnxLock:
         return self._release_reply(token, rest_until_us, mark_for)[0]  # type: ignore[no-any-return]
 
     def _release_reply(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> list[Any]:
-        reply = _release(
-            self.client,
-            lock=self.name,
-            record=self.record,
-            line=self.line,
-            mark=self.mark if mark_for else None,
-            token=token,
-            rest_until_us=rest_until_us,
-            mark_s=mark_for,
-            hand_over_s=min(HAND_OVER_S, self.lease_s),
-        )
-        word, now_us, _value, heir, call = reply
-        rest_s = (rest_until_us - int(now_us)) / _US if word == "resting" else 0.0
-        self.heir = Heir(heir, call, rest_s) if heir else None
+        reply = _release(self, token, rest_until_us, mark_for)
+        self.heir = None
+        if len(reply) > 3:
+            word, now_us, _value, heir, call = reply
+            rest_s = (rest_until_us - now_us) / _US if word == "resting" else 0.0
+            self.heir = Heir(heir, call, rest_s) if heir else None
         return reply
 
 
@@ -672,35 +660,20 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     return errors
 
 
-def _acquire(
-    client: redis.Redis,
-    *,
-    lock: str,
-    record: str,
-    line: bool,
-    mark: str | None,
-    token: str,
-    lease_s: float,
-    retention_s: float,
-    info: str,
-    dead: str,
-    copy: str,
-    remember_s: float,
-    linger_s: float,
-    since_s: float,
-    attempt: int,
-    call_id: str,
-) -> list[Any]:
-    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark, waiters]."""
+def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> list[Any]:
+    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark, waiters], or if the
+    lock was free and nobody waits ["acquired", now us, fence].
+    """
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
-    keys: tuple[str, ...] = (lock, record)
-    if line:
+    name = lock.name
+    keys: tuple[str, ...] = (name, lock.record)
+    if lock.line:
         task_id = task_of(token)
-        keys += (*line_names(lock), mark or mark_name(lock))
-        keys += (ticket_name(lock, task_id, call_id),) if task_id is not None else ()
-    waiter = (copy, _ms(remember_s), _us(linger_s), _us(since_s), attempt)
-    return _ACQUIRE(client, keys, token, _us(lease_s), _ms(retention_s), info, dead, *waiter)
+        keys += (*line_names(name), lock.mark or mark_name(name))
+        keys += (ticket_name(name, task_id, call_id),) if task_id is not None else ()
+    lease_us, retention_ms = _us(lock.lease_s), _ms(lock.retention_s)
+    return _ACQUIRE(lock.client, keys, token, lease_us, retention_ms, _encoded(lock.info), dead, *waiter)
 
 
 def _renew(
@@ -717,24 +690,16 @@ def _renew(
     return _RENEW.many(client, calls)
 
 
-def _release(
-    client: redis.Redis,
-    *,
-    lock: str,
-    record: str,
-    line: bool,
-    mark: str | None,
-    token: str,
-    rest_until_us: int,
-    mark_s: float,
-    hand_over_s: float,
-) -> list[Any]:
-    """Run lua/release.lua: [word, now us, lock value, heir, call]."""
-    keys: tuple[str, ...] = (lock, record)
-    if line:
-        keys += (*line_names(lock), mark) if mark else line_names(lock)
-    mark_ms = _ms(mark_s) if mark else 0
-    return _RELEASE(client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, _us(hand_over_s))
+def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> list[Any]:
+    """Run lua/release.lua: [word, now us, lock value], with an heir [..., heir, call], or ["released"]."""
+    keys: tuple[str, ...] = (lock.name, lock.record)
+    mark_ms = 0
+    if lock.line:
+        keys += line_names(lock.name)
+        if lock.mark and mark_s:
+            keys, mark_ms = (*keys, lock.mark), _ms(mark_s)
+    hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
+    return _RELEASE(lock.client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
 
 
 def _hold(
@@ -768,7 +733,7 @@ def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder |
                 fence=int(fence),
                 state=state,
                 since=int(since_us) / _US,
-                info={"task_id": info} if state == "handed" else _info(info),
+                info={"task_id": info} if state == "handed" else _info(info, token),
                 value=value,
             )
     return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
@@ -781,13 +746,22 @@ def current_holder(now_us: str, value: str | None, record: str | None) -> Holder
     return None if expired else found
 
 
-def _info(text: str) -> dict[str, Any]:
-    """What a holder says of itself; nothing, if another program has put its own words there."""
+def _info(text: str, token: str) -> dict[str, Any]:
+    """What a holder says of itself; nothing, if another program has put its own words there.
+
+    The id of the task is the token's, and not written down twice.
+    """
     try:
         info = json.loads(text)
     except ValueError:
-        return {}
-    return info if isinstance(info, dict) else {}
+        info = None
+    info = info if isinstance(info, dict) else {}
+    task_id = task_of(token)
+    return info if task_id is None else {"task_id": task_id, **info}
+
+
+def _encoded(info: Mapping[str, Any] | str) -> str:
+    return info if isinstance(info, str) else _JSON.encode(info)
 
 
 def _clock(moment: float | None) -> str:

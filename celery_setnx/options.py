@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from celery_setnx.exceptions import OptionError
@@ -80,6 +81,12 @@ class Options:
     queue_lease: float = 3600.0
     hold_on_retry: bool = False
     on_redis_error: str = "retry"
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """Whether a call may wait in line: `wait`, `join`, a callable's choice, or what `auto` comes to."""
+        auto = self.on_conflict == "auto" and self.dedupe == "until_started"
+        return auto or callable(self.on_conflict) or self.on_conflict in ("wait", "join")
 
 
 NAMES = tuple(option.name for option in fields(Options))

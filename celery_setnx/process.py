@@ -6,12 +6,13 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 
 def identity() -> dict[str, Any]:
-    """What proves later that this very process is dead: host, boot, pid namespace, pid, start time.
+    """What proves later that this very process is dead: host, boot and pid namespace as one, pid, start time.
 
     Where there is no Linux `/proc`, only host and pid; nothing is proved by those.
     """
@@ -25,7 +26,7 @@ def is_surely_dead(process: Mapping[str, Any]) -> bool:
     other threads, or that of a process which started at another time.
     """
     own = identity()
-    if not own.get("boot") or any(process.get(name) != own.get(name) for name in ("boot", "pidns", "host")):
+    if not own.get("boot") or any(process.get(name) != own.get(name) for name in ("boot", "host")):
         return False
     pid = process.get("pid")
     return isinstance(pid, int) and pid > 0 and has_ended(pid, process.get("start"))
@@ -58,8 +59,10 @@ def has_ended(pid: int, start: int | None = None) -> bool:
 def _identity_of(pid: int) -> dict[str, Any]:
     found: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
     try:
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["pidns"] = os.stat("/proc/self/ns/pid").st_ino
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        # Only ever compared, and every record has it: short.
+        found["boot"] = blake2b(f"{boot_id} {namespace}".encode(), digest_size=6).hexdigest()
         found["start"] = _state_and_start(pid)[1]
     except (OSError, ValueError, IndexError):
         found.pop("boot", None)

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -48,11 +47,14 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        properties = self._request_dict.get("properties") or {}
         wanted = are_wanted(self.eventer)
         follow(self.app, self.hostname, wanted=wanted)
-        ours = {NONCE: uuid.uuid4().hex, CONTENT_TYPE: self.content_type, EVENTS: wanted}
-        self._request_dict["properties"] = {**properties, **ours}
+        self._request_dict["properties"] = {
+            **(self._request_dict.get("properties") or {}),
+            NONCE: os.urandom(6).hex(),
+            CONTENT_TYPE: self.content_type,
+            EVENTS: wanted,
+        }
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
@@ -129,7 +131,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         If it is the first, the call leaves the line: before Celery says that it is revoked, because that
         would also be said of a call which has run long ago.
         """
-        if self._copy is None or self._guard is None:
+        if "wait" not in self._header or self._copy is None or self._guard is None:
             return False
         if self.id not in revoked_tasks and not self._is_expired():
             return False
@@ -271,6 +273,8 @@ class _ChildWatch:
         while True:
             self._changed.wait()
             self._changed.clear()
+            # Sleep before the first look: a stream of short tasks wakes this thread five times a second.
+            time.sleep(_LOOK_S)
             while self._look():
                 time.sleep(_LOOK_S)
 

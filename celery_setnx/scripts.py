@@ -23,6 +23,7 @@ from redis.exceptions import (
 )
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.wire import ask, ask_many
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
 # the code when a script meets it.
@@ -56,12 +57,12 @@ class Script:
         """
         try:
             try:
-                reply = client.evalsha(self.sha, len(keys), *keys, *arguments)
+                reply = ask(client, ("EVALSHA", self.sha, len(keys), *keys, *arguments))
             except NoScriptError:
-                reply = client.eval(self.text, len(keys), *keys, *arguments)
+                reply = ask(client, ("EVAL", self.text, len(keys), *keys, *arguments))
         except _ERRORS as error:
             raise _translated(keys[0], error) from error
-        return [_text(item) for item in reply]
+        return _texts(reply)
 
     def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
@@ -87,11 +88,14 @@ class Script:
         return settled
 
     def _in_one_go(self, client: Any, server: Any, calls: Sequence[Call]) -> list[Settled]:
+        commands = [("EVALSHA", self.sha, len(keys), *keys, *arguments) for keys, arguments in calls]
         try:
-            with server.pipeline(transaction=False) as pipe:
-                for keys, arguments in calls:
-                    pipe.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
-                replies = pipe.execute(raise_on_error=False)
+            replies = ask_many(server, commands)
+            if isinstance(replies[0], NoScriptError):
+                # Forgotten, as by a new master: EVAL makes it known again, and all others go in one go again.
+                ((keys, arguments), *_) = calls
+                first = ask_many(server, [("EVAL", self.text, len(keys), *keys, *arguments)])
+                replies = first + (ask_many(server, commands[1:]) if commands[1:] else [])
         except _ERRORS as error:
             replies = [error] * len(calls)
         return [self._settled(client, call, reply) for call, reply in zip(calls, replies)]
@@ -103,7 +107,7 @@ class Script:
             return self._once(client, *call)
         if isinstance(reply, _ERRORS):
             return _translated(call[0][0], reply)
-        return [_text(item) for item in reply]
+        return _texts(reply)
 
     def _once(self, client: Any, keys: Keys, arguments: tuple[Any, ...]) -> Settled:
         try:
@@ -141,5 +145,8 @@ def _translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
     )
 
 
-def _text(item: Any) -> Any:
-    return item.decode("utf-8", "replace") if isinstance(item, bytes) else item
+def _texts(reply: Any) -> list[Any]:
+    """A reply's words: those of a table, or of one text."""
+    if isinstance(reply, list):
+        return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in reply]
+    return (reply.decode() if isinstance(reply, bytes) else reply).split(" ")

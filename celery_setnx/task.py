@@ -217,7 +217,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         guard = self._guard
         if guard is None or not _is_guarded(guard.app, request) or request._protected:
             return super().__call__(*args, **kwargs)
-        run = Run(self, guard, args, kwargs)
+        run = Run(self, guard, request, args, kwargs)
         if not self._calls_run:
             return run.guard(lambda: super(SingletonTask, self).__call__(*args, **kwargs))
         request._protected = 1  # as Celery's own __call__ does in a worker: the request is used up
@@ -302,7 +302,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         ):
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
-        run = Run(task, _guard_of(task), own_args, kwargs)
+        run = Run(task, _guard_of(task), task.request, own_args, kwargs)
         return run.guard(lambda: function(*args, **kwargs))
 
     setattr(guarded, _OPTIONS_ATTRIBUTE, own)

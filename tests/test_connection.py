@@ -165,7 +165,7 @@ def test_worker_start_leaves_nothing_behind(locks: redis.Redis, server: Embedded
 @pytest.mark.parametrize(
     "command",
     [
-        *("eval|evalsha", "setnx", "getset", "set", "del", "pttl", "pexpireat", "pexpire", "time"),
+        *("eval|evalsha", "exists", "getset", "set", "del", "pttl", "pexpireat", "pexpire", "time"),
         *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
     ],
 )
@@ -186,7 +186,7 @@ def test_worker_does_not_start_where_the_acl_forbids_a_command(
 def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, locks: redis.Redis) -> None:
     """The permissions that the error message asks for are enough; INFO is not among them."""
     needed = (
-        "eval evalsha time get set setnx getset del pttl pexpire pexpireat "
+        "eval evalsha time get exists set getset del pttl pexpire pexpireat "
         "zadd zrem zrange zcard zrank hset hget hdel"
     )
     assert all(name in str(LockRefused("k", "")) for name in needed.upper().split())

@@ -96,15 +96,9 @@ class Interfered:
         self.client = client
         self.meanwhile = meanwhile
 
-    def evalsha(self, *arguments: Any) -> Any:
+    def execute_command(self, *command: Any) -> Any:
         """The script's answer, late."""
-        reply = self.client.evalsha(*arguments)
-        self.meanwhile()
-        return reply
-
-    def eval(self, *arguments: Any) -> Any:
-        """The script's answer, late."""
-        reply = self.client.eval(*arguments)
+        reply = self.client.execute_command(*command)
         self.meanwhile()
         return reply
 
@@ -115,15 +109,10 @@ class LosesReplies(Interfered):
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(client, lambda: None)
 
-    def evalsha(self, *arguments: Any) -> Any:
+    def execute_command(self, *command: Any) -> Any:
         """The second answer."""
-        super().evalsha(*arguments)
-        return super().evalsha(*arguments)
-
-    def eval(self, *arguments: Any) -> Any:
-        """The second answer."""
-        super().eval(*arguments)
-        return super().evalsha(*arguments)
+        super().execute_command(*command)
+        return super().execute_command(*command)
 
 
 @pytest.fixture

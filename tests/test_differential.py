@@ -88,28 +88,34 @@ MUTANTS = [
     ("renew", "if not string.match(value", "if value == 'free' and string.match(value"),
     ("renew", "/ 1000000)), 'PXAT', expiry)", "/ 1000000)))"),
     ("release", "if h_token ~= token then", "if not h_token then"),
-    ("release", "if state ~= 'running' then return answer(heir and 'released' or state) end", ""),
-    ("release", "heir and 'released' or state", "state"),
-    ("release", "not ours and now < tonumber(h_deadline)", "not ours"),
-    ("release", "and rest_until > now then", "and rest_until > 0 then"),
+    ("release", "if state ~= 'running' then return {state, now, value} end", ""),
+    ("release", "return answer('released', string", "return answer(state, string"),
+    ("release", "not ours and clock() < tonumber(h_deadline)", "not ours"),
+    ("release", "and clock() < rest_until then", "and clock() then"),
     ("release", "redis.call('DEL', KEYS[1])", ""),
-    ("release", "word, rest), 'PX', int(remember))", "word, rest))"),
+    ("release", "record, 'PX', remember)", "record)"),
     ("hold", "if h_token ~= token then", "if not h_token then"),
     ("hold", "if state ~= 'running' then return answer(state) end", ""),
     ("hold", "'held_for_retry', rest}", "'running', rest}"),
     ("free", "state ~= 'held_for_retry' or", ""),
     ("free", "~= task_id then", "== '' then"),
+    ("acquire", "and waiters == '0' and not (mark", "and not (mark"),
+    ("acquire", "or ticket or heir) --", "or heir) --"),
+    ("acquire", "not (mark or ticket", "not (ticket"),
+    ("acquire", "unpack(KEYS, 5)) > 0", "KEYS[5]) > 0"),
+    ("acquire", "fence == now and since or int(fence)", "since"),
+    ("acquire", "'00000' .. time[2]", "time[2]"),
     ("acquire", "if mark and mark == task then", "if mark and task then"),
     ("acquire", "then redis.call('DEL', KEYS[5]) end", "then redis.call('GET', KEYS[5]) end"),
     ("acquire", "if type(mark) ~= 'string' then mark = false end", ""),
     ("acquire", "if linger > 0 then", "redis.call('DEL', KEYS[#KEYS]) if linger > 0 then"),
     ("acquire", "old, record, mark, waiters}\n  end", "old, record, false, waiters}\n  end"),
-    ("release", "if again > 0 and task_id then", "if KEYS[5] and task_id then"),
-    ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'PX', int(again))"),
-    ("release", "task_id, 'NX', 'PX', int(again))", "task_id, 'NX')"),
-    ("release", "task_id, 'NX', 'PX', int(again))", "token, 'NX', 'PX', int(again))"),
-    ("release", "mark_again()\nreturn answer(word)", "return answer(word)"),
-    ("release", "mark_again()\nreturn answer(word)", "if value then mark_again() end\nreturn answer(word)"),
+    ("release", "if again ~= '0' then", "if KEYS[5] then"),
+    ("release", "task_id, 'NX', 'PX', again)", "task_id, 'PX', again)"),
+    ("release", "task_id, 'NX', 'PX', again)", "task_id, 'NX')"),
+    ("release", "task_id, 'NX', 'PX', again)", "token, 'NX', 'PX', again)"),
+    ("release", "if again ~= '0' then", "if false then"),
+    ("release", "if again ~= '0' then", "if value and again ~= '0' then"),
     ("mark", "if mark and mark ~= task_id then", "if mark then"),
     ("mark", "if mark and mark ~= task_id then", "if false then"),
     ("mark", "if dedupe == 'until_done' then", "if true then"),
@@ -139,7 +145,11 @@ MUTANTS = [
     ("acquire", "woken = t_copy == '' and copy ~= '-'", "woken = copy ~= '-'"),
     ("acquire", "if heir and task ~= heir and now < h_deadline and", "if heir and task ~= heir and"),
     ("acquire", "if heir and task ~= heir and now < h_deadline and", "if false and"),
-    ("acquire", "redis.call('ZADD', KEYS[3], ARGV[9], heir)", "redis.call('ZADD', KEYS[3], now, heir)"),
+    (
+        "acquire",
+        "redis.call('ZADD', KEYS[3], ARGV[9] or '0', heir)",
+        "redis.call('ZADD', KEYS[3], now, heir)",
+    ),
     ("acquire", "not heir and h_token ~= token", "h_token ~= token"),
     ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or waiters ~= '0'"),
     ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or task == heir"),
@@ -147,26 +157,25 @@ MUTANTS = [
     ("acquire", "  redis.call('HDEL', KEYS[4], task)\n", ""),
     ("acquire", "'KEEPTTL'", "'PX', 1000"),
     ("acquire", "'|' .. copy, unpack(", "'|', unpack("),
-    ("acquire", "if ticket or KEYS[6] and remember > 0 then", "if ticket then"),
+    ("acquire", "if ticket or KEYS[6] and remember ~= '0' then", "if ticket then"),
     ("acquire", "'@' .. int(now + linger)", "'@' .. int(now)"),
     ("acquire", "ARGV[9] == '0' and int(now) or ARGV[9]", "int(now)"),
     ("acquire", "ARGV[9] == '0' and int(now) or ARGV[9]", "ARGV[9]"),
     ("acquire", "if redis.call('PTTL', key) < 60000 then", "if true then"),
     ("release", "elseif heir then", "elseif false then"),
-    ("release", "  redis.call('ZREM', KEYS[3], heir)\n", ""),
-    ("release", "keep(now + hand_over, 'handed'", "keep(now + lease, 'handed'"),
+    ("release", "redis.call('ZREM', KEYS[3], heir)", ""),
+    ("release", "clock() + hand_over, 'handed'", "clock(), 'handed'"),
     ("release", "int(now) .. '\\n' .. heir", "rest"),
-    ("release", "if state == 'handed' then heir =", "if state == 'gone' then heir ="),
-    ("release", "if not lingers or now < tonumber(lingers) then", "if true then"),
-    ("release", "if not lingers or now < tonumber(lingers) then", "if not lingers then"),
-    ("release", "now < tonumber(lingers) then", "now <= tonumber(lingers) then"),
+    ("release", "if state == 'handed' then return", "if state == 'gone' then return"),
+    ("release", "if not lingers or clock() < tonumber(lingers) then", "if true then"),
+    ("release", "if not lingers or clock() < tonumber(lingers) then", "if not lingers then"),
+    ("release", "clock() < tonumber(lingers) then", "clock() <= tonumber(lingers) then"),
     ("release", "lingers and tonumber(lingers) - now + 50000 or hand_over", "hand_over"),
     ("release", "if call and string.match(call, '^@') then heir, call = false, false end", ""),
     ("release", "  redis.call('ZREM', KEYS[3], unpack(gone))\n", ""),
     ("release", "  redis.call('HDEL', KEYS[4], unpack(gone))\n", ""),
     ("release", "redis.pcall('ZRANGE', KEYS[3], 0, 9)", "redis.pcall('ZRANGE', KEYS[3], 0, 0)"),
     ("release", "redis.pcall('ZRANGE', KEYS[3], 0, 9)", "redis.pcall('ZREVRANGE', KEYS[3], 0, 9)"),
-    ("release", "heir = false; return answer('lost')", "return answer('lost')"),
     ("park", "later > 0 or later == 0 and t_copy", "later == 0 and t_copy"),
     ("park", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= copy"),
     ("park", "t_copy ~= '' and t_copy ~= copy", "t_copy ~= ''"),
@@ -283,6 +292,9 @@ class Case:
         since = self.random.choice((0, self.now - self.random.randrange(3) * SECOND))
         attempt = self.random.choice((0, 0, 1))
         copy, remember = self.random.choice(COPIES), self.random.choice((0, 0, 0, 0, 0, *MARK_LEASES_MS))
+        is_first = self.random.random() < 0.3  # a call that has not waited, and will not, says nothing of it
+        if is_first:
+            copy, remember, linger, since, attempt = COPIES[0], 0, 0, 0, 0
         after = self.model.acquire(
             self.store,
             self.now,
@@ -302,8 +314,8 @@ class Case:
         if line:
             task = task_of(token)[0]
             keys += (LINE, CALLS, MARK) if task is None else (LINE, CALLS, MARK, TICKETS[task])
-        arguments = (token, lease, retention, info, dead, copy, remember, linger, since, attempt)
-        return self.script("acquire", arguments, after, keys)
+        waiter = () if is_first else (copy, remember, linger, since, attempt)
+        return self.script("acquire", (token, lease, retention, info, dead, *waiter), after, keys)
 
     def renew(self) -> Step:
         """By the holder or by anybody else."""
@@ -554,7 +566,7 @@ def _differences(step: Step, seen: tuple[Any, ...], sent: range) -> Iterator[str
     reply, value, expiry, record, record_expiry, mark, mark_expiry, *waiting = seen
     after = step.after
     if step.reply is not None:
-        answered = (str(reply).split()[0],) if isinstance(reply, ResponseError) else tuple(reply)
+        answered = (str(reply).split()[0],) if isinstance(reply, ResponseError) else _in_full(step, reply)
         if answered != step.reply:
             yield f"the script answered {answered}, the model {step.reply}"
     if (NOT_A_STRING if isinstance(value, ResponseError) else value) != after.value:
@@ -577,6 +589,20 @@ def _differences(step: Step, seen: tuple[Any, ...], sent: range) -> Iterator[str
     elif mark_expiry - step.mark_lease not in sent:
         yield f"the mark expires at {mark_expiry}, not {step.mark_lease} ms from {sent}"
     yield from _waiting_differences(after, waiting, sent)
+
+
+def _in_full(step: Step, reply: Any) -> tuple[Any, ...]:
+    """A reply as the model gives it: scripts leave out what they did not find, or have not asked for."""
+    verb, model = step.what.split()[0], step.reply or ()
+    words = reply.split(" ") if isinstance(reply, str) else reply
+    full = tuple(str(item) if isinstance(item, int) else item for item in words)
+    if verb == "acquire" and len(full) == 3:
+        word, now, fence = full
+        return (word, model[1], fence, now, None, model[5], None, "0")  # the record is compared by itself
+    if verb == "release":
+        word, now, value, *heir = full if len(full) > 1 else (*full, None, model[2])
+        return (word, now or model[1], value, *(heir or (None, None)))
+    return full
 
 
 def _waiting_differences(after: Store, seen: list[Any], sent: range) -> Iterator[str]:

@@ -291,7 +291,7 @@ def test_forbidden_keys_are_an_error(user: Any) -> None:
 def test_least_user_can_lock_and_what_is_not_known_is_said(user: Any) -> None:
     """INFO, CONFIG and SCAN are not among what a task needs."""
     needed = (
-        "select eval evalsha time get set setnx getset del pttl pexpire pexpireat "
+        "select eval evalsha time get exists set getset del pttl pexpire pexpireat "
         "zadd zrem zrange zcard zrank hset hget hdel"
     )
     found = levels(user(*[f"+{name}" for name in needed.split()]))

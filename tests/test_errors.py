@@ -28,10 +28,10 @@ RECORD = "{lock.errors}:holder"
 VERBS = ("acquire", "take_over", "renew", "release", "rest")
 LOST_REPLIES: tuple[Action, ...] = ("cut_before", "cut_after", "drop_reply")
 NEEDED_BY = {
-    "acquire": {"evalsha", "time", "get", "setnx", "pexpireat", "set"},
-    "take_over": {"evalsha", "time", "get", "setnx", "getset", "pexpireat", "set"},
+    "acquire": {"evalsha", "time", "get", "set"},
+    "take_over": {"evalsha", "time", "get", "set", "getset", "pexpireat"},
     "renew": {"evalsha", "time", "get", "pexpireat", "set"},
-    "release": {"evalsha", "time", "get", "del", "pexpire", "set"},
+    "release": {"evalsha", "get", "del", "set"},
     "rest": {"evalsha", "time", "get", "pexpireat", "set"},
 }
 COMMANDS = sorted(set.union(*NEEDED_BY.values()))

@@ -39,7 +39,7 @@ def task(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
 
 
 def guard(task: Any, body: Any) -> Any:
-    return Run(task, task._guard, (), {}).guard(body)
+    return Run(task, task._guard, task.request, (), {}).guard(body)
 
 
 def test_forked_child_leaves_its_parents_lock_alone(task: Any, locks: redis.Redis) -> None:
@@ -141,7 +141,7 @@ def test_lost_lock_is_told_at_the_end_at_the_latest(task: Any, locks: redis.Redi
 
 def test_lock_that_ran_out_unseen_is_told_at_the_end(task: Any, caplog: Any) -> None:
     """While the keeper waits for a late reply the lease may end: ensure() says so, and so does the signal."""
-    run = Run(task, task._guard, (), {})
+    run = Run(task, task._guard, task.request, (), {})
     late = time.monotonic() + 31
 
     def body() -> str:
@@ -168,7 +168,7 @@ def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis
 @pytest.mark.parametrize("times", [1, 2])
 def test_disturbed_release_is_repeated_once(task: Any, monkeypatch: Any, caplog: Any, times: int) -> None:
     """An error that is none of ours and none of Redis's: the lock is given back, or its lease ends it."""
-    run = Run(task, task._guard, (), {})
+    run = Run(task, task._guard, task.request, (), {})
     release, disturbed = run.lock._release, iter(range(times))
 
     def disturbing(*details: Any) -> Any:
@@ -186,7 +186,7 @@ def test_disturbed_release_is_repeated_once(task: Any, monkeypatch: Any, caplog:
 
 def test_failing_release_keeps_the_bodys_own_error(task: Any, monkeypatch: Any, caplog: Any) -> None:
     """What the task raised is what the caller sees."""
-    run = Run(task, task._guard, (), {})
+    run = Run(task, task._guard, task.request, (), {})
     monkeypatch.setattr(run.lock, "_release", lambda *_: (_ for _ in ()).throw(SetnxError("no")))
 
     def body() -> None:

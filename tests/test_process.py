@@ -95,7 +95,7 @@ def test_reused_pid_proves_the_first_ones_end(living: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"boot": "x"}, {"pidns": 1}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pid": "1"}]
+    "other", [{"boot": "x"}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pid": "1"}]
 )
 def test_process_of_another_world_proves_nothing(other: dict[str, Any]) -> None:
     """Another boot, pid namespace or host, or no pid at all: no verdict."""

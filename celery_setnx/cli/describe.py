@@ -168,7 +168,7 @@ def process_of(holder: Holder) -> Literal["alive", "dead", "unknown"]:
     if is_surely_dead(holder.info):
         return "dead"
     own = identity()
-    ours = own.get("boot") and all(holder.info.get(name) == own[name] for name in ("boot", "pidns", "host"))
+    ours = own.get("boot") and all(holder.info.get(name) == own[name] for name in ("boot", "host"))
     return "alive" if ours and holder.info.get("pid") else "unknown"
 
 

@@ -35,7 +35,7 @@ def _replace(verb: str, *changes: tuple[str, str]) -> None:
 
 def no_lock() -> None:
     """Acquire never finds the lock taken."""
-    _replace("acquire", ("if redis.call('SETNX', KEYS[1], value) == 0 then", "if false then"))
+    _replace("acquire", ("'SET', KEYS[1], value, 'NX',", "'SET', KEYS[1], value,"))
 
 
 def plain_del() -> None:
@@ -43,8 +43,8 @@ def plain_del() -> None:
     _replace(
         "release",
         (
-            "if h_token ~= token then return answer('lost') end",
-            "if h_token ~= token then redis.call('DEL', KEYS[1]) return answer('released') end",
+            "if h_token ~= token then return {'lost', now, value} end",
+            "if h_token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
         ),
     )
 

@@ -39,8 +39,8 @@ def plain_del() -> LockMaker:
     """Release deletes the lock whoever holds it."""
     _mutate_script(
         "release",
-        "if h_token ~= token then return answer('lost') end",
-        "if h_token ~= token then redis.call('DEL', KEYS[1]) return answer('released') end",
+        "if h_token ~= token then return {'lost', now, value} end",
+        "if h_token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
     )
     return SetnxLock
 

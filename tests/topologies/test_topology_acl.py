@@ -15,7 +15,7 @@ from tests.harness import Journal
 from tests.topologies.servers import Cluster
 
 NEEDED = [
-    *("eval", "evalsha", "time", "get", "set", "setnx", "getset", "del", "pttl", "pexpire", "pexpireat"),
+    *("eval", "evalsha", "time", "get", "exists", "set", "getset", "del", "pttl", "pexpire", "pexpireat"),
     *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
 ]
 IN_CLUSTER = [*NEEDED, "cluster|slots", "command"]

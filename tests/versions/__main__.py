@@ -28,6 +28,7 @@ PYTHON = os.environ.get("PYTHON", sys.executable)
 SUBSET = (
     "tests/test_compatibility.py",
     "tests/test_lock.py",
+    "tests/test_wire.py",
     "tests/test_connection.py",
     "tests/test_marks.py",
     "tests/test_publish.py",

@@ -1,0 +1,184 @@
+"""How commands reach a server: over connections of our own, past the layers of redis-py's client.
+
+For one command the client takes a connection from its pool, under a lock, asks the operating system whether
+something is left to be read from it, and sees the command through several layers: that costs more than all
+else that a lock does. A `redis.Connection`, which dials, logs in, speaks TLS and asks Sentinels just the
+same, has what is needed in public: to pack, send and read (benchmarks/lock_cycle.py shows both).
+
+A client of another kind (of a cluster, of one fixed connection, with a cache, a class of one's own) is used
+as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+from redis.sentinel import SentinelConnectionPool
+
+try:
+    from hiredis import pack_command
+except ImportError:
+    pack_command = None  # type: ignore[assignment]
+
+Command = tuple[Any, ...]
+
+_POOLS = (redis.ConnectionPool, SentinelConnectionPool)
+_DEAD = (redis.ConnectionError, redis.TimeoutError)
+
+
+def ask(client: Any, command: Command) -> Any:
+    """A command's reply.
+
+    Raises:
+        redis.RedisError: As the client's own `execute_command`.
+    """
+    wire = _wire_of(client)
+    return client.execute_command(*command) if wire is None else wire.ask(command)
+
+
+def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
+    """The replies to many commands, sent in one go to one server; for what it refuses, a ResponseError.
+
+    Raises:
+        redis.RedisError: As the client's own pipeline.
+    """
+    wire = _wire_of(client)
+    if wire is not None:
+        return wire.ask_many(commands)
+    with client.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
+
+
+class Wire:
+    """The connections that belong to a client: each is one exchange's alone for as long as that lasts.
+
+    Taking and giving back are one operation of a list, so no lock is there for a thread to die with, and for
+    a fork to inherit. What a connection is interrupted in, by whatever exception, ends with it: a reply that
+    was not read would be the next one's.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._pool = client.connection_pool
+        self._pid = os.getpid()
+        self._idle: list[Any] = []
+
+    def ask(self, command: Command) -> Any:
+        """Send a command, read its reply."""
+        connection = self._take()
+        try:
+            packed = _packed(connection, (command,))
+            try:
+                connection.send_packed_command(packed)
+                reply = connection.read_response()
+            except _DEAD as error:
+                reply = self._again(connection, error, packed, connection.read_response)
+        except ResponseError:
+            self._idle.append(connection)  # read in full: nothing is left in it
+            raise
+        except BaseException:
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        return reply
+
+    def ask_many(self, commands: Sequence[Command]) -> list[Any]:
+        """Send all commands, then read all replies; what the server refuses is an error in its place."""
+        connection = self._take()
+
+        def read() -> list[Any]:
+            return [_reply(connection) for _ in commands]
+
+        try:
+            packed = _packed(connection, commands)
+            try:
+                connection.send_packed_command(packed)
+                replies = read()
+            except _DEAD as error:
+                replies = self._again(connection, error, packed, read)
+        except BaseException:
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        return replies
+
+    def _again(self, connection: Any, error: Exception, packed: Any, read: Callable[[], Any]) -> Any:
+        """Send and read again, as often as the client would: every script knows its own token."""
+        failures = [error]
+
+        def once_more() -> Any:
+            if failures:
+                raise failures.pop()  # what has just failed counts
+            connection.connect()
+            connection.send_packed_command(packed)
+            return read()
+
+        return connection.retry.call_with_retry(once_more, lambda _error: self._hang_up(connection))
+
+    def _take(self) -> Any:
+        if self._pid != os.getpid():
+            self._idle, self._pid = [], os.getpid()  # a forked child leaves its parent's sockets alone
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._pool.connection_class(**self._pool.connection_kwargs)
+            connection.connect()  # to send would connect as well, but not ask the Sentinels where
+            return connection
+        if _sends_once(connection) and _is_dead(connection):
+            self._hang_up(connection)
+            connection.connect()
+        return connection
+
+    def _hang_up(self, connection: Any) -> None:
+        """Close a connection that failed, and the idle ones: they led to the same server."""
+        connection.disconnect()
+        idle, self._idle = self._idle, []
+        for other in idle:
+            other.disconnect()
+
+
+def _sends_once(connection: Any) -> bool:
+    """True if the client sends nothing again. Elsewhere an attempt that fails tells as much, for less."""
+    return not getattr(connection.retry, "_retries", 0)  # redis-py 5 has no get_retries()
+
+
+def _is_dead(connection: Any) -> bool:
+    """True if the server has closed a connection that nobody used meanwhile."""
+    try:
+        return bool(connection.can_read())
+    except _DEAD:
+        return True
+
+
+def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
+    if pack_command is not None:
+        return [b"".join(map(pack_command, commands))]
+    return connection.pack_commands(commands)
+
+
+def _reply(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+def _wire_of(client: Any) -> Wire | None:
+    try:
+        return client.__dict__["_setnx_wire"]  # type: ignore[no-any-return]
+    except KeyError:
+        made = Wire(client) if _is_plain(client) else None
+        return client.__dict__.setdefault("_setnx_wire", made)  # type: ignore[no-any-return]
+
+
+def _is_plain(client: Any) -> bool:
+    if type(client) is not redis.Redis or client.connection is not None:
+        return False
+    pool = client.connection_pool
+    encoding = str(pool.connection_kwargs.get("encoding", "utf-8")).lower()
+    return type(pool) in _POOLS and getattr(pool, "cache", None) is None and encoding == "utf-8"

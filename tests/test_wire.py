@@ -1,0 +1,188 @@
+"""Commands past the client's layers: a connection is one exchange's alone, and ends with its trouble."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
+from redis.retry import Retry
+
+from celery_setnx import SetnxLock
+from celery_setnx.lock import renew_all
+from celery_setnx.wire import ask, ask_many
+from examples.embedded import EmbeddedServer
+from tests.harness import wait_until
+
+ECHO = ("EVAL", "return ARGV[1]", 0)
+
+
+@pytest.fixture
+def own() -> Iterator[EmbeddedServer]:
+    """A server on which nobody else has connections."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def client(own: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client that sends a command once more."""
+    with redis.Redis(port=own.port, retry=Retry(NoBackoff(), 1)) as client:
+        yield client
+
+
+@pytest.fixture
+def admin(own: EmbeddedServer) -> Iterator[redis.Redis]:
+    """Another client, which looks at the first one's connections."""
+    with redis.Redis(port=own.port, single_connection_client=True) as admin:
+        yield admin
+
+
+def others(admin: redis.Redis) -> int:
+    """How many connections the server has that run scripts."""
+    return sum(each["cmd"] == "eval" for each in admin.client_list())
+
+
+def test_one_connection_serves_one_thread(client: redis.Redis, admin: redis.Redis) -> None:
+    """Whatever is asked, and whatever the server has against it."""
+    for number in range(20):
+        assert ask(client, (*ECHO, number)) == str(number).encode()
+        with pytest.raises(ResponseError):
+            ask(client, ("EVAL", "return redis.error_reply('NO')", 0))
+    assert others(admin) == 1
+    assert not client.connection_pool._available_connections, "the client's own pool is not used"
+
+
+def test_many_commands_have_each_their_reply_or_error(client: redis.Redis) -> None:
+    """In order, and an error is none of the others' business."""
+    refused = ("EVAL", "return redis.error_reply('NO')", 0)
+    replies = ask_many(client, [(*ECHO, "a"), refused, (*ECHO, "b")])
+    assert (replies[0], replies[2]) == (b"a", b"b")
+    assert isinstance(replies[1], ResponseError)
+    assert ask(client, (*ECHO, "c")) == b"c"
+
+
+def test_threads_never_get_each_others_replies(client: redis.Redis, admin: redis.Redis) -> None:
+    """A connection is one exchange's alone; afterwards it is the next one's."""
+
+    def exchange(number: int) -> bool:
+        return bool(ask(client, (*ECHO, number)) == str(number).encode())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(exchange, range(4000)))
+    assert 1 <= others(admin) <= 8
+
+
+class Interrupt(BaseException):
+    """Comes from a signal, as a time limit does."""
+
+
+def test_interrupted_exchange_leaves_no_reply_behind(client: redis.Redis, own: EmbeddedServer) -> None:
+    """The reply that was not read would be the next one's."""
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    assert ask(client, (*ECHO, "before")) == b"before"
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with redis.Redis(port=own.port) as pausing:
+            pausing.client_pause(400)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Interrupt):
+            ask(client, (*ECHO, "interrupted"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ask(client, (*ECHO, "after")) == b"after"
+
+
+def test_connection_that_was_closed_is_replaced(
+    client: redis.Redis, admin: redis.Redis, own: EmbeddedServer
+) -> None:
+    """By CLIENT KILL, and by a restart; the idle ones led to the same server, and go with it."""
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda n: ask(client, (*ECHO, n)), range(400)))
+    admin.client_kill_filter(_type="normal", skipme=True)
+    assert ask(client, (*ECHO, "again")) == b"again"
+    assert others(admin) == 1
+    own.restart()
+    assert ask(client, (*ECHO, "restarted")) == b"restarted"
+
+
+def test_client_that_sends_nothing_again_meets_no_closed_connection(own: EmbeddedServer) -> None:
+    """It looks before it sends, as redis-py does: what it sends once may have been received."""
+    with redis.Redis(port=own.port, retry=Retry(NoBackoff(), 0)) as client:
+        assert ask(client, (*ECHO, "before")) == b"before"
+        own.restart()
+        assert ask(client, (*ECHO, "restarted")) == b"restarted"
+
+
+def test_server_that_is_gone_is_an_error_in_time(client: redis.Redis, own: EmbeddedServer) -> None:
+    """redis-py's own, after one more attempt."""
+    ask(client, (*ECHO, "before"))
+    own.stop()
+    with pytest.raises(redis.ConnectionError):
+        ask(client, (*ECHO, "gone"))
+    with pytest.raises(redis.ConnectionError):
+        ask_many(client, [(*ECHO, "gone")] * 2)
+
+
+def test_forked_child_leaves_its_parents_connections_alone(client: redis.Redis, admin: redis.Redis) -> None:
+    """Both ask at once, over and over, and each has its own replies."""
+    assert ask(client, (*ECHO, "parent")) == b"parent"
+    child = os.fork()
+    who = b"parent" if child else b"child"
+    right = all(ask(client, (*ECHO, who)) == who for _ in range(2000))
+    if not child:
+        os._exit(0 if right else 1)
+    assert right
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    wait_until(lambda: others(admin) == 1, "the child's connection to be gone")
+
+
+class Tracing(redis.Redis):
+    """A client of somebody's own."""
+
+    def execute_command(self, *command: Any, **options: Any) -> Any:
+        self.seen = [*getattr(self, "seen", []), command[0]]
+        return super().execute_command(*command, **options)
+
+
+@pytest.mark.parametrize("options", [{"single_connection_client": True}, {"encoding": "latin-1"}, {}])
+def test_client_of_another_kind_is_used_as_it_is(own: EmbeddedServer, options: dict[str, Any]) -> None:
+    """What its author has added is still done, and its only connection stays the only one."""
+    kind = redis.Redis if options else Tracing
+    with kind(port=own.port, **options) as client:
+        assert ask(client, (*ECHO, "a")) == b"a"
+        assert ask_many(client, [(*ECHO, "b"), (*ECHO, "c")]) == [b"b", b"c"]
+        with SetnxLock(client, "lock.kind") as held:
+            held.renew()
+        assert client.client_list()[0]["id"]
+        assert client.__dict__["_setnx_wire"] is None
+        assert options or client.seen[:1] == ["EVAL"]
+
+
+def test_scripts_that_were_forgotten_cost_three_round_trips(
+    client: redis.Redis, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a new master: one script is sent again, not every one of its calls."""
+    locks = [SetnxLock(client, f"lock.{number}").acquire().lock for number in range(300)]
+    assert renew_all(locks) == [None] * 300
+    admin.script_flush()
+    sent: list[int] = []
+    send = redis.Connection.send_packed_command
+
+    def counting(self: Any, command: Any, *args: Any, **kwargs: Any) -> None:
+        sent.append(len(command[0]))
+        send(self, command, *args, **kwargs)
+
+    monkeypatch.setattr(redis.Connection, "send_packed_command", counting)
+    assert renew_all(locks) == [None] * 300
+    assert len(sent) == 3
