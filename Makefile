@@ -10,7 +10,7 @@ SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
 
-.PHONY: help demo test coverage lint soak chaos benchmark clean
+.PHONY: help demo test coverage lint soak chaos bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -21,7 +21,7 @@ help:
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
-	@echo "make benchmark  fan_out beside delay() and the peers, waiting beside polling, long lines; ARGS=--check"
+	@echo "make bench      every figure of docs/performance.md beside the peers (45 minutes); ARGS=--quick"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
@@ -36,10 +36,8 @@ soak: $(VENV)/.test
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --scale $(SCALE)
 
-benchmark: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.fan_out $(ARGS)
-	$(BIN)/python -m benchmarks.hand_over $(ARGS)
-	$(BIN)/python -m benchmarks.long_lines $(ARGS)
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks $(ARGS)
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet

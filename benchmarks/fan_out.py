@@ -1,6 +1,6 @@
 """How fast calls are published: `fan_out` beside loops over `delay()`, our own and the peers'.
 
-python -m benchmarks.fan_out [--calls 5000] [--rounds 7] [--check]
+python -m benchmarks.fan_out [--rounds 7] [--quick] [--check]
 
 Every round publishes the same calls in every way, one after the other, each with an app and empty databases
 of its own. A ratio is taken within a round, and its median over the rounds is shown: what disturbs the
@@ -9,10 +9,8 @@ machine disturbs both sides. Nobody consumes, so nothing else is measured.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +22,13 @@ from celery import Celery, Task
 from celery_once import AlreadyQueued, QueueOnce
 from celery_singleton import Singleton
 
-from benchmarks.machine import machine
+from benchmarks.figures import Promise, Table, command
+from benchmarks.peers import new_clients
 from celery_setnx import SingletonTask
 from examples.embedded import EmbeddedServer
 
 REPEATS = 10  # calls per key where nine of ten are duplicates
+CALLS, QUICK_CALLS = 5000, 2000
 BROKER_DB, LOCK_DB, RESULT_DB = 0, 1, 2
 
 Publish = Callable[[Any, list[int]], Any]
@@ -127,7 +127,7 @@ def sample(server: EmbeddedServer, way: Way, numbers: list[int]) -> float:
     return len(numbers) / took_s
 
 
-def measure(server: EmbeddedServer, calls: int, rounds: int) -> dict[Way, list[float]]:
+def rates_of(server: EmbeddedServer, calls: int, rounds: int) -> dict[Way, list[float]]:
     """Calls per second, for each way one figure a round."""
     rates: dict[Way, list[float]] = {way: [] for way in (*UNIQUE, *DUPLICATES)}
     for number in range(rounds):
@@ -139,40 +139,21 @@ def measure(server: EmbeddedServer, calls: int, rounds: int) -> dict[Way, list[f
     return rates
 
 
-def ratio(rates: dict[Way, list[float]], way: Way, to: Way) -> float:
-    """How many times as fast as the other, in the median of the rounds."""
-    return statistics.median(one / other for one, other in zip(rates[way], rates[to]))
-
-
-def table(rates: dict[Way, list[float]]) -> Iterator[str]:
-    """The lines of the table."""
+def measure(rounds: int, quick: bool) -> Iterator[Table]:
+    """A table of each key once, and one of each key many times."""
+    calls = QUICK_CALLS if quick else CALLS
+    with EmbeddedServer() as server, new_clients():
+        rates = rates_of(server, calls, rounds)
     for title, ways in (("each key once", UNIQUE), (f"each key {REPEATS} times, shuffled", DUPLICATES)):
-        yield ""
-        yield f"{title:32}{'calls/s':>9}{'lowest':>9}{'highest':>9}{'ratio':>8}"
-        for way in ways:
-            median, lowest, highest = statistics.median(rates[way]), min(rates[way]), max(rates[way])
-            compared = f"{ratio(rates, way, ways[0]):7.2f}x"
-            yield f"  {way.name:30}{median:9,.0f}{lowest:9,.0f}{highest:9,.0f}{compared}"
-
-
-def main() -> int:
-    """Measure, print the table, and check the promises."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--calls", type=int, default=5000, help="calls per sample (default 5000)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds (default 7)")
-    parser.add_argument("--check", action="store_true", help="fail unless the promised ratios are reached")
-    chosen = parser.parse_args()
-    with EmbeddedServer() as server:
-        rates = measure(server, chosen.calls, chosen.rounds)
-        print(*machine(server), f"{chosen.calls} calls, {chosen.rounds} rounds", *table(rates), sep="\n")
-    print()
-    kept = True
-    for way, to, least in PROMISES:
-        reached = ratio(rates, way, to)
-        kept &= reached >= least
-        print(f"{way.name} is {reached:.2f} times as fast as {to.name}; promised are {least:g}")
-    return 0 if kept or not chosen.check else 1
+        samples = {way.name: rates[way] for way in ways}
+        promised = tuple(
+            Promise(way.name, least, to=to.name, at_least=True, guard=0.6 * least)
+            for way, to, least in PROMISES
+            if way in ways
+        )
+        about = f"{calls:,} calls in each round."
+        yield Table(f"published, {title}", "calls/s", samples, ways[0].name, promised, about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, measure))

@@ -1,6 +1,6 @@
 """What 10,000 waiting calls cost: on 100 keys, at most 100 in a line.
 
-python -m benchmarks.long_lines [--calls 2500 5000 10000] [--check]
+python -m benchmarks.long_lines [--quick] [--check]
 
 A hundred calls hold their locks until all others wait; then they let go. Bodies do nothing, and the lease is
 the default, so of many calls couriers come while these wait.
@@ -14,24 +14,23 @@ the default, so of many calls couriers come while these wait.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import redis
 
-from benchmarks.machine import machine
+from benchmarks.figures import Promise, Table, command
 from benchmarks.serialapp import GATE, RUNS, WAITS
 from benchmarks.stage import Stage
-from examples.embedded import EmbeddedServer
 from tests.harness import wait_until
 
 LINES = 100
 WORKERS, CONCURRENCY = 2, 2
 WAIT = {"on_conflict": "wait"}
 GROWTH = 1.5
+CALLS, QUICK_CALLS = (2500, 5000, 10000), (1000, 4000)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Sample:
         return 1000 * self.cpu_s / self.calls
 
 
-def measure(calls: int) -> Sample:
+def measured(calls: int) -> Sample:
     """Park so many calls, and let them run.
 
     Raises:
@@ -109,56 +108,28 @@ def memory(client: redis.Redis) -> int:
     return int(client.info("memory")["used_memory"])
 
 
-def table(samples: list[Sample]) -> Iterator[str]:
-    """The lines of the table."""
-    heads = (
-        "calls",
-        "park",
-        "drain",
-        "calls/s",
-        "processor",
-        "deliveries",
-        "scripts",
-        "lock server",
-        "broker",
-    )
-    yield "".join(f"{head:>{len(head) + 6}}" for head in heads)
-    for sample in samples:
-        calls = sample.calls
-        figures = (
-            f"{calls:,}",
-            f"{sample.park_s:.1f} s",
-            f"{sample.drain_s:.1f} s",
-            f"{calls / (sample.park_s + sample.drain_s):.0f}",
-            f"{sample.cpu_ms:.1f} ms",
-            f"{sample.deliveries / calls:.1f}",
-            f"{sample.scripts / calls:.1f}",
-            f"{sample.lock_bytes / calls:,.0f} B",
-            f"{sample.broker_bytes / calls:,.0f} B",
-        )
-        yield "".join(f"{figure:>{len(head) + 6}}" for head, figure in zip(heads, figures))
-
-
-def main() -> int:
-    """Measure, print the table, and check that the cost of a call does not grow."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--calls", type=int, nargs="+", default=[2500, 5000, 10000], help="(default 2500 5000 10000)"
-    )
-    parser.add_argument("--check", action="store_true", help="fail if a call's cost grows with their number")
-    chosen = parser.parse_args()
-    samples = []
-    for calls in chosen.calls:
-        samples.append(measure(calls))
+def measure(rounds: int, quick: bool) -> Iterator[Table]:
+    """A table of each figure; the rounds are one, because the calls are many."""
+    samples = {}
+    for calls in QUICK_CALLS if quick else CALLS:
+        samples[f"{calls:,} calls"] = measured(calls)
         print(f"{calls} calls", file=sys.stderr)
-    with EmbeddedServer() as server:
-        print(*machine(server), sep="\n")
-    print(f"{WORKERS} workers of {CONCURRENCY} processes, {LINES} keys", "", *table(samples), "", sep="\n")
-    grown = samples[-1].cpu_ms / samples[0].cpu_ms
-    few, many = samples[0].calls, samples[-1].calls
-    print(f"one of {many:,} calls costs {grown:.2f} times as much as one of {few:,}; promised {GROWTH:g}")
-    return 0 if grown <= GROWTH or not chosen.check else 1
+    few, *_, many = samples
+    about = f"{WORKERS} workers of {CONCURRENCY} processes, {LINES} keys; one round of {rounds}."
+
+    def table(title: str, unit: str, figure: Callable[[Sample], float], *promises: Promise) -> Table:
+        found = {name: [figure(sample)] for name, sample in samples.items()}
+        return Table(f"long lines, {title}", unit, found, few, promises, about)
+
+    yield table("CPU", "ms per call", lambda sample: sample.cpu_ms, Promise(many, GROWTH, to=few))
+    yield table("rate", "calls/s", lambda sample: sample.calls / (sample.park_s + sample.drain_s))
+    yield table("deliveries", "per call", lambda sample: sample.deliveries / sample.calls)
+    yield table("scripts on the lock server", "per call", lambda sample: sample.scripts / sample.calls)
+    yield table(
+        "memory of the lock server", "bytes per call", lambda sample: sample.lock_bytes / sample.calls
+    )
+    yield table("memory of the broker", "bytes per call", lambda sample: sample.broker_bytes / sample.calls)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, measure))

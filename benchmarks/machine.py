@@ -11,7 +11,10 @@ import redis
 
 from examples.embedded import EmbeddedServer
 
-PACKAGES = ("celery_setnx", "celery", "kombu", "redis", "hiredis", "celery-singleton", "celery-once")
+PACKAGES = (
+    *("celery_setnx", "celery", "kombu", "redis", "hiredis"),
+    *("celery-once", "celery-singleton", "celery-heimdall", "python-redis-lock"),
+)
 
 
 def machine(server: EmbeddedServer) -> Iterator[str]:

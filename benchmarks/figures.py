@@ -1,0 +1,216 @@
+"""Figures taken in interleaved rounds, the ratios between them, and what is promised of these.
+
+A machine that other work disturbs gives no absolute figure that means anything tomorrow. So every round takes
+one sample of each way, in an order drawn anew, and what is shown, and promised, is the median over the rounds
+of the ratio within a round: what disturbs a round disturbs both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.machine import machine
+from examples.embedded import EmbeddedServer
+
+ROUNDS, QUICK_ROUNDS = 7, 3
+
+Samples = dict[str, list[float]]
+
+
+def interleaved(ways: Mapping[str, Callable[[], float]], rounds: int) -> Samples:
+    """One figure of each way in every round, by name."""
+    samples: Samples = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in random.Random(number).sample(list(ways), len(ways)):
+            gc.collect()
+            samples[name].append(ways[name]())
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return samples
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a figure must reach.
+
+    Attributes:
+        name: Whose figure it is.
+        limit: The ratio to another way's, or the figure itself.
+        to: The other way; None for the figure itself, in the unit of its table.
+        at_least: True if it must reach the limit, False if it must not pass it. Defaults to False.
+        guard: What a quick run on a busy machine must reach, so that a loss of speed is noticed. Defaults to
+            the limit and a quarter of it.
+    """
+
+    name: str
+    limit: float
+    to: str | None = None
+    at_least: bool = False
+    guard: float | None = None
+
+    def bound(self, quick: bool) -> float:
+        """The limit, or the guard."""
+        if not quick:
+            return self.limit
+        if self.guard is not None:
+            return self.guard
+        return self.limit / 1.25 if self.at_least else self.limit * 1.25
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of several ways to do one thing.
+
+    Attributes:
+        title: What was measured, and of what.
+        unit: Of the figures.
+        samples: For each way one figure a round; samples of one number are taken in the same round.
+        to: The way that the others are compared with.
+        promises: What must be reached. Defaults to nothing.
+        about: How it was taken, in a sentence. Defaults to nothing.
+    """
+
+    title: str
+    unit: str
+    samples: Samples
+    to: str
+    promises: tuple[Promise, ...] = ()
+    about: str = ""
+
+    def ratios(self, name: str, to: str) -> list[float]:
+        """How many times another way's figure it is, in each round."""
+        pairs = zip(self.samples[name], self.samples[to])
+        return [one / other if other else math.nan for one, other in pairs]
+
+    def lines(self) -> Iterator[str]:
+        """The table as text."""
+        width = max(34, *(len(name) + 3 for name in self.samples))
+        yield f"{self.title}, {self.unit}"
+        yield f"{'':{width}}{'median':>11}{'lowest':>11}{'highest':>11}{'ratio':>9}  lowest to highest"
+        for name, figures in self.samples.items():
+            ratios = self.ratios(name, self.to)
+            columns = (statistics.median(figures), min(figures), max(figures))
+            yield (
+                f"  {name:{width - 2}}"
+                + "".join(f"{_short(figure):>11}" for figure in columns)
+                + f"{statistics.median(ratios):8.2f}x  {min(ratios):.2f} to {max(ratios):.2f}"
+            )
+
+    def kept(self, quick: bool = False) -> Iterator[tuple[bool, str]]:
+        """Whether each promise is kept, in words.
+
+        Args:
+            quick: Whether the guards count, not the limits. Defaults to False.
+        """
+        for promise in self.promises:
+            figures = self.ratios(promise.name, promise.to) if promise.to else self.samples[promise.name]
+            reached, bound = statistics.median(figures), promise.bound(quick)
+            is_kept = reached >= bound if promise.at_least else reached <= bound
+            unit = f"x {promise.to}" if promise.to else f" {self.unit}"
+            what = f"{self.title}: {promise.name}: {_short(reached)}{unit}"
+            promised = f"promised {'at least' if promise.at_least else 'at most'} {promise.limit:g}"
+            yield is_kept, f"{what}; {promised}" + (f", guarded {bound:g}" if quick else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """The table as plain values."""
+        kept = [{"kept": is_kept, "what": what} for is_kept, what in self.kept()]
+        limits = [asdict(promise) for promise in self.promises]
+        return {"kind": "table", **asdict(self), "promises": kept, "limits": limits}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Figures that depend on a number.
+
+    Attributes:
+        title: What was measured.
+        x: What the number is.
+        y: What the figures are, with their unit.
+        curves: For each way its points.
+        log: Whether the figures are shown on a logarithmic axis; the number always is. Defaults to False.
+        flat: For a way that must stay flat, how many times its lowest figure its highest may be.
+    """
+
+    title: str
+    x: str
+    y: str
+    curves: dict[str, list[tuple[float, float]]]
+    log: bool = False
+    flat: dict[str, float] | None = None
+
+    def lines(self) -> Iterator[str]:
+        """The curve as a table."""
+        places = sorted({x for points in self.curves.values() for x, _y in points})
+        width = max(34, *(len(name) + 3 for name in self.curves))
+        yield f"{self.title}: {self.y}, by {self.x}"
+        yield f"{'':{width}}" + "".join(f"{_short(x):>11}" for x in places)
+        for name, points in self.curves.items():
+            found = dict(points)
+            cells = (f"{_short(found[x]) if x in found else '-':>11}" for x in places)
+            yield f"  {name:{width - 2}}" + "".join(cells)
+
+    def kept(self, quick: bool = False) -> Iterator[tuple[bool, str]]:
+        """Whether what must be flat is, in words.
+
+        Args:
+            quick: Whether a quarter more will do. Defaults to False.
+        """
+        for name, limit in (self.flat or {}).items():
+            figures = [y for _x, y in self.curves[name]]
+            grown, bound = max(figures) / min(figures), limit * (1.25 if quick else 1)
+            what = f"{self.title}: {name}: highest {grown:.2f}x lowest; promised at most {limit:g}"
+            yield grown <= bound, what + (f", guarded {bound:g}" if quick else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """The curve as plain values."""
+        kept = [{"kept": is_kept, "what": what} for is_kept, what in self.kept()]
+        return {"kind": "curve", **asdict(self), "promises": kept}
+
+
+Measure = Callable[[int, bool], Iterable[Table | Curve]]
+"""Takes the rounds and whether to be quick (a guard for the CI, with fewer and smaller samples)."""
+
+
+def command(about: str, measure: Measure) -> int:
+    """A benchmark as a command: `--rounds`, `--quick`, `--check`.
+
+    Args:
+        about: The module's docstring.
+        measure: What it measures.
+
+    Returns:
+        1 if `--check` was asked for and a promise is broken, else 0.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}; quick: {QUICK_ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller samples")
+    parser.add_argument("--check", action="store_true", help="fail unless every promise is kept")
+    chosen = parser.parse_args()
+    rounds = chosen.rounds or (QUICK_ROUNDS if chosen.quick else ROUNDS)
+    with EmbeddedServer() as server:
+        print(*machine(server), f"{rounds} rounds", sep="\n")
+    kept = True
+    for table in measure(rounds, chosen.quick):
+        kept &= show(table, chosen.quick)
+    return 0 if kept or not chosen.check else 1
+
+
+def show(table: Table | Curve, quick: bool) -> bool:
+    """Print figures and what is promised of them; True if all of it is kept."""
+    kept = list(table.kept(quick))
+    told = [f"{'kept  ' if is_kept else 'BROKEN'} {what}" for is_kept, what in kept]
+    print("", *table.lines(), *told, sep="\n", flush=True)
+    return all(is_kept for is_kept, _what in kept)
+
+
+def _short(figure: float) -> str:
+    if abs(figure) >= 1000:
+        return f"{figure:,.0f}"
+    return f"{figure:.3g}" if abs(figure) < 100 else f"{figure:.0f}"

@@ -1,0 +1,86 @@
+"""The apps of the benchmark of workers: a task that does nothing, in every way to run it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from celery import Celery, Task
+from celery.signals import worker_ready
+from celery_once import QueueOnce
+from celery_singleton import Singleton
+
+from benchmarks.peers import Heimdall
+from celery_setnx import SingletonTask
+
+BROKER_URL, LOCK_URL = "BENCHMARK_BROKER_URL", "BENCHMARK_LOCK_URL"
+WAY, COUNT = "BENCHMARK_WAY", "BENCHMARK_COUNT"
+EXPIRY_S = 3600
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the task.
+
+    Attributes:
+        base: Base class of the task.
+        options: Of the task. Defaults to none.
+        locks_at: When it takes a lock: `"publish"`, `"run"`, or None.
+    """
+
+    base: type[Task]
+    options: dict[str, Any] = field(default_factory=dict)
+    locks_at: str | None = None
+
+
+PLAIN, OURS = "plain Celery", "celery_setnx"
+ONCE, SINGLETON, HEIMDALL = "celery-once", "celery-singleton", "celery-heimdall"
+WAYS = {
+    PLAIN: Way(Task),
+    OURS: Way(SingletonTask, locks_at="run"),
+    ONCE: Way(QueueOnce, locks_at="publish"),
+    SINGLETON: Way(Singleton, {"lock_expiry": EXPIRY_S}, "publish"),
+    # By default it would wait nearly a second in the worker for the lock that its call has taken already.
+    HEIMDALL: Way(Heimdall, {"heimdall": {"unique": True, "unique_lock_blocking": False}}, "publish"),
+}
+
+
+def queue_of(name: str) -> str:
+    """The queue of a way."""
+    return name.replace(" ", "-")
+
+
+def make_app(name: str, broker_url: str, lock_url: str) -> Celery:
+    """An app with the task in one way; results are ignored."""
+    way = WAYS[name]
+    app = Celery(queue_of(name), broker=broker_url, set_as_current=False)
+    app.conf.update(
+        broker_connection_retry_on_startup=True,
+        task_default_queue=queue_of(name),
+        task_ignore_result=True,
+        setnx_url=lock_url,
+        singleton_backend_url=lock_url,
+        ONCE={
+            "backend": "celery_once.backends.Redis",
+            "settings": {"url": lock_url, "default_timeout": EXPIRY_S},
+        },
+    )
+    app.task(base=way.base, shared=False, name="benchmark.work", **way.options)(work)
+    return app
+
+
+def work(number: int) -> None:
+    """Next to nothing: one byte in a file counts the call."""
+    os.write(_count, b".")
+
+
+@worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
+def _say_so(**_: Any) -> None:
+    print(" ready.")  # a worker that logs warnings only, as by default, does not say it
+
+
+_count = os.open(os.environ.get(COUNT, os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+app = make_app(
+    os.environ.get(WAY, PLAIN), os.environ.get(BROKER_URL, "memory://"), os.environ.get(LOCK_URL, "redis://")
+)
