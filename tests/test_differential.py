@@ -145,11 +145,8 @@ MUTANTS = [
     ("acquire", "woken = t_copy == '' and copy ~= '-'", "woken = copy ~= '-'"),
     ("acquire", "if heir and task ~= heir and now < h_deadline and", "if heir and task ~= heir and"),
     ("acquire", "if heir and task ~= heir and now < h_deadline and", "if false and"),
-    (
-        "acquire",
-        "redis.call('ZADD', KEYS[3], ARGV[9] or '0', heir)",
-        "redis.call('ZADD', KEYS[3], now, heir)",
-    ),
+    ("acquire", "ARGV[9] or '0', heir)", "now, heir)"),
+    ("acquire", "ARGV[9] or '0', heir)", "ARGV[9], heir)"),
     ("acquire", "not heir and h_token ~= token", "h_token ~= token"),
     ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or waiters ~= '0'"),
     ("acquire", "ticket or task == heir or waiters ~= '0'", "ticket or task == heir"),
@@ -292,7 +289,7 @@ class Case:
         since = self.random.choice((0, self.now - self.random.randrange(3) * SECOND))
         attempt = self.random.choice((0, 0, 1))
         copy, remember = self.random.choice(COPIES), self.random.choice((0, 0, 0, 0, 0, *MARK_LEASES_MS))
-        is_first = self.random.random() < 0.3  # a call that has not waited, and will not, says nothing of it
+        is_first = self.random.random() < 0.15  # a call that has not waited, and will not, says nothing of it
         if is_first:
             copy, remember, linger, since, attempt = COPIES[0], 0, 0, 0, 0
         after = self.model.acquire(
@@ -438,7 +435,7 @@ class Case:
             moments += [int(float(value) * SECOND), int((float(value) + 1) * SECOND)]
         expiries = [self.store.expiry, self.store.record_expiry]
         moments += [ms * MS for ms in expiries if ms is not None]
-        moments += [int(call[1:]) for _, call in self.store.calls.fields if call.startswith("@")] * 4
+        moments += [int(call[1:]) for _, call in self.store.calls.fields if call.startswith("@")] * 8
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         began = self.now
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
@@ -670,5 +667,6 @@ def test_changed_script_differs_from_the_model(locks: redis.Redis, verb: str, ri
     scripts = texts()
     assert scripts[verb].count(right) == 1
     scripts[verb] = scripts[verb].replace(right, wrong)
-    _, difference = compare(locks, scripts, range(CASES))
+    # More than for the right ones, as it ends with the first: some flaws show at one moment only.
+    _, difference = compare(locks, scripts, range(5 * CASES))
     assert difference
