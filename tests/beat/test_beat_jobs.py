@@ -25,6 +25,8 @@ def sent(beat: Beat) -> int:
 
 def stop(beat: Beat, worker: Worker) -> None:
     """Stop a beat between two ticks: SIGTERM does not wait for a message that is on its way."""
+    before = sent(beat)
+    wait_until(lambda: sent(beat) > before, "a tick, to be sure that the next one is a second away")
     wait_until(
         lambda: len({*re.findall(r"Task jobs\.\w+\[(\S+)\] received", worker.log_text())}) == sent(beat),
         "all received",
