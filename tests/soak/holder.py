@@ -201,7 +201,11 @@ class Holder:
 
     def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
         self._replied_at = at
-        word, deadline, fence, now, _value, record, *_rest = reply
+        if len(reply) == 3:  # it was free, and nobody waits
+            word, now, fence = reply
+            deadline, record = int(now) + asked[2], None
+        else:
+            word, deadline, fence, now, _value, record, *_rest = reply
         if word == "held":
             return
         since = int(record.split("\n")[4]) if word == "again" else int(now)
@@ -220,10 +224,11 @@ class Holder:
             deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
         )  # fmt: skip
 
-    def _released(self, asked: Sequence[Any], reply: list[Any], _began_us: int, at: float) -> None:
-        self._history.note(
-            "release", t=at, token=asked[1], lock=asked[0][0], word=reply[0], now=int(reply[1])
-        )
+    def _released(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
+        word, *found = reply
+        # Where the server does not say when, a bound: it was not before the one, not after the other.
+        now = int(found[0]) if found and found[0] else now_us() if word == "lost" else began_us
+        self._history.note("release", t=at, token=asked[1], lock=asked[0][0], word=word, now=now)
 
 
 def fork(duty: Duty, mutate: Callable[[], LockMaker]) -> int:
