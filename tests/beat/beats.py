@@ -33,12 +33,13 @@ class Beat:
         *,
         app: str = "tests.beat.app",
         scheduler: str | None = HOT_STANDBY,
+        level: str = "INFO",
         environment: dict[str, str] | None = None,
         **conf: Any,
     ) -> None:
         self.log = directory / f"{name}.log"
         self._command = [
-            sys.executable, "-m", "celery", "-A", app, "beat", "-l", "INFO", "--pidfile=",
+            sys.executable, "-m", "celery", "-A", app, "beat", "-l", level, "--pidfile=",
             "-s", str(directory / f"{name}.schedule"), *(["-S", scheduler] if scheduler else []),
         ]  # fmt: skip
         self._environment = {**os.environ, CONF: json.dumps(conf), **(environment or {})}

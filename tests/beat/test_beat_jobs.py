@@ -16,22 +16,36 @@ def plain_beats(beats: Beats, count: int = 1, **tasks: str) -> list[Beat]:
     entries = {
         name: {"task": task, "schedule": 1.0, "args": [f"gated-{name}"]} for name, task in tasks.items()
     }
-    return beats.start(count, scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+    return beats.start(count, scheduler=None, level="DEBUG", entries=entries, task_default_queue=JOBS_QUEUE)
 
 
 def sent(beat: Beat) -> int:
     return beat.log_text().count("Scheduler: Sending due task")
 
 
-def stop(beat: Beat, worker: Worker) -> None:
-    """Stop a beat between two ticks: SIGTERM does not wait for a message that is on its way."""
+def stop(beat: Beat, worker: Worker | None = None, entries: int = 1) -> None:
+    """Stop a beat while it sleeps after a tick: in the middle of a send, SIGTERM ends it with an error.
+
+    Args:
+        beat: The beat; it logs at DEBUG.
+        worker: Who is to have received all that it has sent. Defaults to nobody.
+        entries: How many it sends in a tick. Defaults to 1.
+    """
     before = sent(beat)
-    wait_until(lambda: sent(beat) > before, "a tick, to be sure that the next one is a second away")
-    wait_until(
-        lambda: len({*re.findall(r"Task jobs\.\w+\[(\S+)\] received", worker.log_text())}) == sent(beat),
-        "all received",
-    )
+
+    def is_asleep() -> bool:
+        since = beat.log_text().rpartition("Scheduler: Sending due task")[2]
+        return sent(beat) > before and sent(beat) % entries == 0 and "beat: Waking up" in since
+
+    def is_received() -> bool:
+        return worker is None or received(worker) == sent(beat)
+
+    wait_until(lambda: is_asleep() and is_received(), "a tick, and sleep")
     assert beat.stop() == 0
+
+
+def received(worker: Worker) -> int:
+    return len({*re.findall(r"Task jobs\.\w+\[(\S+)\] received", worker.log_text())})
 
 
 def all_ended(journal: Journal, beat: Beat) -> None:
@@ -110,13 +124,14 @@ def test_job_of_two_beats_runs_once_per_interval_if_it_rests(
         "rest": {"task": "jobs.rest", "schedule": 1.0, "args": ["rest"]},
         "slow": {"task": "jobs.slow", "schedule": 1.0, "args": ["bare"]},
     }
-    beats.start(scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+    plain = {"scheduler": None, "level": "DEBUG", "entries": entries, "task_default_queue": JOBS_QUEUE}
+    beats.start(**plain)
     journal.wait_for("start", name="rest")
     # Half a second apart as their clocks would have them: the second starts between two ticks of the first.
-    beats.start(scheduler=None, entries=entries, task_default_queue=JOBS_QUEUE)
+    beats.start(**plain)
     wait_until(lambda: min(sent(beat) for beat in beats.all) >= 16, "eight ticks of each")
     for beat in beats.all:
-        assert beat.stop() == 0
+        stop(beat, entries=len(entries))
 
     def fences(name: str) -> list[int]:  # microseconds of the server's clock at the acquisition
         return sorted(entry["fence"] for entry in journal.entries(what="start", name=name))
