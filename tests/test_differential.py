@@ -652,6 +652,7 @@ def compare(client: redis.Redis, scripts: dict[str, str], seeds: Iterable[int]) 
     return words, ""
 
 
+@pytest.mark.timeout(400)
 def test_scripts_answer_as_the_model_does(locks: redis.Redis) -> None:
     """Over tens of thousands of random operations the scripts and the model never differ."""
     only = os.environ.get("DIFFERENTIAL_SEED")
@@ -661,6 +662,7 @@ def test_scripts_answer_as_the_model_does(locks: redis.Redis) -> None:
     assert only or (sum(words.values()) >= 20_000 and words.keys() >= EVERY_ANSWER)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("verb", "right", "wrong"), MUTANTS)
 def test_changed_script_differs_from_the_model(locks: redis.Redis, verb: str, right: str, wrong: str) -> None:
     """A script with one condition or expiry changed is found out."""
