@@ -21,7 +21,7 @@ help:
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
-	@echo "make bench      every figure of docs/performance.md beside the peers (45 minutes); ARGS=--quick"
+	@echo "make bench      every figure of docs/performance.md beside the peers (half an hour); ARGS=--quick"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
