@@ -97,7 +97,7 @@ class Worker:
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
-        wait_until(self._is_ready, f"worker ready; its log: {self.log}", 30)
+        wait_until(self._is_ready, f"worker ready; its log: {self.log}", 60)
 
     def _is_ready(self) -> bool:
         if self.process.poll() is not None:
@@ -118,7 +118,10 @@ class Worker:
         self.process.wait()
 
     def stop(self) -> None:
-        """Warm shutdown; what does not end in time is killed."""
+        """Warm shutdown; what does not end in time is killed.
+
+        A process of the pool whose last result the worker has not read yet stays for 30 seconds (billiard).
+        """
         if self.process.poll() is None:
             self.process.terminate()
             try:

@@ -106,7 +106,7 @@ def hold(locks: redis.Redis, task: Any, *args: Any, where: Any = None, **lock: A
 
 def stale(locks: redis.Redis, task: Any, *args: Any, where: Any = None) -> HeldLock:
     """The lock of a holder whose lease has ended."""
-    held = hold(locks, task, *args, where=where or elsewhere(), lease=0.1)
+    held = hold(locks, task, *args, where=where or elsewhere(), lease=0.3)
     wait_until(lambda: task.locked(*args) is None, "the end of its lease")
     return held
 

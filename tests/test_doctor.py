@@ -322,7 +322,7 @@ def test_forbidden_config_is_not_known(user: Any) -> None:
 def test_expired_locks_are_a_warning_that_names_the_dead_holder(app: Celery, locks: redis.Redis) -> None:
     """A holder has died; the oldest is shown."""
     task = {"task": "examined.work", "task_id": "t-1", "host": "elsewhere", "pid": 7, "worker": "w@elsewhere"}
-    SetnxLock(locks, "setnx:{examined.work:aa}", lease=0.01, info=task).acquire()
+    SetnxLock(locks, "setnx:{examined.work:aa}", lease=0.3, info=task).acquire()
     wait_until(lambda: SetnxLock(locks, "setnx:{examined.work:aa}").holder() is None, "its deadline")
     SetnxLock(locks, "setnx:{examined.work:bb}", lease=60).acquire()
     held, expired = findings(app, "locks")

@@ -517,7 +517,10 @@ def test_worker_that_shuts_down_gives_its_couriers_back(
     first = start("doomed")
     held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 2, queue="doomed")
+    inspect = tasks.app.control.inspect(destination=[f"{first.name}@test"], timeout=5, limit=1)
+    wait_until(lambda: inspect.active() == {f"{first.name}@test": []}, "it has read how the two calls ended")
     first.stop()
+    assert first.process.returncode == 0, first.log_text()
     locks.flushdb()  # from now on only the couriers know
     gates(f"gated-{key}")
     start("doomed")
