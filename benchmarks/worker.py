@@ -12,9 +12,10 @@ disturbs a machine for a second should disturb all of them. Until the last task 
 - CPU with publication: the first, and what the publisher has used, per task.
 
 Broker and locks are two databases of one server, as in small deployments. The arguments of all calls differ,
-so no call meets a held lock. The peers take their lock when a call is published, and only free it in the
-worker; ours is taken and freed there. Workers log warnings only, and have their default prefetch; results are
-ignored.
+so no call meets a held lock. The floor is a task with two bare commands (`SET NX PX` and `DEL`) about its
+body, over the same connection as ours: no lock that asks Redis twice in the worker can cost it less. The
+peers take their lock when a call is published, and only free it in the worker; ours is taken and freed there.
+Workers log warnings only, and have their default prefetch; results are ignored.
 """
 
 from __future__ import annotations

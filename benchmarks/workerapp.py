@@ -13,10 +13,27 @@ from celery_singleton import Singleton
 
 from benchmarks.peers import Heimdall
 from celery_setnx import SingletonTask
+from celery_setnx.connection import client_for
+from celery_setnx.wire import ask
 
 BROKER_URL, LOCK_URL = "BENCHMARK_BROKER_URL", "BENCHMARK_LOCK_URL"
 WAY, COUNT = "BENCHMARK_WAY", "BENCHMARK_COUNT"
 EXPIRY_S = 3600
+
+
+class Bare(Task):  # type: ignore[misc]
+    """No lock: two commands about the body, over the same connection as ours, which is the floor."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body between the two."""
+        client, name = client_for(self.app), f"bare:{self.request.id}"
+        ask(client, ("SET", name, 1, "NX", "PX", EXPIRY_S * 1000))
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            ask(client, ("DEL", name))
 
 
 @dataclass(frozen=True)
@@ -34,11 +51,12 @@ class Way:
     locks_at: str | None = None
 
 
-PLAIN, OURS = "plain Celery", "celery_setnx"
+PLAIN, OURS, BARE = "plain Celery", "celery_setnx", "two bare commands"
 ONCE, SINGLETON, HEIMDALL = "celery-once", "celery-singleton", "celery-heimdall"
 WAYS = {
     PLAIN: Way(Task),
     OURS: Way(SingletonTask, locks_at="run"),
+    BARE: Way(Bare),
     ONCE: Way(QueueOnce, locks_at="publish"),
     SINGLETON: Way(Singleton, {"lock_expiry": EXPIRY_S}, "publish"),
     # By default it would wait nearly a second in the worker for the lock that its call has taken already.

@@ -52,6 +52,10 @@ class KeyFunction:
         self._signature = signature
         self._task = task
         self._select = _selector(key, signature, task)
+        parameters = signature.parameters
+        self._names = tuple(parameters)
+        self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        self._is_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
     def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
         """The digest of a call's key; empty for the lock of the whole task.
@@ -59,11 +63,7 @@ class KeyFunction:
         Raises:
             UnkeyableCall: The arguments do not fit the signature, or one has no canonical form.
         """
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise UnkeyableCall(self._task, f"{error}; its signature is {_bare(self._signature)}") from error
-        bound.apply_defaults()
+        bound = self._bound(args, kwargs)
         chosen = self._select(bound)
         if chosen is _WHOLE_TASK:
             return ""
@@ -71,6 +71,24 @@ class KeyFunction:
             return digest(chosen, self._version)
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
+
+    def _bound(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        if self._is_plain and len(args) <= len(self._names):  # as `bind` does it, in a third of the time
+            arguments, named = dict(zip(self._names, args)), 0
+            for name in self._names[len(args) :]:
+                if name in kwargs:
+                    arguments[name] = kwargs[name]
+                    named += 1
+                elif name in self._defaults:
+                    arguments[name] = self._defaults[name]
+            if len(arguments) == len(self._names) and named == len(kwargs):
+                return inspect.BoundArguments(self._signature, arguments)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UnkeyableCall(self._task, f"{error}; its signature is {_bare(self._signature)}") from error
+        bound.apply_defaults()
+        return bound
 
     def _blame(self, bound: inspect.BoundArguments, error: Exception) -> str:
         for name, value in bound.arguments.items():

@@ -761,7 +761,7 @@ def _info(text: str, token: str) -> dict[str, Any]:
 
 
 def _encoded(info: Mapping[str, Any] | str) -> str:
-    return info if isinstance(info, str) else _JSON.encode(info)
+    return info if isinstance(info, str) else _JSON.encode(info) if info else "{}"
 
 
 def _clock(moment: float | None) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from itertools import chain, combinations
 from typing import Any
 from uuid import UUID
 
@@ -129,6 +131,27 @@ def test_positional_keyword_and_default_are_one_call() -> None:
     """However the arguments are given, the call is the same."""
     same = {key()(1), key()(1, 2), key()(a=1), key()(a=1, b=2), key()(1, b=2, c=3), key()(1, c=3)}
     assert len(same) == 1
+
+
+def test_every_way_to_give_arguments_is_bound_as_python_binds_it() -> None:
+    """All calls of one to three parameters, right and wrong, beside `inspect.Signature.bind`."""
+    signature = inspect.signature(lambda a, b, c=3: None)
+    made = KeyFunction(None, signature, "proj.call")
+    seen = set()
+    for args in [(), (1,), (1, 2), (1, 2, 9), (1, 2, 9, 4)]:
+        for names in chain.from_iterable(combinations("abcd", count) for count in range(5)):
+            kwargs = {name: ord(name) for name in reversed(names)}
+            try:
+                expected = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                with pytest.raises(UnkeyableCall, match=re.escape(str(error))):
+                    made.digest(args, kwargs)
+                seen.add("refused")
+            else:
+                expected.apply_defaults()
+                assert made.digest(args, kwargs) == digest(list(expected.arguments.items()))
+                seen.add("bound")
+    assert seen == {"refused", "bound"}
 
 
 def test_arguments_do_not_run_together() -> None:

@@ -62,9 +62,9 @@ if ticket then
 end
 
 local deadline = now + lease
-local value = int(math.ceil(deadline / 1000000))
+local value = math.ceil(deadline / 1000000)
 local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
-local expiry = int(math.ceil(deadline / 1000) + retention)
+local expiry = math.ceil(deadline / 1000) + retention
 local set = redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry) -- SETNX, with the key's expiry in one step
 local alone = set and waiters == '0' and not (mark or ticket or heir) -- nothing of the caller's task to look for
 local task, retries
