@@ -339,6 +339,7 @@ class SetnxLock:
 
     Attributes:
         heir: To whom the last release through this object has handed the lock; None if nobody waited.
+        token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
         ValueError: A lease that is not positive, a negative retention, or a name whose record would live
@@ -373,7 +374,8 @@ class SetnxLock:
         self.mark = mark
         self.line = line or mark is not None
         self.heir: Heir | None = None
-        self.held: HeldLock | None = None
+        # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
+        self.token: str | None = None
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
@@ -484,9 +486,9 @@ class SetnxLock:
         Raises:
             LockLost: Nothing was acquired through this object.
         """
-        if self.held is None:
+        if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        return self.held.release()
+        return self._release(self.token, 0)
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -606,7 +608,7 @@ class SetnxLock:
             # Acquired too long ago to rely on: the reply was late, or this process stood still.
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.held = held
+        self.token = token
         return Outcome(
             True,
             lock=held,

@@ -216,17 +216,17 @@ def test_lock_of_a_dead_holder_is_handed_on(locks: redis.Redis, lock: SetnxLock)
     """Freed on behalf of the dead, it goes to the first in line."""
     wait(locks, "a")
     parent = lock_on(locks)
-    assert lock.held is not None
-    assert parent.free_dead(lock.held.token) == "freed"
+    assert lock.token is not None
+    assert parent.free_dead(lock.token) == "freed"
     assert parent.heir == Heir("a", "wake a")
 
 
 def test_release_by_who_knows_no_line_leaves_it(locks: redis.Redis, lock: SetnxLock) -> None:
     """The lock is anybody's then; whoever has it next hands it to the first in line."""
     wait(locks, "a")
-    assert lock.held is not None
+    assert lock.token is not None
     plain = SetnxLock(locks, NAME)
-    assert plain._release(lock.held.token, 0) == "released"
+    assert plain._release(lock.token, 0) == "released"
     assert (plain.heir, members(locks)) == (None, ["a"])
     after = lock_on(locks)
     assert after.acquire().waiters == 1
@@ -247,8 +247,7 @@ def test_waiter_that_finds_the_lock_free_waits_no_more(locks: redis.Redis, lock:
 def test_resting_lock_keeps_its_line(locks: redis.Redis, lock: SetnxLock) -> None:
     """With at_least_for the first is named, and the time until its turn; it stays in line, and outside."""
     wait(locks, "a")
-    assert lock.held is not None
-    assert lock.held.release(at_least_for=30) == "resting"
+    assert held_by(lock.acquire(token=lock.token)).release(at_least_for=30) == "resting"
     assert lock.heir is not None
     assert (lock.heir.task_id, lock.heir.call) == ("a", "wake a")
     assert 20 < lock.heir.rest_s <= 30
@@ -259,8 +258,7 @@ def test_resting_lock_keeps_its_line(locks: redis.Redis, lock: SetnxLock) -> Non
 def test_line_goes_on_after_the_rest(locks: redis.Redis, lock: SetnxLock) -> None:
     """Whoever sees to the lock then hands it to the first; nobody is reported dead."""
     wait(locks, "a")
-    assert lock.held is not None
-    lock.held.release(at_least_for=0.3)
+    held_by(lock.acquire(token=lock.token)).release(at_least_for=0.3)
     nudge = lock_on(locks)
     outcome = nudge.acquire(wait=5)
     assert outcome.acquired

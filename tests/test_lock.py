@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from datetime import timedelta
@@ -61,6 +62,26 @@ def test_release_frees_the_lock_and_is_answered_alike_twice(locks: redis.Redis) 
     assert held.release() == held.release() == "released"
     assert locks.get(NAME) is None
     assert 0 < locks.ttl(RECORD) <= 60
+
+
+def test_lock_leaves_nothing_for_the_garbage_collector(locks: redis.Redis) -> None:
+    """No object keeps another in a circle: a stream of short locks costs no collections."""
+
+    def cycle() -> None:
+        lock = SetnxLock(locks, NAME)
+        lock.acquire()
+        lock.release()
+        with SetnxLock(locks, NAME) as held:
+            held.renew()
+
+    cycle()
+    gc.collect()
+    gc.disable()
+    try:
+        cycle()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks: redis.Redis) -> None:
