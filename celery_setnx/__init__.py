@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from celery_setnx.fanout import CallOutcome, FanOut
     from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
+    from celery_setnx.options import SingletonOptions
     from celery_setnx.publish import Duplicate, send_task
     from celery_setnx.task import SingletonTask, current_lock, singleton
 
@@ -45,6 +46,7 @@ _HOMES = {
     ),
     "fanout": ("CallOutcome", "FanOut"),
     "lock": ("HeldLock", "Holder", "Outcome", "SetnxLock"),
+    "options": ("SingletonOptions",),
     "publish": ("Duplicate", "send_task"),
     "task": ("SingletonTask", "current_lock", "singleton"),
 }
@@ -68,6 +70,7 @@ __all__ = [
     "Outcome",
     "SetnxError",
     "SetnxLock",
+    "SingletonOptions",
     "SingletonTask",
     "UnkeyableCall",
     "current_lock",

@@ -211,7 +211,7 @@ class HeldLock:
         fence: int,
         since_us: int,
         valid_until: float,
-        server_time: float,
+        ahead_s: float,
     ) -> None:
         self.key = setnx_lock.name
         self.token = token
@@ -223,7 +223,7 @@ class HeldLock:
         self._lock = setnx_lock
         self._since_us = since_us
         self._valid_until = valid_until
-        self._ahead_s = server_time - setnx_lock.clock()
+        self._ahead_s = ahead_s
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
@@ -576,15 +576,14 @@ class SetnxLock:
         before = self.clock()
         reply = _acquire(self, token, dead, call_id, waiter)
         if len(reply) == 3:  # it was free, and nobody waits
-            word, now, fence = reply
-            now_us, remaining_us, mark, waiters, found = int(now), _us(self.lease_s), None, 0, None
-        else:
-            word, deadline_us, fence, now_us, value, record, mark, waiters = reply
-            remaining_us = deadline_us - now_us
-            found = parse_holder(record, value, now_us)
-        server_time = now_us / _US
+            now_us = int(reply[1])
+            held = self._now_held(token, before, int(reply[2]), now_us, now_us, _us(self.lease_s))
+            return Outcome(True, held, server_time=now_us / _US)
+        word, deadline_us, fence, now_us, value, record, mark, waiters = reply
+        server_time, remaining_us = now_us / _US, deadline_us - now_us
         if word == "stale":
             return Outcome(False, server_time=server_time, mark=mark, stale=True)
+        found = parse_holder(record, value, now_us)
         if word == "held":
             return Outcome(
                 False,
@@ -594,30 +593,39 @@ class SetnxLock:
                 mark=mark,
                 waiters=int(waiters),
             )
-        valid_until = self._valid_until(before, remaining_us)
         since_us = int(record.split("\n")[4]) if word == "again" else now_us
-        held = HeldLock(
-            self,
-            token,
-            fence=int(fence),
-            since_us=since_us,
-            valid_until=valid_until,
-            server_time=server_time,
-        )
-        if self.clock() >= valid_until:
-            # Acquired too long ago to rely on: the reply was late, or this process stood still.
-            held.release()
-            raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.token = token
         return Outcome(
             True,
-            lock=held,
+            lock=self._now_held(token, before, int(fence), since_us, now_us, remaining_us),
             taken_over_from=found if word == "taken_over" else None,
             server_time=server_time,
             # Asked again, the mark is gone because we have it.
             mark=task_of(token) if word == "again" and self.mark else mark,
             waiters=int(waiters),
         )
+
+    def _now_held(
+        self, token: str, before: float, fence: int, since_us: int, now_us: int, remaining_us: int
+    ) -> HeldLock:
+        """What was acquired by a command sent at a time, if this process may rely on it still.
+
+        Raises:
+            LockUnavailable: It may not: the reply was late, or this process stood still. It is given back.
+        """
+        after = self.clock()
+        held = HeldLock(
+            self,
+            token,
+            fence=fence,
+            since_us=since_us,
+            valid_until=self._valid_until(before, remaining_us),
+            ahead_s=now_us / _US - after,
+        )
+        if after >= held._valid_until:
+            held.release()
+            raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
+        self.token = token
+        return held
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
         """Counted from before the send, so that the server's deadline is surely later."""

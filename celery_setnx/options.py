@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import FORMATS, KeyOption, latest_version
@@ -87,6 +87,30 @@ class Options:
         """Whether a call may wait in line: `wait`, `join`, a callable's choice, or what `auto` comes to."""
         auto = self.on_conflict == "auto" and self.dedupe == "until_started"
         return auto or callable(self.on_conflict) or self.on_conflict in ("wait", "join")
+
+
+Duration = float | timedelta
+"""Seconds, or a timedelta."""
+
+
+class SingletonOptions(TypedDict, total=False):
+    """The options as they are written, for editors and type checkers; their meaning is in `Options`."""
+
+    key: KeyOption
+    scope: str | None
+    on_conflict: Literal["auto", "skip", "retry", "wait", "join", "raise"] | Callable[[Any], Any]
+    skip_result: Any
+    lease: Duration
+    at_least_for: Duration
+    at_most_for: Duration | None
+    retry_delay: Duration
+    retry_delay_max: Duration
+    max_wait: Duration | None
+    dedupe: Literal["until_started", "until_done"] | None
+    on_duplicate: Literal["return", "raise"] | Callable[[Any], Any]
+    queue_lease: Duration
+    hold_on_retry: bool
+    on_redis_error: Literal["retry", "run", "raise"]
 
 
 NAMES = tuple(option.name for option in fields(Options))

@@ -29,7 +29,7 @@ from celery_setnx.exceptions import (
 from celery_setnx.guard import Guard
 from celery_setnx.lock import Holder
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.options import Options, checked
+from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 from celery_setnx.switches import DISABLED
 
@@ -154,7 +154,7 @@ def send_task(
     args: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    singleton: Mapping[str, Any] | None = None,
+    singleton: SingletonOptions | None = None,
     **options: Any,
 ) -> Any:
     """Publish a call of a task by its name, deduplicated: for producers without the task's code.

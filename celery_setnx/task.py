@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from celery import Celery, Task, current_task
 from celery._state import connect_on_app_finalize
@@ -16,9 +16,12 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.fanout import CallOutcome, FanOut, fan_out
 from celery_setnx.guard import Guard, Run, lock_of
 from celery_setnx.lock import HeldLock, Holder, SetnxLock
-from celery_setnx.options import Options, checked
+from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.publish import publish
 from celery_setnx.switches import DISABLED, EAGER_GUARDED
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +45,7 @@ class SingletonTask(Task):  # type: ignore[misc]
 
     abstract = True
     Request = "celery_setnx.request:SingletonRequest"
-    singleton: Mapping[str, Any] = {}
+    singleton: SingletonOptions = {}
     _guard: Guard | None = None
     _calls_run = True
 
@@ -88,7 +91,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         link_error: Any = None,
         shadow: str | None = None,
         *,
-        singleton: Mapping[str, Any] | None = None,
+        singleton: SingletonOptions | None = None,
         **options: Any,
     ) -> Any:
         """Publish a call, its finished key in a header, unless it is a duplicate (with `dedupe`).
@@ -135,7 +138,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         self,
         calls: Iterable[Any],
         *,
-        singleton: Mapping[str, Any] | None = None,
+        singleton: SingletonOptions | None = None,
         batch_size: int = 1000,
         each: Callable[[CallOutcome], Any] | None = None,
         progress: Callable[[FanOut], Any] | None = None,
@@ -224,7 +227,11 @@ class SingletonTask(Task):  # type: ignore[misc]
         return run.guard(lambda: self.run(*args, **kwargs))
 
 
-def singleton(function: Function | None = None, /, **options: Any) -> Any:
+@overload
+def singleton(function: Function, /) -> Function: ...
+@overload
+def singleton(**options: Unpack[SingletonOptions]) -> Callable[[Function], Function]: ...
+def singleton(function: Any = None, /, **options: Any) -> Any:
     """Guard a task's function, or give a `SingletonTask` its options. Goes below `@app.task`.
 
     With `base=SingletonTask` it only supplies the options. With another base class it guards the function

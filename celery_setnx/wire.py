@@ -67,12 +67,13 @@ class Wire:
         self._pool = client.connection_pool
         self._pid = os.getpid()
         self._idle: list[Any] = []
+        self._looks = False
 
     def ask(self, command: Command) -> Any:
         """Send a command, read its reply."""
         connection = self._take()
         try:
-            packed = _packed(connection, (command,))
+            packed = _packed(connection, command)
             try:
                 connection.send_packed_command(packed)
                 reply = connection.read_response()
@@ -95,7 +96,7 @@ class Wire:
             return [_reply(connection) for _ in commands]
 
         try:
-            packed = _packed(connection, commands)
+            packed = [b"".join(part for command in commands for part in _packed(connection, command))]
             try:
                 connection.send_packed_command(packed)
                 replies = read()
@@ -128,8 +129,9 @@ class Wire:
         except IndexError:
             connection = self._pool.connection_class(**self._pool.connection_kwargs)
             connection.connect()  # to send would connect as well, but not ask the Sentinels where
+            self._looks = _sends_once(connection)
             return connection
-        if _sends_once(connection) and _is_dead(connection):
+        if self._looks and _is_dead(connection):
             self._hang_up(connection)
             connection.connect()
         return connection
@@ -155,10 +157,8 @@ def _is_dead(connection: Any) -> bool:
         return True
 
 
-def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
-    if pack_command is not None:
-        return [b"".join(map(pack_command, commands))]
-    return connection.pack_commands(commands)
+def _packed(connection: Any, command: Command) -> list[bytes]:
+    return connection.pack_command(*command) if pack_command is None else [pack_command(command)]
 
 
 def _reply(connection: Any) -> Any:
