@@ -234,6 +234,20 @@ def test_release_by_who_knows_no_line_leaves_it(locks: redis.Redis, lock: SetnxL
     assert after.heir == Heir("a", "wake a")
 
 
+def test_lock_that_vanished_when_handed_is_free_to_who_knows_no_line(
+    locks: redis.Redis, lock: SetnxLock
+) -> None:
+    """Its record names the heir still; who comes without the line's keys has the lock, and no error."""
+    wait(locks, "a")
+    lock.release()
+    locks.delete(NAME)
+    plain = SetnxLock(locks, NAME)
+    assert (plain._release(str(lock.token), 0), plain.heir) == ("released", None)
+    assert plain.acquire(token=task_token("a", 0, "cd")).acquired
+    locks.delete(NAME)
+    assert plain.acquire().acquired
+
+
 def test_waiter_that_finds_the_lock_free_waits_no_more(locks: redis.Redis, lock: SetnxLock) -> None:
     """It has the lock, and no release hands it over once more."""
     wait(locks, "a")

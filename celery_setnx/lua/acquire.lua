@@ -120,11 +120,11 @@ local fence_text = fence == now and since or int(fence)
 local mine = token .. '\n' .. int(deadline) .. '\n' .. fence_text .. '\nrunning\n' .. since .. '\n' .. info
 redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
 if mark and mark == task then redis.call('DEL', KEYS[5]) end
-if heir and task ~= heir and now < h_deadline and redis.call('HGET', KEYS[4], heir) then
+if heir and KEYS[4] and task ~= heir and now < h_deadline and redis.call('HGET', KEYS[4], heir) then
   redis.call('ZADD', KEYS[3], ARGV[9] or '0', heir) -- overtaken, it is among the first in line again
   outlive(KEYS[3])
 end
-if task and (ticket or task == heir or waiters ~= '0') then -- it waits no more
+if KEYS[3] and task and (ticket or task == heir or waiters ~= '0') then -- it waits no more
   redis.call('ZREM', KEYS[3], task)
   redis.call('HDEL', KEYS[4], task)
 end

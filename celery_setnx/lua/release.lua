@@ -27,8 +27,8 @@ local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end
 local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(.*)$')
 local function answer(word, heir)
-  local call = heir and redis.call('HGET', KEYS[4], heir)
-  if call and string.match(call, '^@') then heir, call = false, false end
+  local call = heir and KEYS[4] and redis.call('HGET', KEYS[4], heir) or false
+  if not KEYS[4] or call and string.match(call, '^@') then heir, call = false, false end
   return {word, now, value, heir, call}
 end
 
