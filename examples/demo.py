@@ -354,7 +354,7 @@ class Demo:
             f"{counts.duplicates} duplicates name {len(named)} calls",
         )
 
-    def take_over(self) -> None:
+    def take_over(self, lives_s: float = 0.0) -> TakeOver:
         """Scene 4: a worker is killed in mid-task, and another one takes its lock over."""
         self.title(4, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
         history, app = self.history, self.app
@@ -362,6 +362,7 @@ class Demo:
         with self.shown(scene.picture) as wait:
             scene.first = first = app.settle.apply_async(["acme"], queue="alpha").id
             (start,) = wait(lambda: history.of("start", task_id=first), "the task runs on alpha")
+            wait(lambda: app.server_time() >= start["at"] + lives_s, "it has run for a while")
             self.alpha.kill()
             scene.killed_at = app.server_time()
             second = app.settle.apply_async(["acme"], queue="beta")
@@ -395,6 +396,7 @@ class Demo:
             (dead["task_id"], dead["worker"], dead["pid"]) == (first, self.alpha.node, start["pid"]),
             f"task {dead['task_id'][:8]}…, worker {dead['worker']}, pid {dead['pid']}",
         )
+        return scene
 
     def leftovers(self) -> None:
         """No key of ours stays without a TTL."""
@@ -559,9 +561,9 @@ def no_key_left(client: redis.Redis, prefix: str) -> Iterator[None]:
             client.delete(key)
 
 
-def run(console: Console, logs: Path) -> bool:
-    """Run the demo; true if everything it shows is true."""
-    began = time.monotonic()
+@contextmanager
+def stage(console: Console, logs: Path) -> Iterator[Demo]:
+    """A demo with its server and its workers."""
     with ExitStack() as stack:
         url, kind = stack.enter_context(server())
         prefix = f"demo-{uuid.uuid4().hex[:8]}"
@@ -578,7 +580,13 @@ def run(console: Console, logs: Path) -> bool:
         )
         console.print(f"   server   {name} {version}, {kind}", style="dim")
         alpha, beta = (stack.enter_context(closing(Worker(name, logs / f"{name}.log"))) for name in WORKERS)
-        demo = Demo(console, app, History(app.client, app.HISTORY), alpha, beta)
+        yield Demo(console, app, History(app.client, app.HISTORY), alpha, beta)
+
+
+def run(console: Console, logs: Path) -> bool:
+    """Run the demo; true if everything it shows is true."""
+    began = time.monotonic()
+    with stage(console, logs) as demo:
         try:
             demo.start()
             demo.fan_out()

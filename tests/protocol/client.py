@@ -1,0 +1,381 @@
+"""A full and a classic client of the lock, as docs/protocol.md and docs/keys.md describe them, and the names.
+
+Nothing of celery_setnx is imported here, and no Redis library: what another language would have to write.
+The Lua files are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from datetime import time as time_of_day
+from decimal import Decimal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+# Found, not imported: the tests may run against an installed wheel.
+LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lua"  # type: ignore[union-attr]
+RETENTION_MS = 86_400_000
+REMEMBER_MS = 60_000
+
+
+class ServerError(Exception):
+    """An error reply."""
+
+
+class Server:
+    """A connection to a Redis, in its own protocol."""
+
+    def __init__(self, port: int, db: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._file = self._socket.makefile("rb")
+        self.ask("SELECT", db)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def ask(self, *command: Any) -> Any:
+        """The reply to a command; text as bytes.
+
+        Raises:
+            ServerError: The reply is an error.
+        """
+        parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
+        packed = b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+        self._socket.sendall(b"*%d\r\n%b" % (len(parts), packed))
+        reply = self._read()
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    def time(self) -> int:
+        """The server's clock, in microseconds."""
+        second, microsecond = self.ask("TIME")
+        return int(second) * 1_000_000 + int(microsecond)
+
+    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any) -> list[Any]:
+        """What a script answers; the parts of a short answer as an array.
+
+        Raises:
+            ServerError: As `ask`.
+        """
+        text = (LUA / f"{verb}.lua").read_bytes()
+        try:
+            reply = self.ask("EVALSHA", hashlib.sha1(text).hexdigest(), len(keys), *keys, *arguments)
+        except ServerError as error:
+            if not str(error).startswith("NOSCRIPT"):
+                raise
+            reply = self.ask("EVAL", text, len(keys), *keys, *arguments)
+        items = reply if isinstance(reply, list) else reply.split(b" ")
+        return [item.decode() if isinstance(item, bytes) else item for item in items]
+
+    def _read(self) -> Any:
+        line = self._file.readline()
+        if not line.endswith(b"\r\n"):
+            raise ConnectionError("the server has hung up")
+        kind, rest = line[:1], line[1:-2]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ServerError(rest.decode())
+        if kind == b":":
+            return int(rest)
+        if kind == b"$":
+            return None if rest == b"-1" else self._file.read(int(rest) + 2)[:-2]
+        if kind == b"*":
+            return None if rest == b"-1" else [self._read() for _ in range(int(rest))]
+        raise ConnectionError(f"not a reply: {line!r}")
+
+
+# docs/keys.md
+
+
+def canonical(value: Any) -> bytes:
+    """The canonical form of a value.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if value is None:
+        return b"n;"
+    if value is True or value is False:
+        return b"t;" if value else b"f;"
+    if isinstance(value, float):
+        if value == value and abs(value) != float("inf") and value % 1 == 0:
+            return canonical(int(value))
+        return _with_length("d", repr(value).encode())
+    for kind, encode in _ENCODERS:
+        if isinstance(value, kind):
+            return encode(value)
+    raise ValueError(f"no canonical form: {value!r}")
+
+
+def digest(form: bytes, version: int = 1) -> str:
+    """The digest of a canonical form."""
+    person = f"celery_setnx:{version}".encode()
+    return hashlib.blake2b(form, digest_size=16, person=person).hexdigest()
+
+
+def lock_name(prefix: str, scope: str, form: bytes | None) -> str:
+    """The name of a lock; without a canonical form that of the whole task's."""
+    inner = scope if form is None else f"{scope}:{digest(form)}"
+    return prefix + ":{" + inner + "}"
+
+
+def record_name(lock: str) -> str:
+    """The name of the record beside a lock."""
+    _before, _, after = lock.partition("{")
+    has_tag = after.find("}") > 0
+    return f"{lock}:holder" if has_tag else "{" + lock + "}:holder"
+
+
+def _with_length(letter: str, content: bytes) -> bytes:
+    return f"{letter}{len(content)}:".encode() + content
+
+
+def _with_count(letter: str, items: list[bytes]) -> bytes:
+    return f"{letter}{len(items)}:".encode() + b"".join(items)
+
+
+def _text(value: str) -> bytes:
+    return _with_length("s", value.encode("utf-8", "surrogatepass"))
+
+
+def _mapping(value: Mapping[Any, Any]) -> bytes:
+    entries = [(_text(_json_key(key)), canonical(item)) for key, item in value.items()]
+    if len({key for key, _item in entries}) < len(entries):
+        raise ValueError(f"two keys are one: {value!r}")
+    return _with_count("m", [key + item for key, item in sorted(entries)])
+
+
+def _json_key(key: Any) -> str:
+    """The text that JSON makes of a key, read from JSON itself."""
+    if isinstance(key, str):
+        return key
+    (text,) = json.loads(json.dumps({key: 0}))
+    return str(text)
+
+
+def _moment(value: datetime) -> bytes:
+    if value.tzinfo is None:
+        return b"N%d;" % ((value - datetime(1, 1, 1)) // timedelta(microseconds=1))
+    since = value - datetime(1, 1, 1, tzinfo=timezone.utc)
+    return b"A%d;" % (since // timedelta(microseconds=1))
+
+
+def _decimal(value: Decimal) -> bytes:
+    if value.is_nan():
+        text = "NaN"
+    elif value.is_infinite():
+        text = "-Infinity" if value < 0 else "Infinity"
+    elif value == 0:
+        text = "0"
+    else:
+        sign, digits, exponent = value.as_tuple()
+        number = int("".join(map(str, digits)))
+        assert isinstance(exponent, int)
+        while number % 10 == 0:
+            number, exponent = number // 10, exponent + 1
+        text = f"{'-' if sign else ''}{number}e{exponent}"
+    return _with_length("c", text.encode())
+
+
+_ENCODERS: list[tuple[Any, Callable[[Any], bytes]]] = [
+    (int, lambda value: b"i%d;" % value),
+    (str, _text),
+    (bytes, lambda value: _with_length("b", value)),
+    ((list, tuple), lambda value: _with_count("l", [canonical(item) for item in value])),
+    (Mapping, _mapping),
+    ((set, frozenset), lambda value: _with_count("S", sorted(canonical(item) for item in value))),
+    (UUID, lambda value: _with_length("u", value.bytes)),
+    (datetime, _moment),
+    (date, lambda value: b"D%d;" % ((value - date(1, 1, 1)).days + 1)),
+    (time_of_day, lambda value: _with_length("T", value.isoformat().encode())),
+    (timedelta, lambda value: b"P%d;" % (value // timedelta(microseconds=1))),
+    (Decimal, _decimal),
+]
+
+
+# docs/protocol.md
+
+
+@dataclass
+class Record:
+    """The six lines of a record."""
+
+    token: str
+    deadline_us: int
+    fence: int
+    state: str
+    since_us: int
+    info: str
+
+    @classmethod
+    def parsed(cls, text: str) -> Record:
+        """The record that a text is."""
+        token, deadline, fence, state, since, info = text.split("\n", 5)
+        return cls(token, int(deadline), int(fence), state, int(since), info)
+
+
+@dataclass
+class FullClient:
+    """A client that runs the scripts: the steps of "A full client".
+
+    Attributes:
+        server: The server.
+        lock: The lock's name.
+        lease_us: The lease.
+        info: What the record says of this client.
+        is_task_lock: Whether the lock is a task's, with a line and a mark beside it.
+        clock: A monotonic clock, in seconds.
+        token: The proof of being the holder, once it tried.
+        fence: The fence, once it holds the lock.
+        relies_until: When it must stop relying on the lock, by its clock.
+        dead: The record of the holder from whom the lock was taken over.
+        deadline_us: The deadline that was read last.
+    """
+
+    server: Server
+    lock: str
+    lease_us: int = 30_000_000
+    info: Mapping[str, Any] = field(default_factory=dict)
+    is_task_lock: bool = False
+    clock: Callable[[], float] = time.monotonic
+    token: str = ""
+    fence: int = 0
+    relies_until: float = 0.0
+    dead: Record | None = None
+    deadline_us: int = 0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Lock and record."""
+        return (self.lock, record_name(self.lock))
+
+    def acquire(self, token: str = "") -> str:
+        """The word; whoever holds the lock by it has a fence."""
+        self.token = token or os.urandom(16).hex()
+        beside = tuple(f"{self.lock}:{what}" for what in ("line", "calls", "queued"))
+        keys = self.keys + beside if self.is_task_lock else self.keys
+        before = self.clock()
+        arguments = (self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), "")
+        word, *rest = self.server.run("acquire", keys, *arguments)
+        if len(rest) == 2:
+            now, self.fence = map(int, rest)
+            self.deadline_us = now + self.lease_us
+        else:
+            self.deadline_us, fence, now, _value, record, _mark, _waiters = rest
+            if word in ("held", "stale"):
+                return str(word)
+            self.fence = fence
+            self.dead = Record.parsed(record) if word == "taken_over" and record else None
+        self._relies_until(before, self.deadline_us - now)
+        if self.clock() >= self.relies_until:
+            self.release()
+            return "held"
+        return str(word)
+
+    def renew(self) -> str:
+        """The word."""
+        before = self.clock()
+        word, deadline, now, _value = self.server.run(
+            "renew", self.keys, self.token, self.lease_us, RETENTION_MS
+        )
+        if word in ("renewed", "repaired"):
+            self.deadline_us = int(deadline)
+            self._relies_until(before, int(deadline) - int(now))
+        else:
+            self.relies_until = 0.0
+        return str(word)
+
+    def release(self) -> str:
+        """The word."""
+        word, *_found = self.server.run("release", self.keys, self.token, 0, REMEMBER_MS, 0, 0)
+        return str(word)
+
+    def holds(self) -> bool:
+        """Whether the lock may be relied on still."""
+        return self.clock() < self.relies_until
+
+    def seen(self) -> tuple[str | None, Record | None]:
+        """The lock's value, and its record."""
+        _now, value, record, *_waiters = self.server.run("look", self.keys)
+        return value, Record.parsed(record) if record else None
+
+    def _relies_until(self, before: float, remaining_us: int) -> None:
+        margin_s = max(self.lease_us / 1e6 / 100, 0.002)
+        self.relies_until = before + remaining_us / 1e6 - margin_s
+
+
+@dataclass
+class ClassicClient:
+    """A client of the recipe: the steps of "A classic client".
+
+    Attributes:
+        server: The server.
+        lock: The lock's name.
+        timeout_s: The timeout T.
+        until: The second that it wrote.
+    """
+
+    server: Server
+    lock: str
+    timeout_s: int = 10
+    until: int = 0
+
+    def acquire(self) -> bool:
+        """Steps 1 to 3, once."""
+        now = self.server.time() // 1_000_000
+        self.until = now + self.timeout_s + 1
+        if self.server.ask("SETNX", self.lock, self.until) == 1:
+            return True
+        value = self.server.ask("GET", self.lock)
+        if value is None or int(value) >= now:
+            return False
+        old = self.server.ask("GETSET", self.lock, self.until)
+        return old is None or int(old) < now
+
+    def release(self) -> None:
+        """Step 4."""
+        if self.server.time() // 1_000_000 < self.until - 1:
+            self.server.ask("DEL", self.lock)
+
+
+class Producer:
+    """A program that marks keys before it sends calls: the steps of "Messages"."""
+
+    def __init__(self, server: Server, lock: str) -> None:
+        self._server = server
+        self._lock = lock
+        self._mark = f"{lock}:queued"
+
+    def mark(self, task_id: str, dedupe: str, queue_lease_s: float = 3600) -> tuple[str, str]:
+        """The word, and whose mark or lock it is."""
+        keys = (self._lock, record_name(self._lock), self._mark)
+        grace_ms = int(min(10, queue_lease_s) * 1000)
+        word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
+        return word, other
+
+    def header(self) -> dict[str, Any]:
+        """The header of the call that was marked."""
+        return {"key": self._lock, "marked": True}
+
+    def sent(self, task_id: str, queue_lease_s: float = 3600) -> str:
+        """The word."""
+        return str(self._server.run("extend", (self._mark,), task_id, int(queue_lease_s * 1000))[0])
+
+    def not_sent(self, task_id: str) -> str:
+        """The word."""
+        return str(self._server.run("unmark", (self._mark,), task_id)[0])

@@ -1,0 +1,612 @@
+"""docs/protocol.md and docs/keys.md: true of the code, and enough for a client that shares none of it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+import redis
+from celery import Celery
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
+from celery_setnx.lock import Holder
+from examples.embedded import EmbeddedServer
+from tests.harness import Journal, wait_until
+from tests.protocol import client
+from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
+from tests.test_differential import EVERY_ANSWER
+
+LOCK_DB = 1
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "keys"))
+SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua"))}
+NOT_ANSWERED = {"string", "table", "number"}  # names of Lua's types
+VALUES = {
+    "date": date, "datetime": datetime, "Decimal": Decimal, "time": time, "timedelta": timedelta,
+    "timezone": timezone, "UUID": UUID,
+}  # fmt: skip
+
+
+def rows(page: str, *head: str) -> list[list[str]]:
+    """The rows of the table with this head; code cells without their backticks."""
+    start = page.index("| " + " | ".join(head) + " |\n")
+    lines = page[start:].split("\n\n")[0].splitlines()[2:]
+    return [[_bare(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def _bare(cell: str) -> str:
+    cell = cell.strip()
+    return cell[1:-1] if cell.startswith("`") and cell.endswith("`") else cell
+
+
+def section(verb: str) -> str:
+    """What docs/protocol.md says of a script."""
+    (found,) = re.findall(rf"^### {verb}\n(.*?)(?=^##)", PROTOCOL, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def described(verb: str) -> dict[str, dict[int, str]]:
+    """The names that docs/protocol.md gives to what a script takes, by number."""
+    found: dict[str, dict[int, str]] = {"KEYS": {}, "ARGV": {}}
+    for kind, number, name in re.findall(
+        r"^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", section(verb), re.MULTILINE
+    ):
+        found[kind][int(number)] = name
+    return found
+
+
+def declared(text: str) -> dict[str, dict[int, str]]:
+    """The names that a script's own head gives to what it takes."""
+    head = text.split("-- Returns")[0]
+    keys, _, arguments = head.partition("-- ARGV")
+    found_keys = re.findall(r"(?<![\w.])(\d+) ([a-z]+)", keys.partition("-- KEYS")[2])
+    found_arguments = re.findall(
+        r"^(?:--)?\s+(\d+)(?:\.\.\.)? ([a-z ]+?)(?:\s{2,}|$)", arguments, re.MULTILINE
+    )
+    return {
+        "KEYS": {int(number): name for number, name in found_keys},
+        "ARGV": {int(number): name for number, name in found_arguments},
+    }
+
+
+def words_of(text: str) -> set[str]:
+    """The words in a script's code: those that it answers, and the states that it knows."""
+    code = re.sub(r"--.*", "", text)
+    return set(re.findall(r"'([a-z_]+)(?: ')?'?", code)) - NOT_ANSWERED
+
+
+def answers_of(text: str) -> set[str]:
+    """The words in a script's code that stand where an answer does."""
+    code = re.sub(r"--.*", "", text)
+    return set(re.findall(r"(?:answer\(|\{|word = |return |and |or )'([a-z_]+)'", code))
+
+
+# The pages
+
+
+def test_client_shares_no_code_with_the_package() -> None:
+    """What the client of these tests can do, the two pages have told it."""
+    tree = ast.parse(Path(client.__file__).read_text())
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    }
+    assert "socket" in imported
+    assert not [name for name in imported if re.match(r"celery|redis|kombu|tests", name)]
+
+
+@pytest.mark.parametrize("verb", SCRIPTS)
+def test_every_script_is_described_with_all_that_it_takes(verb: str) -> None:
+    """Numbers and names of KEYS and ARGV are those of the script's head, and the code uses no others."""
+    found = described(verb)
+    assert found == declared(SCRIPTS[verb])
+    code = re.sub(r"--.*", "", SCRIPTS[verb])
+    for kind, names in found.items():
+        assert list(names) == list(range(1, len(names) + 1))
+        assert {int(number) for number in re.findall(rf"{kind}\[(\d+)\]", code)} <= set(names)
+
+
+@pytest.mark.parametrize("verb", SCRIPTS)
+def test_every_word_of_a_script_is_described(verb: str) -> None:
+    """What a script may answer stands in its section; the states that it tells apart stand in the page."""
+    said = set(re.findall(r"`([a-z_]+)[` ]", section(verb)))
+    page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
+    answered = {answer.split(": ")[1] for answer in EVERY_ANSWER if answer.startswith(f"{verb}: ")}
+    answered -= {"found", "nothing", "waiters"}  # what was seen by `look`, which answers no word
+    answered = {word for word in answered if word.islower()} | answers_of(SCRIPTS[verb])
+    assert answered <= said
+    assert answered or verb in ("look", "recall")
+    assert words_of(SCRIPTS[verb]) <= page
+
+
+def test_page_describes_no_script_that_is_not_there() -> None:
+    """A verb that is gone leaves the page too."""
+    calling = PROTOCOL.split("## Calling a script")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^### (\w+)$", calling, re.MULTILINE)) == sorted(SCRIPTS)
+
+
+def test_keys_beside_a_lock_have_the_names_of_the_page() -> None:
+    """The suffixes of the page are those of the code."""
+    lock = "setnx:{proj.settle:0}"
+    made = {
+        keys.record_name(lock), keys.mark_name(lock), *keys.line_names(lock), keys.take_over_name(lock),
+        keys.ticket_name(lock, "<task id>"), keys.ticket_name(lock, "<task id>", "<call id>"),
+    }  # fmt: skip
+    cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
+    suffixes = [re.findall(r"`(:[^`]+)`", cell) for cell in cells]
+    named = {lock + suffix[0] for suffix in suffixes if suffix}
+    named |= {lock + "".join(suffix) for suffix in suffixes if len(suffix) > 1}
+    assert named == made
+
+
+@pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
+def test_record_of_a_lock_that_the_user_has_named(name: str) -> None:
+    """With a tag a suffix, without one a tag around the name."""
+    try:
+        expected = keys.record_name(name)
+    except ValueError:
+        assert "}" in name, "the page says which names are refused"
+    else:
+        assert client.record_name(name) == expected
+
+
+@pytest.mark.parametrize("page", ["recipe", "guarantees", "protocol", "keys"])
+def test_every_test_that_a_page_names_is_there(page: str) -> None:
+    """What a page calls its proof can be run."""
+    text = (DOCS / f"{page}.md").read_text()
+    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert {name for name in named if f"def {name}(" not in there} == set()
+    assert {
+        name for name in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / name).is_file()
+    } == set()
+    assert named or "`tests/" in text
+
+
+def test_every_counterexample_is_on_the_page_of_the_recipe() -> None:
+    """No flaw that is tested is missing there."""
+    tested = set(re.findall(r"^def (test_\w+)", (ROOT / "tests/test_counterexamples.py").read_text(), re.M))
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "recipe.md").read_text()))
+    assert tested - named == set()
+
+
+def test_lua_of_the_recipes_page_is_that_of_the_scripts() -> None:
+    """Each line that the page quotes stands in a script."""
+    quoted = re.findall(r"^```lua\n(.*?)^```", (DOCS / "recipe.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = {line.strip() for text in SCRIPTS.values() for line in text.splitlines()}
+    assert quoted
+    assert {line.strip() for block in quoted for line in block.splitlines()} <= lines
+
+
+# Names
+
+
+CALLS = rows(KEYS, "`key`", "call", "chosen", "canonical form", "digest")
+FORMS = rows(KEYS, "value", "canonical form", "digest")
+NAMES = rows(KEYS, "prefix", "scope", "canonical form", "name")
+
+
+def settle(account_id: Any, reason: str = "") -> None:
+    """The task of the page's examples."""
+
+
+@pytest.mark.parametrize(("key", "call", "chosen", "form", "hexed"), CALLS)
+def test_example_of_what_is_chosen(key: str, call: str, chosen: str, form: str, hexed: str) -> None:
+    """Key option and call come to the digest of the page, in the package and in the client."""
+    function = keys.KeyFunction(eval(key), inspect.signature(settle), "proj.settle", 1)
+    assert function.digest(eval(call), {}) == hexed
+    assert client.canonical(eval(chosen)) == form.encode()
+    assert digest(form.encode()) == hexed
+
+
+@pytest.mark.parametrize(("value", "form", "hexed"), FORMS)
+def test_example_of_a_canonical_form(value: str, form: str, hexed: str) -> None:
+    """A value comes to the bytes and the digest of the page, in the package and in the client."""
+    made = eval(value, dict(VALUES))
+    assert keys.canonical(made) == form.encode() == client.canonical(made)
+    assert keys.digest(made, 1) == hexed == digest(form.encode())
+
+
+@pytest.mark.parametrize(("prefix", "scope", "form", "name"), NAMES)
+def test_example_of_a_name(prefix: str, scope: str, form: str, name: str) -> None:
+    """Prefix, scope and digest come to the name of the page."""
+    assert client.lock_name(prefix, scope, form.encode() if form else None) == name
+    assert keys.key_name(prefix, scope, digest(form.encode()) if form else "") == name
+
+
+def test_examples_cover_every_kind_of_value() -> None:
+    """Each row of the page's grammar has an example."""
+    letters = {form[0] for _value, form, _digest in FORMS}
+    assert letters == set("ntfidsblmSuANDTPc")
+    assert len(CALLS) > 5
+    assert len(NAMES) > 3
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)) | st.binary()
+    | st.uuids() | st.datetimes() | st.datetimes(timezones=st.just(timezone(timedelta(minutes=-90))))
+    | st.dates() | st.times() | st.timedeltas() | st.decimals(allow_nan=False)
+)  # fmt: skip
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text(), inner) | st.frozensets(st.text() | st.integers())
+        | st.dictionaries(st.integers() | st.booleans() | st.none(), inner, max_size=1)
+    ),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(ANYTHING)
+def test_client_and_package_agree_on_every_value(value: Any) -> None:
+    """The page's grammar is the code's."""
+    assert client.canonical(value) == keys.canonical(value)
+    assert digest(client.canonical(value)) == keys.digest(value, 1)
+
+
+def test_version_of_the_page_is_the_latest() -> None:
+    """A new key format needs a new page."""
+    assert list(keys.FORMATS) == [1]
+
+
+# Locks
+
+
+@pytest.fixture
+def wire(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Callable[[], Server]]:
+    """Connections of the client to the lock database."""
+    made: list[Server] = []
+
+    def connect() -> Server:
+        made.append(Server(server.port, LOCK_DB))
+        return made[-1]
+
+    yield connect
+    for connection in made:
+        connection.__exit__()
+
+
+@pytest.fixture(params=["lock.foo", "t:{proj.settle:0}"])
+def name(request: pytest.FixtureRequest) -> str:
+    """A lock of one's own name, and one with a tag."""
+    return str(request.param)
+
+
+def test_full_client_excludes_ours_and_is_named(wire: Any, locks: redis.Redis, name: str) -> None:
+    """While the client holds the lock, ours is refused, and told by whom and for how long."""
+    holder = FullClient(wire(), name, info={"task": "cleanup.sh", "pid": 7})
+    assert holder.acquire() == "acquired"
+    outcome = SetnxLock(locks, name).acquire()
+    found = outcome.holder
+    assert isinstance(found, Holder)
+    assert (found.state, found.token, found.fence) == ("running", holder.token, holder.fence)
+    assert found.info == {"task": "cleanup.sh", "pid": 7}
+    assert outcome.remaining_s is not None
+    assert 0 < outcome.remaining_s <= 30
+    assert holder.release() == "released"
+    assert SetnxLock(locks, name).acquire().acquired
+
+
+def test_full_client_is_excluded_by_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+    """While ours holds the lock, the client is refused, and reads by whom."""
+    held = SetnxLock(locks, name, info={"task": "proj.settle"}).acquire().lock
+    rival = FullClient(wire(), name)
+    assert rival.acquire() == "held"
+    value, record = rival.seen()
+    assert record is not None
+    assert (record.token, record.fence, record.state) == (held.token, held.fence, "running")
+    assert record.info == '{"task":"proj.settle"}'
+    assert value == str(math.ceil(record.deadline_us / 1e6))
+    assert rival.deadline_us == record.deadline_us
+    assert rival.release() == "lost"
+    assert held.release() == "released"
+    assert rival.acquire() == "acquired"
+    assert rival.fence > held.fence
+
+
+def test_full_client_keeps_its_lock_by_renewing(wire: Any, locks: redis.Redis, name: str) -> None:
+    """Each renewal moves the deadline, and the client's own."""
+    holder = FullClient(wire(), name)
+    holder.acquire()
+    until, deadline = holder.relies_until, holder.deadline_us
+    assert holder.renew() == "renewed"
+    assert holder.relies_until > until
+    assert holder.deadline_us > deadline
+    assert SetnxLock(locks, name).holder().deadline == holder.deadline_us / 1e6
+    assert holder.holds()
+
+
+def test_full_client_asks_again_after_a_lost_reply(wire: Any, name: str) -> None:
+    """With the same token it is acquired once more, and a release is answered alike."""
+    holder = FullClient(wire(), name)
+    assert holder.acquire("8c1f") == "acquired"
+    fence = holder.fence
+    assert holder.acquire("8c1f") == "again"
+    assert holder.fence == fence
+    assert [holder.release(), holder.release()] == ["released", "released"]
+
+
+def test_script_that_is_sent_again_does_nothing_twice(wire: Any, locks: redis.Redis) -> None:
+    """Hold, free, drop, mark, extend and unmark, each sent twice: the answers are those of the page."""
+    name = "t:{proj.settle:0}"
+    holder = FullClient(wire(), name)
+    pair, run = holder.keys, holder.server.run
+
+    def twice(verb: str, keys: tuple[str, ...], *arguments: Any) -> list[str]:
+        return [run(verb, keys, *arguments)[0] for _ in range(2)]
+
+    assert holder.acquire("5f1c0a|0|ab") == "acquired"
+    lease, retention = holder.lease_us, client.RETENTION_MS
+    assert twice("hold", pair, holder.token, lease, retention) == ["held_for_retry"] * 2
+    assert holder.release() == "held_for_retry"
+    assert twice("free", pair, "5f1c0a", client.REMEMBER_MS) == ["released", "lost"]
+    assert holder.acquire() == "acquired"
+    assert twice("drop", pair, locks.get(name), locks.get(pair[1])) == ["dropped", "changed"]
+    producer = Producer(holder.server, name)
+    assert [producer.mark("a", "until_started") for _ in range(2)] == [("marked", "a")] * 2
+    assert [producer.sent("a") for _ in range(2)] == ["extended"] * 2
+    assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
+
+
+def test_lock_in_a_state_of_a_later_release_is_held(wire: Any, locks: redis.Redis, name: str) -> None:
+    """What nobody knows is held until its deadline, and then taken over."""
+    connection = wire()
+    deadline = connection.time() + 1_000_000
+    record = f"t\n{deadline}\n7\nunheard_of\n1\n{{}}"
+    locks.set(name, math.ceil(deadline / 1e6), px=60_000)
+    locks.set(keys.record_name(name), record, px=60_000)
+    rival = FullClient(connection, name)
+    assert rival.acquire() == "held"
+    assert rival.deadline_us == deadline
+    wait_until(lambda: rival.acquire() == "taken_over", "taken over")
+    assert connection.time() >= deadline
+
+
+def test_full_client_takes_over_from_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+    """Past its deadline the lock changes hands; the dead one is named, and touches nothing any more."""
+    dead = SetnxLock(locks, name, lease=1, info={"pid": 7}).acquire().lock
+    heir = FullClient(wire(), name)
+    words: list[str] = []
+
+    def taken_over() -> bool:
+        words.append(heir.acquire())
+        return words[-1] == "taken_over"
+
+    wait_until(taken_over, "taken over")
+    assert set(words[:-1]) <= {"held"}
+    assert heir.dead is not None
+    assert (heir.dead.token, heir.dead.info) == (dead.token, '{"pid":7}')
+    assert heir.fence > dead.fence
+    assert dead.release() == "lost"
+    assert heir.renew() == "renewed"
+
+
+def test_full_client_is_taken_over_by_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+    """A client that does not renew stops relying on the lock before ours takes it over, and is told."""
+    dead = FullClient(wire(), name, lease_us=1_000_000, info={"task": "cleanup.sh"})
+    dead.acquire()
+    outcome = SetnxLock(locks, name).acquire(wait=10)
+    assert not dead.holds()
+    assert outcome.taken_over_from is not None
+    assert outcome.taken_over_from.token == dead.token
+    assert dead.renew() == "lost"
+    assert dead.release() == "lost"
+    outcome.lock.renew()
+
+
+def test_full_client_notices_that_its_lock_is_gone(wire: Any, locks: redis.Redis, name: str) -> None:
+    """`gone` at the next renewal, and a larger fence for the next holder."""
+    holder = FullClient(wire(), name)
+    holder.acquire()
+    locks.delete(name)
+    assert holder.renew() == "gone"
+    assert not holder.holds()
+    assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
+
+
+def test_reply_that_is_later_than_the_lease_is_not_acquired(wire: Any, locks: redis.Redis, name: str) -> None:
+    """A client that stood still gives the lock back."""
+    clock = iter([0.0, 100.0])
+    late = FullClient(wire(), name, clock=lambda: next(clock))
+    assert late.acquire() == "held"
+    assert SetnxLock(locks, name).acquire().acquired
+
+
+def test_text_in_place_of_a_record_is_refused(wire: Any, locks: redis.Redis, name: str) -> None:
+    """The one error of a script's own."""
+    locks.set(keys.record_name(name), "hello", px=60_000)
+    with pytest.raises(ServerError, match=r"^FOREIGNRECORD"):
+        FullClient(wire(), name).acquire()
+
+
+def test_number_beyond_all_times_is_held(wire: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+    """A classic client that writes milliseconds is respected, and reported, and never taken over."""
+    foreign_keys.add("lock.foo")
+    locks.set("lock.foo", wire().time() // 1000)
+    rival = FullClient(wire(), "lock.foo")
+    assert rival.acquire() == "held"
+    assert rival.deadline_us == 100_000_000_001 * 1_000_000
+    locks.set("lock.foo", "maintenance")
+    assert rival.acquire() == "held"
+    assert rival.deadline_us == 0
+
+
+def test_classic_client_and_ours_exclude_each_other(
+    wire: Any, locks: redis.Redis, foreign_keys: set[str], name: str
+) -> None:
+    """Four commands suffice, in both directions."""
+    foreign_keys.add(name)
+    classic = ClassicClient(wire(), name)
+    assert classic.acquire()
+    outcome = SetnxLock(locks, name).acquire()
+    assert outcome.holder.state == "foreign"
+    assert outcome.holder.deadline == classic.until + 1
+    assert FullClient(wire(), name).acquire() == "held"
+    classic.release()
+    held = SetnxLock(locks, name).acquire().lock
+    assert not classic.acquire()
+    assert held.release() == "released"
+    assert classic.acquire()
+
+
+def test_classic_client_may_give_its_lock_a_ttl(wire: Any, locks: redis.Redis, name: str) -> None:
+    """SET NX EX instead of SETNX: held, and gone by itself."""
+    connection = wire()
+    second = connection.time() // 1_000_000 + 11
+    assert connection.ask("SET", name, second, "NX", "EX", 11) == b"OK"
+    assert not SetnxLock(locks, name).acquire().acquired
+    locks.pexpire(name, 1)
+    assert SetnxLock(locks, name).acquire(wait=10).acquired
+
+
+def test_classic_client_takes_over_from_a_full_one_and_back(
+    wire: Any, locks: redis.Redis, foreign_keys: set[str], name: str
+) -> None:
+    """A dead holder of either kind is no reason to wait for ever."""
+    foreign_keys.add(name)
+    dead = FullClient(wire(), name, lease_us=1_000_000)
+    dead.acquire()
+    heir = ClassicClient(wire(), name, timeout_s=0)
+    assert not heir.acquire()
+    wait_until(heir.acquire, "taken over by the recipe")
+    assert dead.renew() == "lost"
+    back = FullClient(wire(), name)
+    assert back.acquire() == "held"
+    wait_until(lambda: back.acquire() == "taken_over", "taken over from the recipe")
+    assert back.server.time() >= (heir.until + 1) * 1_000_000
+    assert locks.pttl(name) > 0
+
+
+# Tasks
+
+
+def lock_of_work(name: str) -> str:
+    """The lock of a call of `tests.workerapp.work`, from the page alone: its key is the argument `name`."""
+    return client.lock_name("t", "tests.workerapp.work", client.canonical([name]))
+
+
+def test_full_client_excludes_a_task(tasks: Any, wire: Any) -> None:
+    """A name that is computed from arguments is that of the task's lock: the call is skipped."""
+    holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
+    assert holder.acquire() == "acquired"
+    skipped = tasks.work.delay("n").get(timeout=10)
+    assert is_skipped(skipped)
+    assert skipped["holder"]["task"] == "cleanup.sh"
+    holder.release()
+    assert tasks.work.delay("n").get(timeout=10) == "n"
+
+
+def test_full_client_is_excluded_by_a_task(tasks: Any, wire: Any, journal: Journal, gates: Any) -> None:
+    """While a body runs, and renews its lease, the client is refused, and reads who it is."""
+    result = tasks.work.delay("gated-n")
+    journal.wait_for("start", task_id=result.id)
+    rival = FullClient(wire(), lock_of_work("gated-n"), is_task_lock=True)
+    assert rival.acquire() == "held"
+    first = rival.deadline_us
+    wait_until(lambda: rival.acquire() == "held" and rival.deadline_us > first, "renewed by the worker")
+    _value, record = rival.seen()
+    assert isinstance(record, Record)
+    assert record.token.startswith(f"{result.id}|0|")
+    assert '"task":"tests.workerapp.work"' in record.info
+    gates("gated-n")
+    assert result.get(timeout=10) == "gated-n"
+    assert rival.acquire() == "acquired"
+
+
+def test_classic_client_excludes_a_task(
+    tasks: Any, wire: Any, journal: Journal, gates: Any, foreign_keys: set[str]
+) -> None:
+    """Without any script."""
+    foreign_keys.add(lock_of_work("gated-n"))
+    classic = ClassicClient(wire(), lock_of_work("gated-n"))
+    assert classic.acquire()
+    assert tasks.work.delay("gated-n").get(timeout=10)["holder"]["state"] == "foreign"
+    classic.release()
+    result = tasks.work.delay("gated-n")
+    journal.wait_for("start", task_id=result.id)
+    assert not classic.acquire()
+    gates("gated-n")
+    assert result.get(timeout=10) == "gated-n"
+
+
+def test_call_that_waits_for_a_full_client_runs_after_it(tasks: Any, wire: Any) -> None:
+    """The client wakes nobody: the call's courier comes by itself, long before the lease would end."""
+    holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True)
+    assert holder.acquire() == "acquired"
+    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
+    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
+    assert holder.release() == "released"
+    assert waits.get(timeout=15) == "n"
+
+
+def test_mark_of_a_foreign_producer_ends_when_its_call_starts(
+    tasks: Any, wire: Any, locks: redis.Redis, server: EmbeddedServer
+) -> None:
+    """A call published with the page's header runs under the named lock, and its mark is gone."""
+    key, task_id = lock_of_work("n"), "5f1c0a"
+    producer = Producer(wire(), key)
+    assert producer.mark(task_id, "until_started") == ("marked", task_id)
+    assert producer.mark("another", "until_started") == ("queued", task_id)
+    stranger = Celery(broker=server.url(0), backend=server.url(0), set_as_current=False)
+    result = stranger.send_task(
+        "tests.workerapp.work", ("other",), task_id=task_id, headers={"singleton": producer.header()}
+    )
+    assert result.get(timeout=10) == "other"
+    assert producer.sent(task_id) == "lost", "it has started"
+    assert producer.mark("another", "until_started") == ("marked", "another")
+    assert producer.not_sent("another") == "freed"
+    assert not locks.exists(f"{key}:queued")
+
+
+@pytest.fixture
+def queued(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+    """A task whose calls are deduplicated, and that no worker takes."""
+    app = Celery("protocol", broker=server.url(0), backend=server.url(0), set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
+
+    @app.task(
+        name="proj.queued", shared=False, base=SingletonTask, singleton={"key": "n", "dedupe": "until_done"}
+    )
+    def queued(n: int) -> None:
+        """Its key is its argument."""
+
+    app.finalize()
+    yield queued
+    with redis.Redis.from_url(server.url(0)) as broker:
+        broker.delete("protocol-nowhere")
+
+
+def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued: Any, wire: Any) -> None:
+    """A call that another language has queued is not queued again."""
+    key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
+    assert key == queued.lock_key(7)
+    producer = Producer(wire(), key)
+    assert producer.mark("5f1c0a", "until_done") == ("marked", "5f1c0a")
+    assert producer.sent("5f1c0a") == "extended"
+    ours = queued.delay(7)
+    assert (ours.deduplicated, ours.id) == (True, "5f1c0a")
+
+
+def test_mark_of_ours_makes_duplicates_of_a_foreign_producers(queued: Any, wire: Any) -> None:
+    """And the other way round."""
+    ours = queued.delay(7)
+    producer = Producer(wire(), queued.lock_key(7))
+    assert producer.mark("5f1c0a", "until_done") == ("queued", ours.id)
+    assert producer.not_sent("5f1c0a") == "lost"
