@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery_setnx.publish import Duplicate, send_task
     from celery_setnx.task import SingletonTask, current_lock, singleton
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # Imported when first asked for: every `celery` command and every pytest run meets the entry points.
 _HOMES = {

@@ -136,7 +136,10 @@ def come_back(
         wait["own"] = True
     signature = same_call(task, wait, countdown=countdown)
     try:
-        signature.apply_async()
+        if is_singleton(task):
+            signature.apply_async()
+        else:  # past its base class: it was published before, and one that refuses duplicates would drop it
+            Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, error, reason, countdown)
     message = f"{reason}; comes back in {countdown:.1f} s (wait {waits + 1})"
@@ -171,6 +174,11 @@ def same_call(task: Task, wait: Mapping[str, Any], **options: Any) -> Signature:
         serializer=serializer_of(task),
         **options,
     )
+
+
+def is_singleton(task: Task) -> bool:
+    """True for a `SingletonTask`; False where only the function is guarded, under another base class."""
+    return getattr(task, "_guard", None) is not None
 
 
 def serializer_of(task: Task) -> str:

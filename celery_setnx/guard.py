@@ -34,6 +34,7 @@ from celery_setnx.delivery import (
     come_back,
     copy_of,
     is_redelivered,
+    is_singleton,
     wait_of,
     waited,
 )
@@ -262,6 +263,9 @@ class Run:
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         header = (request.headers or _NOTHING).get(HEADER) or _NOTHING
+        if request.retries and not is_singleton(task):
+            # Celery hands a retry the headers of the attempt before: its key may be another, its mark is gone.
+            header = {name: header[name] for name in header if name not in ("key", "marked")}
         self.task = task
         self.of = guard
         self.request = request

@@ -10,7 +10,8 @@ import redis
 from celery import signature
 from celery.exceptions import TimeoutError
 
-from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
+from celery_setnx import AlreadyRunning, LockTimeout, is_skipped, send_task
+from celery_setnx.task import lock_for
 from tests.harness import Journal, Worker, wait_until
 
 
@@ -223,6 +224,29 @@ def test_decorated_task_raises(tasks: Any, journal: Journal, gates: Any, name: s
         task.delay("gated").get(timeout=10)
     gates("gated")
     assert first.get(timeout=10) == "gated"
+
+
+def test_decorated_task_comes_back_past_its_base_class(tasks: Any, journal: Journal, gates: Any) -> None:
+    """A call that waits for its lock was published before: what its base class refuses is not asked again."""
+    first = held(tasks, journal, tasks.choosy, "gated")
+    second = tasks.choosy.delay("gated")
+    journal.wait_for("postrun", task_id=second.id, state="RETRY")
+    gates("gated")
+    gates("gated")
+    assert [result.get(timeout=10) for result in (first, second)] == ["gated", "gated"]
+
+
+def test_decorated_task_that_retries_by_another_key_holds_that(
+    tasks: Any, journal: Journal, gates: Any
+) -> None:
+    """Celery hands a retry the headers of the attempt before; the key in them is the old one."""
+    call = {"name": "a", "then": "gated-b"}
+    options = {"key": "name", "dedupe": "until_done"}
+    result = send_task(tasks.app, tasks.moving.name, kwargs=call, singleton=options)
+    (start,) = journal.wait_for("start", task_id=result.id)
+    assert start["key"] == lock_for(tasks.moving, ("gated-b", "gated-b"), {}).name
+    gates("gated-b")
+    assert result.get(timeout=10) == "gated-b"
 
 
 def test_decorated_task_retries(tasks: Any, journal: Journal, gates: Any) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import redis
-from celery import Celery, current_task, shared_task
+from celery import Celery, Task, current_task, shared_task
 from celery.signals import task_postrun, task_retry
 
 from celery_setnx import Conflict, SingletonTask, current_lock, signals, singleton
@@ -141,6 +141,32 @@ def autoretried(name: str) -> Any:
 @singleton(key="name", lease=2, retry_delay=0.1)
 def decorated(name: str) -> str:
     """Guarded by the decorator under Celery's own base class."""
+    return body(name)
+
+
+class Choosy(Task):
+    """Sends no call that it has an id of: as the base classes do that keep duplicates out of the queue."""
+
+    abstract = True
+
+    def apply_async(self, *args: Any, task_id: str | None = None, **options: Any) -> Any:
+        if task_id is None:
+            return super().apply_async(*args, **options)
+        return self.AsyncResult(task_id)
+
+
+@app.task(base=Choosy)
+@singleton(key="name", on_conflict="retry", lease=2, retry_delay=0.1)
+def choosy(name: str) -> str:
+    return body(name)
+
+
+@app.task(bind=True)
+@singleton(key="name", lease=2)
+def moving(self: Any, name: str, then: str) -> str:
+    """Comes back once, by another name."""
+    if name != then:
+        raise self.retry(kwargs={"name": then, "then": then}, args=(), countdown=0)
     return body(name)
 
 
