@@ -10,14 +10,15 @@ SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
 
-.PHONY: help demo test coverage lint soak chaos bench clean
+.PHONY: help demo test docs coverage lint soak chaos bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
 	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest, JOBS=0 keeps order"
-	@echo "make lint       ruff and mypy --strict"
+	@echo "make lint       ruff, mypy --strict, pyright"
+	@echo "make docs       the documentation as a site, in docs/_build"
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
@@ -39,6 +40,9 @@ chaos: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet -b html docs docs/_build
+
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
@@ -47,9 +51,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+	$(BIN)/mypy --strict tests/typing_api.py
+	$(BIN)/basedpyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find celery_setnx examples tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp per extra: installed again only when pyproject.toml has changed.

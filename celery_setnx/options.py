@@ -94,7 +94,9 @@ Duration = float | timedelta
 
 
 class SingletonOptions(TypedDict, total=False):
-    """The options as they are written, for editors and type checkers; their meaning is in `Options`."""
+    """The options as they are written, for editors and type checkers; what they mean, and their units, is in
+    `Options`.
+    """
 
     key: KeyOption
     scope: str | None

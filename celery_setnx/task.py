@@ -75,7 +75,7 @@ class SingletonTask(Task):  # type: ignore[misc]
 
     @property
     def lock(self) -> HeldLock | None:
-        """The lock that the running call holds: its `fence`, `ensure()`, `remaining_s()`.
+        """The lock that the running call holds, with its `fence`, `ensure()` and `remaining_s()`.
 
         None where a call is not guarded: direct, eager, or under `on_redis_error="run"`.
         """

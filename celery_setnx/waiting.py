@@ -378,7 +378,9 @@ def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str) -> None:
 def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: float) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
-    if ended_s >= 0:
+    if dead.state == "foreign":
+        why = f"it ended {ended_s:.1f} s ago, and was not released."
+    elif ended_s >= 0:
         why = (
             f"its lease ended {ended_s:.1f} s ago and was not renewed. "
             "That process died, or stood still for longer than its lease."

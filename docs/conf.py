@@ -1,0 +1,42 @@
+"""The site: Sphinx with MyST and furo. `make docs` builds it; every warning fails the build."""
+
+from __future__ import annotations
+
+from celery_setnx import __version__
+
+project = "celery_setnx"
+author = "The celery_setnx developers"
+copyright = author
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"celery_setnx {release}"
+html_static_path: list[str] = []
+html_show_sphinx = False
+# What a reader copies are commands and code, without prompts and output.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# Pages link to each other's headings as on GitHub. A link to a file of the repository is a download.
+myst_heading_anchors = 4
+
+# Docstrings are Google's style, with names in single backticks.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+
+# Nothing is fetched when the site is built, so the names of others lead nowhere; ours must.
+nitpick_ignore_regex = [(r"py:.*", r"(?!celery_setnx\b).*")]
+# A type variable, and how a call that waits leaves its body: nothing to be caught.
+nitpick_ignore = [
+    ("py:class", "celery_setnx.task.Function"),
+    ("py:exc", "celery_setnx.waiting.Parked"),
+    ("py:exc", "celery_setnx.waiting.ItsTurn"),
+]

@@ -1,0 +1,109 @@
+"""Every command that a page shows, and how it is known to work.
+
+A command line is looked up here by its first match. One that is not here fails `test_commands`: write down
+how it is checked, or what checks it already.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command that is run here, in a directory with the modules of `PROJECT`, on an empty server.
+
+    Attributes:
+        command: A pattern of the whole line.
+        code: The exit code.
+        says: A text that it prints.
+    """
+
+    command: str
+    code: int
+    says: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A command that something else runs.
+
+    Attributes:
+        command: A pattern of the whole line.
+        by: What does: a test as `tests/file.py::name`, a line of `.ci/run` as `.ci/run: text`.
+        pages: Only on these pages. Defaults to all.
+    """
+
+    command: str
+    by: str
+    pages: tuple[str, ...] = ()
+
+
+# What `-A app`, `-A shop` and `-A proj` are, where a command is run here.
+PROJECT = """
+import os
+from celery import Celery
+from celery_setnx import SingletonTask
+
+app = Celery(__name__, broker=os.environ["SERVER"] + "/0", backend=os.environ["SERVER"] + "/0")
+app.conf.setnx_url = os.environ["SERVER"] + "/1"
+
+
+@app.task(base=SingletonTask, singleton={"key": "account_id"})
+def sync(account_id): ...
+
+
+@app.task(base=SingletonTask, singleton={"key": "month", "on_conflict": "wait"})
+def report(month): ...
+
+
+@app.task(base=SingletonTask, singleton={"dedupe": "until_started"})
+def reindex(name): ...
+"""
+
+_APP = r"celery -A (app|shop|proj) setnx "
+
+_CLI = "tests/test_cli.py"
+_EXAMPLES = "tests/examples/test_examples.py"
+
+COMMANDS: list[Run | Elsewhere] = [
+    # Whole pages, as they are printed.
+    Elsewhere(".*", "tests/test_howto.py::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
+    Elsewhere(".*", "tests/test_howto.py::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
+    Elsewhere(
+        r"python manage\.py test", f"{_EXAMPLES}::test_tests_of_the_django_project_pass", ("docs/django.md",)
+    ),
+    Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
+    Run(_APP + "doctor", 0, "The lock server answers"),
+    Run(_APP + "check", 0, "their options go together"),
+    Run(_APP + "list", 0, "No locks"),
+    Run(_APP + "list --queued", 0, "No marks"),
+    # On the pages some of these are held, or marked: tests/test_cli.py has those.
+    Run(_APP + r"show \w+\.sync 42", 0, "state +free"),
+    Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A)", 0, "Yes"),
+    Run(_APP + r"release (setnx:\S+|KEY)", 1, "Nothing to release"),
+    Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
+    Elsewhere(
+        r"echo \$\?", "tests/test_cli.py::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"
+    ),
+    Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
+    Elsewhere("make demo", ".ci/run: make -C"),
+    Elsewhere("make test", ".ci/run: make test"),
+    Elsewhere(
+        r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: -m pytest tests/beat"
+    ),
+    Elsewhere(
+        r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8",
+        "tests/test_metrics.py::test_scrape_of_a_prefork_worker_counts_exactly_what_happened",
+    ),
+]
+
+
+def of(line: str, page: str) -> Run | Elsewhere | None:
+    """How a command line of a page is checked; None if nobody knows."""
+    for command in COMMANDS:
+        pages = command.pages if isinstance(command, Elsewhere) else ()
+        if page in (pages or (page,)) and re.fullmatch(command.command, line):
+            return command
+    return None

@@ -1,0 +1,72 @@
+"""Every command that a page shows works: it is run here, or somewhere that is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import COMMANDS, PROJECT, Elsewhere, Run, of
+from tests.docs.pages import ROOT, blocks, commands, pages
+
+
+def shown() -> Iterator[tuple[str, str]]:
+    """All command lines, each with its page."""
+    for page in pages():
+        for block in blocks((ROOT / page).read_text()):
+            if block.language in ("sh", "console"):
+                yield from ((page, line) for line in commands(block))
+
+
+SHOWN = list(dict.fromkeys(shown()))
+TO_RUN = sorted({line: of(line, page) for page, line in SHOWN if isinstance(of(line, page), Run)}.items())
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_is_known(page: str) -> None:
+    """It stands in `commands.py`."""
+    assert [line for at, line in SHOWN if at == page and of(line, page) is None] == []
+
+
+def test_every_command_of_the_table_is_shown() -> None:
+    """What no page shows any more is taken out."""
+    used = {id(of(line, page)) for page, line in SHOWN}
+    assert [command for command in COMMANDS if id(command) not in used] == []
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if isinstance(c, Elsewhere)], ids=lambda c: c.by)
+def test_what_runs_a_command_elsewhere_exists(command: Elsewhere) -> None:
+    """A test by its name; a step of the CI by its text; a file of tests that reads the pages it runs."""
+    file, _, name = command.by.partition("::")
+    if file.startswith(".ci/run: "):
+        assert file.removeprefix(".ci/run: ") in (ROOT / ".ci/run").read_text()
+    elif name:
+        assert f"\ndef {name}(" in (ROOT / file).read_text()
+    else:
+        assert command.pages, "a whole file runs the commands of whole pages"
+        assert [p for p in command.pages if Path(p).name not in (ROOT / file).read_text()] == []
+
+
+@pytest.mark.parametrize(("line", "command"), TO_RUN, ids=[line for line, _command in TO_RUN])
+def test_command_runs(line: str, command: Run, empty_server: str, tmp_path: Path) -> None:
+    """As it is shown, with the exit code and the words of the table."""
+    for name in ("app", "proj", "shop"):
+        (tmp_path / f"{name}.py").write_text(PROJECT)
+    bin_of_python = os.path.dirname(sys.executable)
+    run = subprocess.run(
+        shlex.split(line),
+        cwd=tmp_path,
+        env={**os.environ, "SERVER": empty_server, "PATH": f"{bin_of_python}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert run.returncode == command.code, run.stdout + run.stderr
+    assert re.search(command.says, run.stdout + run.stderr), run.stdout + run.stderr

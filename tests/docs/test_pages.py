@@ -1,0 +1,118 @@
+"""The pages: their Python runs, their links lead somewhere, and each stands on the site once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, anchors, blocks, links, pages
+from tests.docs.setups import SETUPS
+
+LANGUAGES = {
+    "python", "setup", "sh", "console", "text", "",
+    "lua", "sql", "html", "json", "toml", "ini", "yaml", "diff",
+    "{toctree}", "{eval-rst}",
+}  # fmt: skip
+# Pages whose blocks are the files of a project: the test that makes that project, and runs it.
+PROJECTS = {"docs/testing.md": ("tests/test_pytest_plugin.py", "test_examples_of_the_docs_pass")}
+DEADLINE_S = 60
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def python_of(page: str) -> list[str]:
+    return [block.text for block in blocks(text_of(page)) if block.language == "python"]
+
+
+def run(page: str, server: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.docs.runner", page, server],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in PROJECTS and python_of(page)])
+def test_python_of_a_page_runs(page: str, empty_server: str) -> None:
+    """Block after block in one namespace, in a process of its own."""
+    ended = run(page, empty_server)
+    assert ended.returncode == 0, f"{page}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PROJECTS)
+def test_project_of_a_page_is_run_by_its_own_test(page: str) -> None:
+    """That test exists, and reads this page."""
+    file, name = PROJECTS[page]
+    body = text_of(file).partition(f"def {name}(")[2].partition("\ndef ")[0]
+    assert f'"{page}"' in body
+
+
+def test_setups_are_those_of_pages_that_exist() -> None:
+    """No fragment waits for a page that is gone."""
+    assert set(SETUPS) <= set(pages())
+
+
+@pytest.mark.parametrize("page", pages())
+def test_blocks_say_what_they_are(page: str) -> None:
+    """A language that is known; and who leaves a block out says why, in a comment before it."""
+    lines = text_of(page).splitlines()
+    end_of_last = 0
+    for block in blocks(text_of(page)):
+        assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language!r}"
+        if block.language == "python":
+            assert block.info in ("", "notest"), f"{page}:{block.line}"
+            between = "\n".join(lines[end_of_last : block.line - 1])
+            if block.info == "notest":
+                assert re.search(r"<!-- notest: \S", between), f"{page}:{block.line} says not why"
+        end_of_last = block.line + block.text.count("\n")
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file of the repository, and where they name one, to a heading of it."""
+    here = (ROOT / page).parent
+    for link in links(text_of(page)):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = here / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page} links to {link}"
+
+
+def test_every_page_stands_on_the_site_once() -> None:
+    """In one of the lists of docs/index.md; and those lists name nothing else."""
+    index = blocks(text_of("docs/index.md"))
+    listed = Counter(
+        line
+        for block in index
+        if block.language == "{toctree}"
+        for line in block.text.splitlines()
+        if line and not line.startswith(":")
+    )
+    assert listed == Counter(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("tests/docs/wrong.md", 'wrong.md", line {line}, in <module>'),
+        ("tests/docs/wrong_doctest.md", 'wrong_doctest.md", line {line}'),
+    ],
+)
+def test_a_wrong_page_is_found_out(page: str, says: str, empty_server: str) -> None:
+    """The runner fails where a page is wrong, and names the page's own line."""
+    (line,) = [n for n, text in enumerate(text_of(page).splitlines(), 1) if "a lock nobody has" in text]
+    ended = run(page, empty_server)
+    assert ended.returncode != 0
+    assert says.format(line=line) in ended.stderr

@@ -1,0 +1,246 @@
+"""The reference pages and the code say the same."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.utils.dispatch import Signal
+
+import celery_setnx
+from celery_setnx import OptionError, SetnxError, SingletonTask, exceptions, signals, singleton
+from celery_setnx.options import (
+    CONFLICT_POLICIES,
+    DEDUPE_MODES,
+    DUPLICATE_POLICIES,
+    REDIS_ERROR_POLICIES,
+    UNSET,
+    Options,
+    Settings,
+    settings,
+)
+from tests import test_signals
+from tests.docs.pages import DOCS, sections, table
+from tests.test_exceptions import ALL
+
+PACKAGE = Path(celery_setnx.__file__).parent
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def linked(cell: str) -> str:
+    """The name in a cell such as [`key`](#key); its link must lead to the heading of that name."""
+    found = re.fullmatch(r"\[`(\w+)`\]\(#(\w+)\)", cell)
+    assert found, cell
+    assert found[1].lower() == found[2], cell
+    return found[1]
+
+
+def literal(cell: str) -> Any:
+    """The Python value in a cell, between backticks."""
+    return ast.literal_eval(re.match(r"`([^`]+)`", cell)[1])  # type: ignore[index]
+
+
+# options.md
+
+
+def test_every_option_has_its_default_in_the_table() -> None:
+    """All of `Options`, and nothing else."""
+    rows = table(page("options.md"), "option", "type", "unit", "default")
+    listed = {linked(name): default for name, _type, _unit, default in rows}
+    known = {option.name: option.default for option in dataclasses.fields(Options)}
+    assert listed.keys() == known.keys()
+    assert listed.pop("skip_result") == repr(UNSET)
+    assert {name: literal(default) for name, default in listed.items()} == {
+        name: default for name, default in known.items() if default is not UNSET
+    }
+
+
+def test_every_option_has_a_section() -> None:
+    """What the table's links lead to."""
+    assert [s for s in sections(page("options.md"), 3) if s in Options.__dataclass_fields__] == [
+        linked(row[0])
+        for row in sorted(
+            table(page("options.md"), "option", "type", "unit", "default"),
+            key=lambda row: page("options.md").index(f"### `{linked(row[0])}`"),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("on_conflict", CONFLICT_POLICIES),
+        ("dedupe", DEDUPE_MODES),
+        ("on_duplicate", DUPLICATE_POLICIES),
+        ("on_redis_error", REDIS_ERROR_POLICIES),
+    ],
+)
+def test_every_value_of_an_option_is_explained(option: str, values: tuple[str, ...]) -> None:
+    """In the option's own section."""
+    assert [value for value in values if f'`"{value}"`' not in sections(page("options.md"), 3)[option]] == []
+
+
+@pytest.mark.parametrize(("options", "error"), table(page("options.md"), "options", "error"))
+def test_refused_options_are_refused_in_these_words(options: str, error: str) -> None:
+    """When the task is bound."""
+    app = Celery("proj", set_as_current=False)
+
+    def settle(account_id: int, reason: str) -> None: ...
+
+    app.task(shared=False, name="proj.settle", base=SingletonTask, singleton=literal(options))(settle)
+    with pytest.raises(OptionError) as refused:
+        app.finalize()
+    assert error.strip("`") in str(refused.value)
+
+
+def test_other_refusals_are_in_the_words_of_the_code() -> None:
+    """Each error of the second table is a message of the package."""
+    source = "".join(
+        node.value
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    rows = table(page("options.md"), "what", "error")
+    words = [re.search(r"`([^`]+)`$", error)[1] for _what, error in rows]  # type: ignore[index]
+    assert [error for error in words if error not in source] == []
+
+
+@pytest.mark.parametrize(
+    "option", [{"dedupe": "until_done"}, {"hold_on_retry": True}, {"on_conflict": "join"}]
+)
+def test_what_needs_the_base_class_is_refused_without_it(option: dict[str, Any]) -> None:
+    """As the second table says."""
+    app = Celery("proj", set_as_current=False)
+
+    def settle(account_id: int) -> None: ...
+
+    app.task(shared=False, name="proj.settle")(singleton(**option)(settle))
+    with pytest.raises(OptionError, match="needs the base class: add base=SingletonTask"):
+        app.finalize()
+
+
+# settings.md
+
+
+def known_settings() -> dict[str, Any]:
+    """Every setting that the code asks the app for; those with a default that is a value."""
+    asked = set()
+    for path in PACKAGE.rglob("*.py"):
+        asked |= set(re.findall(r'conf\.get\("(setnx_\w+)"', path.read_text()))
+    asked |= {"setnx_transport_options"}
+    read = settings(Celery("proj", set_as_current=False).conf)
+    fields = {f"setnx_{field.name}" for field in dataclasses.fields(Settings)}
+    assert asked - fields == {"setnx_url", "setnx_transport_options"}
+    return {name: getattr(read, name.removeprefix("setnx_"), None) for name in asked | fields}
+
+
+def test_every_setting_has_its_default_in_the_table() -> None:
+    """All that the code asks for, and nothing else."""
+    rows = table(page("settings.md"), "setting", "type", "default")
+    listed = {linked(name): default for name, _type, default in rows}
+    known = known_settings()
+    assert listed.keys() == known.keys()
+    assert listed["setnx_transport_options"] == "none"
+    assert listed["setnx_url"] == "the result backend, else the broker"
+    values = {name: literal(default) for name, default in listed.items() if known[name] is not None}
+    assert values == {name: value for name, value in known.items() if value is not None}
+
+
+def test_every_setting_has_a_section() -> None:
+    """What the table's links lead to."""
+    assert set(known_settings()) <= set(sections(page("settings.md"), 3))
+
+
+# signals.md
+
+
+def test_every_signal_has_its_arguments() -> None:
+    """One section each, with a row for each argument."""
+    known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
+    found = {name: text for name, text in sections(page("signals.md")).items() if name in known}
+    assert list(found) == list(known)
+    for name, text in found.items():
+        arguments = [row[0].strip("`") for row in table(text, "argument", "type", "")]
+        assert sorted(arguments) == sorted(known[name].providing_args), name
+
+
+def test_orders_are_those_of_the_signals_tests() -> None:
+    """Every order that a real worker is tested for stands in the table."""
+    test = test_signals.test_signals_are_sent_in_order_with_exactly_their_arguments
+    scenes = test.pytestmark[0].args[1]
+    orders = {
+        tuple(re.findall(r"`([a-z]+_[a-z_]+)`", row[1]))
+        for row in table(page("signals.md"), "the call", "signals, in this order")
+    }
+    assert len(scenes) >= 8
+    assert {tuple(dict.fromkeys(expected)) for _scene, expected in scenes} <= orders
+
+
+# exceptions.md
+
+
+def test_every_exception_has_a_section_and_a_row() -> None:
+    """All of `exceptions`, and nothing else."""
+    known = {
+        name
+        for name, value in vars(exceptions).items()
+        if isinstance(value, type) and issubclass(value, SetnxError)
+    }
+    rows = table(page("exceptions.md"), "exception", "where it is raised", "retry?")
+    assert set(sections(page("exceptions.md"))) == known
+    assert {linked(row[0]) for row in rows} == known - {"SetnxError"}
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
+def test_attributes_of_an_exception_are_listed(error: SetnxError) -> None:
+    """Those that it has beyond its parent's, and no others."""
+    text = sections(page("exceptions.md"))[type(error).__name__]
+    listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
+    parent = (
+        set(vars(exceptions.AlreadyRunning("t", "k", {}))) if type(error).__name__ == "LockTimeout" else set()
+    )
+    assert set(listed) == set(vars(error)) - parent
+
+
+# api.md, glossary.md
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    """`celery_setnx.__all__`, and `__all__` of the test kit."""
+    documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", page("api.md"), re.MULTILINE))
+    assert {f"celery_setnx.{name}" for name in celery_setnx.__all__} <= documented
+
+
+def test_test_kit_is_in_the_api() -> None:
+    """All of `celery_setnx.testing.__all__`."""
+    from celery_setnx import testing
+
+    (members,) = re.findall(r"automodule:: celery_setnx.testing\n   :members: (.+)", page("api.md"))
+    assert {*members.split(", "), "Held"} == set(testing.__all__)
+
+
+def test_words_of_the_glossary_are_those_of_the_code() -> None:
+    """Each is used by the package, its scripts included; none is explained twice."""
+    words = [row[0].strip("*") for row in table(page("glossary.md"), "word", "meaning")]
+    files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.lua")]
+    code = "\n".join(path.read_text() for path in files).lower()
+    assert len(words) == len(set(words)) > 30
+    assert [word for word in words if not re.search(word.replace(" ", r"[\s_]+"), code)] == []
+
+
+def test_states_of_a_lock_are_in_the_glossary() -> None:
+    """Those that a `Holder` may have, and that of a lock which nobody holds."""
+    (text,) = [row[1] for row in table(page("glossary.md"), "word", "meaning") if row[0] == "*state*"]
+    states = re.search(r"state: (.*?)since:", celery_setnx.Holder.__doc__ or "", re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", states[1])) | {"free"} == set(  # type: ignore[index]
+        re.findall(r"`(\w+)`", text)
+    ) - {"at_least_for"}
