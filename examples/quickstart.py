@@ -34,6 +34,7 @@ if __name__ == "__main__":
     finally:
         worker.terminate()
         worker.wait()
-    for call, result in zip(calls, results):
-        print(call, "->", "skipped: is being rebuilt already" if is_skipped(result) else result)
+    ends = ["skipped: is being rebuilt already" if is_skipped(result) else result for result in results]
+    for user_id, end in sorted((call[0], end) for call, end in zip(calls, ends)):
+        print(f"user {user_id}: {end}")
     sys.exit(sum(map(is_skipped, results)) != 1)

@@ -1,0 +1,1 @@
+"""Customers, their orders, and what they come to."""

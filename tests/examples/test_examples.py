@@ -1,0 +1,179 @@
+"""Every example, run as its reader runs it, and what it prints beside what it should.
+
+`expected/NAME.txt` is the output of `python -m examples.NAME`, in which `VARIES` has replaced what no two
+runs have in common.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.harness import wait_until
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+EXPECTED = Path(__file__).parent / "expected"
+DEADLINE_S = 90
+PAGES = ("per-customer", "long-task", "django", "plain-lock")
+SHOWN = ("per_customer", "long_task", "django_app", "plain_script")
+ELSEWHERE = {
+    "demo": "make demo, in .ci/run",
+    "picture": "draws a file from what the demo has seen",
+    "compose.demo": "tests/compose, with Docker",
+}
+
+# What differs from run to run, in this order, and what stands for it in the expected texts.
+VARIES = {
+    r"\nworker: Warm shutdown \(MainProcess\)\n": "",  # Celery says so, before or after other lines
+    r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b": "<id>",  # of a task
+    r"\b\d{16}\b": "<fence>",  # a fence begins as the server's microseconds
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC": "<time>",
+    r" *\b\d+(\.\d+)? s\b": " <seconds>",
+    r"\b\d+:\d\d:\d\d\b": "<elapsed>",
+    r"\bpid \d+": "pid <pid>",
+    rf"\b{re.escape(socket.gethostname())}\b": "<host>",
+}
+# How many of its calls are duplicates depends on how fast the worker is; that they add up, it checks itself.
+VARIES_IN = {
+    "fan_out": {
+        r"(?<![\d,])\d{1,3}(,\d{3})*(?![\d,])(?! calls| in all)": "<number>",
+        r" +(?=<elapsed>)": " ",
+    }
+}
+
+
+def runnable() -> list[str]:
+    """The examples that are programs: modules with a `__main__` part, and packages with a `__main__`."""
+    found = []
+    for path in EXAMPLES.rglob("*.py"):
+        name = ".".join(path.relative_to(EXAMPLES).with_suffix("").parts)
+        if path.name == "__main__.py":
+            found.append(name.removesuffix(".__main__"))
+        elif path.name != "manage.py" and 'if __name__ == "__main__":\n' in path.read_text():
+            found.append(name)
+    return sorted(found)
+
+
+def shown(name: str, output: str) -> str:
+    """The output of an example, with names for what varies."""
+    for pattern, stands_for in {**VARIES, **VARIES_IN.get(name, {})}.items():
+        output = re.sub(pattern, stands_for, output)
+    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Runs a command in a process group of its own, of which nothing is left afterwards."""
+    groups: list[int] = []
+
+    def run(*command: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+        environment.update(COLUMNS="110", SHOP_DATABASE=":memory:", PYTHONDONTWRITEBYTECODE="1")
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        groups.append(process.pid)
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    yield run
+    for group in groups:
+        try:
+            wait_until(lambda group=group: not is_alive(group), "every process of the example has ended")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def is_alive(group: int) -> bool:
+    """Whether a process group has a process that is not a zombie."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in ("Z", "X"):
+                return True
+    return False
+
+
+def test_every_example_is_run() -> None:
+    """Every example that is a program has an expected text or is run elsewhere; no text is left over."""
+    assert {*runnable()} - {*ELSEWHERE} == {path.stem for path in EXPECTED.glob("*.txt")}
+    assert {*ELSEWHERE} <= {*runnable()}
+
+
+@pytest.mark.parametrize("name", [name for name in runnable() if name not in ELSEWHERE])
+def test_example_succeeds_and_prints_what_is_expected(name: str, run: Run) -> None:
+    """It ends with status 0, leaves no process behind, and its output is the expected text."""
+    ended = run("-m", f"examples.{name}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert shown(name, ended.stdout) == EXPECTED.joinpath(f"{name}.txt").read_text()
+
+
+def test_tests_of_the_django_project_pass(run: Run) -> None:
+    """`python manage.py test` needs neither Redis nor a worker."""
+    ended = run("manage.py", "test", directory=EXAMPLES / "django_app")
+    assert ended.returncode == 0, ended.stderr
+    assert "Ran 2 tests" in ended.stderr
+
+
+def test_migrations_of_the_django_project_are_complete(run: Run) -> None:
+    """The models ask for no migration that is not there."""
+    ended = run("manage.py", "makemigrations", "--check", "--dry-run", directory=EXAMPLES / "django_app")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def excerpts() -> Iterator[tuple[str, str, str]]:
+    """The blocks of the pages that begin with `# examples/...`: page, file, and the lines that follow."""
+    for page in PAGES:
+        text = ROOT.joinpath("docs", f"{page}.md").read_text()
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            first, _, rest = block.partition("\n")
+            if first.startswith("# examples/"):
+                yield page, first.removeprefix("# "), rest
+
+
+def test_pages_show_the_code_of_the_examples() -> None:
+    """What a page shows of an example is there word for word, paragraph by paragraph, in this order."""
+    pages = set()
+    for page, file, excerpt in excerpts():
+        source, place = ROOT.joinpath(file).read_text(), 0
+        for paragraph in re.split(r"\n\n+", textwrap.dedent(excerpt).strip("\n")):
+            at = source.find(paragraph + "\n", place)
+            assert at >= 0, f"{page}: {file} does not have, from place {place} on:\n{paragraph}"
+            place = at + len(paragraph)
+        pages.add(page)
+    assert pages == {*PAGES}
+
+
+def test_pages_show_the_output_of_the_examples() -> None:
+    """The text below a command on a page is what the example prints."""
+    found = {}
+    for page in PAGES:
+        text = ROOT.joinpath("docs", f"{page}.md").read_text()
+        for name, output in re.findall(
+            r"^```sh\npython -m examples\.(\w+)\n```\n\n```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+        ):
+            found[name] = shown(name, output.replace(" on host (", " on <host> ("))
+    assert found == {name: EXPECTED.joinpath(f"{name}.txt").read_text() for name in SHOWN}

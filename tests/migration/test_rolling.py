@@ -1,0 +1,190 @@
+"""The rolling deploys of the migration pages: old and new code, workers and producers, on one Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+from celery_setnx import is_skipped
+from tests.harness import wait_until
+from tests.migration import pages
+from tests.migration.deploy import Deploy, Overlap, overlaps
+
+PEERS = [pages.ONCE, pages.SINGLETON]
+
+
+def roll(deploy: Deploy) -> None:
+    """Go through the stages of a page. Producers of the first lag behind: they end with step 2."""
+    stages = pages.stages(deploy.page)
+    publishing = {stages[0]}
+    deploy.producer(stages[0])
+    worker = deploy.worker(stages[0])
+    deploy.wait_for((stages[0], stages[0]))
+    for before, stage in pairwise(stages):
+        if stage == "after":
+            # The pages' condition for the last step: nobody publishes with the old code any more.
+            deploy.stop_producers("before", "step-1")
+            publishing -= {"before", "step-1"}
+            wait_until(lambda: not deploy.old_locks(), "the old locks are freed by the new code")
+        newer = deploy.worker(stage)
+        deploy.producer(stage)
+        publishing.add(stage)
+        # Without dedupe few calls of a key meet: there must be more of them.
+        count = 4 if deploy.page in PEERS else 8
+        deploy.wait_for(*product(publishing, (before, stage)), count=count)
+        worker.stop()
+        worker = newer
+    deploy.stop_producers(*stages)
+
+
+@pytest.mark.parametrize("page", PEERS)
+def test_rolling_deploy_never_overlaps_and_loses_nothing(
+    page: str, deploy_of: Callable[[str], Deploy]
+) -> None:
+    """In no step do two bodies of a key run at once; every call has its answer; no lock is left."""
+    deploy = deploy_of(page)
+    roll(deploy)
+    answers = deploy.answers()
+    entries = deploy.journal.entries()
+    assert overlaps(entries) == []
+    ended = {entry["task_id"] for entry in entries if entry["what"] == "end"}
+    skipped = {task_id for task_id, answer in answers.items() if is_skipped(answer)}
+    assert set(answers) == ended | skipped
+    # The code of the steps before the last one makes every call wait for its turn.
+    assert not [w for w in deploy.workers[:-1] if "Skipped shop.settle" in w.log_text()]
+    assert len(ended) >= 20
+    if page == pages.ONCE:
+        assert any(entry["what"] == "failed" for entry in entries), "no call has retried"
+    assert deploy.locks_left() == set()
+    deploy.shop.mset({"qo_shop.settle_account_id-7": "crashed", "SINGLETONLOCK_7": "crashed"})
+    clear: dict[str, Any] = {}
+    exec(pages.code(page, "clear"), clear)
+    clear["delete_old_locks"](deploy.shop)
+    assert len(deploy.old_locks()) == 1, "that of the other package"
+
+
+def test_rolling_deploy_from_cache_add_never_overlaps(deploy_of: Callable[[str], Deploy]) -> None:
+    """In no step do two bodies of a key run at once; every call has its answer; no lock is left."""
+    deploy = deploy_of(pages.CACHE)
+    roll(deploy)
+    answers = deploy.answers()
+    entries = deploy.journal.entries()
+    assert overlaps(entries) == []
+    assert set(answers.values()) == {None}  # run or skipped: as before, nobody can tell
+    assert len([entry for entry in entries if entry["what"] == "end"]) >= 20
+    assert deploy.locks_left() == set()
+
+
+def answer_beside(deploy: Deploy, stage: str, other: str, account: str, gates: Any) -> str:
+    """A body runs on a worker of one stage, and a call of its key is published by, and sent to, another.
+
+    Returns what became of the second while the first ran: `ran`, `refused`, `skipped` or `waits`.
+    """
+    first = deploy.publish(stage, account, stage)
+    deploy.journal.wait_for("start", task_id=first)
+    second = deploy.publish(other, account, other)
+    if second in (None, first):
+        gates(account)
+        deploy.answers()
+        return "refused"
+
+    def word() -> str | None:
+        if deploy.journal.entries(what="start", task_id=second):
+            return "ran"
+        return {"RETRY": "waits", "SUCCESS": "skipped"}.get(deploy.result(second).state)
+
+    found = str(wait_until(word, f"what becomes of {second}"))
+    assert deploy.journal.words(str(first)) == ["start"]
+    gates(account)
+    gates(account)
+    deploy.answers()
+    return found
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_old_worker_beside_a_new_one_overlaps(
+    page: str, deploy_of: Callable[[str], Deploy], gates: Any
+) -> None:
+    """Without the step in between two bodies run at once, and the check of the other tests sees it."""
+    deploy = deploy_of(page)
+    deploy.workers_of("before", "after")
+    assert answer_beside(deploy, "before", "after", "gated-old", gates) == "ran"
+    assert answer_beside(deploy, "after", "before", "gated-new", gates) == "ran"
+    assert overlaps(deploy.journal.entries()) == [
+        Overlap("gated-old", "before", "after"),
+        Overlap("gated-new", "after", "before"),
+    ]
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_worker_of_the_step_between_excludes_a_new_one(
+    page: str, deploy_of: Callable[[str], Deploy], gates: Any
+) -> None:
+    """While a body runs on one, a call of its key that comes to the other does not run beside it."""
+    deploy = deploy_of(page)
+    new = "step-2" if page in PEERS else "after"
+    deploy.workers_of("step-1", new)
+    # A new producer sees what runs, whoever runs it. An old one asks its own lock only, and is accepted.
+    of_new, of_old = ("refused", "waits") if page in PEERS else ("skipped", "skipped")
+    assert answer_beside(deploy, "step-1", new, "gated-old", gates) == of_new
+    assert answer_beside(deploy, new, "step-1", "gated-new", gates) == of_old
+    assert overlaps(deploy.journal.entries()) == []
+
+
+@pytest.mark.parametrize("page", PEERS)
+def test_old_producers_are_refused_without_leaving(page: str, deploy_of: Callable[[str], Deploy]) -> None:
+    """A call that a new worker has run to its end keeps the old lock."""
+    deploy = deploy_of(page)
+    deploy.edits = [("base=Leaving", "base=SingletonTask")]
+    deploy.worker("step-2")
+    first = deploy.publish("before", "7", "step-2")
+    assert deploy.result(first).get(timeout=20) is None
+    assert deploy.publish("before", "7", "step-2") in (None, first)
+    assert len(deploy.old_locks()) == 1
+
+
+def test_unlock_before_run_through_the_deploy(deploy_of: Callable[[str], Deploy], gates: Any) -> None:
+    """What is published during a run, by old code or new, is accepted, and runs after it."""
+    deploy = deploy_of(pages.ONCE)
+    deploy.edits = [
+        ('once={"keys": ["account_id"]', 'once={"keys": ["account_id"], "unlock_before_run": True'),
+        ("until_done", "until_started"),
+    ]
+    deploy.workers_of("step-1", "step-2")
+    for publisher in ("before", "step-1", "step-2"):
+        account = f"gated-{publisher}"
+        ids = [deploy.publish(publisher, account, "step-2")]
+        deploy.journal.wait_for("start", task_id=ids[0])
+        ids.append(deploy.publish(publisher, account, "step-1"))
+        wait_until(lambda: deploy.result(ids[1]).state == "RETRY", "the second waits")  # noqa: B023
+        ids.append(deploy.publish("step-2", account, "step-2"))
+        assert len({*ids, None}) == (4 if publisher != "step-2" else 3)
+        for _ in ids:
+            gates(account)
+        deploy.answers()
+    assert overlaps(deploy.journal.entries()) == []
+
+
+def test_crash_in_the_middle_of_the_deploy(deploy_of: Callable[[str], Deploy], gates: Any) -> None:
+    """A killed worker of the step between is taken over by the new code, which frees the old lock, too."""
+    deploy = deploy_of(pages.SINGLETON)
+    deploy.edits = [('"on_conflict": "retry"', '"on_conflict": "retry", "lease": 1')]
+    deploy.edits += [('on_conflict="retry"', 'on_conflict="retry", lease=1')]
+    old, _new = deploy.workers_of("step-1", "step-2")
+    dead = deploy.publish("step-1", "gated-7", "step-1")
+    deploy.journal.wait_for("start", task_id=dead)
+    old.kill()
+    assert deploy.publish("step-1", "gated-7", "step-2") == dead, "the old lock is the dead call's"
+
+    def accepted() -> str | None:
+        task_id = deploy.publish("step-2", "gated-7", "step-2")
+        return None if task_id == dead else task_id
+
+    heir = wait_until(accepted, "a call that is no duplicate of the dead one")
+    deploy.journal.wait_for("start", task_id=heir)
+    gates("gated-7")
+    assert deploy.result(heir).get(timeout=20) is None
+    wait_until(lambda: not deploy.old_locks(), "the old lock is freed")

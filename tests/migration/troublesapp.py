@@ -1,0 +1,111 @@
+"""The same bodies under celery-once, celery-singleton, cache.add and our own lock, for `test_troubles`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import django.conf
+import redis
+from celery import Celery, Task, current_task
+from celery.exceptions import Ignore
+from celery.signals import task_postrun
+from celery_once import QueueOnce
+from celery_singleton import Singleton
+
+from celery_setnx import SingletonTask
+from tests.harness import Journal
+from tests.migration import pages
+from tests.migration.deploy import DB
+
+URL = os.environ["SETNX_TEST_URL"]
+LEASE_S = 1.0
+
+control = redis.Redis.from_url(f"{URL}/0", decode_responses=True, socket_timeout=None)
+journal = Journal(control)
+
+app = Celery("troubles", broker=f"{URL}/{DB}", backend=f"{URL}/{DB}", set_as_current=False)
+app.conf.update(
+    ONCE={"backend": "celery_once.backends.Redis", "settings": {"url": f"{URL}/{DB}"}},
+    broker_connection_retry_on_startup=True,
+    result_expires=600,
+    setnx_defaults={"lease": LEASE_S, "retry_delay": 0.1},
+    worker_prefetch_multiplier=1,
+)
+
+if not django.conf.settings.configured:
+    cache = {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": f"{URL}/{DB}"}
+    django.conf.settings.configure(CACHES={"default": cache})
+_cookbook: dict[str, Any] = {}
+exec(pages.code(pages.CACHE, "app"), _cookbook)
+
+
+def body(name: Any) -> Any:
+    """Journal the start, wait until the gate of this name opens, journal the end."""
+    about = {"task_id": current_task.request.id, "task": current_task.name, "name": repr(name)}
+    journal.write("start", **about)
+    if str(name).startswith("gated"):
+        control.blpop([f"gate:{name}"], timeout=60)
+    journal.write("end", **about)
+    return name
+
+
+@task_postrun.connect
+def journal_postrun(task_id: str, **_details: Any) -> None:
+    """When all is said and done, hooks of the base class included."""
+    journal.write("postrun", task_id=task_id)
+
+
+def work(name: Any) -> Any:
+    return body(name)
+
+
+def ignored(name: Any) -> Any:
+    body(name)
+    raise Ignore
+
+
+def retrying(self: Task, name: Any) -> Any:
+    body(name)
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return name
+
+
+def task(function: Any, kind: str, base: type[Task], **options: Any) -> Any:
+    """A task of its own from a body that others share."""
+    name = f"{kind}.{function.__name__}"
+    if kind.endswith("early"):
+        name = f"{kind}.work"
+    return app.task(name=name, base=base, shared=False, bind=function is retrying, **options)(function)
+
+
+once = {f.__name__: task(f, "once", QueueOnce) for f in (work, ignored, retrying)}
+once_early = task(work, "once_early", QueueOnce, once={"unlock_before_run": True})
+lone = {f.__name__: task(f, "lone", Singleton) for f in (work, ignored, retrying)}
+ours = {
+    f.__name__: task(f, "ours", SingletonTask, singleton={"dedupe": "until_done"})
+    for f in (work, ignored, retrying)
+}
+ours_early = task(work, "ours_early", SingletonTask, singleton={"dedupe": "until_started"})
+
+
+def _cached(name: str, expire_s: int) -> Any:
+    _cookbook["EXPIRE_S"] = expire_s
+    with _cookbook["cache_lock"](f"cached-lock-{name}") as acquired:
+        return body(name) if acquired else None
+
+
+@app.task(name="cached.work", shared=False)
+def cached(name: str, expire_s: int = 600) -> Any:
+    return _cached(name, expire_s)
+
+
+@app.task(name="total", shared=False)
+def total(results: list[Any]) -> int:
+    return len(results)
+
+
+@app.task(name="marker", shared=False)
+def marker() -> None:
+    """When it has been received, all that was in its queue before has been."""
