@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx import SetnxLock
+from celery_setnx import HeldLock, SetnxLock
 
 
 class ClassicLock:
@@ -50,8 +50,11 @@ class OurLock:
     def __init__(self, client: Any, name: str, timeout: int) -> None:
         self.lock = SetnxLock(client, name, lease=timeout + 1)
 
+        self.held: HeldLock | None = None
+
     def acquire(self) -> bool:
-        return self.lock.acquire().acquired
+        self.held = self.lock.acquire().lock
+        return self.held is not None
 
     def release(self) -> None:
         self.lock.release()

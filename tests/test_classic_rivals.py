@@ -79,10 +79,11 @@ def test_recipe_is_kept_out_while_ours_is_renewed(locks: redis.Redis, foreign_ke
     """A classic client never gets a lock that its holder keeps renewing, far beyond one lease."""
     ours = OurLock(locks, NAME, 0)
     assert ours.acquire()
+    assert ours.held is not None
     until = locks.time()[0] + 3
     rival = ClassicLock(locks, NAME, 2)
     while locks.time()[0] < until:
-        ours.lock.held.renew()
+        ours.held.renew()
         assert not rival.acquire()
     ours.release()
     assert rival.acquire()
