@@ -264,7 +264,7 @@ class Run:
     ) -> None:
         header = (request.headers or _NOTHING).get(HEADER) or _NOTHING
         if request.retries and not is_singleton(task):
-            # Celery hands a retry the headers of the attempt before: its key may be another, its mark is gone.
+            # Celery hands a retry the headers of the attempt before: its key may be another, its mark gone.
             header = {name: header[name] for name in header if name not in ("key", "marked")}
         self.task = task
         self.of = guard
