@@ -1,4 +1,4 @@
-"""The same bodies under celery-once, celery-singleton, cache.add and our own lock, for `test_troubles`."""
+"""The same bodies under celery-once, celery-singleton, celery-heimdall, cache.add and our own lock."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import redis
 from celery import Celery, Task, current_task
 from celery.exceptions import Ignore
 from celery.signals import task_postrun
+from celery_heimdall import HeimdallTask
 from celery_once import QueueOnce
 from celery_singleton import Singleton
 
@@ -20,6 +21,7 @@ from tests.migration.deploy import DB
 
 URL = os.environ["SETNX_TEST_URL"]
 LEASE_S = 1.0
+BRIEF_S = 1
 
 control = redis.Redis.from_url(f"{URL}/0", decode_responses=True, socket_timeout=None)
 journal = Journal(control)
@@ -72,12 +74,25 @@ def retrying(self: Task, name: Any) -> Any:
     return name
 
 
+def tidying(self: Task, name: Any) -> Any:
+    """Retries itself as well, and has something to do after it has asked for that."""
+    try:
+        return retrying(self, name)
+    finally:
+        journal.write("tidying", task_id=self.request.id)
+        if str(name).startswith("untidy"):
+            control.blpop([f"gate:{name}"], timeout=60)
+        journal.write("tidied", task_id=self.request.id)
+
+
 def task(function: Any, kind: str, base: type[Task], **options: Any) -> Any:
     """A task of its own from a body that others share."""
     name = f"{kind}.{function.__name__}"
     if kind.endswith("early"):
         name = f"{kind}.work"
-    return app.task(name=name, base=base, shared=False, bind=function is retrying, **options)(function)
+    return app.task(name=name, base=base, shared=False, bind=function in (retrying, tidying), **options)(
+        function
+    )
 
 
 once = {f.__name__: task(f, "once", QueueOnce) for f in (work, ignored, retrying)}
@@ -85,9 +100,14 @@ once_early = task(work, "once_early", QueueOnce, once={"unlock_before_run": True
 lone = {f.__name__: task(f, "lone", Singleton) for f in (work, ignored, retrying)}
 ours = {
     f.__name__: task(f, "ours", SingletonTask, singleton={"dedupe": "until_done"})
-    for f in (work, ignored, retrying)
+    for f in (work, ignored, retrying, tidying)
 }
 ours_early = task(work, "ours_early", SingletonTask, singleton={"dedupe": "until_started"})
+
+# By default it would wait nearly a second in the worker for the lock that its call has taken already.
+UNIQUE = {"unique": True, "unique_lock_blocking": False}
+heimdall = {f.__name__: task(f, "heimdall", HeimdallTask, heimdall=UNIQUE) for f in (work, retrying)}
+heimdall_brief = task(work, "heimdall_brief", HeimdallTask, heimdall={**UNIQUE, "unique_timeout": BRIEF_S})
 
 
 def _cached(name: str, expire_s: int) -> Any:
@@ -99,6 +119,18 @@ def _cached(name: str, expire_s: int) -> Any:
 @app.task(name="cached.work", shared=False)
 def cached(name: str, expire_s: int = 600) -> Any:
     return _cached(name, expire_s)
+
+
+@app.task(name="cached.tidying", bind=True, shared=False)
+def cached_tidying(self: Task, name: str) -> Any:
+    _cookbook["EXPIRE_S"] = 600
+    with _cookbook["cache_lock"](f"cached-lock-{name}") as acquired:
+        return tidying(self, name) if acquired else None
+
+
+@app.task(name="answers", shared=False)
+def answers(results: list[Any]) -> list[Any]:
+    return results
 
 
 @app.task(name="total", shared=False)

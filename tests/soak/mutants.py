@@ -53,12 +53,12 @@ def incr_fence() -> LockMaker:
 
 def no_deadline_check() -> LockMaker:
     """Acquire does not ask whether the lease was over before the reply came."""
-    source = textwrap.dedent(inspect.getsource(SetnxLock._acquire_once))
+    source = textwrap.dedent(inspect.getsource(SetnxLock._now_held))
     namespace = dict(vars(lock_module))
-    exec(_replace(source, "if self.clock() >= valid_until:", "if False:"), namespace)
+    exec(_replace(source, "if after >= held._valid_until:", "if False:"), namespace)
 
     class Unchecked(SetnxLock):
-        _acquire_once = namespace["_acquire_once"]
+        _now_held = namespace["_now_held"]
 
     return Unchecked
 
