@@ -17,6 +17,7 @@ from celery import Celery
 from celery.app.task import Task
 from celery.utils.dispatch import Signal
 
+from celery_setnx.delivery import is_singleton
 from celery_setnx.forks import between_forks
 from celery_setnx.keeper import start_real_thread
 from celery_setnx.lock import Holder
@@ -99,7 +100,7 @@ def _hostname_of(sender: Any) -> str | None:
 
     Not those of a function under another base class: its deliveries do not say whether events are on.
     """
-    if not isinstance(sender, Task) or getattr(sender, "_guard", None) is None or not sender.send_events:
+    if not isinstance(sender, Task) or not is_singleton(sender) or not sender.send_events:
         return None
     return _hostnames.get(sender.app)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import FORMATS, KeyOption, latest_version
@@ -15,10 +15,12 @@ from celery_setnx.lock import DAY_S
 
 DEFAULT_PREFIX = "setnx"
 BEAT_SCHEDULER = "celery.beat:PersistentScheduler"
-CONFLICT_POLICIES = ("auto", "skip", "retry", "wait", "join", "raise")
-REDIS_ERROR_POLICIES = ("retry", "run", "raise")
-DEDUPE_MODES = ("until_started", "until_done")
-DUPLICATE_POLICIES = ("return", "raise")
+ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
+RedisErrorPolicy = Literal["retry", "run", "raise"]
+DedupeMode = Literal["until_started", "until_done"]
+DuplicatePolicy = Literal["return", "raise"]
+CONFLICT_POLICIES, REDIS_ERROR_POLICIES = get_args(ConflictPolicy), get_args(RedisErrorPolicy)
+DEDUPE_MODES, DUPLICATE_POLICIES = get_args(DedupeMode), get_args(DuplicatePolicy)
 
 
 class _Unset:
@@ -100,7 +102,7 @@ class SingletonOptions(TypedDict, total=False):
 
     key: KeyOption
     scope: str | None
-    on_conflict: Literal["auto", "skip", "retry", "wait", "join", "raise"] | Callable[[Any], Any]
+    on_conflict: ConflictPolicy | Callable[[Any], Any]
     skip_result: Any
     lease: Duration
     at_least_for: Duration
@@ -108,11 +110,11 @@ class SingletonOptions(TypedDict, total=False):
     retry_delay: Duration
     retry_delay_max: Duration
     max_wait: Duration | None
-    dedupe: Literal["until_started", "until_done"] | None
-    on_duplicate: Literal["return", "raise"] | Callable[[Any], Any]
+    dedupe: DedupeMode | None
+    on_duplicate: DuplicatePolicy | Callable[[Any], Any]
     queue_lease: Duration
     hold_on_retry: bool
-    on_redis_error: Literal["retry", "run", "raise"]
+    on_redis_error: RedisErrorPolicy
 
 
 NAMES = tuple(option.name for option in fields(Options))

@@ -18,7 +18,7 @@ from celery import Celery, uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_setnx.connection import client_for
-from celery_setnx.delivery import HEADER, without_deaths
+from celery_setnx.delivery import HEADER, is_singleton, without_deaths
 from celery_setnx.exceptions import (
     DuplicateTask,
     LockRefused,
@@ -186,7 +186,7 @@ def send_task(
         ...           singleton={"key": "account_id", "dedupe": "until_started"})
     """
     known = app.tasks.get(name)
-    if getattr(known, "_guard", None) is not None:
+    if is_singleton(known):
         return known.apply_async(args, kwargs, singleton=singleton, **options)
     layer = checked(f"a call of {name}", singleton or {})
     if layer.get("key") is None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ import redis
 from celery import Celery
 
 from celery_setnx import LockLost, SingletonTask, is_skipped
+from examples.checked import DEADLINE_S, all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
 PAGES, PAGE_S, LEASE_S = 3, 1.0, 2.0
-DEADLINE_S = 30
 
 if __name__ == "__main__":
     if "REDIS_URL" not in os.environ:
@@ -90,15 +89,6 @@ def noted(what: str, *details: Any) -> list[list[Any]]:
     return [entry for entry in entries if entry[: 1 + len(details)] == [what, *details]]
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    give_up = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        if time.monotonic() > give_up:
-            sys.exit(f"not within {DEADLINE_S} s: {what}")
-        time.sleep(0.02)
-    return value
-
-
 def renewed() -> dict[str, bool]:
     """The report of May takes longer than the lease, and nobody else gets the lock."""
     first = write_report.delay("May")
@@ -161,9 +151,7 @@ def main() -> bool:
         database.execute("CREATE TABLE report (name TEXT PRIMARY KEY, pages BIGINT, fence BIGINT)")
         database.execute("INSERT INTO report VALUES ('May', 0, 0), ('June', 0, 0)")
     checks = {**renewed(), **frozen()}
-    for claim, is_true in checks.items():
-        print("✓" if is_true else "✗", claim)
-    return all(checks.values())
+    return all_shown(checks)
 
 
 if __name__ == "__main__":

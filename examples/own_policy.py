@@ -8,16 +8,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import redis
 from celery import Celery
 
 from celery_setnx import Conflict, Duplicate, SingletonTask, signals
+from examples.checked import DEADLINE_S, all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
-FRESH_S, WORK_S, DEADLINE_S = 1.2, 2.5, 30
+FRESH_S, WORK_S = 1.2, 2.5
 
 if __name__ == "__main__" and "REDIS_URL" not in os.environ:
     server = EmbeddedServer()  # dies with this process
@@ -67,15 +67,6 @@ def count(sender: SingletonTask, policy: str, **_details: Any) -> None:
     client.hincrby(CONFLICTS, f"{sender.name}, policy: {policy}", 1)
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    give_up = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        if time.monotonic() > give_up:
-            sys.exit(f"not within {DEADLINE_S} s: {what}")
-        time.sleep(0.02)
-    return value
-
-
 def main() -> bool:
     """One conflict with a fresh run, one with an older run, and two duplicates."""
     client.delete(CONFLICTS)
@@ -110,9 +101,7 @@ def main() -> bool:
         f"the receiver heard of every conflict of {', '.join(conflicts)}": len(conflicts) == 1
         and int(*conflicts.values()) >= 2,
     }
-    for claim, is_true in checks.items():
-        print("✓" if is_true else "✗", claim)
-    return all(checks.values())
+    return all_shown(checks)
 
 
 if __name__ == "__main__":

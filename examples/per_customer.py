@@ -9,17 +9,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import redis
 from celery import Celery
 
 from celery_setnx import SingletonTask, signals
+from examples.checked import all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
 CUSTOMERS, EVENTS = ("ann", "bob", "cleo"), ("order", "payment", "parcel")
-WORK_S, DEADLINE_S = 0.8, 30
+WORK_S = 0.8
 
 if __name__ == "__main__" and "REDIS_URL" not in os.environ:
     server = EmbeddedServer()  # dies with this process
@@ -51,14 +51,6 @@ def note(what: str, customer: str, event: str) -> None:
 def journal() -> list[list[Any]]:
     """What happened, in order: what, to whom, which event, when."""
     return [json.loads(entry) for entry in client.lrange(JOURNAL, 0, -1)]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > give_up:
-            sys.exit(f"not within {DEADLINE_S} s: {what}")
-        time.sleep(0.02)
 
 
 def send() -> None:
@@ -104,9 +96,7 @@ def main() -> bool:
         "and in order": orders == [[*EVENTS]] * len(CUSTOMERS),
         "customers do not wait for each other": peak > 1,
     }
-    for claim, is_true in checks.items():
-        print("✓" if is_true else "✗", claim)
-    return all(checks.values())
+    return all_shown(checks)
 
 
 if __name__ == "__main__":

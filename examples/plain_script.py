@@ -14,6 +14,7 @@ import time
 import redis
 
 from celery_setnx import AlreadyRunning, SetnxLock
+from examples.checked import all_shown
 from examples.embedded import EmbeddedServer
 
 NAME, LEASE_S, PARTS, PART_S = "lock.nightly-report", 3.0, 4, 0.5
@@ -64,9 +65,7 @@ def main() -> bool:
         "the second said who runs, and ended": second == EX_TEMPFAIL and f"(pid {first.pid})" in second_words,
         "a copy that waits takes over from a killed one": (last_words, last) == ("works\ndone\n", 0),
     }
-    for claim, is_true in checks.items():
-        print("✓" if is_true else "✗", claim)
-    return all(checks.values())
+    return all_shown(checks)
 
 
 def finish(copy: subprocess.Popen[str]) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_setnx import OptionError
-from celery_setnx.options import Options, merged, plain, settings
+from celery_setnx.options import NAMES, Options, SingletonOptions, merged, plain, settings
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -139,3 +139,8 @@ def test_settings_are_read_under_celerys_namespace() -> None:
     )
     read = settings(app.conf)
     assert (read.prefix, read.defaults, read.retention) == ("prod", {"lease": 5.0}, 86400)
+
+
+def test_typed_options_are_all_options() -> None:
+    """What editors complete is what may be written."""
+    assert tuple(SingletonOptions.__annotations__) == NAMES

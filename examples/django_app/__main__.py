@@ -4,26 +4,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import redis
 
+from examples.checked import all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
 HERE = Path(__file__).parent
-DEADLINE_S = 30
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    give_up = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        if time.monotonic() > give_up:
-            sys.exit(f"not within {DEADLINE_S} s: {what}")
-        time.sleep(0.05)
-    return value
 
 
 def main() -> bool:
@@ -88,9 +76,7 @@ def main() -> bool:
         "every total is right, and was summed up no more often than needed": rows
         == [("ann", 52, 2), ("bob", 7, 1)],
     }
-    for claim, is_true in checks.items():
-        print("✓" if is_true else "✗", claim)
-    return all(checks.values())
+    return all_shown(checks)
 
 
 if __name__ == "__main__":
