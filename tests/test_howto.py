@@ -259,7 +259,7 @@ def test_operators_lock_that_is_forgotten_is_taken_over(shop: Reader, asked: red
     shop.run("celery -A shop call shop.bill --args '[\"2026-11-23\"]'")
     wait_until(lambda: "billed 2026-11-23" in shop.log_text(), f"the bill in {shop.log}")
     took_over = r"WARNING.* shop\.bill\[.*\] took over setnx:\{ledger\} from a foreign client .*: it ended \d"
-    assert re.search(took_over, shop.log_text()), shop.log_text()
+    wait_until(lambda: re.search(took_over, shop.log_text()), f"{took_over} in {shop.log}")
 
 
 def test_operators_lock_of_a_keyed_task_is_for_one_key(shop: Reader, asked: redis.Redis) -> None:

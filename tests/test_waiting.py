@@ -373,7 +373,7 @@ def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(
     at = time.monotonic()
     doomed.kill()
     assert_each_ran_once(journal, results)
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
     assert 0.5 < taken["at"] - at < 2.0 * 1.2 + 4
     assert f"The courier of tests.waitapp.work[{taken['task_id']}] took over t:{{" in far.log_text()
@@ -389,7 +389,7 @@ def test_killed_worker_on_this_host_is_taken_over_when_its_courier_comes(
     doomed.kill()
     wait_until(lambda: has_ended(journal.entries(what="start")[0]["pid"]), "the process has ended")
     assert_each_ran_once(journal, results)
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
     assert any("its process on this host is dead" in worker.log_text() for worker in pair)
 

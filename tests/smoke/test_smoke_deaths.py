@@ -31,7 +31,7 @@ def test_second_call_takes_over_from_a_killed_container(
     failovers.append(time.monotonic() - killed)
     gates(name)
     assert second.get(timeout=20) == name
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["task_id"] == second.id
     assert taken["holder"]["worker"] == holder.hostname()
     assert taken["holder"]["task_id"] == first.id
@@ -55,7 +55,7 @@ def test_killed_containers_call_is_delivered_again(
     gates(name)
     assert result.get(timeout=20) == name
     assert other.container.id.startswith(again["host"])
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["worker"] == holder.hostname()
     assert taken["holder"]["fence"] == start["fence"] < again["fence"]
     assert len(journal.entries(what="end", task_id=result.id)) == 1
@@ -101,7 +101,7 @@ def test_impatient_restart_runs_the_call_once_more(
     failovers.append(time.monotonic() - began)
     gates(name)
     assert result.get(timeout=20) == name
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["fence"] == start["fence"] < again["fence"]
     bodies = [entry["what"] for entry in journal.entries() if entry["what"] in ("start", "end")]
     assert bodies == ["start", "start", "end"]

@@ -70,7 +70,7 @@ def test_holder_cut_off_past_its_lease_is_told_and_harms_nobody(
     failovers.append(time.monotonic() - cut)
     journal.wait_for("told", task_id=first.id)
     journal.wait_for("lost", task_id=first.id)
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["worker"] == holder.hostname()
     assert after["fence"] > start["fence"]
 

@@ -371,7 +371,7 @@ def test_waiting_call_runs_after_the_death_of_its_holder(
     gates(name)
     assert second.get(timeout=20) == name
     (began,) = journal.entries(what="start", task_id=second.id)
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert (taken["task_id"], taken["holder"]["task_id"]) == (second.id, first.id)
     assert began["fence"] > start["fence"]
     assert len(journal.entries(what="start", name=name)) == 2
@@ -413,7 +413,7 @@ def test_redelivered_call_takes_over_from_its_dead_process(
     _, again = journal.wait_for("start", 2, task_id=result.id)
     assert again["at"] - start["at"] < lease_s / 2
     assert again["fence"] > start["fence"]
-    (taken,) = journal.entries(what="taken_over")
+    (taken,) = journal.wait_for("taken_over")
     assert (taken["task_id"], taken["holder"]["task_id"]) == (result.id, result.id)
     gates(name)
     assert result.get(timeout=20) == name
