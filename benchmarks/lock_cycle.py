@@ -36,9 +36,10 @@ from redis.utils import HIREDIS_AVAILABLE
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
 from celery_setnx.connection import SOCKET_TIMEOUT_S
-from celery_setnx.guard import Guard, info_of
+from celery_setnx.guard import Guard
 from celery_setnx.keys import digest, key_name
 from celery_setnx.lock import ORIGINAL, HeldLock, Outcome, task_token
+from celery_setnx.run import info_of
 from examples.embedded import EmbeddedServer
 
 LEASE_S = 30
@@ -134,7 +135,7 @@ class TaskLocks:
         )
 
     def acquire(self, name: str) -> HeldLock:
-        """Acquire a lock as a new call does, see `celery_setnx.guard.Run`.
+        """Acquire a lock as a new call does, see `celery_setnx.run.Run`.
 
         Raises:
             RuntimeError: It is held.

@@ -14,10 +14,11 @@ from celery.local import Proxy
 
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.fanout import CallOutcome, FanOut, fan_out
-from celery_setnx.guard import Guard, Run, lock_of
+from celery_setnx.guard import Guard
 from celery_setnx.lock import HeldLock, Holder, SetnxLock
 from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.publish import publish
+from celery_setnx.run import Run, lock_of
 from celery_setnx.switches import DISABLED, EAGER_GUARDED
 
 if TYPE_CHECKING:

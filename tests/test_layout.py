@@ -21,7 +21,7 @@ LAYERS = [
     {"waiting", "events", "doctor"},
     {"conflict"},
     {"request", "guard"},
-    {"publish"},
+    {"publish", "run"},
     {"fanout"},
     {"task", "beat", "cli.describe", "cli.asked"},
     {"cli.byhand"},
@@ -63,7 +63,7 @@ def test_every_module_has_a_level() -> None:
 
 @pytest.mark.parametrize("module", sorted(LEVEL))
 def test_imports_only_point_down(module: str) -> None:
-    """exceptions, keys -> scripts -> lock -> marks, options -> conflict -> guard -> publish -> task."""
+    """exceptions, keys -> scripts -> lock -> marks, options -> conflict -> guard -> publish, run -> task."""
     for imported in imports(modules()[module]):
         assert LEVEL[imported] < LEVEL[module] or (module, imported) in SIDEWAYS, (
             f"{module} imports {imported}"

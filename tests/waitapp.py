@@ -12,7 +12,7 @@ import redis
 from celery import Celery, current_task
 from celery.signals import task_postrun, task_revoked
 
-from celery_setnx import Conflict, SingletonTask, current_lock, guard, signals
+from celery_setnx import Conflict, SingletonTask, current_lock, run, signals
 from tests.harness import Journal
 
 CONTROL_DB, LOCK_DB, BROKER_DB = 0, 1, 6
@@ -72,7 +72,7 @@ def journal_revoked(request: Any, expired: bool, **_details: Any) -> None:
 
 def _die_before_wake() -> None:
     """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    wake = vars(guard)["wake"]
+    wake = vars(run)["wake"]
     whole_worker = os.environ["WAIT_DIES_BEFORE_WAKE"] == "worker"
 
     def die(app: Celery, heir: Any, key: str) -> None:
@@ -83,7 +83,7 @@ def _die_before_wake() -> None:
             )
         wake(app, heir, key)
 
-    vars(guard)["wake"] = die
+    vars(run)["wake"] = die
 
 
 if os.environ.get("WAIT_DIES_BEFORE_WAKE"):

@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import task_failure, task_postrun, task_received, task_retry, task_revoked
 
-from celery_setnx import LockLost, SingletonTask, current_lock, guard, is_skipped, signals
+from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
 from celery_setnx.lock import Heir, HeldLock
 from tests.chaos import mutants
 from tests.soak.history import History
@@ -212,7 +212,7 @@ def _note_renewals() -> None:
 def _die_before_waking() -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
     order = Path(os.environ["CHAOS_DIES_BEFORE_WAKING"])
-    wake = guard.wake  # type: ignore[attr-defined]
+    wake = run.wake  # type: ignore[attr-defined]
 
     def dies(app: Celery, heir: Heir | None, key: str) -> None:
         if heir is not None and order.exists():
@@ -221,7 +221,7 @@ def _die_before_waking() -> None:
             os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
         wake(app, heir, key)
 
-    guard.wake = dies  # type: ignore[attr-defined]
+    run.wake = dies  # type: ignore[attr-defined]
 
 
 _note_renewals()

@@ -11,10 +11,10 @@ from typing import Any
 from celery import Celery, Task
 
 from celery_setnx import connection as connection_module
-from celery_setnx import guard as guard_module
 from celery_setnx import keeper as keeper_module
 from celery_setnx import lock as lock_module
 from celery_setnx import request as request_module
+from celery_setnx import run as run_module
 from celery_setnx import scripts as scripts_module
 from celery_setnx import trial as trial_module
 from celery_setnx import waiting as waiting_module
@@ -130,8 +130,8 @@ def renewal_gives_up() -> None:
     renew_all, retry = keeper_module.renew_all, connection_module.Retry
     connection_module.Retry = lambda backoff, _times: retry(backoff, 0)  # type: ignore[misc,assignment]
 
-    def once(locks: Any) -> Any:
-        errors = renew_all(locks)
+    def once(*locks_and_client: Any) -> Any:
+        errors = renew_all(*locks_and_client)
         if any(errors):
             time.sleep(1e6)
         return errors
@@ -141,7 +141,7 @@ def renewal_gives_up() -> None:
 
 def no_wake() -> None:
     """Whoever hands a lock over sends no wake-up; couriers do."""
-    for module in (guard_module, request_module):
+    for module in (run_module, request_module):
         module.wake = lambda *_arguments: None  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ from celery import Celery
 from celery.exceptions import Ignore, Retry
 
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
-from celery_setnx.guard import Run
+from celery_setnx.run import Run
 from examples.embedded import EmbeddedServer
 
 KEY = "setnx:{guarded}"
