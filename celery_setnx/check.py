@@ -276,7 +276,7 @@ def _app_findings(app: Celery, guarded: list[tuple[Task, Any]]) -> Iterator[Find
         yield warn(
             "key_version",
             f"setnx_key_version is pinned to {version}; the latest is {latest_version()}.",
-            "Programs with another version do not exclude these; keys in Redis do not show theirs.",
+            "Programs with another version do not exclude these.",
             "When all programs know the latest: let the queues run empty, unpin, and restart them together.",
         )
 

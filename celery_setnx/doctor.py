@@ -28,7 +28,7 @@ from celery_setnx.check import (
 )
 from celery_setnx.connection import client_for, lock_url, masked
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
-from celery_setnx.options import settings
+from celery_setnx.options import Settings, settings
 from celery_setnx.scripts import is_cluster
 from celery_setnx.survey import BATCH, survey
 from celery_setnx.trial import trial_name, try_lock
@@ -66,7 +66,7 @@ def _lock_server(app: Celery) -> Iterator[Finding]:
         yield from _shared_with_broker(app, url)
         yield from _servers(client, where)
         with suppress(OptionError):  # check tells what is wrong with the settings
-            yield from _locks(client, settings(app.conf).prefix)
+            yield from _locks(client, settings(app.conf))
     except (RedisError, RedisClusterException) as error:
         yield _no_answer(where, error)
 
@@ -83,12 +83,12 @@ def _servers(client: Any, where: str) -> Iterator[Finding]:
             yield _no_answer(f"{name} of {where}", error)
 
 
-def _locks(client: Any, prefix: str) -> Iterator[Finding]:
+def _locks(client: Any, own: Settings) -> Iterator[Finding]:
     """What can be done with locks there, and what there is of them."""
-    yield from _permissions(client, prefix)
+    yield from _permissions(client, own.prefix)
     try:
-        yield from _leftovers(client, prefix)
-        yield from _endless_keys(client, prefix)
+        yield from _leftovers(client, own)
+        yield from _endless_keys(client, own.prefix)
     except redis.ResponseError as error:
         yield warn(
             "commands",
@@ -337,11 +337,11 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
         )
 
 
-def _leftovers(client: Any, prefix: str) -> Iterator[Finding]:
+def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
     held = waiting = marks = 0
-    dead, lapses_s = [], 0.0
-    for seen in survey(client, prefix):
+    dead, apart, lapses_s = [], [], 0.0
+    for seen in survey(client, own.prefix):
         holder = seen.holder
         waiting += seen.waiting
         if seen.mark is not None:
@@ -357,6 +357,8 @@ def _leftovers(client: Any, prefix: str) -> Iterator[Finding]:
             )
         elif not seen.is_stale:
             held += 1
+            if holder.info.get("task") and holder.info.get("key_version", 1) != own.key_version:
+                apart.append(seen)
         elif holder.state in ("running", "held_for_retry"):
             dead.append(seen)
     yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}.")
@@ -367,6 +369,14 @@ def _leftovers(client: Any, prefix: str) -> Iterator[Finding]:
             f"Locks that expired unreleased: {len(dead)}; the first was {oldest.key} of {oldest.holder}.",
             "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
+        )
+    if apart:
+        yield warn(
+            "key_version",
+            f"This app's keys have version {own.key_version}; locks are held by processes with another: "
+            f"{len(apart)}, such as {apart[0].key} of {apart[0].holder}.",
+            "A call whose message has no key is another call there, and runs beside itself.",
+            "Pin setnx_key_version everywhere to the one that all programs know, until the last is upgraded.",
         )
     if marks:
         yield ok(

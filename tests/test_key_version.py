@@ -16,6 +16,7 @@ import redis
 from celery import Celery
 
 from celery_setnx import OptionError, is_skipped, send_task
+from celery_setnx.doctor import examine
 from celery_setnx.keys import FORMATS
 from celery_setnx.options import settings
 from examples.embedded import EmbeddedServer
@@ -144,6 +145,20 @@ def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(
     assert (second.deduplicated, second.id) == (True, first.id)
     gates(name)
     assert first.get(timeout=10) == name
+
+
+@pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
+def test_doctor_finds_the_locks_of_an_unpinned_worker(
+    stranger: Celery, journal: Journal, gates: Any, release: str
+) -> None:
+    """A process with another format than the doctor's holds a lock."""
+    name = f"gated-doctor-{release}"
+    call = stranger.send_task(WORK, (name,), queue=release)
+    journal.wait_for("start", task_id=call.id)
+    found = [finding.what for finding in examine(stranger) if finding.subject == "key_version"]
+    gates(name)
+    assert call.get(timeout=10) == name
+    assert [call.id in what for what in found] == ([True] if release == "unpinned" else [])
 
 
 @pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
