@@ -51,7 +51,7 @@ class Keeper:
         # Written by any thread, one operation at a time; the keeper's thread reads a copy. No lock that a
         # greenlet and a real thread would have to share.
         self._watched: dict[str, _Watched] = {}
-        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._wake: SimpleQueue[float] = SimpleQueue()
         self._wakes_at = -_NEVER
         self._starting = threading.Lock()
         self._thread: Any = None
@@ -72,7 +72,7 @@ class Keeper:
         if self._thread is None:
             self._start()
         if watched.due < self._wakes_at:
-            self._wake.put(None)
+            self._wake.put(held.lease_s)
 
     def forget(self, held: HeldLock) -> bool:
         """Stop renewing a lock. To be called before it is released, so that no renewal comes after.
@@ -100,8 +100,11 @@ class Keeper:
             next_due = min((w.due for w in watched), default=_NEVER if rested else now + idle_s)
             if next_due > now:
                 self._wakes_at = next_due
-                woken = self._sleep(next_due - now)
-                rested = rested or (not watched and not woken)
+                lease_s = self._sleep(next_due - now)
+                if lease_s is not None:  # of a lock that may have been forgotten by now
+                    idle_s, rested = lease_s / 3, False
+                elif not watched:
+                    rested = True
                 continue
             self._wakes_at = -_NEVER
             # What is due soon goes along: fewer round trips, and never later than planned.
@@ -113,13 +116,12 @@ class Keeper:
                 for failed in due:
                     failed.due = self._clock() + failed.held.lease_s / 20
 
-    def _sleep(self, seconds: float) -> bool:
-        """True if a lock that is due earlier has woken us."""
+    def _sleep(self, seconds: float) -> float | None:
+        """The lease of the lock that has woken us because it is due earlier; None if none has."""
         try:
-            self._wake.get(timeout=None if seconds == _NEVER else seconds)
+            return self._wake.get(timeout=None if seconds == _NEVER else seconds)
         except Empty:
-            return False
-        return True
+            return None
 
     def _renew(self, due: list[_Watched]) -> None:
         by_client: dict[int, list[_Watched]] = {}

@@ -165,6 +165,34 @@ def test_idle_keeper_wakes_for_a_new_lock(locks: redis.Redis, losses: Any, tell:
     keeper.forget(near)
 
 
+def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(
+    locks: redis.Redis, tell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks that are forgotten before the thread looks: each wake-up would cost as much as the lock itself."""
+    sleeps: list[float] = []
+    sleep = Keeper._sleep
+
+    def counted(keeper: Keeper, seconds: float) -> float | None:
+        sleeps.append(seconds)
+        return sleep(keeper, seconds)
+
+    monkeypatch.setattr(Keeper, "_sleep", counted)
+    keeper = Keeper(time.monotonic)
+
+    def run(lease: float) -> None:
+        lock = held(locks, "short", lease)
+        keeper.watch(lock, tell)
+        keeper.forget(lock)
+        lock.release()
+
+    run(lease=0.3)
+    wait_until(lambda: sleeps[-1:] == [float("inf")], "asleep until it is woken")
+    known = len(sleeps)
+    for _ in range(1000):
+        run(lease=30)
+    assert len(sleeps) - known < 500  # one, but for what comes before the thread gets a processor
+
+
 def test_process_has_one_keeper_and_a_fork_its_own() -> None:
     """Threads do not survive a fork, so a child must not inherit the keeper."""
     keeper = keeper_for_process(time.monotonic)
