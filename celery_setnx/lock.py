@@ -275,7 +275,7 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * _US) if at_least_for else 0
-        return self._lock._release(self.token, rest_until, mark_for)
+        return self._lock._release(self.token, rest_until, mark_for)[0]  # type: ignore[no-any-return]
 
     def hold(self, lease: float) -> Released:
         """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
@@ -372,7 +372,7 @@ class SetnxLock:
         self.retention_s = _seconds(retention)
         self.clock = clock
         self.mark = mark
-        self.line = line or mark is not None
+        self.line = line_names(name) if line or mark is not None else ()
         self.heir: Heir | None = None
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
@@ -380,6 +380,7 @@ class SetnxLock:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
+        self.lease_us, self.retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
     def named(self, name: str, mark: str | None) -> SetnxLock:
         """Another lock with the same options.
@@ -390,6 +391,7 @@ class SetnxLock:
         """
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark)
+        other.line = line_names(name) if self.line or mark else ()
         return other
 
     def acquire(
@@ -444,7 +446,7 @@ class SetnxLock:
             except BaseException:
                 # A signal or time limit in mid-call: the server may have given us the lock unseen.
                 with suppress(SetnxError):
-                    self._release(token, 0)
+                    self._release(token)
                 raise
             if outcome.acquired or outcome.stale or not wait:
                 return outcome
@@ -488,7 +490,7 @@ class SetnxLock:
         """
         if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        return self._release(self.token, 0)
+        return self._release(self.token)[0]  # type: ignore[no-any-return]
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -504,7 +506,7 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, *found = self._release_reply(token, 0)
+        word, *found = self._release(token)
         if word in ("released", "repaired") and (not found or found[1] is not None):
             return "freed"
         return "lost" if word == "lost" else "ended"
@@ -577,7 +579,7 @@ class SetnxLock:
         reply = _acquire(self, token, dead, call_id, waiter)
         if len(reply) == 3:  # it was free, and nobody waits
             now_us = int(reply[1])
-            held = self._now_held(token, before, int(reply[2]), now_us, now_us, _us(self.lease_s))
+            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self.lease_us)
             return Outcome(True, held, server_time=now_us / _US)
         word, deadline_us, fence, now_us, value, record, mark, waiters = reply
         server_time, remaining_us = now_us / _US, deadline_us - now_us
@@ -631,10 +633,8 @@ class SetnxLock:
         """Counted from before the send, so that the server's deadline is surely later."""
         return before + remaining_us / _US - max(0.002, self.lease_s / 100)
 
-    def _release(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> Released:
-        return self._release_reply(token, rest_until_us, mark_for)[0]  # type: ignore[no-any-return]
-
-    def _release_reply(self, token: str, rest_until_us: int, mark_for: float = 0.0) -> list[Any]:
+    def _release(self, token: str, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
+        """What the script answers, its heir known from now on."""
         reply = _release(self, token, rest_until_us, mark_for)
         self.heir = None
         if len(reply) > 3:
@@ -680,10 +680,10 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
     keys: tuple[str, ...] = (name, lock.record)
     if lock.line:
         task_id = task_of(token)
-        keys += (*line_names(name), lock.mark or mark_name(name))
+        keys += (*lock.line, lock.mark or mark_name(name))
         keys += (ticket_name(name, task_id, call_id),) if task_id is not None else ()
-    lease_us, retention_ms = _us(lock.lease_s), _ms(lock.retention_s)
-    return _ACQUIRE(lock.client, keys, token, lease_us, retention_ms, _encoded(lock.info), dead, *waiter)
+    about = (token, lock.lease_us, lock.retention_ms, _encoded(lock.info), dead)
+    return _ACQUIRE(lock.client, keys, *about, *waiter)
 
 
 def _renew(
@@ -705,7 +705,7 @@ def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> 
     keys: tuple[str, ...] = (lock.name, lock.record)
     mark_ms = 0
     if lock.line:
-        keys += line_names(lock.name)
+        keys += lock.line
         if lock.mark and mark_s:
             keys, mark_ms = (*keys, lock.mark), _ms(mark_s)
     hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from celery import Task
@@ -124,7 +124,8 @@ class Run:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
         self.pid = os.getpid()
         try:
-            self.options = guard.options_of(header.get("options") or _NOTHING)
+            own = header.get("options")
+            self.options = guard.options_of(own) if own else guard.options
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
             info = info_of(self.pid, task.name, request.hostname, guard.settings.key_version)
@@ -151,7 +152,7 @@ class Run:
                 if result is not UNSET:
                     return result
             while held is None:
-                outcome = self._linger()
+                outcome = self._linger() if self.options.may_wait else self._acquire()
                 if outcome is None:
                     return body()
                 held, stale = outcome.lock, outcome.stale
@@ -204,20 +205,11 @@ class Run:
 
     def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
-        since = self._since_s() if since is None else since
-
-        def ask() -> Outcome:
-            return self.lock.acquire_at_death(
-                same_host=self.of.settings.same_host,
-                token=self.token,
-                copy=self.copy,
-                attempt=self.attempt,
-                call_id=self.call_id,
-                remember=self._remember_s(),
-                linger=linger,
-                since=since,
-            )
-
+        details: dict[str, Any] = {"token": self.token, "call_id": self.call_id}
+        if linger or self.attempt or self.is_redelivered or self.copy != ORIGINAL:
+            details |= {"copy": self.copy, "attempt": self.attempt, "remember": self._remember_s()}
+            details |= {"linger": linger, "since": self._since_s() if since is None else since}
+        ask = partial(self.lock.acquire_at_death, same_host=self.of.settings.same_host, **details)
         outcome: Outcome | None = self._patiently(ask, None)
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
@@ -274,7 +266,7 @@ class Run:
 
     def _linger(self) -> Outcome | None:
         """The outcome. A call that is going to wait asks again for a few milliseconds, if that may do."""
-        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
+        if policy_of(self.options, self.request) != "wait":
             return self._acquire()
         outcome = self._acquire(linger=_YOUNG_S)
         if outcome is None or outcome.holder is None:
@@ -315,7 +307,8 @@ class Run:
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
         self.acquired_at = self.lock.clock()
-        waited_s = self._waited_s(outcome)
+        has_waited = self.has_waited or self.lingers_since is not None
+        waited_s = self._waited_s(outcome) if has_waited else 0.0
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
             report_take_over(self, held, outcome.taken_over_from, outcome.server_time)

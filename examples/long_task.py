@@ -24,7 +24,7 @@ from celery_setnx import LockLost, SingletonTask, is_skipped
 from examples.checked import DEADLINE_S, all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
-PAGES, PAGE_S, LEASE_S = 3, 1.0, 2.0
+PAGES, PAGE_S, LEASE_S = 3, 2.0, 2.0
 
 if __name__ == "__main__":
     if "REDIS_URL" not in os.environ:

@@ -17,7 +17,7 @@ from celery_setnx import Conflict, Duplicate, SingletonTask, signals
 from examples.checked import DEADLINE_S, all_shown, wait_until
 from examples.embedded import EmbeddedServer
 
-FRESH_S, WORK_S = 1.2, 2.5
+FRESH_S, WORK_S = 2.0, 6.0
 
 if __name__ == "__main__" and "REDIS_URL" not in os.environ:
     server = EmbeddedServer()  # dies with this process
@@ -73,7 +73,7 @@ def main() -> bool:
     first = sync.delay("Lyon")
     since = wait_until(lambda: sync.locked("Lyon"), "the first sync runs").since
     early = sync.delay("Lyon").get(timeout=DEADLINE_S)
-    wait_until(lambda: client.time()[0] > since + FRESH_S, "the first sync is older")
+    wait_until(lambda: client.time()[0] >= since + FRESH_S, "the first sync is older")
     late = sync.delay("Lyon")
     print("first sync  ", first.get(timeout=DEADLINE_S))
     print("early call  ", early)

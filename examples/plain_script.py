@@ -17,7 +17,7 @@ from celery_setnx import AlreadyRunning, SetnxLock
 from examples.checked import all_shown
 from examples.embedded import EmbeddedServer
 
-NAME, LEASE_S, PARTS, PART_S = "lock.nightly-report", 3.0, 4, 0.5
+NAME, LEASE_S, PARTS, PART_S = "lock.nightly-report", 3.0, 12, 0.5
 EX_TEMPFAIL = 75  # sysexits.h: "try again later"; os.EX_TEMPFAIL where there is one
 
 

@@ -384,7 +384,7 @@ def test_replacement_of_a_call_that_has_waited_runs(
     )
     journal.wait_for("conflict", task_id=result.id)
     running()
-    assert result.get(timeout=5) == 1
+    assert result.get(timeout=TIMEOUT_S) == 1
     assert [entry["task"].rpartition(".")[2] for entry in bodies(journal, result)] == ["replacing", "step"]
 
 

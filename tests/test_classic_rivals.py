@@ -77,10 +77,10 @@ def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(
 
 def test_recipe_is_kept_out_while_ours_is_renewed(locks: redis.Redis, foreign_keys: set[str]) -> None:
     """A classic client never gets a lock that its holder keeps renewing, far beyond one lease."""
-    ours = OurLock(locks, NAME, 0)
+    ours = OurLock(locks, NAME, 1)
     assert ours.acquire()
     assert ours.held is not None
-    until = locks.time()[0] + 3
+    until = locks.time()[0] + 5
     rival = ClassicLock(locks, NAME, 2)
     while locks.time()[0] < until:
         ours.held.renew()

@@ -106,7 +106,7 @@ def hold(locks: redis.Redis, task: Any, *args: Any, where: Any = None, **lock: A
 
 def stale(locks: redis.Redis, task: Any, *args: Any, where: Any = None) -> HeldLock:
     """The lock of a holder whose lease has ended."""
-    held = hold(locks, task, *args, where=where or elsewhere(), lease=0.3)
+    held = hold(locks, task, *args, where=where or elsewhere(), lease=1)
     wait_until(lambda: task.locked(*args) is None, "the end of its lease")
     return held
 
@@ -273,9 +273,8 @@ def test_show_names_the_last_take_over(ask: Ask, cli: ModuleType, locks: redis.R
     assert dead is not None
     note_take_over(locks, held.key, TakeOver(time.time() - 41, "app.sync[t-8]", dead.as_dict()), 60)
     shown = ask("show", held.key).stdout
-    assert (
-        "taken     over 41 s ago by app.sync[t-8]\n          from tests.cliapp.sync[t-1] on w1@host" in shown
-    )
+    assert re.search(r"taken     over 4\d s ago by app\.sync\[t-8\]\n", shown)
+    assert "\n          from tests.cliapp.sync[t-1] on w1@host" in shown
     found = json.loads(ask("show", "--json", held.key).stdout)["last_take_over"]
     assert set(found) == {"at", "by", "holder"}
     assert found["holder"]["task_id"] == "t-1"
@@ -848,6 +847,7 @@ def test_release_lets_the_first_in_line_run(
     first, second = (tasks.work.apply_async((name,), singleton={"on_conflict": "wait"}) for _ in range(2))
     (start,) = journal.wait_for("start", name=name)
     woken = second if start["task_id"] == first.id else first
+    wait_until(lambda: (holder := tasks.work.locked(name)) and holder.waiting == 1, "the other waits")
     shown = json.loads(celery_command("show", start["key"], "--json").stdout)
     assert [waiter["task_id"] for waiter in shown["line"]] == [woken.id]
     done = celery_command("release", start["key"], "--yes", "--force")

@@ -322,7 +322,7 @@ def test_forbidden_config_is_not_known(user: Any) -> None:
 def test_expired_locks_are_a_warning_that_names_the_dead_holder(app: Celery, locks: redis.Redis) -> None:
     """A holder has died; the oldest is shown."""
     task = {"task": "examined.work", "task_id": "t-1", "host": "elsewhere", "pid": 7, "worker": "w@elsewhere"}
-    SetnxLock(locks, "setnx:{examined.work:aa}", lease=0.3, info=task).acquire()
+    SetnxLock(locks, "setnx:{examined.work:aa}", lease=1, info=task).acquire()
     wait_until(lambda: SetnxLock(locks, "setnx:{examined.work:aa}").holder() is None, "its deadline")
     SetnxLock(locks, "setnx:{examined.work:bb}", lease=60).acquire()
     held, expired = findings(app, "locks")
@@ -350,7 +350,7 @@ def test_marks_are_counted_and_how_to_free_them_is_said(app: Celery, locks: redi
     mark_all(locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=600)
     found = finding(app, "marks")
     assert found.level == "ok"
-    assert re.match(r"Calls marked as queued: 3; the last mark lapses in (600|599) s", found.what)
+    assert re.match(r"Calls marked as queued: 3; the last mark lapses in (600|5\d\d) s", found.what)
     assert "release --queued --task" in found.do
 
 

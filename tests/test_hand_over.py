@@ -12,7 +12,7 @@ from celery_setnx.line import Place, park
 from celery_setnx.lock import Holder, SetnxLock, task_token
 from tests.harness import wait_until
 
-HAND_OVER_S = 0.2
+HAND_OVER_S = 1.0
 COURIER = {"task": "celery_setnx.courier"}
 
 

@@ -242,6 +242,7 @@ def commands_of(page: str) -> list[str]:
 # The pages with files and commands
 
 
+@pytest.mark.timeout(400)  # with the wheel it makes an environment of its own
 def test_tutorial_goes_as_printed(reader: Reader) -> None:
     """From an empty directory to a deduplicated fan-out: every file, every command, every answer."""
     reader.read("tutorial")

@@ -15,6 +15,7 @@ from uuid import UUID
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads, register_pickle
 from pydantic import BaseModel
@@ -363,6 +364,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("serializer", MESSAGES)
+@hypothesis_settings(deadline=None)
 @given(data=st.data())
 def test_producer_and_worker_compute_the_same_key(serializer: str, data: st.DataObject) -> None:
     """A value before serialization and after it has one canonical form."""
@@ -374,6 +376,7 @@ def test_producer_and_worker_compute_the_same_key(serializer: str, data: st.Data
     assert canonical(sent(value, serializer)) == before
 
 
+@hypothesis_settings(deadline=None)
 @given(st.lists(nested(JSON_SCALARS, st.text()), min_size=2, max_size=2))
 def test_canonical_forms_are_equal_only_for_equal_values(pair: list[Any]) -> None:
     """No two values that JSON tells apart share a canonical form."""

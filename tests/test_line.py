@@ -139,7 +139,7 @@ def test_handed_lock_says_for_whom_it_is_kept(locks: redis.Redis, lock: SetnxLoc
 
 def test_handed_lock_is_free_when_its_heir_does_not_come(locks: redis.Redis) -> None:
     """It is kept for a lease at most; its end is no crash, and nobody is reported dead."""
-    lock = lock_on(locks, lease=0.3)
+    lock = lock_on(locks, lease=1)
     lock.acquire()
     wait(locks, "a")
     lock.release()
@@ -151,7 +151,7 @@ def test_handed_lock_is_free_when_its_heir_does_not_come(locks: redis.Redis) -> 
 
 def test_heir_that_does_not_come_is_put_back_by_its_courier(locks: redis.Redis) -> None:
     """While the lock is kept for it, it has been woken; afterwards it waits again, in its old place."""
-    lock = lock_on(locks, lease=0.3)
+    lock = lock_on(locks, lease=1)
     lock.acquire()
     wait(locks, "a", 10.0)
     wait(locks, "b", 20.0)
@@ -226,7 +226,7 @@ def test_release_by_who_knows_no_line_leaves_it(locks: redis.Redis, lock: SetnxL
     wait(locks, "a")
     assert lock.token is not None
     plain = SetnxLock(locks, NAME)
-    assert plain._release(lock.token, 0) == "released"
+    assert plain._release(lock.token)[0] == "released"
     assert (plain.heir, members(locks)) == (None, ["a"])
     after = lock_on(locks)
     assert after.acquire().waiters == 1
@@ -242,7 +242,7 @@ def test_lock_that_vanished_when_handed_is_free_to_who_knows_no_line(
     lock.release()
     locks.delete(NAME)
     plain = SetnxLock(locks, NAME)
-    assert (plain._release(str(lock.token), 0), plain.heir) == ("released", None)
+    assert (plain._release(str(lock.token))[0], plain.heir) == ("released", None)
     assert plain.acquire(token=task_token("a", 0, "cd")).acquired
     locks.delete(NAME)
     assert plain.acquire().acquired
@@ -272,7 +272,7 @@ def test_resting_lock_keeps_its_line(locks: redis.Redis, lock: SetnxLock) -> Non
 def test_line_goes_on_after_the_rest(locks: redis.Redis, lock: SetnxLock) -> None:
     """Whoever sees to the lock then hands it to the first; nobody is reported dead."""
     wait(locks, "a")
-    held_by(lock.acquire(token=lock.token)).release(at_least_for=0.3)
+    held_by(lock.acquire(token=lock.token)).release(at_least_for=1)
     nudge = lock_on(locks)
     outcome = nudge.acquire(wait=5)
     assert outcome.acquired
@@ -424,7 +424,7 @@ def test_one_courier_watches_the_lock(locks: redis.Redis, lock: SetnxLock) -> No
 
 def test_watch_goes_to_another_courier_when_it_was_not_kept(locks: redis.Redis, lock: SetnxLock) -> None:
     """A courier that died is replaced by the next one that asks."""
-    assert visit(locks, "a", watch=0.2).watches
+    assert visit(locks, "a", watch=1).watches
     assert not visit(locks, "b", 20.0, watch=60).watches
     wait_until(lambda: visit(locks, "b", 20.0, watch=60).watches, "the other watch is over")
     assert not visit(locks, "a", watch=60).watches

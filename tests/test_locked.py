@@ -108,7 +108,7 @@ def test_locked_sees_a_foreign_lock(tasks: Any, locks: redis.Redis, foreign_keys
 
 def test_locked_is_none_after_an_expired_lease(tasks: Any, locks: redis.Redis) -> None:
     """A dead holder's record is there still, but it holds the lock no longer."""
-    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=0.3)
+    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=1)
     assert lock.acquire().acquired
     assert tasks.work.locked("a").state == "running"
     wait_until(lambda: tasks.work.locked("a") is None, "the lease is over")

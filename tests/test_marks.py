@@ -154,7 +154,7 @@ def test_released_lock_makes_no_duplicate(locks: redis.Redis) -> None:
 
 def test_expired_holder_makes_no_duplicate(locks: redis.Redis) -> None:
     """A holder that is past its deadline is dead, although its lock and record are there still."""
-    run(locks, "a", lease=0.3)
+    run(locks, "a", lease=1)
     wait_until(lambda: not mark(locks, "b", "until_done").is_duplicate, "the lease is over")
     assert locks.exists(KEY)
 
@@ -302,7 +302,7 @@ def test_resent_release_marks_once(locks: redis.Redis, proxy: Proxy, shaky: redi
 
 def test_lost_holder_marks_nothing(locks: redis.Redis) -> None:
     """A holder whose lock is another's has no say in what is queued."""
-    held = run(locks, "a", lease=0.3)
+    held = run(locks, "a", lease=1)
     wait_until(lambda: a_lock(locks).acquire(token=task_token("b", 0, "cd")).acquired, "taken over")
     assert held.release(mark_for=60) == "lost"
     assert not locks.exists(NAME)

@@ -91,7 +91,7 @@ def test_survey_sees_all_parts_of_a_lock_once(locks: redis.Redis) -> None:
 
 def test_survey_tells_an_expired_holder(locks: redis.Redis) -> None:
     """A lock past its deadline that is still there is stale, and its record is shown."""
-    hold(locks, lease=0.3)
+    hold(locks, lease=1)
     (seen,) = wait_until(lambda: [s for s in survey(locks, "t") if s.is_stale], "a stale lock")
     assert seen.holder is not None
     assert seen.holder.task_id == "t-1"
@@ -285,7 +285,7 @@ def test_drop_does_nothing_after_a_renewal(locks: redis.Redis) -> None:
 
 def test_drop_does_nothing_to_the_next_holder(locks: redis.Redis) -> None:
     """The lock that was seen is gone, and another's is not touched."""
-    hold(locks, lease=0.3)
+    hold(locks, lease=1)
     seen = wait_until(lambda: look(locks, KEY).is_stale and look(locks, KEY), "a stale lock")
     next_one = hold(locks)
     assert not drop(locks, seen)

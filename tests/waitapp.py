@@ -40,7 +40,7 @@ def body(name: str) -> str:
     about = {"task_id": current_task.request.id, "name": name, "key": lock and lock.key}
     journal.write("start", at=time.monotonic(), time=time.time(), **about)
     if name.startswith("gated"):
-        control.blpop([f"gate:{name}"], timeout=30)
+        control.blpop([f"gate:{name}"], timeout=60)
     journal.write("end", at=time.monotonic(), time=time.time(), **about)
     return name
 

@@ -165,7 +165,7 @@ class Scenes:
     def take_over(self) -> Any:
         """A call takes the lock over from a holder that has died on another host."""
         info = {"task": work.name, "task_id": "dead", "worker": "gone@host", "host": "elsewhere", "pid": 7}
-        lock = SetnxLock(self._locks, self.key, lease=0.3, info=info)
+        lock = SetnxLock(self._locks, self.key, lease=1, info=info)
         lock.acquire(token=task_token("dead", 0, "0"))
         wait_until(lambda: lock.holder() is None, "the lease of the dead holder has ended")
         call = self.holder()

@@ -39,7 +39,7 @@ def body(name: str) -> str:
     about = {"task_id": task.request.id, "name": name, "key": lock and lock.key, "fence": lock and lock.fence}
     journal.write("start", at=time.monotonic(), **about)
     if name.startswith("gated"):
-        control.blpop([f"gate:{name}"], timeout=30)
+        control.blpop([f"gate:{name}"], timeout=60)
     journal.write("end", at=time.monotonic(), **about)
     return name
 
@@ -300,6 +300,6 @@ def overlong(self: Any, name: str) -> Any:
     self.lock.ensure()
 
 
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 2, "at_least_for": 1.5})
+@app.task(base=SingletonTask, singleton={"key": "name", "lease": 2, "at_least_for": 4})
 def resting(name: str) -> str:
     return body(name)

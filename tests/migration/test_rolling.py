@@ -13,6 +13,8 @@ from tests.harness import wait_until
 from tests.migration import pages
 from tests.migration.deploy import Deploy, Overlap, overlaps
 
+pytestmark = pytest.mark.timeout(300)  # up to four workers, one after the other
+
 PEERS = [pages.ONCE, pages.SINGLETON]
 
 

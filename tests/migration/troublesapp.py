@@ -20,7 +20,7 @@ from tests.migration import pages
 from tests.migration.deploy import DB
 
 URL = os.environ["SETNX_TEST_URL"]
-LEASE_S = 1.0
+LEASE_S = 3.0
 BRIEF_S = 1
 
 control = redis.Redis.from_url(f"{URL}/0", decode_responses=True, socket_timeout=None)
