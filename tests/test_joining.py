@@ -70,6 +70,7 @@ def join(journal: Journal, task: Any, name: str, count: int, **options: Any) -> 
     results = [task.apply_async([name], **options) for _ in range(count)]
     for result in results:
         journal.wait_for("waiting", task_id=result.id)
+        journal.wait_for("postrun", task_id=result.id)
     return results
 
 

@@ -134,7 +134,7 @@ def test_fan_out_is_one_line_for_all_its_duplicates(scenes: Any, caplog: pytest.
     """A million duplicates are no million lines."""
     from tests import watchapp
 
-    watchapp.marked.fan_out([(str(n % 2),) for n in range(10)], countdown=60)
+    watchapp.marked.fan_out([(str(n % 2),) for n in range(10)], countdown=60, expires=30)
     assert [m for m in caplog.messages if MARKED in m] == [
         f"8 of 10 calls of {MARKED} are not published: the same calls are queued or running already."
     ]

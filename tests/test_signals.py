@@ -101,7 +101,9 @@ def test_fan_out_tells_every_duplicate(scenes: Any, journal: Journal) -> None:
 
     scenes.duplicate()
     journal.wait_for("signal", signal="call_deduplicated")
-    counts = watchapp.marked.fan_out([(scenes._name,), ("a",), ("a",), ("b",), ("a",)], countdown=60)
+    counts = watchapp.marked.fan_out(
+        [(scenes._name,), ("a",), ("a",), ("b",), ("a",)], countdown=60, expires=30
+    )
     assert (counts.accepted, counts.duplicates) == (2, 3)
     told = journal.wait_for("signal", signal="call_deduplicated", count=4)[1:]
     assert sorted(entry["key"] for entry in told) == sorted(

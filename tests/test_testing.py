@@ -405,10 +405,10 @@ def test_held_lock_is_that_of_the_call(work: Any) -> None:
 
 def test_held_lock_is_renewed(app: Celery) -> None:
     """A test may take longer than the lease."""
-    task = task_of(app, lease=0.3)
+    task = task_of(app, lease=1.5)
     with hold(task, "a"):
         deadline = task.locked("a").deadline
-        wait_until(lambda: task.locked("a").deadline > deadline + 0.3, "a renewal past the first lease")
+        wait_until(lambda: task.locked("a").deadline > deadline + 1.5, "a renewal past the first lease")
 
 
 def test_held_lock_is_released_once(work: Any) -> None:

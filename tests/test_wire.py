@@ -93,12 +93,12 @@ def test_interrupted_exchange_leaves_no_reply_behind(client: redis.Redis, own: E
     assert ask(client, (*ECHO, "before")) == b"before"
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        with redis.Redis(port=own.port) as pausing:
-            pausing.client_pause(400)
+        os.kill(own.pid, signal.SIGSTOP)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(Interrupt):
             ask(client, (*ECHO, "interrupted"))
     finally:
+        os.kill(own.pid, signal.SIGCONT)
         signal.signal(signal.SIGUSR1, before)
     assert ask(client, (*ECHO, "after")) == b"after"
 

@@ -64,7 +64,7 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
     tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, doomed: Worker, elsewhere: Worker
 ) -> None:
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
-    first = tasks.work.apply_async(["gated"], queue="doomed")
+    first = tasks.work.apply_async(["gated"], queue="doomed", singleton={"lease": 8})
     (started,) = journal.wait_for("start", task_id=first.id)
     doomed.kill()
     second = tasks.work.apply_async(["gated"], queue="elsewhere", singleton={"on_conflict": "retry"})
@@ -127,7 +127,7 @@ def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(
     tasks: Any, journal: Journal, locks: redis.Redis
 ) -> None:
     """A retry that will not come does not keep the lock until queue_lease is over."""
-    result = tasks.patient.apply_async(["a"], expires=0.5)
+    result = tasks.patient.apply_async(["a"], expires=3)
     (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
     assert locks.exists(held["key"])
     journal.wait_for("released", task_id=result.id, outcome="freed")
@@ -219,7 +219,8 @@ def test_stopped_holder_never_touches_the_next_holders_lock(
     (start,) = journal.wait_for("start", task_id=result.id)
     journal.wait_for("lost", task_id=result.id)
     # The holder gives its lock up a little before the server does: until then the second one comes back.
-    second = far.overlong.apply_async(["gated"], queue="far", singleton={"on_conflict": "retry"})
+    options = {"on_conflict": "retry", "lease": 30, "at_most_for": 30}
+    second = far.overlong.apply_async(["gated"], queue="far", singleton=options)
     (taken,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken["fence"] > start["fence"]
     with redis.Redis.from_url(lock_server.url(), decode_responses=True) as client:

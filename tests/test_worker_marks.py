@@ -30,7 +30,7 @@ from tests.proxy import Proxy
 LATE_DB = 6
 """The broker whose messages come back soon."""
 
-FREED_S = 3.0
+FREED_S = 10.0
 """A mark that will start no task is gone by then."""
 
 
@@ -174,7 +174,9 @@ def test_retry_with_another_key_leaves_nothing_of_the_old_one(
 ) -> None:
     """self.retry(args=...) is queued under its new key; once it is done the old key is free."""
     task = getattr(tasks, name)
-    assert task.delay("a").get(timeout=10) == "next"
+    result = task.delay("a")
+    assert result.get(timeout=10) == "next"
+    journal.wait_for("released", count=2, task_id=result.id)
     assert not locks.exists(mark_of(task, "a"), task.lock_key("a"))
 
 
@@ -256,8 +258,8 @@ def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, lock
     journal.wait_for("waiting", task_id=second.id)
     mark = mark_of(tasks.started, "gated")
     assert locks.get(mark) == second.id
-    locks.pexpire(mark, 3_000)
-    wait_until(lambda: locks.pttl(mark) > 3_000, "the mark is extended")
+    locks.pexpire(mark, 6_000)
+    wait_until(lambda: locks.pttl(mark) > 6_000, "the mark is extended")
     assert tasks.started.delay("gated").id == second.id
     gates("gated")
     gates("gated")
@@ -390,7 +392,7 @@ def test_repeated_delivery_of_a_finished_call_is_no_lapse(
 
 def test_revoked_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.Redis) -> None:
     """Revoked while it waits for its time: the next call is sent."""
-    result = tasks.started.apply_async(["a"], countdown=0.5)
+    result = tasks.started.apply_async(["a"], countdown=3)
     assert locks.get(mark_of(tasks.started, "a")) == result.id
     result.revoke()
     wait_until(lambda: not locks.exists(mark_of(tasks.started, "a")), "the mark is freed", FREED_S)
@@ -399,7 +401,7 @@ def test_revoked_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.
 
 def test_expired_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.Redis) -> None:
     """The worker frees the mark of a message that came too late, if it has not lapsed with it."""
-    result = tasks.started.apply_async(["a"], countdown=0.6, expires=0.3)
+    result = tasks.started.apply_async(["a"], countdown=3, expires=2)
     locks.pexpire(mark_of(tasks.started, "a"), 60_000)
     assert locks.get(mark_of(tasks.started, "a")) == result.id
     wait_until(lambda: not locks.exists(mark_of(tasks.started, "a")), "the mark is freed", FREED_S)
@@ -481,7 +483,7 @@ def test_call_lost_by_its_worker_costs_its_queue_lease(
     doomed = Worker(logs, "tests.markapp", concurrency=1, queues="doomed")
     try:
         kwargs = {"name": "a", "stands": True}
-        lost = tasks.started.apply_async(kwargs=kwargs, queue="doomed", singleton={"queue_lease": 3})
+        lost = tasks.started.apply_async(kwargs=kwargs, queue="doomed", singleton={"queue_lease": 6})
         journal.wait_for("prerun", task_id=lost.id)
     finally:
         doomed.kill()

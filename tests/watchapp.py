@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 from celery import Celery, Task, current_task
-from celery.signals import worker_process_init
+from celery.signals import task_postrun, worker_process_init
 from celery.utils.dispatch import Signal
 from opentelemetry.metrics import set_meter_provider
 from opentelemetry.sdk.metrics import MeterProvider
@@ -79,6 +79,11 @@ def work(name: str) -> str:
 def marked(name: str) -> str:
     """At most one is queued."""
     return body(name)
+
+
+@task_postrun.connect
+def journal_postrun(task_id: str, **_details: Any) -> None:
+    journal.write("postrun", task_id=task_id)
 
 
 @worker_process_init.connect
@@ -151,6 +156,7 @@ class Scenes:
         """A call waits in line, and is woken when the holder ends."""
         holder, second = self.conflict("wait")
         journal.wait_for("signal", signal="lock_waiting", task_id=second.id)
+        journal.wait_for("postrun", task_id=second.id)  # its event has been sent too
         self.end(holder)
         self.end(second)
         return second
@@ -182,7 +188,7 @@ class Scenes:
 
     def lapse(self) -> Any:
         """The mark of a queued call vanishes."""
-        call = marked.apply_async([self._name], queue=self._queue, countdown=0.3)
+        call = marked.apply_async([self._name], queue=self._queue, countdown=1)
         self.key = marked.lock_key(self._name)
         self._locks.delete(Mark(self.key, call.id).name)
         self.end(call)

@@ -100,7 +100,7 @@ def own_policy(name: str) -> Any:
 
 def retry_or_fail(conflict: Conflict) -> Any:
     """The first conflict waits, the second fails."""
-    return conflict.retry(countdown=0.1) if conflict.waits == 0 else conflict.fail()
+    return conflict.retry(countdown=1) if conflict.waits == 0 else conflict.fail()
 
 
 @app.task(base=SingletonTask, singleton={"key": "name", "on_conflict": retry_or_fail})
@@ -121,9 +121,9 @@ def flaky(self: Any, name: str, failures: int) -> Any:
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "name", "hold_on_retry": True})
 def patient(self: Any, name: str) -> Any:
-    """Retries itself in a second, and keeps its lock until then."""
+    """Retries itself in a few seconds, and keeps its lock until then."""
     body(name)
-    raise self.retry(countdown=1)
+    raise self.retry(countdown=5)
 
 
 @app.task(

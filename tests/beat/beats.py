@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,11 @@ class Beats:
         new = [Beat(self._directory, f"beat{len(self.all) + i}", **options) for i in range(count)]
         self.all.extend(new)
         return new
+
+    def wait_until_sent(self) -> None:
+        """Until what was journalled is sent, and its sender sleeps: a tick is told before it is sent."""
+        wait_until(lambda: self.messages() >= len(self.ticks()), "all is sent", DEADLINE_S)
+        time.sleep(0.2)  # well before the next tick
 
     def stop(self) -> None:
         """Kill them all, frozen ones too."""

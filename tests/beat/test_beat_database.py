@@ -170,7 +170,7 @@ def test_entry_that_is_not_sent_disturbs_no_other(
     tables.IntervalSchedule.objects.update(every=3600)
     ago = datetime.now(timezone.utc) - timedelta(hours=2)
     tables.PeriodicTask.objects.exclude(pk=odd.pk).update(last_run_at=ago)
-    tables.PeriodicTask.objects.filter(pk=odd.pk).update(last_run_at=ago + timedelta(hours=1, seconds=3))
+    tables.PeriodicTask.objects.filter(pk=odd.pk).update(last_run_at=ago + timedelta(hours=1, seconds=10))
     leader = scheduler()
     wait_until(lambda: leader.tick() is not None and len(leader.sent) == 20, "all but one are sent")
     now = datetime.now(timezone.utc).timestamp()

@@ -66,8 +66,9 @@ def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats: Beats) -> N
     follower = beats.wait_for_leader(but=leader)
     tick = beats.wait_for_ticks(1, pid=follower.pid)[0]
     assert tick["runs"] in (runs + 1, runs + 2)  # the dead one may have sent another
-    (late,) = beats._journal.wait_for("late", entry="every")
-    assert late["missed"] == tick["missed"] == int(late["late_s"] / INTERVAL_S) >= 1
+    late = beats._journal.wait_for("late", entry="every")[0]
+    assert late["missed"] == int(late["late_s"] / INTERVAL_S) >= 1
+    assert tick["missed"] >= late["missed"]
     follower.wait_for_log(f"beat: every is sent {late['late_s']:.1f} s late")
     follower.wait_for_log("beat: Leads now: took over")
 
@@ -80,6 +81,7 @@ def test_terminated_leader_hands_the_lead_over_at_once(beats: Beats, report: Cal
     for _ in range(3):
         leader = beats.wait_for_leader()
         beats.wait_for_ticks(1, pid=leader.pid)
+        beats.wait_until_sent()
         began = beats.server_time()
         assert leader.stop() == 0
         known = len(beats.ticks())
@@ -106,13 +108,13 @@ def test_frozen_leader_sends_nothing_more_when_it_wakes(beats: Beats, report: Ca
         gaps.append(beats.wait_for_ticks(1, pid=follower.pid)[-1]["at"] - frozen)
         thawed = len(beats.ticks(pid=leader.pid))
         leader.thaw()
-        leader.wait_for_log("Leads no more")
+        leader.wait_for_log("Leads no more", number + 1)
         beats.wait_for_ticks(len(beats.ticks(pid=follower.pid)) + 2, pid=follower.pid)
         assert len(beats.ticks(pid=leader.pid)) <= thawed + 1
         follower.freeze()  # so that the one that was frozen leads again
         beats.wait_for_leader(but=follower)
         follower.thaw()
-        follower.wait_for_log("Leads no more")
+        follower.wait_for_log("Leads no more", number + 1)
     beats.assert_each_once(INTERVAL_S, stops=2 * stops)
     report("SIGSTOP past the lease instead of kill", beats, gaps)
 

@@ -52,7 +52,7 @@ def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(
     ticks = beats.wait_for_ticks(len(beats.ticks()) + 3)
     assert next(tick["at"] for tick in ticks if tick["at"] >= back) < back + LEASE_S + 1 + SLACK_S
     beats.assert_each_once(1.0)
-    (late,) = journal.entries(what="late")
+    late = max(journal.entries(what="late"), key=lambda entry: entry["missed"])
     assert late["missed"] >= 2 * LEASE_S - 1
 
 
@@ -71,7 +71,7 @@ def test_short_outage_costs_no_lead(beats: Beats, proxy: Proxy) -> None:
 def test_lock_set_by_hand_pauses_all_beats(beats: Beats, locks: redis.Redis, foreign_keys: set[str]) -> None:
     """`SETNX 'prefix:{celery.beat:app}' <time>` before they start; each names it, and all go on after it."""
     foreign_keys.add(LOCK)
-    pause_s = 12
+    pause_s = 25
     until = int(beats.server_time()) + pause_s
     assert locks.setnx(LOCK, until)
     for beat in beats.start(2, entries={"every": 1.0}):

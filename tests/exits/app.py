@@ -15,7 +15,7 @@ from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx.keeper import keeper_for_process
 from tests.workerapp import LOCK_DB, URL, body, control, journal
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 app = Celery("exits", broker=f"{URL}/{os.environ.get('EXITS_BROKER_DB', '0')}", backend=f"{URL}/0")
 app.conf.update(
@@ -108,7 +108,7 @@ def retrying(self: Any, name: str, attempts: int = 2, countdown: float = 0, max_
     base=Keyed,
     bind=True,
     autoretry_for=(ZeroDivisionError,),
-    retry_kwargs={"countdown": 0.5},
+    retry_kwargs={"countdown": 2},
     retry_jitter=False,
 )
 def autoretried(self: Any, name: str) -> int:

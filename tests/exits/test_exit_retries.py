@@ -107,9 +107,9 @@ def test_retry_with_hold_on_retry_keeps_the_lock(
     tasks: Any, pool: str, journal: Journal, gates: Any, name: str, rival: Callable[[str], Any]
 ) -> None:
     """A rival is told held_for_retry for longer than a lease; the retry resumes with the same fence."""
-    options = {**HELD_BACK, "lease": WAIT_S / 2}
+    options = {**HELD_BACK, "lease": 1}
     gates(name)
-    result = tasks.retrying.apply_async([name, 2, WAIT_S], queue=pool, singleton=options)
+    result = tasks.retrying.apply_async([name, 2, 2], queue=pool, singleton=options)
     journal.wait_for("retry", task_id=result.id)
     told = []
     while not journal.entries(what="start", task_id=result.id)[1:]:
@@ -154,12 +154,12 @@ def test_revoked_retry_frees_the_held_lock(
     tasks: Any, pool: str, journal: Journal, locks: redis.Redis
 ) -> None:
     """The waiting retry is revoked: free as soon as Celery drops it, not after the queue lease."""
-    result = tasks.retrying.apply_async(["a", 2, WAIT_S], queue=pool, singleton=HELD_BACK)
+    result = tasks.retrying.apply_async(["a", 2, 4], queue=pool, singleton=HELD_BACK)
     held = journal.wait_for("released", task_id=result.id)[0]
     journal.wait_for("retry", task_id=result.id)
     assert locks.exists(held["key"])
     result.revoke()
-    wait_until(lambda: not locks.exists(held["key"]), "the lock is free", 5)
+    wait_until(lambda: not locks.exists(held["key"]), "the lock is free", 15)
     wait_until(lambda: result.state == "REVOKED", "revoked")
     assert len(journal.entries(what="start")) == 1
 
@@ -169,19 +169,17 @@ def test_expired_retry_frees_the_held_lock(
     tasks: Any, pool: str, journal: Journal, locks: redis.Redis
 ) -> None:
     """The waiting retry expires: free as soon as Celery drops it, not after the queue lease."""
-    result = tasks.retrying.apply_async(
-        ["a", 2, WAIT_S], queue=pool, singleton=HELD_BACK, expires=0.8 * WAIT_S
-    )
+    result = tasks.retrying.apply_async(["a", 2, 4], queue=pool, singleton=HELD_BACK, expires=3)
     held = journal.wait_for("released", task_id=result.id)[0]
     assert held["outcome"] == "held_for_retry"
-    wait_until(lambda: not locks.exists(held["key"]), "the lock is free", 5)
+    wait_until(lambda: not locks.exists(held["key"]), "the lock is free", 15)
     assert len(journal.entries(what="start")) == 1
 
 
 @every_pool
 def test_giving_up_frees_the_held_lock(tasks: Any, pool: str, journal: Journal, locks: redis.Redis) -> None:
     """max_retries exceeded: the last attempt fails, and releases."""
-    result = tasks.retrying.apply_async(["a", 9, 0.1, 1], queue=pool, singleton=HELD_BACK)
+    result = tasks.retrying.apply_async(["a", 9, 1, 1], queue=pool, singleton=HELD_BACK)
     with pytest.raises(ZeroDivisionError):
         result.get(timeout=10)
     outcomes = [e["outcome"] for e in journal.wait_for("released", count=2, task_id=result.id)]
@@ -195,7 +193,7 @@ def test_held_lock_outlives_the_process_that_held_it(
 ) -> None:
     """A dead process proves nothing of a lock that is held for a retry: the retry waits in the broker."""
     node = f"{start_worker(queues='doomed').name}@test"
-    result = tasks.retrying.apply_async(["a", 2, WAIT_S], queue="doomed", singleton=HELD_BACK)
+    result = tasks.retrying.apply_async(["a", 2, 5], queue="doomed", singleton=HELD_BACK)
     journal.wait_for("postrun", task_id=result.id)
     # Until the worker has heard of the attempt's end, the death of its process would fail the call.
     inspect = tasks.app.control.inspect([node])

@@ -64,7 +64,7 @@ def test_soft_shutdown_keeps_the_lock_until_the_body_has_ended(
     own_pool: str,
 ) -> None:
     """SIGQUIT with worker_soft_shutdown_timeout: renewed in that time; a body that ends in it releases."""
-    worker = start_worker(pool=own_pool, queues="leaving", environment={"EXITS_SOFT_SHUTDOWN_S": "4"})
+    worker = start_worker(pool=own_pool, queues="leaving", environment={"EXITS_SOFT_SHUTDOWN_S": "20"})
     held = hold(tasks.careful, "leaving", name)
     worker.process.send_signal(signal.SIGQUIT)
     worker.wait_for_log("Initiating Soft Shutdown")

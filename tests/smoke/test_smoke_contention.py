@@ -18,7 +18,7 @@ def test_calls_of_two_workers_run_one_at_a_time(
     for result in results:
         result.get(timeout=60)
     assert int(control.get(f"number:{name}")) == 2 * CALLS
-    counted = journal.entries(what="counted")
+    counted = journal.wait_for("counted", 2 * CALLS)
     assert [entry["inside"] for entry in counted] == [1] * 2 * CALLS
     assert {entry["host"] for entry in counted} == {worker.container.id[:12] for worker in workers}
 

@@ -35,7 +35,7 @@ def test_second_call_takes_over_from_a_killed_container(
     assert taken["task_id"] == second.id
     assert taken["holder"]["worker"] == holder.hostname()
     assert taken["holder"]["task_id"] == first.id
-    assert f"took over {start['key']} from" in other.logs()
+    wait_until(lambda: f"took over {start['key']} from" in other.logs(), "the take-over in the log")
     assert after["fence"] > start["fence"]
     assert journal.words(first.id) == ["acquired", "start"]
 
@@ -45,7 +45,7 @@ def test_killed_containers_call_is_delivered_again(
 ) -> None:
     """docker kill -9 of the holder with acks_late: its call comes again, waits for its lock, ends once."""
     # Longer than Redis takes to deliver again, so that the lock is met on every broker.
-    result = tasks.late.apply_async([name], singleton={"lease": 10})
+    result = tasks.late.apply_async([name], singleton={"lease": 15})
     (start,) = journal.wait_for("start", task_id=result.id)
     holder, other = started_on(workers, start)
     holder.kill()
@@ -58,7 +58,7 @@ def test_killed_containers_call_is_delivered_again(
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["worker"] == holder.hostname()
     assert taken["holder"]["fence"] == start["fence"] < again["fence"]
-    assert len(journal.entries(what="end", task_id=result.id)) == 1
+    assert len(journal.wait_for("end", task_id=result.id)) == 1
 
 
 def test_warm_restart_lets_the_holder_end(
@@ -80,6 +80,7 @@ def test_warm_restart_lets_the_holder_end(
         gates(name)
         restart.join()
     assert first.get(timeout=20) == second.get(timeout=20) == name
+    journal.wait_for("end", 2)
     assert journal.entries(what="taken_over") == []
     bodies = [entry for entry in journal.entries() if entry["what"] in ("start", "end")]
     assert [entry["task_id"] for entry in bodies] == [first.id, first.id, second.id, second.id]
@@ -103,5 +104,6 @@ def test_impatient_restart_runs_the_call_once_more(
     assert result.get(timeout=20) == name
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["fence"] == start["fence"] < again["fence"]
+    journal.wait_for("end")
     bodies = [entry["what"] for entry in journal.entries() if entry["what"] in ("start", "end")]
     assert bodies == ["start", "start", "end"]

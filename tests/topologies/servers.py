@@ -24,6 +24,7 @@ SLOTS = 16384
 
 # The end of standard input is the test process's end, even by kill -9.
 _SUPERVISOR = '"$@" </dev/null >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null'
+_given: set[int] = set()
 _PORTS = range(
     20_000, 30_000
 )  # below those that the system gives to clients, so that a restart finds its own
@@ -145,6 +146,8 @@ def free_port() -> int:
     """A port of the loopback address that nobody listens on."""
     while True:
         port = random.choice(_PORTS)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
                 continue
@@ -154,6 +157,7 @@ def free_port() -> int:
                 probe.bind((HOST, port))
             except OSError:
                 continue
+            _given.add(port)
             return port
 
 

@@ -103,13 +103,13 @@ def test_marks_of_many_slots_are_set_in_one_go(client: Any) -> None:
 
 
 def test_keeper_renews_locks_of_many_slots(client: Any) -> None:
-    """Thirty locks on three nodes stay ours for three leases."""
-    keeper, lost = Keeper(time.monotonic), []
-    locks = [SetnxLock(client, f"t:{{keep:{number}}}", lease=1).acquire().lock for number in range(30)]
+    """Thirty locks on three nodes stay ours for more than two leases."""
+    keeper, lost, lease = Keeper(time.monotonic), [], 4
+    locks = [SetnxLock(client, f"t:{{keep:{number}}}", lease=lease).acquire().lock for number in range(30)]
     for lock in locks:
         keeper.watch(lock, lambda *of: lost.append(of))
-    until = time.monotonic() + 3
-    wait_until(lambda: lost or time.monotonic() > until, "three leases")
+    until = time.monotonic() + 2.5 * lease
+    wait_until(lambda: lost or time.monotonic() > until, "two leases and a half")
     for lock in locks:
         lock.ensure()
         assert keeper.forget(lock)

@@ -157,8 +157,12 @@ def test_workers_go_on_through_failovers(
         wait_until(lambda: load.ended() >= goal, "more bodies")  # noqa: B023
     load.stop()
     wait_until(lambda: load.ended() >= len(load.sent), "every call", 60)
-    for task_id in load.sent:
-        journal.wait_for("postrun", task_id=task_id, state="SUCCESS")
+
+    def all_postrun() -> bool:
+        ended = journal.entries(what="postrun", state="SUCCESS")
+        return set(load.sent) <= {entry["task_id"] for entry in ended}
+
+    wait_until(all_postrun, "every call has succeeded", 60)
     bodies = bodies_of(journal)
     assert {body.task_id for body in bodies} == set(load.sent)
 
