@@ -81,7 +81,7 @@ def attempt_of(retries: int | None, replaced: int | None) -> int:
 
 def is_redelivered(request: Context) -> bool:
     """True if this may be the second delivery of a message."""
-    return bool((request.delivery_info or {}).get("redelivered") or wait_of(request).get("own"))
+    return bool((request.delivery_info or {}).get("redelivered")) or has_met_itself(request)
 
 
 def wait_of(request: Context) -> Mapping[str, Any]:

@@ -380,7 +380,7 @@ class SetnxLock:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
-        self.lease_us, self.retention_ms = _us(self.lease_s), _ms(self.retention_s)
+        self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
     def named(self, name: str, mark: str | None) -> SetnxLock:
         """Another lock with the same options.
@@ -390,8 +390,8 @@ class SetnxLock:
             mark: Redis key of its mark; None for none.
         """
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark)
-        other.line = line_names(name) if self.line or mark else ()
+        line = line_names(name) if self.line or mark else ()
+        other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark, line=line)
         return other
 
     def acquire(
@@ -579,7 +579,7 @@ class SetnxLock:
         reply = _acquire(self, token, dead, call_id, waiter)
         if len(reply) == 3:  # it was free, and nobody waits
             now_us = int(reply[1])
-            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self.lease_us)
+            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us)
             return Outcome(True, held, server_time=now_us / _US)
         word, deadline_us, fence, now_us, value, record, mark, waiters = reply
         server_time, remaining_us = now_us / _US, deadline_us - now_us
@@ -682,7 +682,7 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
         task_id = task_of(token)
         keys += (*lock.line, lock.mark or mark_name(name))
         keys += (ticket_name(name, task_id, call_id),) if task_id is not None else ()
-    about = (token, lock.lease_us, lock.retention_ms, _encoded(lock.info), dead)
+    about = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
     return _ACQUIRE(lock.client, keys, *about, *waiter)
 
 
@@ -693,7 +693,7 @@ def _renew(
     calls = [
         (
             (held.key, held._lock.record),
-            (held.token, _us(held.lease_s), _ms(held._lock.retention_s)),
+            (held.token, held._lock._lease_us, held._lock._retention_ms),
         )
         for held in locks
     ]

@@ -124,8 +124,7 @@ class Run:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
         self.pid = os.getpid()
         try:
-            own = header.get("options")
-            self.options = guard.options_of(own) if own else guard.options
+            self.options = guard.options_of(header.get("options") or _NOTHING)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
             info = info_of(self.pid, task.name, request.hostname, guard.settings.key_version)
@@ -152,7 +151,7 @@ class Run:
                 if result is not UNSET:
                     return result
             while held is None:
-                outcome = self._linger() if self.options.may_wait else self._acquire()
+                outcome = self._linger()
                 if outcome is None:
                     return body()
                 held, stale = outcome.lock, outcome.stale
@@ -266,7 +265,7 @@ class Run:
 
     def _linger(self) -> Outcome | None:
         """The outcome. A call that is going to wait asks again for a few milliseconds, if that may do."""
-        if policy_of(self.options, self.request) != "wait":
+        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
             return self._acquire()
         outcome = self._acquire(linger=_YOUNG_S)
         if outcome is None or outcome.holder is None:
@@ -307,8 +306,7 @@ class Run:
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
         self.acquired_at = self.lock.clock()
-        has_waited = self.has_waited or self.lingers_since is not None
-        waited_s = self._waited_s(outcome) if has_waited else 0.0
+        waited_s = self._waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
             report_take_over(self, held, outcome.taken_over_from, outcome.server_time)

@@ -36,10 +36,7 @@ def ask(client: Any, command: Command) -> Any:
     Raises:
         redis.RedisError: As the client's own `execute_command`.
     """
-    try:
-        wire = client.__dict__["_setnx_wire"]
-    except KeyError:
-        wire = _wire_of(client)
+    wire = _wire_of(client)
     return client.execute_command(*command) if wire is None else wire.ask(command)
 
 

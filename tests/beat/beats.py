@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
 HOT_STANDBY = "celery_setnx.beat:HotStandbyScheduler"
 DEADLINE_S = 30.0
+_SENDS = "Scheduler: Sending due task"
 
 
 class Beat:
@@ -81,6 +81,23 @@ class Beat:
             DEADLINE_S,
         )
 
+    def sent(self) -> int:
+        """How many calls it has begun to send."""
+        return self.log_text().count(_SENDS)
+
+    def is_asleep_after(self, sent: int, entries: int = 1) -> bool:
+        """True if it has sent more than so many, all entries of a tick, and sleeps; it logs at DEBUG.
+
+        In the middle of a send, SIGTERM ends it with an error.
+        """
+        since = self.log_text().rpartition(_SENDS)[2]
+        return self.sent() > sent and self.sent() % entries == 0 and "beat: Waking up" in since
+
+    def wait_for_sleep(self) -> None:
+        """Until it has sent once more, and sleeps."""
+        before = self.sent()
+        wait_until(lambda: self.is_asleep_after(before), f"a tick, and sleep in {self.log}", DEADLINE_S)
+
     def kill(self) -> None:
         """kill -9."""
         os.killpg(self.pid, signal.SIGKILL)
@@ -118,11 +135,6 @@ class Beats:
         new = [Beat(self._directory, f"beat{len(self.all) + i}", **options) for i in range(count)]
         self.all.extend(new)
         return new
-
-    def wait_until_sent(self) -> None:
-        """Until what was journalled is sent, and its sender sleeps: a tick is told before it is sent."""
-        wait_until(lambda: self.messages() >= len(self.ticks()), "all is sent", DEADLINE_S)
-        time.sleep(0.2)  # well before the next tick
 
     def stop(self) -> None:
         """Kill them all, frozen ones too."""

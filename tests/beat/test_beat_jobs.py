@@ -19,10 +19,6 @@ def plain_beats(beats: Beats, count: int = 1, **tasks: str) -> list[Beat]:
     return beats.start(count, scheduler=None, level="DEBUG", entries=entries, task_default_queue=JOBS_QUEUE)
 
 
-def sent(beat: Beat) -> int:
-    return beat.log_text().count("Scheduler: Sending due task")
-
-
 def stop(beat: Beat, worker: Worker | None = None, entries: int = 1) -> None:
     """Stop a beat while it sleeps after a tick: in the middle of a send, SIGTERM ends it with an error.
 
@@ -31,16 +27,12 @@ def stop(beat: Beat, worker: Worker | None = None, entries: int = 1) -> None:
         worker: Who is to have received all that it has sent. Defaults to nobody.
         entries: How many it sends in a tick. Defaults to 1.
     """
-    before = sent(beat)
-
-    def is_asleep() -> bool:
-        since = beat.log_text().rpartition("Scheduler: Sending due task")[2]
-        return sent(beat) > before and sent(beat) % entries == 0 and "beat: Waking up" in since
+    before = beat.sent()
 
     def is_received() -> bool:
-        return worker is None or received(worker) == sent(beat)
+        return worker is None or received(worker) == beat.sent()
 
-    wait_until(lambda: is_asleep() and is_received(), "a tick, and sleep")
+    wait_until(lambda: beat.is_asleep_after(before, entries) and is_received(), "a tick, and sleep")
     assert beat.stop() == 0
 
 
@@ -53,7 +45,7 @@ def all_ended(journal: Journal, beat: Beat) -> None:
     wait_until(
         lambda: (
             len({e["task_id"] for e in journal.entries(what="postrun") if e["state"] == "SUCCESS"})
-            == sent(beat)
+            == beat.sent()
         ),
         "all calls done",
     )
@@ -77,13 +69,13 @@ def test_job_slower_than_its_interval_runs_one_at_a_time(
     journal.wait_for("conflict", 5)
     stop(beat, worker)
     # A tick that is received only would run, and wait for a gate, once the run is over.
-    journal.wait_for("conflict", sent(beat) - 2)
+    journal.wait_for("conflict", beat.sent() - 2)
     gates("gated-slow")
     all_ended(journal, beat)
     assert runs(journal) == ["start", "end", "start", "end"]
     skipped = [line for line in worker.log_text().splitlines() if "Skipped jobs.slow" in line]
     conflicts = journal.entries(what="conflict")
-    assert len(skipped) == len(conflicts) == sent(beat) - len(journal.entries(what="start"))
+    assert len(skipped) == len(conflicts) == beat.sent() - len(journal.entries(what="start"))
     assert all("INFO" in line and "is held by jobs.slow[" in line for line in skipped)
     during = [line for line in skipped if f"jobs.slow[{first['task_id']}]" in line]
     assert len(during) >= 4
@@ -98,19 +90,19 @@ def test_job_that_follows_runs_at_most_once_more(
     worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
     (beat,) = plain_beats(beats, follow="jobs.follow")
     journal.wait_for("start")
-    wait_until(lambda: sent(beat) >= 6, "five more ticks")
+    wait_until(lambda: beat.sent() >= 6, "five more ticks")
     stop(beat, worker)
 
     def skipped() -> int:
         return worker.log_text().count("Skipped jobs.follow")
 
     # A tick that is received only has not been compared with the run yet.
-    wait_until(lambda: skipped() == sent(beat) - 2, "one runs, one waits, the others are skipped")
+    wait_until(lambda: skipped() == beat.sent() - 2, "one runs, one waits, the others are skipped")
     for _ in range(3):
         gates("gated-follow")
     all_ended(journal, beat)
     assert runs(journal) == ["start", "end"] * 2
-    assert skipped() == sent(beat) - 2
+    assert skipped() == beat.sent() - 2
     for log in (beat.log_text(), worker.log_text()):
         assert_clean(log)
 
@@ -129,9 +121,9 @@ def test_job_of_two_beats_runs_once_per_interval_if_it_rests(
     journal.wait_for("start", name="rest")
     # Half a second apart as their clocks would have them: the second starts between two ticks of the first.
     (second,) = beats.start(**plain)
-    wait_until(lambda: sent(second) >= 2, "its first tick")
+    wait_until(lambda: second.sent() >= 2, "its first tick")
     begun = journal.entries(what="start", name="rest")[-1]["fence"]  # from now on there are two
-    wait_until(lambda: min(sent(beat) for beat in beats.all) >= 16, "eight ticks of each")
+    wait_until(lambda: min(beat.sent() for beat in beats.all) >= 16, "eight ticks of each")
     for beat in beats.all:
         stop(beat, entries=len(entries))
 

@@ -52,8 +52,8 @@ def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(
     ticks = beats.wait_for_ticks(len(beats.ticks()) + 3)
     assert next(tick["at"] for tick in ticks if tick["at"] >= back) < back + LEASE_S + 1 + SLACK_S
     beats.assert_each_once(1.0)
-    late = max(journal.entries(what="late"), key=lambda entry: entry["missed"])
-    assert late["missed"] >= 2 * LEASE_S - 1
+    missed = [entry["missed"] for entry in journal.entries(what="late")]
+    assert len([count for count in missed if count >= 2 * LEASE_S - 1]) == 1
 
 
 def test_short_outage_costs_no_lead(beats: Beats, proxy: Proxy) -> None:

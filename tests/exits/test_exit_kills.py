@@ -219,5 +219,5 @@ def test_killed_worker_is_taken_over_only_at_the_deadline_without_proof(
     assert rival.get(timeout=10) == "return"
     (taken,) = journal.entries(what="taken_over", task_id=rival.id)
     assert told["holder"]["deadline"] <= taken["holder"]["deadline"] <= began
-    assert began - taken["holder"]["deadline"] < 5
+    assert taken["fence"] / 1e6 - taken["holder"]["deadline"] < 1  # both by the server's clock
     assert taken["fence"] > held.fence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import threading
 import time
 import uuid
@@ -239,9 +238,11 @@ def test_call_marked_until_started_is_marked_through_its_countdown(
 ) -> None:
     """The mark lasts for the queue lease beyond the countdown, and ends with the start."""
     options = {"countdown": 2, "singleton": {"dedupe": "until_started"}}
+    began = time.monotonic()
     first = tasks.once.apply_async([name], **options)
     mark = f"{tasks.once.lock_key(name)}:queued"
-    assert QUEUE_LEASE_S < locks.pttl(mark) / 1000 <= QUEUE_LEASE_S + 2
+    left_s = locks.pttl(mark) / 1000
+    assert QUEUE_LEASE_S + 1.9 - (time.monotonic() - began) < left_s <= QUEUE_LEASE_S + 2
     again = tasks.once.apply_async([name], **options)
     assert (again.deduplicated, again.id) == (True, first.id)
     journal.wait_for("start", task_id=first.id)
@@ -288,7 +289,7 @@ def test_canvas_of_one_key_comes_to_its_end(tasks: Any, journal: Journal) -> Non
 def test_waiting_calls_run_in_order_and_are_woken_at_once(
     tasks: Any, journal: Journal, gates: Any, name: str
 ) -> None:
-    """Four wait: first come, first served, within less than the shortest delay of this broker."""
+    """Four wait: first come, first served, each within less than the shortest delay of this broker."""
     calls = [tasks.work.apply_async([name], singleton={"lease": 60})]
     journal.wait_for("start", task_id=calls[0].id)
     for number in range(1, 5):
@@ -301,8 +302,7 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(
     starts, ends = journal.entries(what="start", name=name), journal.entries(what="end", name=name)
     assert [start["task_id"] for start in starts] == [call.id for call in calls]
     hand_overs = [start["at"] - end["at"] for start, end in zip(starts[1:], ends)]
-    assert statistics.median(hand_overs) < 1, hand_overs
-    assert max(hand_overs) < 5, hand_overs
+    assert max(hand_overs) < 1, hand_overs
 
 
 def test_call_that_was_woken_is_unchanged(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
@@ -431,11 +431,11 @@ def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
     result = tasks.careful.apply_async([name], singleton={"lease": lease_s, **RETRY})
     journal.wait_for("start", task_id=result.id)
     work_with(**settings, **LATE, setnx_same_host=False)  # there before the lease ends
-    killed = time.monotonic()
     tasks.worker.kill()
+    deadline = tasks.careful.locked(name).deadline
     journal.wait_for("conflict", task_id=result.id)
     _, again = journal.wait_for("start", 2, task_id=result.id)
-    assert again["at"] - killed > lease_s / 3  # it was renewed a third of the lease before, or a bit more
+    assert again["fence"] / 1e6 >= deadline  # both by the server's clock
     gates(name)
     assert result.get(timeout=20) == name
 
