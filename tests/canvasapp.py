@@ -1,7 +1,5 @@
 """The app of the canvas tests: the same tasks once for each `dedupe` mode, all of a mode with one key."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

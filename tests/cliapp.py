@@ -1,7 +1,5 @@
 """The app that the command line is asked about: a task for each answer. No worker runs it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

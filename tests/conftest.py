@@ -1,7 +1,5 @@
 """The embedded server, clean databases, and the rule that no key of ours stays without a TTL."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -49,13 +47,13 @@ if LOSES_RESULTS:
 
 
 @pytest.fixture(autouse=True)
-def hear_us(caplog: pytest.LogCaptureFixture) -> None:
+def hear_us(caplog):
     """Our log lines are heard, whatever a worker in this process has done to logging."""
     caplog.set_level(logging.INFO, logger="celery_setnx")
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Apps that are made from now on have their own tasks only, not those that other apps share."""
     kept = {
         found
@@ -82,7 +80,7 @@ def foreign_keys() -> set[str]:
 
 
 @pytest.fixture
-def locks(server: EmbeddedServer, foreign_keys: set[str]) -> Iterator[redis.Redis]:
+def locks(server, foreign_keys) -> Iterator[redis.Redis]:
     """A client of the empty lock database; afterwards every key of ours must have a TTL."""
     with redis.Redis.from_url(server.url(LOCK_DB), decode_responses=True) as client:
         client.flushdb()
@@ -92,7 +90,7 @@ def locks(server: EmbeddedServer, foreign_keys: set[str]) -> Iterator[redis.Redi
 
 
 @pytest.fixture
-def journal(server: EmbeddedServer) -> Iterator[Journal]:
+def journal(server) -> Iterator[Journal]:
     """An empty journal, and gates that are all closed."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
         client.delete(Journal.KEY, *client.scan_iter("gate:*"))
@@ -100,7 +98,7 @@ def journal(server: EmbeddedServer) -> Iterator[Journal]:
 
 
 @pytest.fixture
-def gates(server: EmbeddedServer) -> Iterator[Any]:
+def gates(server) -> Iterator[Any]:
     """Call it with a name to let one body of that name go on."""
     with redis.Redis.from_url(server.url(0)) as client:
 
@@ -112,13 +110,13 @@ def gates(server: EmbeddedServer) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory) -> Path:
     """Where workers log to."""
     return tmp_path_factory.mktemp("workers")
 
 
 @pytest.fixture(scope="session")
-def worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes that lives for the whole run. Not to be killed."""
     worker = Worker(logs, concurrency=4)
     yield worker
@@ -126,7 +124,7 @@ def worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def tasks(worker: Worker, locks: redis.Redis, journal: Journal) -> Any:
+def tasks(worker, locks, journal) -> Any:
     """The module of tasks that the worker runs, with clean databases."""
     from tests import workerapp
 

@@ -3,8 +3,6 @@
 `python -m tests.fanoutapp '{...}'` is a publisher in a process of its own: see `main`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -4,8 +4,6 @@ A page's blocks that define something are run here, in a namespace of the page's
 argument begins with `gated` waits for its gate while it holds its lock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The app of `tests.workerapp` with tasks that are deduplicated when they are published."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

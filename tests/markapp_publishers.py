@@ -1,7 +1,5 @@
 """Publishers as processes of their own: many of one call, and one that stands still in mid-publish."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

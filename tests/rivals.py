@@ -1,7 +1,5 @@
 """Processes that fight for one lock: ours, and the classic recipe to the letter."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

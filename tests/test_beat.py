@@ -1,7 +1,5 @@
 """The hot-standby scheduler in one process, on a real server; the deaths of real beats are in tests/beat."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
@@ -9,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -21,7 +18,6 @@ from celery.schedules import BaseSchedule, crontab, schedstate, schedule
 
 from celery_setnx import LockRefused, OptionError, SetnxLock, signals
 from celery_setnx.beat import HotStandbyScheduler, _lateness, _recall, _tick
-from examples.embedded import EmbeddedServer
 from tests.harness import wait_until
 from tests.proxy import Proxy
 
@@ -57,13 +53,13 @@ def server_us(locks: redis.Redis) -> int:
 
 
 @pytest.fixture
-def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+def proxy(server) -> Iterator[Proxy]:
     with Proxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def beat(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Callable[..., Any]]:
+def beat(server, locks) -> Iterator[Callable[..., Any]]:
     """Makes schedulers, each of an app of its own as in a process of its own."""
     made: list[Any] = []
 
@@ -90,7 +86,7 @@ def overdue(every_s: float, late_s: float, **entry: Any) -> dict[str, Any]:
     return {"task": "t", "schedule": every_s, "last_run_at": last, **entry}
 
 
-def test_one_of_two_schedulers_sends(beat: Any) -> None:
+def test_one_of_two_schedulers_sends(beat):
     """Both look all the time; the standby sends nothing, and says who leads."""
     leader, standby = beat({"a": 0.05}), beat({"a": 0.05})
 
@@ -104,7 +100,7 @@ def test_one_of_two_schedulers_sends(beat: Any) -> None:
     assert standby._said.startswith("Stands by; the leader is celery beat[clock] on beat@")
 
 
-def test_closing_the_leader_lets_another_lead_at_once(beat: Any, locks: redis.Redis) -> None:
+def test_closing_the_leader_lets_another_lead_at_once(beat, locks):
     """Its lock is given back, not left to its lease."""
     leader, standby = beat({"a": 0.05}, setnx_beat_lease=60), beat({"a": 0.05}, setnx_beat_lease=60)
     leader.tick()
@@ -113,7 +109,7 @@ def test_closing_the_leader_lets_another_lead_at_once(beat: Any, locks: redis.Re
     wait_until(lambda: standby.tick() is not None and standby.sent, "the other sends")
 
 
-def test_leader_that_hangs_loses_the_lead(beat: Any) -> None:
+def test_leader_that_hangs_loses_the_lead(beat):
     """Nothing but its own loop renews it: one that is stuck in its broker keeps no other from sending."""
     leader, standby = beat({"a": 0.05}, setnx_beat_lease=1), beat({"a": 0.05}, setnx_beat_lease=1)
     wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
@@ -123,7 +119,7 @@ def test_leader_that_hangs_loses_the_lead(beat: Any) -> None:
     assert len(leader.sent) == sent
 
 
-def test_closing_twice_is_harmless(beat: Any) -> None:
+def test_closing_twice_is_harmless(beat):
     """As `celery beat` does on SIGTERM."""
     leader, standby = beat({"a": 1}), beat({"a": 1})
     leader.tick()
@@ -133,7 +129,7 @@ def test_closing_twice_is_harmless(beat: Any) -> None:
     assert standby._leads()
 
 
-def test_tick_is_noted_with_the_number_of_runs(beat: Any, locks: redis.Redis) -> None:
+def test_tick_is_noted_with_the_number_of_runs(beat, locks):
     """The entry's last run in Redis is the one that the scheduler goes on with, on the server's clock."""
     leader = beat({"a": 0.05})
     wait_until(lambda: leader.tick() is not None and len(leader.sent) == 3, "3 ticks")
@@ -144,7 +140,7 @@ def test_tick_is_noted_with_the_number_of_runs(beat: Any, locks: redis.Redis) ->
     assert (last - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1) == run
 
 
-def test_new_leader_goes_on_where_the_dead_one_ended(beat: Any) -> None:
+def test_new_leader_goes_on_where_the_dead_one_ended(beat):
     """Its own last runs are older; what has been sent is not sent again."""
     dead, new = beat({"a": overdue(3600, 5)}), beat({"a": overdue(3600, 5)})
     dead.tick()
@@ -157,7 +153,7 @@ def test_new_leader_goes_on_where_the_dead_one_ended(beat: Any) -> None:
     assert new.schedule["a"].total_run_count == 1
 
 
-def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat: Any, locks: redis.Redis, caplog: Any) -> None:
+def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat, locks, caplog):
     """The note in Redis is newer than the run because of which the entry is due."""
     leader = beat({"a": overdue(3600, 5)})
     assert leader._takes_the_lead()
@@ -170,7 +166,7 @@ def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat: Any, locks: redi
     assert caplog.text.count("beat: a is not sent: it was, at ") == 1
 
 
-def test_leader_whose_redis_forgets_goes_on_from_its_own_last_runs(beat: Any, locks: redis.Redis) -> None:
+def test_leader_whose_redis_forgets_goes_on_from_its_own_last_runs(beat, locks):
     """It leads again, and Redis knows from it when the entries ran."""
     leader = beat({"a": overdue(3600, 5)}, setnx_beat_lease=1)
     leader.tick()
@@ -182,7 +178,7 @@ def test_leader_whose_redis_forgets_goes_on_from_its_own_last_runs(beat: Any, lo
     assert leader.sent == ["a"]
 
 
-def test_entries_of_one_leader_are_unknown_to_the_other(beat: Any) -> None:
+def test_entries_of_one_leader_are_unknown_to_the_other(beat):
     """Each leader sends what its own schedule has; a shared entry goes on."""
     one, two = beat({"both": 0.05, "one": 0.05}), beat({"both": 0.05, "two": 0.05})
     wait_until(lambda: one.tick() is not None and {"both", "one"} <= {*one.sent}, "the first's ticks")
@@ -192,7 +188,7 @@ def test_entries_of_one_leader_are_unknown_to_the_other(beat: Any) -> None:
     assert "one" not in two.sent
 
 
-def test_entry_that_comes_back_after_its_removal_begins_anew(beat: Any, locks: redis.Redis) -> None:
+def test_entry_that_comes_back_after_its_removal_begins_anew(beat, locks):
     """As in Celery's own schedule file: a leader that does not have it forgets it."""
     before = beat({"a": overdue(DAY_S, 5)})
     before.tick()
@@ -207,7 +203,7 @@ def test_entry_that_comes_back_after_its_removal_begins_anew(beat: Any, locks: r
     assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
 
 
-def test_late_tick_is_logged_signalled_and_counted(beat: Any, locks: redis.Redis, caplog: Any) -> None:
+def test_late_tick_is_logged_signalled_and_counted(beat, locks, caplog):
     """Four due times were passed: one is sent, three are missed."""
     heard: list[dict[str, Any]] = []
 
@@ -226,7 +222,7 @@ def test_late_tick_is_logged_signalled_and_counted(beat: Any, locks: redis.Redis
     assert "3 further due times have passed meanwhile." in caplog.text
 
 
-def test_leader_without_redis_does_not_fill_its_log(beat: Any, proxy: Proxy, caplog: Any) -> None:
+def test_leader_without_redis_does_not_fill_its_log(beat, proxy, caplog):
     """An outage is a line, not one for each entry and try."""
     leader = beat({name: overdue(3600, 5) for name in "abc"}, setnx_url=proxy.url(1))
     assert leader._takes_the_lead()
@@ -235,7 +231,7 @@ def test_leader_without_redis_does_not_fill_its_log(beat: Any, proxy: Proxy, cap
     assert 1 <= caplog.text.count("beat: Leads, but ") <= 3
 
 
-def test_what_was_due_for_long_fires_once(beat: Any) -> None:
+def test_what_was_due_for_long_fires_once(beat):
     """Missed ticks are not made up for."""
     leader = beat({"a": overdue(10, 500)})
     for _ in range(5):
@@ -243,9 +239,7 @@ def test_what_was_due_for_long_fires_once(beat: Any) -> None:
     assert leader.sent == ["a"]
 
 
-def test_leader_without_redis_sends_nothing_until_it_leads_again(
-    beat: Any, server: EmbeddedServer, proxy: Proxy, locks: redis.Redis, caplog: Any
-) -> None:
+def test_leader_without_redis_sends_nothing_until_it_leads_again(beat, server, proxy, locks, caplog):
     """What is due while Redis is away fires once, when the script has noted it."""
     leader = beat({"a": 0.2}, setnx_url=proxy.url(1), setnx_beat_lease=1)
     wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
@@ -259,9 +253,7 @@ def test_leader_without_redis_sends_nothing_until_it_leads_again(
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["resent by the client", "asked again by the scheduler"])
-def test_tick_whose_reply_is_lost_is_sent_once(
-    beat: Any, proxy: Proxy, locks: redis.Redis, times: int
-) -> None:
+def test_tick_whose_reply_is_lost_is_sent_once(beat, proxy, locks, times):
     """The same run is noted again, so it is neither lost nor counted twice."""
     leader = beat({"a": overdue(3600, 5)}, setnx_url=proxy.url(1))
     assert leader._takes_the_lead()
@@ -274,7 +266,7 @@ def test_tick_whose_reply_is_lost_is_sent_once(
     assert remembered(locks, "a")[1] == 1
 
 
-def test_lost_lead_is_found_by_the_note_itself(beat: Any, locks: redis.Redis) -> None:
+def test_lost_lead_is_found_by_the_note_itself(beat, locks):
     """A leader whose record is another's sends nothing, whatever it believes."""
     leader = beat({"a": overdue(3600, 5)})
     assert leader._takes_the_lead()
@@ -285,7 +277,7 @@ def test_lost_lead_is_found_by_the_note_itself(beat: Any, locks: redis.Redis) ->
     assert not leader._leads()
 
 
-def test_lock_set_by_hand_pauses_all_beats(beat: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_lock_set_by_hand_pauses_all_beats(beat, locks, foreign_keys):
     """SETNX of a future time keeps beats that do not lead yet from leading, until it is deleted."""
     foreign_keys.add(LOCK)
     locks.setnx(LOCK, server_us(locks) // 1_000_000 + 600)
@@ -298,7 +290,7 @@ def test_lock_set_by_hand_pauses_all_beats(beat: Any, locks: redis.Redis, foreig
     wait_until(lambda: paused.tick() is not None and paused.sent, "it goes on")
 
 
-def test_refused_command_ends_the_scheduler(server: EmbeddedServer, beat: Any, locks: redis.Redis) -> None:
+def test_refused_command_ends_the_scheduler(server, beat, locks):
     """Not a standby for ever: LockRefused names what is missing."""
     locks.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">pw", "~*", "+@all", "-evalsha")
     try:
@@ -309,7 +301,7 @@ def test_refused_command_ends_the_scheduler(server: EmbeddedServer, beat: Any, l
         locks.execute_command("ACL", "DELUSER", "poor")
 
 
-def test_lead_that_could_not_be_begun_is_given_back(beat: Any, proxy: Proxy, locks: redis.Redis) -> None:
+def test_lead_that_could_not_be_begun_is_given_back(beat, proxy, locks):
     """Else nobody leads for a lease, and the process itself stands by for its own lock."""
     leader = beat({"a": 1}, setnx_url=proxy.url(1), setnx_beat_lease=60)
     with proxy.fault("cut_before", containing=ENTRIES.encode(), times=4):
@@ -318,7 +310,7 @@ def test_lead_that_could_not_be_begun_is_given_back(beat: Any, proxy: Proxy, loc
     assert leader._leads()
 
 
-def test_server_clock_rules_while_a_scheduler_leads(beat: Any, locks: redis.Redis, monkeypatch: Any) -> None:
+def test_server_clock_rules_while_a_scheduler_leads(beat, locks, monkeypatch):
     """The app's now() is the server's time for the leader, and the host's for a standby."""
     ahead = datetime.now(timezone.utc) + timedelta(days=1)
     monkeypatch.setattr(Celery, "now", lambda _app: ahead)
@@ -330,9 +322,7 @@ def test_server_clock_rules_while_a_scheduler_leads(beat: Any, locks: redis.Redi
 
 
 @pytest.mark.parametrize("days", [-1, 1])
-def test_new_entry_on_a_host_with_another_clock_is_not_due_at_once(
-    beat: Any, locks: redis.Redis, monkeypatch: Any, days: int
-) -> None:
+def test_new_entry_on_a_host_with_another_clock_is_not_due_at_once(beat, locks, monkeypatch, days):
     """It was first seen now, by the server's clock."""
     elsewhen = datetime.now(timezone.utc) + timedelta(days=days)
     monkeypatch.setattr(Celery, "now", lambda _app: elsewhen)
@@ -343,7 +333,7 @@ def test_new_entry_on_a_host_with_another_clock_is_not_due_at_once(
     assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
 
 
-def test_lazy_scheduler_only_answers_for_its_name(beat: Any) -> None:
+def test_lazy_scheduler_only_answers_for_its_name(beat):
     """As the banner of `celery beat` asks; the app's clock stays its own."""
     lazy = beat({"a": 1}, lazy=True)
     assert (type(lazy).__name__, lazy.info) == ("HotStandbyScheduler", "")
@@ -351,13 +341,13 @@ def test_lazy_scheduler_only_answers_for_its_name(beat: Any) -> None:
 
 
 @pytest.mark.parametrize("lease", [0, -1, "soon"])
-def test_malformed_lease_is_refused(beat: Any, lease: Any) -> None:
+def test_malformed_lease_is_refused(beat, lease):
     """When beat starts, not when its leader dies."""
     with pytest.raises(OptionError, match="setnx_beat_lease"):
         beat({"a": 1}, setnx_beat_lease=lease)
 
 
-def test_entry_with_singleton_options_is_deduplicated_by_name(beat: Any, server: EmbeddedServer) -> None:
+def test_entry_with_singleton_options_is_deduplicated_by_name(beat, server):
     """A beat that has not imported the task is told its key, so a queued call is not published again."""
     options = {"queue": f"q{uuid.uuid4().hex}", "singleton": {"key": (), "dedupe": "until_started"}}
     leader = beat(setnx_beat_scheduler="celery.beat:Scheduler")
@@ -376,20 +366,20 @@ def lateness(every: Any, seconds_ago: float) -> tuple[float, int]:
     return _lateness(entry_of(every, now - timedelta(seconds=seconds_ago)), now)
 
 
-def test_lateness_counts_further_due_times() -> None:
+def test_lateness_counts_further_due_times():
     """Of an interval of 10 s, 45 s after its last run: 35 s late, 3 more have passed."""
     late_s, missed = lateness(10.0, 45)
     assert 35 <= late_s < 36
     assert missed == 3
 
 
-def test_lateness_of_a_crontab_counts_its_own_times() -> None:
+def test_lateness_of_a_crontab_counts_its_own_times():
     """Of every minute, 5 minutes after its last run: the first is late, 4 more or 3 have passed."""
     late_s, missed = lateness(crontab(), 300)
     assert missed == int(late_s // 60) in (3, 4)
 
 
-def test_lateness_of_a_schedule_of_ones_own_is_not_known() -> None:
+def test_lateness_of_a_schedule_of_ones_own_is_not_known():
     """A class without remaining_estimate() is sent all the same."""
 
     class Whenever(BaseSchedule):
@@ -400,7 +390,7 @@ def test_lateness_of_a_schedule_of_ones_own_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("every", [crontab(minute="*/5"), crontab(minute="30")], ids=["5 min", "hour"])
-def test_missed_times_are_never_negative_where_an_hour_comes_twice(every: crontab, monkeypatch: Any) -> None:
+def test_missed_times_are_never_negative_where_an_hour_comes_twice(every, monkeypatch):
     """In the hour after summer time the wall clock is behind the last run's."""
     zone = ZoneInfo("Europe/Berlin")
     app = Celery("late", set_as_current=False)
@@ -454,7 +444,7 @@ def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int
     return sent
 
 
-def test_no_interleaving_of_two_leaders_meets_a_due_time_twice(locks: redis.Redis) -> None:
+def test_no_interleaving_of_two_leaders_meets_a_due_time_twice(locks):
     """The frozen leader's ticks, resent ones too, among the steps of the one that takes over from it."""
     for number, order in enumerate(sorted({*itertools.permutations("AAABBBB")})):
         sent = race(locks, f"t:{{race:{number}}}", order)
@@ -463,9 +453,7 @@ def test_no_interleaving_of_two_leaders_meets_a_due_time_twice(locks: redis.Redi
         assert sent == sorted(sent), (order, sent)
 
 
-def test_real_beat_ticks_by_the_settings_of_its_app(
-    server: EmbeddedServer, locks: redis.Redis, tmp_path: Path
-) -> None:
+def test_real_beat_ticks_by_the_settings_of_its_app(server, locks, tmp_path):
     """`celery beat -S celery_setnx.beat:HotStandbyScheduler` leads, sends, and gives the lead back."""
     queue = f"q{uuid.uuid4().hex}"
     (tmp_path / "clockapp.py").write_text(

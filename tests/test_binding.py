@@ -1,7 +1,5 @@
 """Binding a task: options are settled, bad ones refused, before anything runs."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +35,7 @@ def options_of(task: Any) -> Any:
         ({"on_conflict": "waits"}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
     ],
 )
-def test_bad_option_is_refused_when_bound(app: Celery, options: Any, message: str) -> None:
+def test_bad_option_is_refused_when_bound(app, options, message):
     """An app with a bad option does not start."""
 
     @app.task(shared=False, base=SingletonTask, name="tasks.t", singleton=options)
@@ -47,7 +45,7 @@ def test_bad_option_is_refused_when_bound(app: Celery, options: Any, message: st
         app.finalize()
 
 
-def test_layers_are_merged_from_app_to_task(app: Celery) -> None:
+def test_layers_are_merged_from_app_to_task(app):
     """App defaults, base class, task: the nearest wins."""
     app.conf.setnx_defaults = {"lease": 1, "max_wait": 1, "retry_delay_max": 99}
 
@@ -62,7 +60,7 @@ def test_layers_are_merged_from_app_to_task(app: Celery) -> None:
     assert (options.lease, options.max_wait, options.retry_delay_max) == (3, 2, 99)
 
 
-def test_decorator_supplies_the_options_of_a_singleton_task(app: Celery) -> None:
+def test_decorator_supplies_the_options_of_a_singleton_task(app):
     """With base=SingletonTask the decorator does nothing else."""
 
     @app.task(shared=False, base=SingletonTask)
@@ -72,7 +70,7 @@ def test_decorator_supplies_the_options_of_a_singleton_task(app: Celery) -> None
     assert options_of(app.tasks[t.name]).lease == 7
 
 
-def test_decorator_and_attribute_together_are_refused(app: Celery) -> None:
+def test_decorator_and_attribute_together_are_refused(app):
     """Two places for one truth."""
 
     @app.task(shared=False, base=SingletonTask, singleton={"lease": 1})
@@ -83,7 +81,7 @@ def test_decorator_and_attribute_together_are_refused(app: Celery) -> None:
         app.finalize()
 
 
-def test_decorator_above_the_task_explains_the_order(app: Celery) -> None:
+def test_decorator_above_the_task_explains_the_order(app):
     """@singleton on top of @app.task would guard nothing."""
 
     @app.task(shared=False)
@@ -97,7 +95,7 @@ def test_decorator_above_the_task_explains_the_order(app: Celery) -> None:
         singleton(app.tasks[t.name])
 
 
-def test_decorator_refuses_bad_options_at_once() -> None:
+def test_decorator_refuses_bad_options_at_once():
     """The typo is reported at the line that has it."""
     with pytest.raises(OptionError, match="did you mean 'lease'"):
 
@@ -108,7 +106,7 @@ def test_decorator_refuses_bad_options_at_once() -> None:
         singleton(5)  # type: ignore[type-var]
 
 
-def test_decorator_works_without_parentheses(app: Celery) -> None:
+def test_decorator_works_without_parentheses(app):
     """@singleton alone means the defaults."""
 
     @app.task(shared=False)
@@ -121,7 +119,7 @@ def test_decorator_works_without_parentheses(app: Celery) -> None:
     assert (t.__name__, t.__doc__) == ("t", "Doc.")
 
 
-def test_decorated_function_with_a_bad_key_stops_the_app(app: Celery) -> None:
+def test_decorated_function_with_a_bad_key_stops_the_app(app):
     """A key that names no parameter is found when the app is finalized, not on the first run."""
 
     @app.task(shared=False)
@@ -134,9 +132,7 @@ def test_decorated_function_with_a_bad_key_stops_the_app(app: Celery) -> None:
 
 @pytest.mark.parametrize("options", [{"on_conflict": "raise"}, {"on_conflict": "retry", "max_wait": 5}])
 @pytest.mark.parametrize("retried", [(Exception,), (ValueError, AlreadyRunning)])
-def test_decorated_raise_under_a_matching_autoretry_is_refused(
-    app: Celery, options: Any, retried: Any
-) -> None:
+def test_decorated_raise_under_a_matching_autoretry_is_refused(app, options, retried):
     """autoretry_for would retry our error; the message says what to do."""
 
     @app.task(shared=False, autoretry_for=retried)
@@ -147,7 +143,7 @@ def test_decorated_raise_under_a_matching_autoretry_is_refused(
         app.finalize()
 
 
-def test_decorated_raise_under_another_autoretry_is_fine(app: Celery) -> None:
+def test_decorated_raise_under_another_autoretry_is_fine(app):
     """An autoretry that does not match, or spares our error, is no trouble."""
 
     @app.task(shared=False, autoretry_for=(ValueError,))
@@ -161,7 +157,7 @@ def test_decorated_raise_under_another_autoretry_is_fine(app: Celery) -> None:
     app.finalize()
 
 
-def test_decorated_function_cannot_hold_its_lock_for_a_retry(app: Celery) -> None:
+def test_decorated_function_cannot_hold_its_lock_for_a_retry(app):
     """What needs the base class is refused, and the message says what to add."""
 
     @app.task(shared=False)
@@ -173,7 +169,7 @@ def test_decorated_function_cannot_hold_its_lock_for_a_retry(app: Celery) -> Non
 
 
 @pytest.mark.parametrize("policy", ["wait", "join"])
-def test_decorated_function_cannot_wait_in_line(app: Celery, policy: str) -> None:
+def test_decorated_function_cannot_wait_in_line(app, policy):
     """Its delivery ends before it has run: that needs the base class."""
     app.conf.result_backend = "redis://localhost:1/0"
 
@@ -186,7 +182,7 @@ def test_decorated_function_cannot_wait_in_line(app: Celery, policy: str) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_started"}])
-def test_waiting_needs_no_result(app: Celery, options: Any) -> None:
+def test_waiting_needs_no_result(app, options):
     """A task whose result nobody wants, of an app without a result backend, may wait in line."""
 
     @app.task(
@@ -198,7 +194,7 @@ def test_waiting_needs_no_result(app: Celery, options: Any) -> None:
 
 
 @pytest.mark.parametrize("ignored_by", ["task", "app"])
-def test_join_of_an_ignored_result_is_refused(app: Celery, ignored_by: str) -> None:
+def test_join_of_an_ignored_result_is_refused(app, ignored_by):
     """Whoever joins ends with a result that must be stored, whatever setting says that it is not."""
     app.conf.update(result_backend="redis://localhost:1/0", task_ignore_result=ignored_by == "app")
     ignored = {"ignore_result": True} if ignored_by == "task" else {}
@@ -211,7 +207,7 @@ def test_join_of_an_ignored_result_is_refused(app: Celery, ignored_by: str) -> N
 
 
 @pytest.mark.parametrize("backend", [None, "disabled://", "rpc://"])
-def test_join_without_a_lasting_result_stops_the_worker(app: Celery, backend: str | None) -> None:
+def test_join_without_a_lasting_result_stops_the_worker(app, backend):
     """No backend, or one whose results only the caller can read: nobody else could end with them."""
     app.conf.result_backend = backend
 
@@ -224,7 +220,7 @@ def test_join_without_a_lasting_result_stops_the_worker(app: Celery, backend: st
 
 
 @pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_done"}])
-def test_join_of_a_stored_result_is_bound(app: Celery, options: Any) -> None:
+def test_join_of_a_stored_result_is_bound(app, options):
     """With a result backend any task may join, for as long as it likes."""
     app.conf.result_backend = "redis://localhost:1/0"
 
@@ -234,7 +230,7 @@ def test_join_of_a_stored_result_is_bound(app: Celery, options: Any) -> None:
     assert options_of(app.tasks[t.name]).on_conflict == "join"
 
 
-def test_single_call_cannot_join_what_is_not_stored(app: Celery) -> None:
+def test_single_call_cannot_join_what_is_not_stored(app):
     """The option of one call is held to the same rule, when it is published."""
 
     @app.task(shared=False, base=SingletonTask)
@@ -244,7 +240,7 @@ def test_single_call_cannot_join_what_is_not_stored(app: Celery) -> None:
         app.tasks[t.name].apply_async(ignore_result=True, singleton={"on_conflict": "join"})
 
 
-def test_our_errors_are_expected_of_both_kinds(app: Celery) -> None:
+def test_our_errors_are_expected_of_both_kinds(app):
     """AlreadyRunning and LockTimeout are in `throws`: no traceback in the log."""
 
     @app.task(shared=False, base=SingletonTask, throws=(KeyError,))
@@ -261,7 +257,7 @@ def test_our_errors_are_expected_of_both_kinds(app: Celery) -> None:
     assert issubclass(KeyError, t.throws)
 
 
-def test_subclass_call_that_skips_ours_is_refused(app: Celery) -> None:
+def test_subclass_call_that_skips_ours_is_refused(app):
     """A `__call__` that runs the body itself would run it without its lock."""
 
     class Contextual(SingletonTask):
@@ -277,7 +273,7 @@ def test_subclass_call_that_skips_ours_is_refused(app: Celery) -> None:
         app.finalize()
 
 
-def test_celerys_own_tasks_are_not_guarded() -> None:
+def test_celerys_own_tasks_are_not_guarded():
     """SingletonTask may be the task class of the whole app."""
     app = Celery("all", task_cls=SingletonTask, set_as_current=False, broker="redis://localhost:1/0")
 
@@ -289,7 +285,7 @@ def test_celerys_own_tasks_are_not_guarded() -> None:
     assert app.tasks["celery.chord_unlock"]._guard is None
 
 
-def test_task_name_with_braces_needs_a_scope(app: Celery) -> None:
+def test_task_name_with_braces_needs_a_scope(app):
     """Braces mark the cluster slot."""
 
     @app.task(shared=False, base=SingletonTask, name="odd{name}")
@@ -299,7 +295,7 @@ def test_task_name_with_braces_needs_a_scope(app: Celery) -> None:
         app.finalize()
 
 
-def test_signature_of_a_wrapped_function_is_followed(app: Celery) -> None:
+def test_signature_of_a_wrapped_function_is_followed(app):
     """functools.wraps-ed functions are keyed by the arguments of what they wrap."""
 
     def wrapper(function: Any) -> Any:
@@ -321,7 +317,7 @@ def test_signature_of_a_wrapped_function_is_followed(app: Celery) -> None:
         guard.key((), {}, {})
 
 
-def test_shared_task_is_bound_to_every_app() -> None:
+def test_shared_task_is_bound_to_every_app():
     """A shared task has the defaults of the app it runs in."""
 
     @shared_task(base=SingletonTask, name="shared.t")
@@ -334,7 +330,7 @@ def test_shared_task_is_bound_to_every_app() -> None:
         assert options_of(app.tasks["shared.t"]).lease == lease
 
 
-def test_publishing_an_unkeyable_call_fails_at_the_caller(app: Celery) -> None:
+def test_publishing_an_unkeyable_call_fails_at_the_caller(app):
     """The caller learns it; nothing is sent."""
 
     @app.task(shared=False, base=SingletonTask)
@@ -346,7 +342,7 @@ def test_publishing_an_unkeyable_call_fails_at_the_caller(app: Celery) -> None:
         t.delay(1, 2)
 
 
-def test_direct_and_eager_calls_are_not_guarded(app: Celery) -> None:
+def test_direct_and_eager_calls_are_not_guarded(app):
     """No server is needed to call a task as a function, or eagerly; there is no lock then."""
 
     @app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "a"})
@@ -360,7 +356,7 @@ def test_direct_and_eager_calls_are_not_guarded(app: Celery) -> None:
     assert t.apply_async([4], singleton={"lease": 5}).get() == [4, None]
 
 
-def test_decorated_direct_and_eager_calls_are_not_guarded(app: Celery) -> None:
+def test_decorated_direct_and_eager_calls_are_not_guarded(app):
     """The same for a decorated function."""
 
     @app.task(shared=False)

@@ -3,8 +3,6 @@
 `docs/canvas.md` has a row for every test here.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ from celery.exceptions import ChordError
 from celery.result import AsyncResult
 
 from celery_setnx import is_skipped
-from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
 TIMEOUT_S = 15
@@ -27,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
 
 
 @pytest.fixture(scope="module")
-def canvas_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def canvas_worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes for the tasks of `tests.canvasapp`."""
     worker = Worker(logs, app="tests.canvasapp", concurrency=4)
     yield worker
@@ -35,7 +32,7 @@ def canvas_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """The broker's own database."""
     from tests import canvasapp
 
@@ -44,13 +41,7 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture(params=MODES)
-def tasks(
-    request: pytest.FixtureRequest,
-    canvas_worker: Worker,
-    locks: redis.Redis,
-    journal: Journal,
-    broker: redis.Redis,
-) -> Iterator[Any]:
+def tasks(request, canvas_worker, locks, journal, broker) -> Iterator[Any]:
     """The dedupe tasks of one mode. After the test all messages are used up, and so are marks and locks."""
     from tests import canvasapp
 
@@ -63,7 +54,7 @@ def tasks(
 
 
 @pytest.fixture
-def app(tasks: Any) -> Any:
+def app(tasks) -> Any:
     """The app, and its tasks that have no lock."""
     from tests import canvasapp
 
@@ -71,7 +62,7 @@ def app(tasks: Any) -> Any:
 
 
 @pytest.fixture
-def later(tasks: Any, app: Any, canvas_worker: Worker, broker: redis.Redis) -> Iterator[Callable[[], None]]:
+def later(tasks, app, canvas_worker, broker) -> Iterator[Callable[[], None]]:
     """Call it to let the worker start what was published to the queue `later`."""
     asked = {"reply": True, "destination": [f"{canvas_worker.name}@test"], "timeout": TIMEOUT_S}
 
@@ -87,7 +78,7 @@ def later(tasks: Any, app: Any, canvas_worker: Worker, broker: redis.Redis) -> I
 
 
 @pytest.fixture
-def queued(tasks: Any, app: Any, locks: redis.Redis, later: Any) -> AsyncResult:
+def queued(tasks, app, locks, later) -> AsyncResult:
     """A call with the key of all the others, which is queued until `later` is called."""
     result = tasks.step.apply_async((40,), queue=app.LATER)
     assert marks(locks) == {result.id}
@@ -95,7 +86,7 @@ def queued(tasks: Any, app: Any, locks: redis.Redis, later: Any) -> AsyncResult:
 
 
 @pytest.fixture
-def running(tasks: Any, journal: Journal, gates: Any) -> Iterator[Callable[[], None]]:
+def running(tasks, journal, gates) -> Iterator[Callable[[], None]]:
     """A call with the key of all the others, which runs until this is called."""
     first = tasks.step.delay(40, gate="first")
     journal.wait_for("start", task_id=first.id)
@@ -153,13 +144,13 @@ def answers(journal: Journal, members: Any) -> list[Any]:
 # Chains
 
 
-def test_chain_of_equal_steps_runs_every_step(tasks: Any, journal: Journal) -> None:
+def test_chain_of_equal_steps_runs_every_step(tasks, journal):
     """The steps of a chain have one key, and each has its turn."""
     assert chain(tasks.step.s(0), tasks.step.s(), tasks.step.s()).delay().get(timeout=TIMEOUT_S) == 3
     assert len(bodies(journal)) == 3
 
 
-def test_chain_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, running: Any) -> None:
+def test_chain_beside_a_running_call_waits_for_it(tasks, journal, running):
     """A chain is published though an equal call runs, and its first step comes back until that has ended."""
     result = chain(tasks.step.s(0), tasks.step.s()).delay()
     journal.wait_for("conflict", task_id=result.parent.id)
@@ -168,9 +159,7 @@ def test_chain_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, 
     assert len(bodies(journal)) == 3
 
 
-def test_chain_beside_a_queued_call_leaves_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_chain_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
     """A chain runs to its end while an equal call is queued, which then runs as well."""
     result = chain(tasks.step.s(0), tasks.step.s()).delay()
     assert result.get(timeout=TIMEOUT_S) == 2
@@ -180,7 +169,7 @@ def test_chain_beside_a_queued_call_leaves_its_mark(
     assert len(bodies(journal)) == 3
 
 
-def test_chain_of_retrying_steps_runs_to_its_end(tasks: Any, journal: Journal) -> None:
+def test_chain_of_retrying_steps_runs_to_its_end(tasks, journal):
     """Own retries of the steps, by hand or automatic, are no duplicates."""
     steps = chain(
         tasks.step.s(0, failures=2), tasks.autoretried.s(failures=2), tasks.step.s(failures=1)
@@ -189,7 +178,7 @@ def test_chain_of_retrying_steps_runs_to_its_end(tasks: Any, journal: Journal) -
     assert len(bodies(journal)) == 8
 
 
-def test_chain_step_that_fails_fails_the_chain(tasks: Any, journal: Journal) -> None:
+def test_chain_step_that_fails_fails_the_chain(tasks, journal):
     """The steps after one that fails do not run, and get() raises the error."""
     result = chain(tasks.step.si(0), tasks.failing.si(), tasks.step.si(0)).delay()
     with pytest.raises(ZeroDivisionError):
@@ -200,7 +189,7 @@ def test_chain_step_that_fails_fails_the_chain(tasks: Any, journal: Journal) -> 
 # Groups
 
 
-def test_group_of_equal_members_answers_for_each(tasks: Any, journal: Journal) -> None:
+def test_group_of_equal_members_answers_for_each(tasks, journal):
     """Equal members are published one and all; each runs, or is skipped at run time with until_done."""
     members = group(tasks.step.si(n) for n in range(4)).delay().results
     assert len({member.id for member in members}) == 4
@@ -210,7 +199,7 @@ def test_group_of_equal_members_answers_for_each(tasks: Any, journal: Journal) -
     assert bodies(journal)
 
 
-def test_group_beside_a_running_call_answers_for_each(tasks: Any, journal: Journal, running: Any) -> None:
+def test_group_beside_a_running_call_answers_for_each(tasks, journal, running):
     """Members that meet a running call wait for it with until_started, and are skipped with until_done."""
     members = group(tasks.step.si(n) for n in range(3)).delay().results
     for member in members:
@@ -222,9 +211,7 @@ def test_group_beside_a_running_call_answers_for_each(tasks: Any, journal: Journ
         assert answers(journal, members) == [1, 2, 3]
 
 
-def test_group_beside_a_queued_call_leaves_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_group_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
     """Members run though an equal call is queued, which then runs as well."""
     answers(journal, group(tasks.step.si(n) for n in range(3)).delay().results)
     assert marks(locks) == {queued.id}
@@ -232,7 +219,7 @@ def test_group_beside_a_queued_call_leaves_its_mark(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_group_of_retrying_members_answers_for_each(tasks: Any, journal: Journal) -> None:
+def test_group_of_retrying_members_answers_for_each(tasks, journal):
     """Own retries of equal members are no duplicates."""
     members = [tasks.step.si(0, failures=2), tasks.autoretried.si(0, failures=2), tasks.step.si(0)]
     members = [member.set(singleton={"on_conflict": "retry"}) for member in members]
@@ -243,14 +230,14 @@ def test_group_of_retrying_members_answers_for_each(tasks: Any, journal: Journal
 # Chords
 
 
-def test_chord_of_equal_members_counts_all(tasks: Any, journal: Journal) -> None:
+def test_chord_of_equal_members_counts_all(tasks, journal):
     """Members and body have one key: the body gets the result of every member."""
     result = chord([tasks.step.si(n) for n in range(4)], tasks.collect.s()).delay()
     assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3, 4]
     assert len(bodies(journal)) == 5
 
 
-def test_chord_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, running: Any) -> None:
+def test_chord_beside_a_running_call_waits_for_it(tasks, journal, running):
     """Every member comes back until the running call has ended."""
     result = chord([tasks.step.si(n) for n in range(3)], tasks.collect.s()).delay()
     for member in result.parent.results:
@@ -260,9 +247,7 @@ def test_chord_beside_a_running_call_waits_for_it(tasks: Any, journal: Journal, 
     assert len(bodies(journal)) == 5
 
 
-def test_chord_beside_a_queued_call_leaves_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_chord_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
     """Members and body run though an equal call is queued, which then runs as well."""
     result = chord([tasks.step.si(n) for n in range(3)], tasks.collect.s()).delay()
     assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3]
@@ -272,7 +257,7 @@ def test_chord_beside_a_queued_call_leaves_its_mark(
     assert len(bodies(journal)) == 5
 
 
-def test_chord_of_retrying_members_counts_each_once(tasks: Any, journal: Journal) -> None:
+def test_chord_of_retrying_members_counts_each_once(tasks, journal):
     """Own retries of members, by hand or automatic, do not disturb the count."""
     members = [tasks.step.si(0, failures=2), tasks.autoretried.si(1, failures=2), tasks.step.si(2)]
     result = chord(members, tasks.collect.s()).delay()
@@ -280,7 +265,7 @@ def test_chord_of_retrying_members_counts_each_once(tasks: Any, journal: Journal
     assert len(bodies(journal)) == 8
 
 
-def test_chord_member_that_fails_fails_the_chord(tasks: Any, journal: Journal) -> None:
+def test_chord_member_that_fails_fails_the_chord(tasks, journal):
     """The body does not run, and get() raises the member's error."""
     result = chord([tasks.step.si(0), tasks.failing.si()], tasks.collect.s()).delay()
     with pytest.raises((ChordError, ZeroDivisionError), match="same"):
@@ -288,7 +273,7 @@ def test_chord_member_that_fails_fails_the_chord(tasks: Any, journal: Journal) -
     assert bodies(journal, result) == []
 
 
-def test_chord_of_members_that_hold_their_lock(tasks: Any, journal: Journal) -> None:
+def test_chord_of_members_that_hold_their_lock(tasks, journal):
     """With hold_on_retry a member keeps its lock through its retries, and the others wait for it."""
     holding = {"hold_on_retry": True}
     members = [tasks.step.si(n, failures=2).set(singleton=holding) for n in range(2)]
@@ -298,9 +283,7 @@ def test_chord_of_members_that_hold_their_lock(tasks: Any, journal: Journal) -> 
     assert len(runs) == 7
 
 
-def test_canvas_of_one_member_is_published(
-    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_canvas_of_one_member_is_published(tasks, journal, locks, queued, later):
     """A chain, a group or a chord of a single call is never dropped, though an equal call is queued."""
     assert chain(tasks.step.si(0)).delay().get(timeout=TIMEOUT_S) == 1
     assert group([tasks.step.si(1)]).delay().get(timeout=TIMEOUT_S) == [2]
@@ -314,9 +297,7 @@ def test_canvas_of_one_member_is_published(
 # Maps
 
 
-def test_map_and_starmap_run_each_body_unguarded(
-    tasks: Any, journal: Journal, locks: redis.Redis, running: Any
-) -> None:
+def test_map_and_starmap_run_each_body_unguarded(tasks, journal, locks, running):
     """The bodies are called as functions inside one message of Celery's: no lock, no mark, no waiting."""
     assert tasks.step.map([0, 0, 1]).delay().get(timeout=TIMEOUT_S) == [1, 1, 2]
     assert tasks.step.starmap([(0, "same"), (0, "same")]).delay().get(timeout=TIMEOUT_S) == [1, 1]
@@ -325,9 +306,7 @@ def test_map_and_starmap_run_each_body_unguarded(
     running()
 
 
-def test_chunks_run_each_body_unguarded(
-    tasks: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_chunks_run_each_body_unguarded(tasks, journal, locks, queued, later):
     """Every chunk is a starmap; a queued call with the same key makes no difference."""
     result = tasks.step.chunks([(n, "same") for n in range(4)], 2).delay()
     assert result.get(timeout=TIMEOUT_S) == [[1, 2], [3, 4]]
@@ -337,7 +316,7 @@ def test_chunks_run_each_body_unguarded(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_map_in_a_chord_counts_as_one_member(tasks: Any, journal: Journal) -> None:
+def test_map_in_a_chord_counts_as_one_member(tasks, journal):
     """A map beside guarded members of the same key gives the body its list."""
     result = chord([tasks.step.map([0, 1]), tasks.step.si(2)], tasks.collect.s()).delay()
     assert result.get(timeout=TIMEOUT_S) == [[1, 2], 3]
@@ -347,16 +326,14 @@ def test_map_in_a_chord_counts_as_one_member(tasks: Any, journal: Journal) -> No
 # Replacements
 
 
-def test_replace_by_a_dedupe_task_answers_under_the_first_id(tasks: Any, app: Any, journal: Journal) -> None:
+def test_replace_by_a_dedupe_task_answers_under_the_first_id(tasks, app, journal):
     """A task without a lock is replaced by a dedupe task: its result is the successor's."""
     result = app.replaced.delay(tasks.step.si(0))
     assert result.get(timeout=TIMEOUT_S) == 1
     assert len(bodies(journal, result)) == 1
 
 
-def test_replace_beside_a_queued_call_leaves_its_mark(
-    tasks: Any, app: Any, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_replace_beside_a_queued_call_leaves_its_mark(tasks, app, locks, queued, later):
     """The successor is published and runs though an equal call is queued, which then runs as well."""
     assert app.replaced.delay(tasks.step.si(0)).get(timeout=TIMEOUT_S) == 1
     assert marks(locks) == {queued.id}
@@ -364,7 +341,7 @@ def test_replace_beside_a_queued_call_leaves_its_mark(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks: Any, journal: Journal) -> None:
+def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks, journal):
     """A dedupe task replaced by another of its key, and that by a third: each runs after the one before."""
     result = tasks.replacing.delay(tasks.replacing.si(tasks.step.si(0)))
     assert result.get(timeout=TIMEOUT_S) == 1
@@ -375,9 +352,7 @@ def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks: Any, journal: Jo
     ]
 
 
-def test_replacement_of_a_call_that_has_waited_runs(
-    tasks: Any, journal: Journal, running: Callable[[], None]
-) -> None:
+def test_replacement_of_a_call_that_has_waited_runs(tasks, journal, running):
     """A dedupe task that was woken and is replaced by an equal call: its successor is a new attempt."""
     result = tasks.replacing.apply_async(
         (tasks.step.si(0),), task_id=uuid(), singleton={"on_conflict": "wait"}
@@ -389,7 +364,7 @@ def test_replacement_of_a_call_that_has_waited_runs(
 
 
 @pytest.mark.parametrize("shape", ["chain", "group", "chord"])
-def test_replace_by_a_canvas_of_its_own_key_answers(tasks: Any, journal: Journal, shape: str) -> None:
+def test_replace_by_a_canvas_of_its_own_key_answers(tasks, journal, shape):
     """A dedupe task replaced by a chain, a group or a chord of its own key: every member runs."""
     members = [tasks.step.si(n) for n in range(3)]
     canvas, expected = {
@@ -402,7 +377,7 @@ def test_replace_by_a_canvas_of_its_own_key_answers(tasks: Any, journal: Journal
     assert len(bodies(journal)) == (5 if shape == "chord" else 4)
 
 
-def test_replace_inside_a_chain_and_a_chord_answers(tasks: Any, journal: Journal) -> None:
+def test_replace_inside_a_chain_and_a_chord_answers(tasks, journal):
     """A step and a member that are replaced by calls of their own key are counted once."""
     steps = chain(tasks.step.si(0), tasks.replacing.si(tasks.step.si(1)), tasks.step.s()).delay()
     assert steps.get(timeout=TIMEOUT_S) == 3
@@ -414,9 +389,7 @@ def test_replace_inside_a_chain_and_a_chord_answers(tasks: Any, journal: Journal
 # Links
 
 
-def test_link_on_a_duplicate_publishes_it(
-    tasks: Any, app: Any, journal: Journal, locks: redis.Redis, queued: AsyncResult, later: Any
-) -> None:
+def test_link_on_a_duplicate_publishes_it(tasks, app, journal, locks, queued, later):
     """A duplicate with a link is published and runs beside the queued call, so its callback runs."""
     linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
     assert not linked.deduplicated
@@ -427,9 +400,7 @@ def test_link_on_a_duplicate_publishes_it(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_link_on_a_call_beside_a_running_call_waits(
-    tasks: Any, app: Any, journal: Journal, running: Any
-) -> None:
+def test_link_on_a_call_beside_a_running_call_waits(tasks, app, journal, running):
     """A call whose link takes its result is published, and comes back until the running call has ended."""
     linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
     assert not linked.deduplicated
@@ -438,9 +409,7 @@ def test_link_on_a_call_beside_a_running_call_waits(
     journal.wait_for("note", arguments=[1, "linked"])
 
 
-def test_link_error_on_a_duplicate_publishes_it(
-    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_link_error_on_a_duplicate_publishes_it(tasks, app, journal, queued, later):
     """A duplicate with a link_error is published, so its errback runs if it fails."""
     linked = tasks.failing.apply_async(link_error=app.note.si("failed"))
     assert not linked.deduplicated
@@ -451,7 +420,7 @@ def test_link_error_on_a_duplicate_publishes_it(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_link_on_a_canvas_runs_once(tasks: Any, app: Any, journal: Journal) -> None:
+def test_link_on_a_canvas_runs_once(tasks, app, journal):
     """What is linked to a chain or a chord of equal members runs after the last of them."""
     steps = chain(tasks.step.s(0), tasks.step.s())
     steps.link(app.note.s("chain"))
@@ -464,7 +433,7 @@ def test_link_on_a_canvas_runs_once(tasks: Any, app: Any, journal: Journal) -> N
     assert len(journal.entries(what="note")) == 2
 
 
-def test_link_to_its_own_key_runs(tasks: Any, journal: Journal) -> None:
+def test_link_to_its_own_key_runs(tasks, journal):
     """A call's lock and mark are gone when its callback is published, so that is no duplicate of the call."""
     first = tasks.step.apply_async((0,), link=tasks.step.s())
     assert first.get(timeout=TIMEOUT_S) == 1
@@ -473,9 +442,7 @@ def test_link_to_its_own_key_runs(tasks: Any, journal: Journal) -> None:
     assert len(bodies(journal)) == 2
 
 
-def test_link_that_is_a_duplicate_is_published(
-    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_link_that_is_a_duplicate_is_published(tasks, app, journal, queued, later):
     """A lone callback equal to a queued call is never dropped: it carries the first call's result."""
     first = app.note.apply_async((1,), link=tasks.step.s())
     assert first.get(timeout=TIMEOUT_S) == 1
@@ -487,9 +454,7 @@ def test_link_that_is_a_duplicate_is_published(
     assert len(bodies(journal)) == 2
 
 
-def test_link_with_on_duplicate_raise_leaves_its_parent_alone(
-    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_link_with_on_duplicate_raise_leaves_its_parent_alone(tasks, app, journal, queued, later):
     """Celery would fail the parent, which has succeeded, and cut its chain: so a callback is not refused."""
     step = app.note.si(1)
     step.link(tasks.step.s().set(singleton={"on_duplicate": "raise"}))
@@ -498,9 +463,7 @@ def test_link_with_on_duplicate_raise_leaves_its_parent_alone(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_links_of_one_call_are_all_published(
-    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_links_of_one_call_are_all_published(tasks, app, journal, queued, later):
     """Celery sends several callbacks of a call as a group, whose members are never dropped."""
     first = app.note.apply_async((1,), link=[tasks.step.s(), tasks.step.s()])
     assert first.get(timeout=TIMEOUT_S) == 1
@@ -510,9 +473,7 @@ def test_links_of_one_call_are_all_published(
     assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_link_to_a_canvas_runs_every_member(
-    tasks: Any, app: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_link_to_a_canvas_runs_every_member(tasks, app, journal, queued, later):
     """A chain or chord as the callback is never dropped, though an equal call is queued."""
     app.note.apply_async((1,), link=chain(tasks.step.s(), tasks.step.s(), app.note.s("chain")))
     app.note.apply_async((1,), link=chord([tasks.step.s(), tasks.step.s()], app.note.s("chord")))
@@ -523,9 +484,7 @@ def test_link_to_a_canvas_runs_every_member(
     assert len(bodies(journal)) == 5
 
 
-def test_link_error_that_is_a_duplicate_is_published(
-    tasks: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_link_error_that_is_a_duplicate_is_published(tasks, journal, queued, later):
     """Celery sends errbacks as a group, so a dedupe task as the errback of a call is never dropped."""
     failed = tasks.failing.apply_async(link_error=tasks.collect.s())
     journal.wait_for("end", task=f"canvas.{tasks.mode}.collect")
@@ -536,7 +495,7 @@ def test_link_error_that_is_a_duplicate_is_published(
     assert len(bodies(journal)) == 3
 
 
-def test_link_error_with_three_parameters_is_called_unguarded(tasks: Any, journal: Journal) -> None:
+def test_link_error_with_three_parameters_is_called_unguarded(tasks, journal):
     """Celery calls an unbound errback of (request, exc, traceback) as a function: no lock, no mark."""
     failed = tasks.failing.apply_async(link_error=tasks.mourn.s())
     (mourned,) = journal.wait_for("end", task=f"canvas.{tasks.mode}.mourn")
@@ -548,14 +507,14 @@ def test_link_error_with_three_parameters_is_called_unguarded(tasks: Any, journa
 # Nested
 
 
-def test_chord_of_chains_counts_each_chain(tasks: Any, journal: Journal) -> None:
+def test_chord_of_chains_counts_each_chain(tasks, journal):
     """Chains of equal steps side by side, all of one key: each ends, and the body gets every end."""
     chains = [chain(tasks.step.s(10 * n), tasks.step.s()) for n in range(3)]
     assert chord(chains, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 12, 22]
     assert len(bodies(journal)) == 7
 
 
-def test_group_in_a_chain_runs_every_member(tasks: Any, journal: Journal) -> None:
+def test_group_in_a_chain_runs_every_member(tasks, journal):
     """A group between two steps becomes a chord; at the end of a chain every member answers."""
     members = group(tasks.step.s(), tasks.step.s())
     assert chain(tasks.step.s(0), members, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 2]
@@ -563,7 +522,7 @@ def test_group_in_a_chain_runs_every_member(tasks: Any, journal: Journal) -> Non
     answers(journal, last.results)
 
 
-def test_chain_in_a_group_runs_every_step(tasks: Any, journal: Journal) -> None:
+def test_chain_in_a_group_runs_every_step(tasks, journal):
     """Of a group of chains every first step runs; a last step runs, or is skipped with until_done."""
     chains = group(chain(tasks.step.s(0), tasks.step.s()) for _ in range(3)).delay()
     values = answers(journal, chains.results)
@@ -572,7 +531,7 @@ def test_chain_in_a_group_runs_every_step(tasks: Any, journal: Journal) -> None:
         assert values == [2, 2, 2]
 
 
-def test_chord_in_a_chain_and_in_a_chord_answers(tasks: Any, journal: Journal) -> None:
+def test_chord_in_a_chain_and_in_a_chord_answers(tasks, journal):
     """A chord between two steps, and a chord as a member of another, all of one key."""
     inner = chord([tasks.step.s(), tasks.step.s()], tasks.collect.s())
     assert chain(tasks.step.s(0), inner, tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [2, 2]
@@ -585,7 +544,7 @@ def test_chord_in_a_chain_and_in_a_chord_answers(tasks: Any, journal: Journal) -
 # Calls from inside, and of members
 
 
-def test_call_of_itself_from_inside(tasks: Any, journal: Journal) -> None:
+def test_call_of_itself_from_inside(tasks, journal):
     """With until_started a body may publish its own key, to run after it; with until_done it gets itself."""
     first = tasks.repeating.delay(2)
     answer = first.get(timeout=TIMEOUT_S)
@@ -599,7 +558,7 @@ def test_call_of_itself_from_inside(tasks: Any, journal: Journal) -> None:
         assert len(bodies(journal)) == 3
 
 
-def test_canvas_of_its_own_key_from_inside(tasks: Any, app: Any, journal: Journal, gates: Any) -> None:
+def test_canvas_of_its_own_key_from_inside(tasks, app, journal, gates):
     """A chain, a group and a chord that a body of the same key publishes are published, and wait for it."""
     first = tasks.starting.delay("inside")
     journal.wait_for("conflict", count=3)
@@ -612,7 +571,7 @@ def test_canvas_of_its_own_key_from_inside(tasks: Any, app: Any, journal: Journa
     answers(journal, members)
 
 
-def test_call_equal_to_a_running_member(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_call_equal_to_a_running_member(tasks, journal, gates):
     """With until_done a call is a duplicate of a running member, with until_started it runs after it."""
     result = chord([tasks.step.si(0, gate="member"), tasks.step.si(1, "other")], tasks.collect.s()).delay()
     member = result.parent.results[0]
@@ -625,7 +584,7 @@ def test_call_equal_to_a_running_member(tasks: Any, journal: Journal, gates: Any
     assert result.get(timeout=TIMEOUT_S) == [1, 2]
 
 
-def test_call_equal_to_a_queued_member(tasks: Any, app: Any, journal: Journal, later: Any) -> None:
+def test_call_equal_to_a_queued_member(tasks, app, journal, later):
     """A member is not marked while it is queued, so an equal call is published, and is marked itself."""
     members = group(tasks.step.si(n).set(queue=app.LATER) for n in range(2)).delay().results
     call = tasks.step.delay(7)
@@ -637,7 +596,7 @@ def test_call_equal_to_a_queued_member(tasks: Any, app: Any, journal: Journal, l
     answers(journal, members)
 
 
-def test_call_equal_to_a_queued_successor(tasks: Any, app: Any, journal: Journal, later: Any) -> None:
+def test_call_equal_to_a_queued_successor(tasks, app, journal, later):
     """What replaces a task is not marked while it is queued, so an equal call is published and runs."""
     first = tasks.replacing.delay(tasks.step.si(0).set(queue=app.LATER))
     journal.wait_for("released", task_id=first.id)
@@ -651,7 +610,7 @@ def test_call_equal_to_a_queued_successor(tasks: Any, app: Any, journal: Journal
 # The page
 
 
-def test_page_has_a_row_for_every_test() -> None:
+def test_page_has_a_row_for_every_test():
     """Every row of docs/canvas.md names tests of this file, and every test is named there."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
     named = [re.findall(r"`(test_\w+)`", row) for row in rows]
@@ -660,9 +619,7 @@ def test_page_has_a_row_for_every_test() -> None:
     assert {name for names in named for name in names} == tests - {"test_page_has_a_row_for_every_test"}
 
 
-def test_retrying_member_beside_a_queued_call_reports_no_lapse(
-    tasks: Any, journal: Journal, queued: AsyncResult, later: Any
-) -> None:
+def test_retrying_member_beside_a_queued_call_reports_no_lapse(tasks, journal, queued, later):
     """A member was never marked, so its retry misses no mark."""
     assert tasks.step.apply_async((0,), {"failures": 1}, task_id=uuid()).get(timeout=TIMEOUT_S) == 1
     assert journal.entries(what="lapsed") == []

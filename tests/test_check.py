@@ -1,7 +1,5 @@
 """What the static check finds in an app's settings and its tasks' options, and what it leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -77,14 +75,14 @@ def problem(app: Celery) -> Finding:
         {"task": {"acks_late": True, "time_limit": 1800}},
     ],
 )
-def test_sound_task_has_no_findings_but_a_fine_one(app: Celery, options: Any) -> None:
+def test_sound_task_has_no_findings_but_a_fine_one(app, options):
     """No noise: what may be done is not warned of."""
     add(app, **options)
     assert [(found.level, found.subject) for found in check(app)] == [("ok", "tasks")]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"on_conflict": "raise"}])
-def test_decorated_function_is_checked_too(app: Celery, options: Any) -> None:
+def test_decorated_function_is_checked_too(app, options):
     """@singleton under another base class; its Request is Celery's own, and that is fine."""
 
     @app.task(shared=False)
@@ -95,13 +93,13 @@ def test_decorated_function_is_checked_too(app: Celery, options: Any) -> None:
     assert (found.level, found.subject) == ("warning", "lease")
 
 
-def test_app_without_guarded_tasks_is_a_warning(app: Celery) -> None:
+def test_app_without_guarded_tasks_is_a_warning(app):
     """Celery's own tasks do not count; the modules may not be imported."""
     app.task(one_name, name="plain", shared=False)
     assert (problem(app).level, problem(app).subject) == ("warning", "tasks")
 
 
-def test_every_refused_task_is_named(app: Celery) -> None:
+def test_every_refused_task_is_named(app):
     """Celery stops at the first one."""
     add(app, "first", lease=-1)
     add(app, "sound")
@@ -112,7 +110,7 @@ def test_every_refused_task_is_named(app: Celery) -> None:
     assert "did you mean 'skip'" in found[1].what
 
 
-def test_refused_decorated_function_is_named(app: Celery) -> None:
+def test_refused_decorated_function_is_named(app):
     """It is settled when all tasks exist."""
 
     @app.task(name="decorated", shared=False)
@@ -123,13 +121,13 @@ def test_refused_decorated_function_is_named(app: Celery) -> None:
     assert [(f.level, f.subject) for f in check(app)] == [("error", "options"), ("warning", "lease")]
 
 
-def test_refusal_while_a_module_is_imported_can_be_told_alike() -> None:
+def test_refusal_while_a_module_is_imported_can_be_told_alike():
     """For the command that loads the app."""
     found = refused(OptionError("lease of work must be positive"))
     assert (found.level, found.what) == ("error", "lease of work must be positive.")
 
 
-def test_bad_setting_is_an_error(app: Celery) -> None:
+def test_bad_setting_is_an_error(app):
     """It is every task's, and said once."""
     app.conf.setnx_prefix = "a{b}"
     add(app, "one")
@@ -139,20 +137,20 @@ def test_bad_setting_is_an_error(app: Celery) -> None:
     assert "setnx_prefix must be a text without braces" in found.what
 
 
-def test_bad_setting_of_an_app_without_guarded_tasks_is_an_error(app: Celery) -> None:
+def test_bad_setting_of_an_app_without_guarded_tasks_is_an_error(app):
     """For whoever only publishes."""
     app.conf.setnx_retention = -1
     assert "setnx_retention of the app must be positive" in problem(app).what
     assert [one.subject for one in examine(app)] == ["connection", "options"]
 
 
-def test_examination_goes_on_where_options_are_refused(app: Celery) -> None:
+def test_examination_goes_on_where_options_are_refused(app):
     """The server's findings, then the refusals."""
     add(app, "bad", lease=-1)
     assert [(f.level, f.subject) for f in examine(app)] == [("error", "connection"), ("error", "options")]
 
 
-def test_join_without_stored_results_is_an_error() -> None:
+def test_join_without_stored_results_is_an_error():
     """Its workers would not start."""
     app = app_with(broker_url="redis://localhost:1/0")
     add(app, on_conflict="join")
@@ -168,16 +166,14 @@ class DerivedRequest(SingletonRequest):
 
 
 @pytest.mark.parametrize(("request_class", "count"), [(OwnRequest, 1), (DerivedRequest, 0), (OUR_REQUEST, 0)])
-def test_request_that_is_not_derived_from_ours_is_a_warning(
-    app: Celery, request_class: Any, count: int
-) -> None:
+def test_request_that_is_not_derived_from_ours_is_a_warning(app, request_class, count):
     """It frees nothing when a child dies."""
     add(app, task={"Request": request_class})
     assert len(problems(app, "request")) == count
 
 
 @pytest.mark.parametrize(("lease", "count"), [(3.9, 1), (4, 0), (600, 0), (601, 1)])
-def test_lease_that_is_too_short_or_too_long_is_a_warning(app: Celery, lease: float, count: int) -> None:
+def test_lease_that_is_too_short_or_too_long_is_a_warning(app, lease, count):
     """Too short for one lost reply, or so long that a dead host blocks its keys."""
     add(app, lease=lease)
     assert len(problems(app, "lease")) == count
@@ -193,13 +189,13 @@ def test_lease_that_is_too_short_or_too_long_is_a_warning(app: Celery, lease: fl
         ({"soft_time_limit": 200}, 1),
     ],
 )
-def test_run_that_may_outlive_its_lock_is_a_warning(app: Celery, limits: Any, count: int) -> None:
+def test_run_that_may_outlive_its_lock_is_a_warning(app, limits, count):
     """at_most_for ends the renewals, a lease later the lock; the time limit ends the run."""
     add(app, at_most_for=100, task=limits)
     assert len(problems(app, "at_most_for")) == count
 
 
-def test_time_limit_of_the_app_counts(app: Celery) -> None:
+def test_time_limit_of_the_app_counts(app):
     """task_time_limit, where the task has none of its own."""
     app.conf.task_time_limit = 500
     add(app, at_most_for=100)
@@ -215,9 +211,7 @@ def test_time_limit_of_the_app_counts(app: Celery) -> None:
         ({"acks_late": True, "time_limit": 3601}, {"visibility_timeout": 7200}, 0),
     ],
 )
-def test_redelivery_during_a_run_is_a_warning(
-    app: Celery, task: Any, transport_options: Any, count: int
-) -> None:
+def test_redelivery_during_a_run_is_a_warning(app, task, transport_options, count):
     """acks_late, and a run that may be longer than the visibility timeout."""
     app.conf.broker_transport_options = transport_options
     add(app, task=task)
@@ -228,14 +222,14 @@ def test_redelivery_during_a_run_is_a_warning(
     ("ignore_result", "said"),
     [(False, "is dropped if the first succeeds"), (True, "runs again after the first")],
 )
-def test_redelivery_says_what_becomes_of_the_second(app: Celery, ignore_result: bool, said: str) -> None:
+def test_redelivery_says_what_becomes_of_the_second(app, ignore_result, said):
     """Without a stored result nobody knows that the first has succeeded."""
     add(app, task={"acks_late": True, "time_limit": 3601, "ignore_result": ignore_result})
     assert said in problem(app).why
 
 
 @pytest.mark.parametrize("broker", ["amqp://localhost", "memory://"])
-def test_broker_without_a_visibility_timeout_has_no_such_findings(broker: str) -> None:
+def test_broker_without_a_visibility_timeout_has_no_such_findings(broker):
     """RabbitMQ knows when a consumer is gone."""
     app = app_with(broker_url=broker, result_backend="redis://localhost:1/1")
     add(
@@ -248,27 +242,27 @@ def test_broker_without_a_visibility_timeout_has_no_such_findings(broker: str) -
     assert not problems(app)
 
 
-def test_visibility_timeout_of_sqs_is_half_an_hour() -> None:
+def test_visibility_timeout_of_sqs_is_half_an_hour():
     """Kombu's default for it."""
     app = app_with(broker_url="sqs://", result_backend="redis://localhost:1/1")
     add(app, task={"acks_late": True, "time_limit": 1801})
     assert problem(app).subject == "visibility"
 
 
-def test_retry_later_than_the_visibility_timeout_is_a_warning(app: Celery) -> None:
+def test_retry_later_than_the_visibility_timeout_is_a_warning(app):
     """It is delivered again and again before it is due."""
     add(app, task={"default_retry_delay": 3601})
     assert "default_retry_delay of 3601 s" in problem(app).what
 
 
 @pytest.mark.parametrize(("retry_delay_max", "count"), [(900, 0), (901, 1)])
-def test_retry_delay_that_is_cut_is_a_warning(app: Celery, retry_delay_max: float, count: int) -> None:
+def test_retry_delay_that_is_cut_is_a_warning(app, retry_delay_max, count):
     """A quarter of the visibility timeout is the most that a call waits at a time."""
     add(app, retry_delay_max=retry_delay_max)
     assert len(problems(app, "visibility")) == count
 
 
-def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app: Celery) -> None:
+def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app):
     """Nobody has asked for 60 s."""
     app.conf.broker_transport_options = {"visibility_timeout": 60}
     add(app)
@@ -279,7 +273,7 @@ def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app: Celery) -> Non
     ("options", "count"),
     [({"dedupe": "until_done", "queue_lease": 3599}, 1), ({"dedupe": "until_done"}, 0), ({}, 0)],
 )
-def test_mark_that_lapses_before_a_redelivery_is_a_warning(app: Celery, options: Any, count: int) -> None:
+def test_mark_that_lapses_before_a_redelivery_is_a_warning(app, options, count):
     """A dead worker's calls come back after the visibility timeout."""
     add(app, **options)
     assert len(problems(app, "queue_lease")) == count
@@ -296,7 +290,7 @@ def test_mark_that_lapses_before_a_redelivery_is_a_warning(app: Celery, options:
         ({"hold_on_retry": True, "task": {"max_retries": 0}}, "hold_on_retry"),
     ],
 )
-def test_option_without_effect_is_a_warning(app: Celery, options: Any, name: str) -> None:
+def test_option_without_effect_is_a_warning(app, options, name):
     """Named, with the reason."""
     add(app, **options)
     found = problem(app)
@@ -304,14 +298,14 @@ def test_option_without_effect_is_a_warning(app: Celery, options: Any, name: str
     assert f"{name} (" in found.what
 
 
-def test_option_without_effect_may_come_from_the_app(app: Celery) -> None:
+def test_option_without_effect_may_come_from_the_app(app):
     """setnx_defaults are for all tasks, whichever they suit."""
     app.conf.setnx_defaults = {"max_wait": 60, "on_duplicate": "raise"}
     add(app, on_conflict="skip")
     assert not problems(app)
 
 
-def test_option_without_effect_may_come_from_a_base_class(app: Celery) -> None:
+def test_option_without_effect_may_come_from_a_base_class(app):
     """As the app's, it is for many tasks."""
 
     class Patient(SingletonTask):
@@ -323,14 +317,14 @@ def test_option_without_effect_may_come_from_a_base_class(app: Celery) -> None:
     assert not problems(app)
 
 
-def test_eager_app_is_a_warning(app: Celery) -> None:
+def test_eager_app_is_a_warning(app):
     """Nothing is locked."""
     app.conf.task_always_eager = True
     add(app)
     assert problem(app).subject == "eager"
 
 
-def test_pinned_key_version_is_a_warning(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_key_version_is_a_warning(app, monkeypatch):
     """As long as there is a later one."""
     app.conf.setnx_key_version = 1
     add(app)
@@ -356,9 +350,7 @@ def test_pinned_key_version_is_a_warning(app: Celery, monkeypatch: pytest.Monkey
         ((one_name, lambda user_id: user_id), (other_name, None), 0),
     ],
 )
-def test_shared_scope_with_keys_that_never_meet_is_a_warning(
-    app: Celery, first: Any, second: Any, count: int
-) -> None:
+def test_shared_scope_with_keys_that_never_meet_is_a_warning(app, first, second, count):
     """The finding agrees with the keys themselves, but of a callable's nothing is known."""
     for name, (function, key) in {"first": first, "second": second}.items():
         add(app, name, function, scope="users", key=key)
@@ -368,14 +360,14 @@ def test_shared_scope_with_keys_that_never_meet_is_a_warning(
         assert len(keys) == 1 + count
 
 
-def test_scopes_of_one_task_each_are_left_alone(app: Celery) -> None:
+def test_scopes_of_one_task_each_are_left_alone(app):
     """Only tasks of one scope are compared."""
     add(app, "first", one_name, scope="users")
     add(app, "second", other_name, scope="accounts")
     assert not problems(app)
 
 
-def test_late_acknowledgement_is_explained_by_the_doctor_only(app: Celery) -> None:
+def test_late_acknowledgement_is_explained_by_the_doctor_only(app):
     """Nothing is wrong with it; but who examines a deployment should know."""
     add(app, task={"acks_late": True})
     assert not problems(app)

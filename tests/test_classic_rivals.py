@@ -1,7 +1,5 @@
 """Beside programs that run the classic recipe: each excludes the other, also after a crash."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from examples.embedded import EmbeddedServer
 from tests.harness import wait_until
@@ -40,9 +37,7 @@ def sections(history: Path) -> list[tuple[str, float, float]]:
     return sorted(found, key=lambda section: section[1])
 
 
-def test_ours_and_the_recipe_exclude_each_other(
-    server: EmbeddedServer, locks: redis.Redis, foreign_keys: set[str], tmp_path: Path
-) -> None:
+def test_ours_and_the_recipe_exclude_each_other(server, locks, foreign_keys, tmp_path):
     """Six processes of both kinds on one lock for five seconds: no two sections overlap."""
     foreign_keys.add(NAME)  # the recipe sets no TTL
     history = tmp_path / "history"
@@ -57,8 +52,8 @@ def test_ours_and_the_recipe_exclude_each_other(
 
 @pytest.mark.parametrize(("victim", "heir"), [("ours", ClassicLock), ("classic", OurLock)])
 def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(
-    server: EmbeddedServer, locks: redis.Redis, foreign_keys: set[str], tmp_path: Path, victim: str, heir: Any
-) -> None:
+    server, locks, foreign_keys, tmp_path, victim, heir
+):
     """kill -9 of one kind in its section: the other waits out the deadline, then takes over."""
     foreign_keys.add(NAME)
     history = tmp_path / "history"
@@ -75,7 +70,7 @@ def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(
     assert not locks.exists(NAME)
 
 
-def test_recipe_is_kept_out_while_ours_is_renewed(locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_recipe_is_kept_out_while_ours_is_renewed(locks, foreign_keys):
     """A classic client never gets a lock that its holder keeps renewing, far beyond one lease."""
     ours = OurLock(locks, NAME, 1)
     assert ours.acquire()

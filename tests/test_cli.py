@@ -1,7 +1,5 @@
 """`celery setnx`: what each command prints, and with which code it ends. Real server, real workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,7 +26,7 @@ from celery_setnx.marks import Mark, mark_all
 from celery_setnx.process import identity
 from celery_setnx.signals import lock_released
 from celery_setnx.survey import TakeOver, note_take_over
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 DOCS = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
@@ -37,7 +35,7 @@ Ask = Callable[..., Result]
 
 
 @pytest.fixture
-def cli(locks: redis.Redis) -> ModuleType:
+def cli(locks) -> ModuleType:
     """The app that is asked about."""
     from tests import cliapp
 
@@ -45,7 +43,7 @@ def cli(locks: redis.Redis) -> ModuleType:
 
 
 @pytest.fixture
-def ask(cli: ModuleType) -> Ask:
+def ask(cli) -> Ask:
     """Run `celery -A tests.cliapp setnx ...` in this process."""
 
     def run(*arguments: str, answer: str | None = None) -> Result:
@@ -119,7 +117,7 @@ def queue(locks: redis.Redis, task: Any, *args: Any, task_id: str = "t-2") -> No
 # list
 
 
-def test_list_says_that_there_is_nothing(ask: Ask) -> None:
+def test_list_says_that_there_is_nothing(ask):
     """No table, one line, exit code 0."""
     result = ask("list")
     assert (result.stdout, result.stderr, result.exit_code) == ("", "No locks under t:{...}.\n", 0)
@@ -127,7 +125,7 @@ def test_list_says_that_there_is_nothing(ask: Ask) -> None:
     assert ask("list", "--queued").stderr == "No marks under t:{...}.\n"
 
 
-def test_list_prints_a_table(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_prints_a_table(ask, cli, locks):
     """A heading, and a line for each lock."""
     hold(locks, cli.sync, 7)
     stale(locks, cli.retrying, 7)
@@ -143,7 +141,7 @@ def test_list_prints_a_table(ask: Ask, cli: ModuleType, locks: redis.Redis) -> N
     assert result.stderr == "2 locks under t:{...}.\n"
 
 
-def test_list_chooses_by_task_and_by_deadline(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_chooses_by_task_and_by_deadline(ask, cli, locks):
     """--task and --stale leave out the others."""
     hold(locks, cli.sync, 7)
     old = stale(locks, cli.retrying, 7)
@@ -154,25 +152,21 @@ def test_list_chooses_by_task_and_by_deadline(ask: Ask, cli: ModuleType, locks: 
     assert ask("list", "--stale").stderr == "1 stale lock under t:{...}.\n"
 
 
-def test_list_by_task_includes_those_who_share_its_scope(
-    ask: Ask, cli: ModuleType, locks: redis.Redis
-) -> None:
+def test_list_by_task_includes_those_who_share_its_scope(ask, cli, locks):
     """A lock under its scope is in a task's way, whoever holds it."""
     hold(locks, cli.crowd_two, 7)
     rows = json.loads(ask("list", "--json", "--task", "tests.cliapp.crowd_one").stdout)
     assert [(row["task"], row["scope"]) for row in rows] == [("tests.cliapp.crowd_two", "throng")]
 
 
-def test_list_names_a_task_that_is_close(ask: Ask) -> None:
+def test_list_names_a_task_that_is_close(ask):
     """A task that the app does not have may be misspelt."""
     result = ask("list", "--task", "tests.cliapp.snyc")
     assert "The app has no task tests.cliapp.snyc; did you mean tests.cliapp.sync?" in result.stderr
     assert result.exit_code == 0
 
 
-def test_list_json_has_the_documented_fields(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_list_json_has_the_documented_fields(ask, cli, locks, foreign_keys):
     """The names and types of the fields are part of the interface."""
     hold(locks, cli.sync, 7)
     foreign_keys.add(cli.sync.lock_key(8))
@@ -205,7 +199,7 @@ def test_list_json_has_the_documented_fields(
     assert documented_fields("list --json") == set(types)
 
 
-def test_list_json_of_marks_has_the_documented_fields(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_json_of_marks_has_the_documented_fields(ask, cli, locks):
     """--queued has names of its own."""
     queue(locks, cli.pending, 7)
     (row,) = json.loads(ask("list", "--queued", "--json").stdout)
@@ -214,12 +208,12 @@ def test_list_json_of_marks_has_the_documented_fields(ask: Ask, cli: ModuleType,
     assert documented_fields("list --queued --json") == {*row, "lapses_in_s"}
 
 
-def test_list_json_of_nothing_is_an_empty_array(ask: Ask) -> None:
+def test_list_json_of_nothing_is_an_empty_array(ask):
     """It can always be parsed."""
     assert json.loads(ask("list", "--json").stdout) == []
 
 
-def test_list_of_marks_prints_a_table(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_of_marks_prints_a_table(ask, cli, locks):
     """Which calls are queued, and when their marks lapse."""
     queue(locks, cli.pending, 7)
     result = ask("list", "--queued")
@@ -229,14 +223,14 @@ def test_list_of_marks_prints_a_table(ask: Ask, cli: ModuleType, locks: redis.Re
     assert result.stderr == "1 mark under t:{...}.\n"
 
 
-def test_list_shows_a_line_without_a_holder(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_shows_a_line_without_a_holder(ask, cli, locks):
     """A free lock with a line is listed as free."""
     park(locks, Place(cli.waiting.lock_key(7), "t-9", 0, 60), since=time.time(), call="")
     (row,) = json.loads(ask("list", "--json").stdout)
     assert (row["state"], row["waiting"], row["task"]) == ("free", 1, "tests.cliapp.waiting")
 
 
-def test_list_refuses_stale_marks(ask: Ask) -> None:
+def test_list_refuses_stale_marks(ask):
     """Two questions at once are wrong usage."""
     assert ask("list", "--stale", "--queued").exit_code == 2
 
@@ -244,7 +238,7 @@ def test_list_refuses_stale_marks(ask: Ask) -> None:
 # show
 
 
-def test_show_prints_what_is_known(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_show_prints_what_is_known(ask, cli, locks):
     """Record, fate of its process, deadline, mark and line."""
     held = hold(locks, cli.sync, 7)
     queue(locks, cli.sync, 7)
@@ -265,7 +259,7 @@ def test_show_prints_what_is_known(ask: Ask, cli: ModuleType, locks: redis.Redis
         assert part in shown
 
 
-def test_show_names_the_last_take_over(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_show_names_the_last_take_over(ask, cli, locks):
     """Who took the lock over, when, and from which dead holder."""
     held = hold(locks, cli.sync, 7)
     assert "taken" not in ask("show", held.key).stdout
@@ -283,7 +277,7 @@ def test_show_names_the_last_take_over(ask: Ask, cli: ModuleType, locks: redis.R
     assert found["holder"]["task_id"] == "t-1"
 
 
-def test_show_by_task_and_arguments_is_show_by_key(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_show_by_task_and_arguments_is_show_by_key(ask, cli, locks):
     """The key is computed as a publisher computes it."""
     held = hold(locks, cli.sync, 7)
     for call in (["7"], ["customer=7"], ["--args", "[7]"], ["--kwargs", '{"customer": 7}']):
@@ -304,15 +298,13 @@ def test_show_by_task_and_arguments_is_show_by_key(ask: Ask, cli: ModuleType, lo
         (["--args", '["a=b"]', "--kwargs", '{"deep": true}'], ("a=b",), {"deep": True}),
     ],
 )
-def test_arguments_are_json_or_text(
-    ask: Ask, cli: ModuleType, arguments: list[str], args: Any, kwargs: Any
-) -> None:
+def test_arguments_are_json_or_text(ask, cli, arguments, args, kwargs):
     """name=value is a keyword argument where the name can be one."""
     shown = json.loads(ask("show", "--json", "tests.cliapp.sync", *arguments).stdout)
     assert shown["key"] == cli.sync.lock_key(*args, **kwargs)
 
 
-def test_show_json_has_the_documented_fields(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_show_json_has_the_documented_fields(ask, cli, locks):
     """The fields of list, and more."""
     held = hold(locks, cli.sync, 7)
     park(locks, Place(held.key, "t-9", 0, 60), since=time.time() - 5, call="")
@@ -331,7 +323,7 @@ def test_show_json_has_the_documented_fields(ask: Ask, cli: ModuleType, locks: r
     }
 
 
-def test_show_of_a_free_lock_names_who_had_it(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_show_of_a_free_lock_names_who_had_it(ask, cli, locks):
     """For a minute after the release."""
     hold(locks, cli.sync, 7).release()
     shown = ask("show", "tests.cliapp.sync", "7")
@@ -340,7 +332,7 @@ def test_show_of_a_free_lock_names_who_had_it(ask: Ask, cli: ModuleType, locks: 
     assert shown.exit_code == 0
 
 
-def test_show_finds_a_lock_that_the_user_named(ask: Ask, locks: redis.Redis) -> None:
+def test_show_finds_a_lock_that_the_user_named(ask, locks):
     """A SetnxLock of any name is shown by its key."""
     with SetnxLock(locks, "nightly"):
         assert "holder    token " in ask("show", "nightly").stdout
@@ -364,7 +356,7 @@ def test_show_finds_a_lock_that_the_user_named(ask: Ask, locks: redis.Redis) -> 
         (["watch", "--interval", "0"], "--interval"),
     ],
 )
-def test_wrong_usage_is_told_and_ends_with_2(ask: Ask, command: list[str], says: str) -> None:
+def test_wrong_usage_is_told_and_ends_with_2(ask, command, says):
     """One message that says what to give instead."""
     result = ask(*command)
     assert says in result.stderr
@@ -374,14 +366,14 @@ def test_wrong_usage_is_told_and_ends_with_2(ask: Ask, command: list[str], says:
 # why
 
 
-def test_why_says_yes_to_a_free_lock(ask: Ask, cli: ModuleType) -> None:
+def test_why_says_yes_to_a_free_lock(ask, cli):
     """Exit code 0."""
     result = ask("why", "tests.cliapp.sync", "7")
     assert result.stdout == f"Yes: nothing holds its lock.\n  The key is {cli.sync.lock_key(7)}\n"
     assert result.exit_code == 0
 
 
-def test_why_knows_a_decorated_function(ask: Ask) -> None:
+def test_why_knows_a_decorated_function(ask):
     """@singleton under Celery's own base class has a lock too."""
     result = ask("why", "tests.cliapp.decorated", "7")
     assert result.stdout.startswith("Yes: ")
@@ -406,9 +398,7 @@ def test_why_knows_a_decorated_function(ask: Ask) -> None:
         ("pending", "it would wait in line, at place 1"),
     ],
 )
-def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, task: str, says: str
-) -> None:
+def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(ask, cli, locks, task, says):
     """Who, since when, until when, whether that process lives, and what on_conflict does."""
     hold(locks, getattr(cli, task), 7)
     result = ask("why", f"tests.cliapp.{task}", "7")
@@ -422,7 +412,7 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(
     assert result.exit_code == 1
 
 
-def test_why_cannot_look_at_another_host(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_why_cannot_look_at_another_host(ask, cli, locks):
     """It says so, and what ends the lock."""
     hold(locks, cli.sync, 7, where=elsewhere())
     result = ask("why", "tests.cliapp.sync", "7")
@@ -433,7 +423,7 @@ def test_why_cannot_look_at_another_host(ask: Ask, cli: ModuleType, locks: redis
     assert result.exit_code == 1
 
 
-def test_why_says_yes_after_the_lease(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_why_says_yes_after_the_lease(ask, cli, locks):
     """The call takes the lock over, and from whom."""
     stale(locks, cli.sync, 7)
     result = ask("why", "tests.cliapp.sync", "7")
@@ -444,9 +434,7 @@ def test_why_says_yes_after_the_lease(ask: Ask, cli: ModuleType, locks: redis.Re
     assert result.exit_code == 0
 
 
-def test_why_says_yes_when_the_holder_is_dead(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_says_yes_when_the_holder_is_dead(ask, cli, locks, monkeypatch):
     """A worker on the same host proves it, unless that is turned off."""
     hold(locks, cli.sync, 7, where=dead())
     result = ask("why", "tests.cliapp.sync", "7")
@@ -455,9 +443,7 @@ def test_why_says_yes_when_the_holder_is_dead(
 
 
 @pytest.mark.parametrize(("task", "says"), [("pending", "the result of t-2"), ("unique", "DuplicateTask")])
-def test_why_says_that_a_call_is_a_duplicate_of_a_queued_one(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, task: str, says: str
-) -> None:
+def test_why_says_that_a_call_is_a_duplicate_of_a_queued_one(ask, cli, locks, task, says):
     """It would not be published, and what its caller gets."""
     queue(locks, getattr(cli, task), 7)
     result = ask("why", f"tests.cliapp.{task}", "7")
@@ -466,9 +452,7 @@ def test_why_says_that_a_call_is_a_duplicate_of_a_queued_one(
     assert result.exit_code == 1
 
 
-def test_why_says_that_a_call_is_a_duplicate_of_a_running_one(
-    ask: Ask, cli: ModuleType, locks: redis.Redis
-) -> None:
+def test_why_says_that_a_call_is_a_duplicate_of_a_running_one(ask, cli, locks):
     """With dedupe="until_done"."""
     hold(locks, cli.unique, 7)
     result = ask("why", "tests.cliapp.unique", "7")
@@ -476,9 +460,7 @@ def test_why_says_that_a_call_is_a_duplicate_of_a_running_one(
     assert result.exit_code == 1
 
 
-def test_why_names_a_foreign_lock(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_why_names_a_foreign_lock(ask, cli, locks, foreign_keys):
     """An operator's lock that is no time never ends by itself."""
     foreign_keys.add(cli.sync.lock_key(7))
     locks.set(cli.sync.lock_key(7), "maintenance")
@@ -487,7 +469,7 @@ def test_why_names_a_foreign_lock(
     assert "Its value is not a time, so it never ends by itself." in result.stdout
 
 
-def test_why_says_that_a_lock_rests(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_why_says_that_a_lock_rests(ask, cli, locks):
     """Nobody runs, and when it is over."""
     hold(locks, cli.sync, 7).release(at_least_for=60)
     result = ask("why", "tests.cliapp.sync", "7")
@@ -498,7 +480,7 @@ def test_why_says_that_a_lock_rests(ask: Ask, cli: ModuleType, locks: redis.Redi
 # release
 
 
-def test_release_asks_and_a_no_changes_nothing(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_release_asks_and_a_no_changes_nothing(ask, cli, locks):
     """Exit code 1."""
     held = stale(locks, cli.sync, 7)
     result = ask("release", held.key, answer="n\n")
@@ -509,13 +491,7 @@ def test_release_asks_and_a_no_changes_nothing(ask: Ask, cli: ModuleType, locks:
     assert locks.exists(held.key, record_name(held.key)) == 2
 
 
-def test_release_leaves_a_log_line_and_a_signal(
-    ask: Ask,
-    cli: ModuleType,
-    locks: redis.Redis,
-    released: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_release_leaves_a_log_line_and_a_signal(ask, cli, locks, released, caplog):
     """Who did it, which lock, who held it."""
     held = stale(locks, cli.sync, 7)
     result = ask("release", held.key, answer="y\n")
@@ -540,9 +516,7 @@ def test_release_leaves_a_log_line_and_a_signal(
 
 
 @pytest.mark.parametrize("where", [None, elsewhere()])
-def test_release_refuses_a_holder_that_may_live(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, where: Any
-) -> None:
+def test_release_refuses_a_holder_that_may_live(ask, cli, locks, where):
     """Whether it is on this host or cannot be looked at: only with --force."""
     held = hold(locks, cli.sync, 7, where=where)
     result = ask("release", held.key, "--yes")
@@ -554,7 +528,7 @@ def test_release_refuses_a_holder_that_may_live(
     assert held.release() == "lost"
 
 
-def test_release_trusts_the_proof_of_a_death(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_release_trusts_the_proof_of_a_death(ask, cli, locks):
     """A dead holder's lock needs no --force, though its lease has not ended."""
     held = hold(locks, cli.sync, 7, where=dead())
     result = ask("release", held.key, "--yes")
@@ -562,9 +536,7 @@ def test_release_trusts_the_proof_of_a_death(ask: Ask, cli: ModuleType, locks: r
     assert result.exit_code == 0
 
 
-def test_release_knows_that_a_retry_outlives_the_process_that_sent_it(
-    ask: Ask, cli: ModuleType, locks: redis.Redis
-) -> None:
+def test_release_knows_that_a_retry_outlives_the_process_that_sent_it(ask, cli, locks):
     """A lock that is held for a retry is not abandoned because the process which held it has ended."""
     held = hold(locks, cli.sync, 7, where=dead())
     held.hold(60)
@@ -574,9 +546,7 @@ def test_release_knows_that_a_retry_outlives_the_process_that_sent_it(
     assert locks.exists(held.key)
 
 
-def test_release_does_nothing_when_the_lock_has_changed(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_does_nothing_when_the_lock_has_changed(ask, cli, locks, monkeypatch):
     """Between the question and the answer another took the lock over."""
     held = stale(locks, cli.sync, 7)
     others: list[HeldLock] = []
@@ -592,7 +562,7 @@ def test_release_does_nothing_when_the_lock_has_changed(
     others[0].renew()
 
 
-def test_release_of_a_free_lock_ends_with_1(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_release_of_a_free_lock_ends_with_1(ask, cli, locks):
     """Nothing to release; a mark is named."""
     key = cli.pending.lock_key(7)
     assert ask("release", key).stderr == f"Nothing to release: {key} is free.\n"
@@ -602,9 +572,7 @@ def test_release_of_a_free_lock_ends_with_1(ask: Ask, cli: ModuleType, locks: re
     assert result.exit_code == 1
 
 
-def test_release_of_an_operators_lock(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_release_of_an_operators_lock(ask, cli, locks, foreign_keys):
     """A foreign value is deleted as it was shown, with --force."""
     key = cli.sync.lock_key(7)
     foreign_keys.add(key)
@@ -614,7 +582,7 @@ def test_release_of_an_operators_lock(
     assert not locks.exists(key)
 
 
-def test_release_touches_no_key_that_is_no_lock(ask: Ask, locks: redis.Redis) -> None:
+def test_release_touches_no_key_that_is_no_lock(ask, locks):
     """A key of another program is not deleted, even with --force."""
     locks.set("session:7", "x", ex=60)
     result = ask("release", "session:7", "--yes", "--force")
@@ -623,9 +591,7 @@ def test_release_touches_no_key_that_is_no_lock(ask: Ask, locks: redis.Redis) ->
     assert locks.exists("session:7")
 
 
-def test_release_of_marks_frees_those_of_the_task(
-    ask: Ask, cli: ModuleType, locks: redis.Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_release_of_marks_frees_those_of_the_task(ask, cli, locks, caplog):
     """All of them, and nobody else's."""
     for customer in range(3):
         queue(locks, cli.pending, customer)
@@ -641,7 +607,7 @@ def test_release_of_marks_frees_those_of_the_task(
     assert "3 marks of tests.cliapp.pending were freed by hand" in caplog.text
 
 
-def test_release_of_marks_says_who_shares_the_scope(ask: Ask, cli: ModuleType, locks: redis.Redis) -> None:
+def test_release_of_marks_says_who_shares_the_scope(ask, cli, locks):
     """A mark says nothing of its task, so those of all tasks of the scope are freed."""
     queue(locks, cli.crowd_one, 7)
     result = ask("release", "--queued", "--task", "tests.cliapp.crowd_two", "--yes")
@@ -649,7 +615,7 @@ def test_release_of_marks_says_who_shares_the_scope(ask: Ask, cli: ModuleType, l
     assert result.exit_code == 0
 
 
-def test_release_of_marks_that_are_not_there(ask: Ask) -> None:
+def test_release_of_marks_that_are_not_there(ask):
     """Exit code 1."""
     result = ask("release", "--queued", "--task", "tests.cliapp.pending", "--yes")
     assert result.stderr == "Nothing to free: no call of tests.cliapp.pending is marked as queued.\n"
@@ -659,7 +625,7 @@ def test_release_of_marks_that_are_not_there(ask: Ask) -> None:
 # errors
 
 
-def test_an_unreachable_server_ends_with_3(locks: redis.Redis) -> None:
+def test_an_unreachable_server_ends_with_3(locks):
     """One line that names the server and the setting; no traceback, no password."""
     url = "redis://ops:secret@127.0.0.1:1/1"
     for command in (["list"], ["show", "t:{a}"], ["release", "t:{a}", "--yes"]):
@@ -670,7 +636,7 @@ def test_an_unreachable_server_ends_with_3(locks: redis.Redis) -> None:
         assert "secret" not in line
 
 
-def test_a_user_who_may_not_scan_is_told_so(ask: Ask, locks: redis.Redis, server: Any) -> None:
+def test_a_user_who_may_not_scan_is_told_so(ask, locks, server):
     """What the server forbids, and all that looking needs."""
     locks.acl_setuser("blind", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-scan"])
     url = server.url(1).replace("redis://", "redis://blind:pw@")
@@ -696,7 +662,7 @@ def work(): ...
 
 
 @pytest.fixture
-def bad_app(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+def bad_app(tmp_path) -> Callable[[str], dict[str, str]]:
     """Write an app whose module of tasks has this text; the environment in which it is found."""
 
     def write(tasks: str) -> dict[str, str]:
@@ -711,7 +677,7 @@ def bad_app(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     return write
 
 
-def test_check_finds_every_task_whose_options_are_refused(bad_app: Callable[[str], dict[str, str]]) -> None:
+def test_check_finds_every_task_whose_options_are_refused(bad_app):
     """Not only the first, at which Celery stops; exit code 1, no traceback."""
     result = celery_command("check", **bad_app(BAD_TASKS))
     assert "badtasks.work has an unknown option 'leese'; did you mean 'lease'?" in result.stdout
@@ -727,16 +693,14 @@ def test_check_finds_every_task_whose_options_are_refused(bad_app: Callable[[str
     ]
 
 
-def test_check_finds_what_stops_an_import(bad_app: Callable[[str], dict[str, str]]) -> None:
+def test_check_finds_what_stops_an_import(bad_app):
     """@singleton refuses its options when the module is imported."""
     result = celery_command("check", **bad_app(BAD_DECORATOR))
     assert "@singleton on work has an unknown option 'leese'; did you mean 'lease'?" in result.stdout
     assert result.returncode == 1
 
 
-def test_other_commands_name_the_task_whose_options_are_refused(
-    bad_app: Callable[[str], dict[str, str]],
-) -> None:
+def test_other_commands_name_the_task_whose_options_are_refused(bad_app):
     """One line, exit code 1."""
     result = celery_command("list", **bad_app(BAD_TASKS))
     (line,) = result.stderr.splitlines()
@@ -747,7 +711,7 @@ def test_other_commands_name_the_task_whose_options_are_refused(
     assert result.returncode == 1
 
 
-def test_doctor_prints_findings_and_ends_with_their_code(ask: Ask, locks: redis.Redis) -> None:
+def test_doctor_prints_findings_and_ends_with_their_code(ask, locks):
     """Text and JSON say the same; --strict makes warnings count."""
     result = ask("doctor")
     assert "ok       server: " in result.stdout
@@ -760,7 +724,7 @@ def test_doctor_prints_findings_and_ends_with_their_code(ask: Ask, locks: redis.
     assert ask("doctor", "--strict").exit_code == 1
 
 
-def test_an_app_whose_tasks_cannot_be_imported_ends_with_1(tmp_path: Path) -> None:
+def test_an_app_whose_tasks_cannot_be_imported_ends_with_1(tmp_path):
     """Which app, and the error."""
     (tmp_path / "brokenapp.py").write_text(
         "from celery import Celery\napp = Celery('brokenapp', include=['no_such_module'])\n"
@@ -771,7 +735,7 @@ def test_an_app_whose_tasks_cannot_be_imported_ends_with_1(tmp_path: Path) -> No
     assert "Traceback" not in result.stderr
 
 
-def test_without_an_app_it_says_so() -> None:
+def test_without_an_app_it_says_so():
     """The forgotten -A."""
     assert CELERY is not None
     done = subprocess.run([CELERY, "setnx", "list"], capture_output=True, text=True, check=False)
@@ -780,7 +744,7 @@ def test_without_an_app_it_says_so() -> None:
     assert done.returncode == 1
 
 
-def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path: Path, locks: redis.Redis) -> None:
+def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path, locks):
     """user_options["preload"] works as with Celery's own commands."""
     (tmp_path / "preloadapp.py").write_text(
         "from celery import Celery\nfrom celery.signals import user_preload_options\n"
@@ -794,7 +758,7 @@ def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path: Path,
     assert result.returncode == 2
 
 
-def test_tasks_of_included_modules_are_known(tmp_path: Path, server: Any, locks: redis.Redis) -> None:
+def test_tasks_of_included_modules_are_known(tmp_path, server, locks):
     """As a worker does, the command imports what the app includes."""
     (tmp_path / "includingapp.py").write_text(
         "from celery import Celery\n"
@@ -812,9 +776,7 @@ def test_tasks_of_included_modules_are_known(tmp_path: Path, server: Any, locks:
 # a real worker
 
 
-def test_commands_see_what_a_worker_does(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_commands_see_what_a_worker_does(tasks, journal, gates, locks):
     """list, show, why and release, of a lock that a worker's process holds."""
     result = tasks.work.delay("gated-cli")
     (start,) = journal.wait_for("start", task_id=result.id)
@@ -842,9 +804,7 @@ def test_commands_see_what_a_worker_does(
     assert result.get(timeout=20) == "gated-cli"
 
 
-def test_release_lets_the_first_in_line_run(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_release_lets_the_first_in_line_run(tasks, journal, gates, locks):
     """A call that waits for the lock that was released by hand is woken at once."""
     name = "gated-release"
     first, second = (tasks.work.apply_async((name,), singleton={"on_conflict": "wait"}) for _ in range(2))
@@ -861,9 +821,7 @@ def test_release_lets_the_first_in_line_run(
     assert first.get(timeout=20) == second.get(timeout=20) == name
 
 
-def test_release_after_a_worker_was_killed(
-    logs: Path, locks: redis.Redis, journal: Journal, server: Any
-) -> None:
+def test_release_after_a_worker_was_killed(logs, locks, journal, server):
     """kill -9 of a whole worker: its lock is shown as a dead process's, and released without --force."""
     from tests import workerapp
 
@@ -893,7 +851,7 @@ def documented_fields(command: str) -> set[str]:
     return set(re.findall(r"^\| `(\w+)`", match[1], re.MULTILINE))
 
 
-def test_every_command_and_option_is_documented() -> None:
+def test_every_command_and_option_is_documented():
     """docs/cli.md has a heading for each command, and below it each of its options."""
     for name, command in setnx.commands.items():
         section = DOCS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
@@ -902,7 +860,7 @@ def test_every_command_and_option_is_documented() -> None:
             assert option in section, f"{name} {option}"
 
 
-def test_docs_name_no_option_that_does_not_exist() -> None:
+def test_docs_name_no_option_that_does_not_exist():
     """Below each heading stand only options of that command."""
     known = {option for command in setnx.commands.values() for option in options_of(command)}
     for name, command in setnx.commands.items():
@@ -922,7 +880,7 @@ def options_of(command: click.Command) -> set[str]:
     }
 
 
-def test_help_of_every_command_fits_a_terminal(ask: Ask) -> None:
+def test_help_of_every_command_fits_a_terminal(ask):
     """Each says what it does, and no line is wider than 80 columns."""
     for name in setnx.commands:
         text = ask(name, "--help").stdout

@@ -1,7 +1,5 @@
 """The README's compatibility table: it agrees with the package's bounds, and with what runs here."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest
@@ -26,42 +24,42 @@ def cell(edge: str) -> Cell:
     return next(cell for cell in cells([ROW]) if cell.edge == edge)
 
 
-def test_table_starts_at_the_lowest_celery_that_is_allowed() -> None:
+def test_table_starts_at_the_lowest_celery_that_is_allowed():
     """The first row's lowest version is the package's lower bound."""
     (bound,) = (Version(part.version) for part in BOUNDS["celery"] if part.operator == ">=")
     assert minor(bound) == ROWS[0].celery
     assert ROWS[0].lowest["celery"] >= bound
 
 
-def test_table_has_every_minor_version_in_order() -> None:
+def test_table_has_every_minor_version_in_order():
     """No row is missing between the first and the last."""
     first, last = (ROWS[end].lowest["celery"] for end in (0, -1))
     assert [row.celery for row in ROWS] == [f"{first.major}.{n}" for n in range(first.minor, last.minor + 1)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.celery)
-def test_row_is_within_the_bounds_of_the_package(row: Row) -> None:
+def test_row_is_within_the_bounds_of_the_package(row):
     """Nothing is promised that pip would refuse to install."""
     for versions in (row.lowest, row.newest):
         assert all(versions[name] in BOUNDS[name] for name in BOUNDS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.celery)
-def test_row_is_of_one_celery_and_lowest_comes_first(row: Row) -> None:
+def test_row_is_of_one_celery_and_lowest_comes_first(row):
     """A span that is written backwards, or over two minor versions of Celery, is none."""
     assert minor(row.newest["celery"]) == row.celery
     assert all(row.lowest[name] <= row.newest[name] for name in PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_table_is_true_of_what_runs_here(package: str) -> None:
+def test_table_is_true_of_what_runs_here(package):
     """What is installed lies within the row of its Celery, or is a later release of that major version."""
     (row,) = (row for row in ROWS if row.celery == minor(installed("celery")))
     assert installed(package) >= row.lowest[package]
     assert installed(package).major <= row.newest[package].major
 
 
-def test_both_servers_meet_lowest_and_newest_versions() -> None:
+def test_both_servers_meet_lowest_and_newest_versions():
     """Each server has cells of both kinds, and each row has both servers."""
     every = cells(ROWS)
     assert {(one.edge, one.server) for one in every} == {
@@ -71,7 +69,7 @@ def test_both_servers_meet_lowest_and_newest_versions() -> None:
 
 
 @pytest.mark.parametrize("edge", ["lowest", "newest"])
-def test_environment_as_the_table_says_is_no_difference(edge: str) -> None:
+def test_environment_as_the_table_says_is_no_difference(edge):
     """Nothing differs, and nothing is news."""
     assert cell(edge).differences(cell(edge).versions) == []
     assert cell(edge).news(cell(edge).versions) == []
@@ -87,7 +85,7 @@ def test_environment_as_the_table_says_is_no_difference(edge: str) -> None:
         ("newest", "8.2.0", False),
     ],
 )
-def test_environment_differs_unless_the_newest_has_grown(edge: str, redis: str, differs: bool) -> None:
+def test_environment_differs_unless_the_newest_has_grown(edge, redis, differs):
     """The lowest is exact; the newest may be a later release of the same major version, which is told."""
     found = {**cell(edge).versions, "redis": Version(redis)}
     assert bool(cell(edge).differences(found)) is differs
@@ -95,7 +93,7 @@ def test_environment_differs_unless_the_newest_has_grown(edge: str, redis: str, 
 
 
 @pytest.mark.parametrize("line", ["| 5.8 | 5.8.0 |", "| 5.8.0 - 5.8.1 | 5.8.0 | 9.0.0 |"])
-def test_line_that_is_no_row_is_refused(line: str) -> None:
+def test_line_that_is_no_row_is_refused(line):
     """No row is left out in silence."""
     readme = README.read_text()
     last = next(text for text in readme.splitlines() if text.startswith(f"| {ROWS[-1].lowest['celery']} "))

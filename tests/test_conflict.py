@@ -1,7 +1,5 @@
 """Coming back: what the broker is asked to delay, and what happens when it does not take the call."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -48,14 +46,14 @@ def stranded() -> Iterator[Any]:
     task.pop_request()
 
 
-def test_call_that_the_broker_does_not_take_back_is_unavailable(stranded: Any, caplog: Any) -> None:
+def test_call_that_the_broker_does_not_take_back_is_unavailable(stranded, caplog):
     """Never a silent drop: the task fails, naming its key, why it came back, and the broker's error."""
     with pytest.raises(LockUnavailable, match=r"setnx:{t} now: Redis is down; and the broker"):
         come_back(stranded, 1.0, 0, 0.0, "Redis is down")
     assert "[id-1] could not be sent back to the broker" in caplog.text
 
 
-def test_call_that_the_broker_still_has_is_requeued(stranded: Any) -> None:
+def test_call_that_the_broker_still_has_is_requeued(stranded):
     """With acks_late the message is not acknowledged yet: it is given back."""
     stranded.acks_late = True
     with pytest.raises(Reject) as caught:
@@ -73,14 +71,12 @@ def test_call_that_the_broker_still_has_is_requeued(stranded: Any) -> None:
         ("amqp://h", {}, 60, 60),
     ],
 )
-def test_countdown_is_one_that_the_broker_keeps(
-    broker: str, transport: Any, asked: float, given: float
-) -> None:
+def test_countdown_is_one_that_the_broker_keeps(broker, transport, asked, given):
     """More than a second on AMQP, and a quarter of the visibility timeout at most elsewhere."""
     assert deliverable(task_on(broker, **transport), asked) == given
 
 
-def test_backoff_doubles_with_jitter_up_to_its_limit() -> None:
+def test_backoff_doubles_with_jitter_up_to_its_limit():
     """retry_delay, twice as long with each wait, never above retry_delay_max."""
     options = Options(retry_delay=1, retry_delay_max=10)
     for waits, longest in enumerate([1, 2, 4, 8, 10, 10]):
@@ -89,7 +85,7 @@ def test_backoff_doubles_with_jitter_up_to_its_limit() -> None:
     assert backoff(options, 10_000) <= 10
 
 
-def test_waiting_time_belongs_to_one_attempt() -> None:
+def test_waiting_time_belongs_to_one_attempt():
     """A call that has waited starts anew with its own retry."""
     headers = {"singleton": {"wait": {"count": 3, "since": 100.0, "retries": 1}}}
     assert waited(SimpleNamespace(headers=headers, retries=1), 107.5) == (3, 7.5)
@@ -108,7 +104,7 @@ def test_waiting_time_belongs_to_one_attempt() -> None:
         ({"callbacks": [{"immutable": True}, {"immutable": False}]}, True),
     ],
 )
-def test_workflow_is_a_chain_a_chord_or_a_mutable_link(request_of: Any, expected: bool) -> None:
+def test_workflow_is_a_chain_a_chord_or_a_mutable_link(request_of, expected):
     """What follows needs this call's result: then auto retries."""
     request = SimpleNamespace(**{"chain": None, "chord": None, "callbacks": None, **request_of})
     assert in_workflow(request) is expected
@@ -131,7 +127,7 @@ def test_workflow_is_a_chain_a_chord_or_a_mutable_link(request_of: Any, expected
         ({"on_conflict": print}, [{}], print),
     ],
 )
-def test_policy_is_what_was_asked_for_and_auto_decides(options: Any, chain: Any, policy: Any) -> None:
+def test_policy_is_what_was_asked_for_and_auto_decides(options, chain, policy):
     """auto: wait with until_started; else retry in a workflow, and skip elsewhere."""
     request = SimpleNamespace(chain=chain, chord=None, callbacks=None)
     assert policy_of(Options(**options), request) == policy
@@ -166,7 +162,7 @@ def wait_in(signature: Any) -> Any:
     return signature.options["headers"]["singleton"]["wait"]
 
 
-def test_call_that_waits_again_stays_the_copy_that_it_is(delivered: Any) -> None:
+def test_call_that_waits_again_stays_the_copy_that_it_is(delivered):
     """Only one of a call's messages starts it: one that comes back is no other message than before."""
     task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"})
     assert copy_of(task.request) == "c1"
@@ -176,21 +172,21 @@ def test_call_that_waits_again_stays_the_copy_that_it_is(delivered: Any) -> None
     assert (header["key"], header["marked"]) == ("setnx:{t}", True)
 
 
-def test_call_that_waits_for_the_first_time_is_the_original(delivered: Any) -> None:
+def test_call_that_waits_for_the_first_time_is_the_original(delivered):
     """Its message names no copy until one is sent to wake it."""
     task = delivered()
     assert copy_of(task.request) == ORIGINAL
     assert wait_in(same_call(task, {"count": 1, "since": 5.0})) == {"count": 1, "since": 5.0, "retries": 0}
 
 
-def test_copy_belongs_to_one_attempt(delivered: Any) -> None:
+def test_copy_belongs_to_one_attempt(delivered):
     """A task's own retry is a new call to be woken: what its last attempt was does not count."""
     task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, retries=1)
     assert copy_of(task.request) == ORIGINAL
     assert wait_in(same_call(task, {"count": 1, "since": 9.0})) == {"count": 1, "since": 9.0, "retries": 1}
 
 
-def test_second_delivery_stays_one_while_it_waits(delivered: Any) -> None:
+def test_second_delivery_stays_one_while_it_waits(delivered):
     """The message that wakes it is delivered once, and may be that of a call which has succeeded."""
     task = delivered(redelivered=True)
     assert is_redelivered(task.request)
@@ -198,7 +194,7 @@ def test_second_delivery_stays_one_while_it_waits(delivered: Any) -> None:
     assert wait_in(same_call(task, {"count": 1, "since": 5.0}))["own"] is True
 
 
-def test_end_of_a_call_that_waits_survives_the_way_to_the_workers_parent() -> None:
+def test_end_of_a_call_that_waits_survives_the_way_to_the_workers_parent():
     """An end that the parent cannot unpickle would end the whole worker."""
     copy = pickle.loads(pickle.dumps(Waits("held by an earlier attempt", 1.5)))
     assert (copy.args[0], copy.when) == ("held by an earlier attempt", 1.5)

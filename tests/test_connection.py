@@ -1,7 +1,5 @@
 """Which Redis holds the locks, how it is reached, and what a starting worker finds out about it."""
 
-from __future__ import annotations
-
 import os
 import ssl
 from types import SimpleNamespace
@@ -39,7 +37,7 @@ def parameters(**conf: Any) -> dict[str, Any]:
         ({"broker_url": "amqp://x", "result_backend": "rediss://b"}, "rediss://b", "result_backend"),
     ],
 )  # fmt: skip
-def test_first_redis_of_the_settings_holds_the_locks(conf: Any, url: str, setting: str) -> None:
+def test_first_redis_of_the_settings_holds_the_locks(conf, url, setting):
     """setnx_url, else the result backend, else the broker."""
     assert lock_url(app_with(**conf)) == (url, setting)
 
@@ -55,13 +53,13 @@ def test_first_redis_of_the_settings_holds_the_locks(conf: Any, url: str, settin
         ({"setnx_url": "redis+cluster://a/1"}, "no databases but 0"),
     ],
 )
-def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf: Any, message: str) -> None:
+def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf, message):
     """No lock server: said at once, never guessed."""
     with pytest.raises(OptionError, match=message):
         client_for(app_with(**conf))
 
 
-def test_user_password_and_database_are_decoded() -> None:
+def test_user_password_and_database_are_decoded():
     """ACL users and percent-encoded passwords."""
     read = parameters(setnx_url="redis://bob:p%40ss%2Fword@host:6380/5")
     assert (read["username"], read["password"], read["host"], read["port"], read["db"]) == (
@@ -69,20 +67,20 @@ def test_user_password_and_database_are_decoded() -> None:
     )  # fmt: skip
 
 
-def test_socket_timeouts_are_our_own() -> None:
+def test_socket_timeouts_are_our_own():
     """Whatever the result backend waits for, a lock command answers soon or fails."""
     read = parameters(setnx_url="redis://h/0?socket_timeout=100", redis_socket_timeout=120)
     assert read["socket_timeout"] == read["socket_connect_timeout"] == SOCKET_TIMEOUT_S
     assert read["retry"]._retries == 1
 
 
-def test_unix_socket_is_reached_by_its_path() -> None:
+def test_unix_socket_is_reached_by_its_path():
     """redis+socket:// with a database."""
     read = parameters(setnx_url="redis+socket:///run/redis.sock?virtual_host=4")
     assert (read["path"], read["db"]) == ("/run/redis.sock", 4)
 
 
-def test_unix_socket_serves_locks(tmp_path: Any) -> None:
+def test_unix_socket_serves_locks(tmp_path):
     """A real server behind a real socket."""
     with EmbeddedServer(unixsocket=str(tmp_path / "r.sock")):
         client = client_for(app_with(setnx_url=f"redis+socket://{tmp_path}/r.sock"))
@@ -101,14 +99,14 @@ def test_unix_socket_serves_locks(tmp_path: Any) -> None:
         ({"broker_url": "redis://h", "broker_use_ssl": {"ssl_cert_reqs": "required"}}, ssl.CERT_REQUIRED),
     ],
 )  # fmt: skip
-def test_tls_verifies_unless_told_otherwise(conf: Any, expected: ssl.VerifyMode) -> None:
+def test_tls_verifies_unless_told_otherwise(conf, expected):
     """rediss:// with Celery's ssl options; a URL that is silent about it is verified."""
     pool = client_for(app_with(**conf)).connection_pool
     assert issubclass(pool.connection_class, redis.SSLConnection)
     assert pool.make_connection().cert_reqs == expected
 
 
-def test_tls_files_travel() -> None:
+def test_tls_files_travel():
     """CA, certificate and key of Celery's own option names."""
     files = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
     options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, **files}
@@ -116,7 +114,7 @@ def test_tls_files_travel() -> None:
     assert {name: read[name] for name in files} == files
 
 
-def test_tls_of_the_result_backend_is_not_used_for_another_server() -> None:
+def test_tls_of_the_result_backend_is_not_used_for_another_server():
     """redis_backend_use_ssl speaks of the backend, not of a plain setnx_url."""
     options = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
     pool = client_for(app_with(setnx_url="redis://h", redis_backend_use_ssl=options)).connection_pool
@@ -124,7 +122,7 @@ def test_tls_of_the_result_backend_is_not_used_for_another_server() -> None:
     assert not any(name.startswith("ssl_") for name in pool.connection_kwargs)
 
 
-def test_apps_of_one_process_have_clients_of_their_own() -> None:
+def test_apps_of_one_process_have_clients_of_their_own():
     """Two apps never share a client by accident; one app keeps its client."""
     one, other = app_with(setnx_url="redis://a"), app_with(setnx_url="redis://b")
     assert client_for(one) is client_for(one)
@@ -132,7 +130,7 @@ def test_apps_of_one_process_have_clients_of_their_own() -> None:
     assert client_for(other).connection_pool.connection_kwargs["host"] == "b"
 
 
-def test_forked_child_has_a_client_of_its_own(server: EmbeddedServer) -> None:
+def test_forked_child_has_a_client_of_its_own(server):
     """One client per process: a child never reads its parent's replies."""
     app = app_with(setnx_url=server.url(1))
     parents = client_for(app)
@@ -151,7 +149,7 @@ def start_worker_check(app: Celery) -> None:
     LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
 
 
-def test_worker_start_leaves_nothing_behind(locks: redis.Redis, server: EmbeddedServer, caplog: Any) -> None:
+def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     """A good server: no word, and no lock, mark or line stays; what does lapses by itself."""
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
@@ -169,9 +167,7 @@ def test_worker_start_leaves_nothing_behind(locks: redis.Redis, server: Embedded
         *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
     ],
 )
-def test_worker_does_not_start_where_the_acl_forbids_a_command(
-    server: EmbeddedServer, locks: redis.Redis, command: str, caplog: Any
-) -> None:
+def test_worker_does_not_start_where_the_acl_forbids_a_command(server, locks, command, caplog):
     """The missing permission is named before the first task needs it, a take-over's included."""
     forbidden = [f"-{name}" for name in command.split("|")]
     locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", "~*", "+@all", *forbidden)
@@ -183,7 +179,7 @@ def test_worker_does_not_start_where_the_acl_forbids_a_command(
     locks.execute_command("ACL", "DELUSER", "limited")
 
 
-def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, locks: redis.Redis) -> None:
+def test_worker_starts_with_only_the_needed_commands(server, locks):
     """The permissions that the error message asks for are enough; INFO is not among them."""
     needed = (
         "eval evalsha time get exists set getset del pttl pexpire pexpireat "
@@ -197,7 +193,7 @@ def test_worker_starts_with_only_the_needed_commands(server: EmbeddedServer, loc
     locks.execute_command("ACL", "DELUSER", "least")
 
 
-def test_client_sends_again_after_a_lost_reply(server: EmbeddedServer, locks: redis.Redis) -> None:
+def test_client_sends_again_after_a_lost_reply(server, locks):
     """One lost reply is no outage, whatever this redis-py does by itself."""
     with Proxy(server.port) as proxy:
         client = client_for(app_with(setnx_url=proxy.url(LOCK_DB)))
@@ -206,14 +202,14 @@ def test_client_sends_again_after_a_lost_reply(server: EmbeddedServer, locks: re
             assert SetnxLock(client, "lock.again").acquire().acquired
 
 
-def test_worker_start_warns_of_a_server_that_evicts(caplog: Any) -> None:
+def test_worker_start_warns_of_a_server_that_evicts(caplog):
     """maxmemory with a policy other than noeviction can drop locks."""
     with EmbeddedServer(**{"maxmemory": "50mb", "maxmemory-policy": "allkeys-lru"}) as evicting:
         start_worker_check(app_with(setnx_url=evicting.url()))
     assert "maxmemory-policy allkeys-lru" in caplog.text
 
 
-def test_worker_starts_without_its_lock_server(caplog: Any) -> None:
+def test_worker_starts_without_its_lock_server(caplog):
     """A server that is down may come back: a warning, no refusal."""
     start_worker_check(app_with(setnx_url="redis://127.0.0.1:1/0"))
     assert "Until it answers, tasks do as their on_redis_error says" in caplog.text

@@ -1,7 +1,5 @@
 """Sixteen processes, one lock, an unprotected counter in a file: no increment is lost."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -12,7 +10,6 @@ from typing import Any
 import redis
 
 from celery_setnx.lock import SetnxLock
-from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 
 PROCESSES = 16
@@ -84,9 +81,7 @@ def _count(increment: Any, url: str, counter: Counter, increments: int) -> None:
     assert codes == [0] * PROCESSES
 
 
-def test_counter_under_the_lock_loses_no_increment(
-    server: EmbeddedServer, locks: redis.Redis, tmp_path: Path
-) -> None:
+def test_counter_under_the_lock_loses_no_increment(server, locks, tmp_path):
     """Sixteen processes that fight for one lock count every increment."""
     counter = Counter(tmp_path)
     _count(_increment_locked, server.url(LOCK_DB), counter, INCREMENTS)
@@ -95,7 +90,7 @@ def test_counter_under_the_lock_loses_no_increment(
     assert locks.get("lock.counter") is None
 
 
-def test_counter_without_the_lock_loses_increments(tmp_path: Path) -> None:
+def test_counter_without_the_lock_loses_increments(tmp_path):
     """The counter would not come out right by itself, so the test above can fail."""
     counter = Counter(tmp_path)
     _count(_increment_unlocked, "", counter, 20_000)

@@ -4,8 +4,6 @@ Each client of the recipe takes its steps when the test says so, and reads the c
 it. The server's clock is the test's too, so no test sleeps. Dead locks hold second 9; tests begin at 10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +114,7 @@ class LosesReplies(Interfered):
 
 
 @pytest.fixture
-def scene(locks: redis.Redis, foreign_keys: set[str], monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(locks, foreign_keys, monkeypatch) -> Scene:
     """Second 10; the recipe's keys have no TTL."""
     foreign_keys |= {CLOCK_KEY, CLASSIC}
     return Scene(locks, ServerClock(locks, monkeypatch))
@@ -127,7 +125,7 @@ def held(outcome: Outcome) -> bool:
     return not outcome.acquired and outcome.holder is not None
 
 
-def test_f0_take_over_by_del_and_setnx_has_two_winners(scene: Scene) -> None:
+def test_f0_take_over_by_del_and_setnx_has_two_winners(scene):
     """Two clients that DEL a dead lock and SETNX it both win; of ours only one takes over."""
     scene.dead_locks()
     first, second = scene.recipe(), scene.recipe()
@@ -142,7 +140,7 @@ def test_f0_take_over_by_del_and_setnx_has_two_winners(scene: Scene) -> None:
     assert held(scene.ours().acquire())
 
 
-def test_f1a_loser_extends_the_winners_lease(scene: Scene) -> None:
+def test_f1a_loser_extends_the_winners_lease(scene):
     """A late loser's GETSET moves the winner's deadline; a conflict with ours changes nothing."""
     scene.dead_locks()
     winner, loser = scene.recipe(), scene.recipe()
@@ -159,7 +157,7 @@ def test_f1a_loser_extends_the_winners_lease(scene: Scene) -> None:
     assert scene.second(OURS) == 14
 
 
-def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene: Scene) -> None:
+def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene):
     """With unequal timeouts a loser needs no pause to end a lease early; a rival of ours leaves it alone."""
     scene.dead_locks()
     winner, loser = scene.recipe(timeout=3), scene.recipe(timeout=2)
@@ -174,7 +172,7 @@ def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene: Scen
     assert scene.second(OURS) == 14
 
 
-def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene: Scene) -> None:
+def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene):
     """With equal timeouts a loser that paused ends a lease early; a late rival of ours leaves it alone."""
     scene.dead_locks()
     loser, winner = scene.recipe(), scene.recipe()
@@ -191,7 +189,7 @@ def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene: Scene) -
     assert scene.second(OURS) == 15
 
 
-def test_f1d_release_of_only_the_own_value_loses_the_release(scene: Scene) -> None:
+def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
     """After a loser's GETSET a holder that compares values cannot release; ours can, and says `repaired`."""
     scene.dead_locks()
     winner, loser = scene.recipe(), scene.recipe()
@@ -212,7 +210,7 @@ def test_f1d_release_of_only_the_own_value_loses_the_release(scene: Scene) -> No
     assert scene.second(OURS) is None
 
 
-def test_f2a_loser_breaks_mutual_exclusion(scene: Scene) -> None:
+def test_f2a_loser_breaks_mutual_exclusion(scene):
     """A paused loser lets a third client into a valid lease; past a loser of the recipe ours holds."""
     scene.dead_locks()
     paused, winner, third = (scene.recipe(timeout=1) for _ in range(3))
@@ -237,7 +235,7 @@ def test_f2a_loser_breaks_mutual_exclusion(scene: Scene) -> None:
     assert holder.release() == "repaired"
 
 
-def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene: Scene) -> None:
+def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene):
     """With the documentation's `<=` it takes one step less; ours holds to its exact deadline."""
     scene.dead_locks()
     paused, winner = scene.recipe(timeout=1), scene.recipe(timeout=1)
@@ -255,7 +253,7 @@ def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene: Sc
     assert held(scene.ours(lease=2).acquire())
 
 
-def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene: Scene) -> None:
+def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
     """A prompt loser with a shorter timeout takes three seconds of six; among ours the record decides."""
     scene.dead_locks()
     winner, loser, third = scene.recipe(timeout=5), scene.recipe(timeout=1), scene.recipe(timeout=1)
@@ -278,7 +276,7 @@ def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene: Scen
     assert scene.second(OURS) == 19, "repaired, with the TTL that the loser's GETSET had removed"
 
 
-def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene: Scene) -> None:
+def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene):
     """The pause moves behind the second reading; ours reads the clock in the same step as it writes."""
     scene.dead_locks()
     paused, winner, third = (scene.recipe(timeout=1) for _ in range(3))
@@ -299,7 +297,7 @@ def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene: Scene) -
     assert held(scene.ours(lease=2).acquire())
 
 
-def test_f3a_lock_vanishes_between_setnx_and_get(scene: Scene) -> None:
+def test_f3a_lock_vanishes_between_setnx_and_get(scene):
     """The recipe dies of int(None) when the holder releases in between; ours sees held, then free."""
     holder, rival = scene.recipe(), scene.recipe()
     assert holder.setnx()
@@ -315,7 +313,7 @@ def test_f3a_lock_vanishes_between_setnx_and_get(scene: Scene) -> None:
     assert scene.ours().acquire().acquired
 
 
-def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene: Scene) -> None:
+def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene):
     """The recipe dies of int(None) once it has written a lock that nobody holds; ours leaves none."""
     scene.dead_locks()
     winner, loser = scene.recipe(timeout=1), scene.recipe(timeout=1)
@@ -333,7 +331,7 @@ def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene: Scene) -> None:
     assert scene.second(OURS) is None
 
 
-def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene: Scene) -> None:
+def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene):
     """A client that reads nil as "not expired" locks everybody out; of ours the next one in line acquires."""
     scene.dead_locks()
     winner, loser, third = (scene.recipe(timeout=1) for _ in range(3))
@@ -351,7 +349,7 @@ def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene: Scene) -> None:
     assert scene.ours().acquire().acquired
 
 
-def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene: Scene) -> None:
+def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene):
     """Nil says that the lock was free: the client that reads it so is the holder, as the next of ours is."""
     scene.dead_locks()
     winner, loser = scene.recipe(timeout=1), scene.recipe(timeout=1)
@@ -367,7 +365,7 @@ def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene: Scene) -> None:
     assert scene.ours().acquire().acquired
 
 
-def test_f4a_late_release_deletes_anothers_lock(scene: Scene) -> None:
+def test_f4a_late_release_deletes_anothers_lock(scene):
     """A plain DEL after the lease deletes the new holder's lock; ours answers `lost` and changes nothing."""
     late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
     assert late.setnx()
@@ -385,7 +383,7 @@ def test_f4a_late_release_deletes_anothers_lock(scene: Scene) -> None:
     new_lock.renew()
 
 
-def test_f4b_checking_the_time_before_del_is_not_atomic(scene: Scene) -> None:
+def test_f4b_checking_the_time_before_del_is_not_atomic(scene):
     """A pause between check and DEL deletes the new holder's lock; ours compares and deletes in one step."""
     late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
     assert late.setnx()
@@ -404,7 +402,7 @@ def test_f4b_checking_the_time_before_del_is_not_atomic(scene: Scene) -> None:
     new_lock.renew()
 
 
-def test_f4c_comparing_the_value_before_del_is_not_atomic(scene: Scene) -> None:
+def test_f4c_comparing_the_value_before_del_is_not_atomic(scene):
     """A pause between GET and DEL deletes the new holder's lock; ours compares and deletes in one step."""
     late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
     assert late.setnx()
@@ -423,7 +421,7 @@ def test_f4c_comparing_the_value_before_del_is_not_atomic(scene: Scene) -> None:
     new_lock.renew()
 
 
-def test_f4d_late_release_lets_a_third_client_in(scene: Scene) -> None:
+def test_f4d_late_release_lets_a_third_client_in(scene):
     """After another's DEL a third client holds a second valid lease; with ours it is turned away."""
     late, taker, third = (scene.recipe(timeout=1) for _ in range(3))
     assert late.setnx()
@@ -441,7 +439,7 @@ def test_f4d_late_release_lets_a_third_client_in(scene: Scene) -> None:
     assert held(scene.ours(lease=2).acquire())
 
 
-def test_f5_holder_paused_past_its_lease_overlaps(scene: Scene) -> None:
+def test_f5_holder_paused_past_its_lease_overlaps(scene):
     """No lock stops a frozen holder: ours tells it on waking, and gives its successor a larger fence."""
     frozen, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
     assert frozen.setnx()
@@ -457,7 +455,7 @@ def test_f5_holder_paused_past_its_lease_overlaps(scene: Scene) -> None:
         frozen_lock.ensure()
 
 
-def test_f6a_client_with_a_fast_clock_steals_a_live_lock(scene: Scene) -> None:
+def test_f6a_client_with_a_fast_clock_steals_a_live_lock(scene):
     """A clock five seconds ahead robs a live holder; no client's clock decides anything of ours."""
     holder, thief = scene.recipe(), scene.recipe()
     assert holder.setnx()
@@ -469,7 +467,7 @@ def test_f6a_client_with_a_fast_clock_steals_a_live_lock(scene: Scene) -> None:
     assert held(scene.ours(off_by=5).acquire())
 
 
-def test_f6b_client_with_a_slow_clock_is_robbed_at_once(scene: Scene) -> None:
+def test_f6b_client_with_a_slow_clock_is_robbed_at_once(scene):
     """A clock five seconds behind writes a lease that is over; ours writes the server's time."""
     slow, taker = scene.recipe(), scene.recipe()
     slow.reads_clock(5)
@@ -481,7 +479,7 @@ def test_f6b_client_with_a_slow_clock_is_robbed_at_once(scene: Scene) -> None:
     assert held(scene.ours().acquire())
 
 
-def test_f7a_server_that_loses_its_data_has_two_holders() -> None:
+def test_f7a_server_that_loses_its_data_has_two_holders():
     """No lock on one server survives that: ours has a larger fence next, and tells the old holder."""
     with EmbeddedServer() as server, redis.Redis.from_url(server.url(), decode_responses=True) as client:
         assert client.setnx(CLASSIC, ZERO)
@@ -494,7 +492,7 @@ def test_f7a_server_that_loses_its_data_has_two_holders() -> None:
             before.renew()
 
 
-def test_f8_getset_on_every_poll_extends_a_dead_lock_for_ever(scene: Scene) -> None:
+def test_f8_getset_on_every_poll_extends_a_dead_lock_for_ever(scene):
     """Without the GET before it, GETSET keeps a dead lock from ever ending; polling ours changes nothing."""
     assert scene.recipe().setnx()
     poller = scene.recipe()
@@ -510,7 +508,7 @@ def test_f8_getset_on_every_poll_extends_a_dead_lock_for_ever(scene: Scene) -> N
             scene.ours(lease=100).acquire()
 
 
-def test_f9_lease_in_whole_seconds_without_one_more_is_too_short(scene: Scene) -> None:
+def test_f9_lease_in_whole_seconds_without_one_more_is_too_short(scene):
     """int(11.9) + 1 is 12: a lease of a tenth of a second; ours lasts to the microsecond."""
     scene.client.setnx(CLASSIC, int(ZERO + 11.9) + 1)
     assert float(scene.client.get(CLASSIC)) < ZERO + 12.05
@@ -524,7 +522,7 @@ def test_f9_lease_in_whole_seconds_without_one_more_is_too_short(scene: Scene) -
     assert scene.ours(lease=1).acquire().taken_over_from is not None
 
 
-def test_f9_deadline_in_whole_milliseconds_is_too_short(scene: Scene) -> None:
+def test_f9_deadline_in_whole_milliseconds_is_too_short(scene):
     """A deadline rounded down to the millisecond ends early; ours is kept in microseconds."""
     now, lease = 10.000999, 0.15
     scene.client.set(CLASSIC, f"{int(now * 1000) + int(lease * 1000)}", px=60_000)
@@ -538,7 +536,7 @@ def test_f9_deadline_in_whole_milliseconds_is_too_short(scene: Scene) -> None:
     assert scene.ours(lease=lease).acquire().acquired
 
 
-def test_f10_lease_that_ended_before_the_reply_is_not_entered(scene: Scene) -> None:
+def test_f10_lease_that_ended_before_the_reply_is_not_entered(scene):
     """The recipe enters on a lease that is over; ours looks at its clock, gives the lock back and says so."""
     late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
     late.reads_clock(10)
@@ -554,7 +552,7 @@ def test_f10_lease_that_ended_before_the_reply_is_not_entered(scene: Scene) -> N
     assert scene.ours(lease=2).acquire().acquired
 
 
-def test_f10_lease_that_was_taken_over_before_the_reply_is_not_entered(scene: Scene) -> None:
+def test_f10_lease_that_was_taken_over_before_the_reply_is_not_entered(scene):
     """When another has the lock by the time of the reply, giving it back touches nothing of the other's."""
     outcomes: list[Outcome] = []
 
@@ -569,7 +567,7 @@ def test_f10_lease_that_was_taken_over_before_the_reply_is_not_entered(scene: Sc
     outcomes[0].lock.renew()
 
 
-def test_f11a_winner_of_a_resent_setnx_thinks_it_lost(scene: Scene) -> None:
+def test_f11a_winner_of_a_resent_setnx_thinks_it_lost(scene):
     """After a lost reply SETNX answers 0 to the winner; ours knows its token again."""
     winner = scene.recipe()
     winner.setnx()
@@ -581,7 +579,7 @@ def test_f11a_winner_of_a_resent_setnx_thinks_it_lost(scene: Scene) -> None:
     assert outcome.lock.release() == "released"
 
 
-def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene: Scene) -> None:
+def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene):
     """After a lost reply GETSET answers the winner's own value; ours knows its token again."""
     scene.dead_locks()
     winner = scene.recipe()
@@ -594,7 +592,7 @@ def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene: Scene) -> None:
     assert outcome.lock.release() == "released"
 
 
-def test_f11c_resent_release_deletes_a_lock_of_the_same_second(scene: Scene) -> None:
+def test_f11c_resent_release_deletes_a_lock_of_the_same_second(scene):
     """A timestamp is no identity: even an atomic compare-and-delete hits another's; our token does not."""
     delete_own = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0"
     first, second = scene.recipe(), scene.recipe()
@@ -611,7 +609,7 @@ def test_f11c_resent_release_deletes_a_lock_of_the_same_second(scene: Scene) -> 
     second_lock.renew()
 
 
-def test_f12_value_does_not_say_who_holds_the_lock(scene: Scene) -> None:
+def test_f12_value_does_not_say_who_holds_the_lock(scene):
     """Two holders of the recipe write the same; our take-over names the dead one, and its fence is larger."""
     assert scene.recipe().value == scene.recipe().value
 

@@ -3,8 +3,6 @@
 `MODEL_SCALE=10` runs ten times as many; `DIFFERENTIAL_SEED=...` runs the one case that a failure named.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
@@ -653,7 +651,7 @@ def compare(client: redis.Redis, scripts: dict[str, str], seeds: Iterable[int]) 
 
 
 @pytest.mark.timeout(400)
-def test_scripts_answer_as_the_model_does(locks: redis.Redis) -> None:
+def test_scripts_answer_as_the_model_does(locks):
     """Over tens of thousands of random operations the scripts and the model never differ."""
     only = os.environ.get("DIFFERENTIAL_SEED")
     words, difference = compare(locks, texts(), [int(only)] if only else range(CASES))
@@ -664,7 +662,7 @@ def test_scripts_answer_as_the_model_does(locks: redis.Redis) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("verb", "right", "wrong"), MUTANTS)
-def test_changed_script_differs_from_the_model(locks: redis.Redis, verb: str, right: str, wrong: str) -> None:
+def test_changed_script_differs_from_the_model(locks, verb, right, wrong):
     """A script with one condition or expiry changed is found out."""
     scripts = texts()
     assert scripts[verb].count(right) == 1

@@ -1,12 +1,9 @@
 """Django: calls that are published when the transaction commits, and what the base classes are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import django
@@ -16,8 +13,7 @@ from celery import Celery
 
 from celery_setnx import DuplicateTask, SingletonTask
 from celery_setnx.keys import mark_name
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Worker
 
 NOWHERE = "django-nowhere"
 
@@ -46,7 +42,7 @@ def atomic() -> Callable[[], Any]:
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """A client of the broker's database; the queue without a consumer is empty before and after."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
         client.delete(NOWHERE)
@@ -55,7 +51,7 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def work(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> SingletonTask:
+def work(server, locks, broker) -> SingletonTask:
     """A task with both bases; its messages go where nobody consumes them."""
     from celery.contrib.django.task import DjangoTask
 
@@ -73,7 +69,7 @@ def work(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> Sin
 
 
 @pytest.fixture
-def marked(work: SingletonTask, locks: redis.Redis) -> Callable[[str], bool]:
+def marked(work, locks) -> Callable[[str], bool]:
     """Whether a call of the task with this name is marked as queued."""
     return lambda name: bool(locks.exists(mark_name(work.lock_key(name))))
 
@@ -86,9 +82,7 @@ on_commit = pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
 
 
 @on_commit
-def test_call_on_commit_is_published_and_marked_when_it_commits(
-    work: Any, broker: redis.Redis, marked: Any, atomic: Any, publish: Any
-) -> None:
+def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, atomic, publish):
     """Until then there is neither a message nor a mark."""
     with atomic():
         publish(work, "a")
@@ -97,9 +91,7 @@ def test_call_on_commit_is_published_and_marked_when_it_commits(
 
 
 @on_commit
-def test_rolled_back_transaction_leaves_no_message_and_no_mark(
-    work: Any, broker: redis.Redis, locks: redis.Redis, atomic: Any, publish: Any
-) -> None:
+def test_rolled_back_transaction_leaves_no_message_and_no_mark(work, broker, locks, atomic, publish):
     """Nothing of the call reaches the broker or the lock server, so the next call is no duplicate."""
     with pytest.raises(ZeroDivisionError), atomic():
         publish(work, "a")
@@ -108,9 +100,7 @@ def test_rolled_back_transaction_leaves_no_message_and_no_mark(
     assert not work.delay("a").deduplicated
 
 
-def test_rolled_back_savepoint_takes_its_call_along(
-    work: Any, broker: redis.Redis, marked: Any, atomic: Any
-) -> None:
+def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic):
     """Only the calls of what was committed are published and marked."""
     with atomic():
         work.delay_on_commit("outer")
@@ -120,16 +110,14 @@ def test_rolled_back_savepoint_takes_its_call_along(
     assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
 
 
-def test_call_on_commit_outside_a_transaction_is_published_at_once(work: Any, broker: redis.Redis) -> None:
+def test_call_on_commit_outside_a_transaction_is_published_at_once(work, broker):
     """Django runs the hook immediately."""
     work.delay_on_commit("a")
     assert broker.llen(NOWHERE) == 1
 
 
 @on_commit
-def test_duplicate_within_a_transaction_is_published_once(
-    work: Any, broker: redis.Redis, atomic: Any, publish: Any
-) -> None:
+def test_duplicate_within_a_transaction_is_published_once(work, broker, atomic, publish):
     """Two equal calls in one transaction are one message when it commits."""
     with atomic():
         publish(work, "a")
@@ -138,9 +126,7 @@ def test_duplicate_within_a_transaction_is_published_once(
     assert broker.llen(NOWHERE) == 2
 
 
-def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(
-    work: Any, broker: redis.Redis, atomic: Any
-) -> None:
+def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker, atomic):
     """The mark is asked at the commit, whenever the other call was made."""
     with atomic():
         work.delay_on_commit("a")
@@ -149,9 +135,7 @@ def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(
     assert broker.llen(NOWHERE) == 1
 
 
-def test_delay_within_a_transaction_is_published_and_marked_at_once(
-    work: Any, broker: redis.Redis, marked: Any, atomic: Any
-) -> None:
+def test_delay_within_a_transaction_is_published_and_marked_at_once(work, broker, marked, atomic):
     """Plain delay() does not wait for the commit: its message and its mark survive the rollback."""
     with pytest.raises(ZeroDivisionError), atomic():
         work.delay("a")
@@ -159,9 +143,7 @@ def test_delay_within_a_transaction_is_published_and_marked_at_once(
     assert (broker.llen(NOWHERE), marked("a")) == (1, True)
 
 
-def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(
-    work: Any, broker: redis.Redis, atomic: Any
-) -> None:
+def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker, atomic):
     """on_duplicate="raise" comes too late to undo anything, and Django drops the hooks that follow."""
     from django.db import connection
 
@@ -216,7 +198,7 @@ def has_on_commit(task):
 
 
 @pytest.fixture
-def project(tmp_path: Path, server: EmbeddedServer) -> dict[str, str]:
+def project(tmp_path, server) -> dict[str, str]:
     """The environment of a process of a Django project, where Celery's fixup chooses the app's task class."""
     (tmp_path / "shop_settings.py").write_text("SECRET_KEY = 'x'\nINSTALLED_APPS = []\n")
     (tmp_path / "shop.py").write_text(PROJECT)
@@ -237,9 +219,7 @@ def in_project(project: dict[str, str], expression: str) -> bool:
     return process.stdout.strip() == "True"
 
 
-def test_committed_call_runs_under_the_lock_of_its_key(
-    work: Any, project: dict[str, str], logs: Path, journal: Journal, locks: redis.Redis, atomic: Any
-) -> None:
+def test_committed_call_runs_under_the_lock_of_its_key(work, project, logs, journal, locks, atomic):
     """A real worker of the Django project runs what was committed, and gives its mark up."""
     worker = Worker(logs, "shop", queues=NOWHERE, concurrency=1, environment=project)
     try:
@@ -254,7 +234,7 @@ def test_committed_call_runs_under_the_lock_of_its_key(
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_task_class_of_a_django_project_is_replaced_by_a_base(project: dict[str, str]) -> None:
+def test_task_class_of_a_django_project_is_replaced_by_a_base(project):
     """A task with base=SingletonTask has no delay_on_commit; with both bases it has."""
     assert in_project(
         project,
@@ -262,7 +242,7 @@ def test_task_class_of_a_django_project_is_replaced_by_a_base(project: dict[str,
     )
 
 
-def test_both_bases_may_be_the_task_class_of_a_django_project(project: dict[str, str]) -> None:
+def test_both_bases_may_be_the_task_class_of_a_django_project(project):
     """The fixup leaves a task_cls alone that the project chose: every task is guarded, and has both."""
     assert in_project(
         project,

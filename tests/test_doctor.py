@@ -1,7 +1,5 @@
 """What the doctor finds: each misconfiguration is really made, on a server of the test's own."""
 
-from __future__ import annotations
-
 import ast
 import re
 import time
@@ -58,13 +56,13 @@ def levels(app: Celery) -> dict[str, str]:
 
 
 @pytest.fixture
-def app(server: EmbeddedServer, locks: redis.Redis) -> Celery:
+def app(server, locks) -> Celery:
     """An app whose locks are in the test's clean database."""
     return app_on(server.url(LOCK_DB))
 
 
 @pytest.fixture
-def user(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+def user(server, locks) -> Iterator[Any]:
     """Makes a user with these rules, and the app whose locks it acquires."""
 
     def user(*rules: str) -> Celery:
@@ -76,7 +74,7 @@ def user(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of three masters."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
@@ -99,7 +97,7 @@ def killed(cluster: Cluster, nodes: list[Server]) -> Iterator[None]:
         cluster.wait_until_whole()
 
 
-def test_sound_server_has_no_findings_but_fine_ones() -> None:
+def test_sound_server_has_no_findings_but_fine_ones():
     """A persistent server without eviction: every subject is looked at, and nothing is wrong."""
     with EmbeddedServer(appendonly="yes") as sound:
         found = levels(app_on(sound.url()))
@@ -110,7 +108,7 @@ def test_sound_server_has_no_findings_but_fine_ones() -> None:
     }
 
 
-def test_finding_is_plain_values() -> None:
+def test_finding_is_plain_values():
     """For JSON."""
     found = Finding("warning", "clock", "It is late.", "Beat is, too.", "Run NTP.")
     assert found.as_dict() == {
@@ -122,7 +120,7 @@ def test_finding_is_plain_values() -> None:
     }
 
 
-def test_connection_names_the_setting_and_hides_the_password(user: Any) -> None:
+def test_connection_names_the_setting_and_hides_the_password(user):
     """Which server, from which setting, and how fast."""
     found = finding(user("+@all"), "connection")
     assert found.level == "ok"
@@ -141,20 +139,20 @@ def test_connection_names_the_setting_and_hides_the_password(user: Any) -> None:
         ("redis://host:6379/0", "redis://host:6379/0"),
     ],
 )  # fmt: skip
-def test_url_is_shown_without_its_passwords(url: str, shown: str) -> None:
+def test_url_is_shown_without_its_passwords(url, shown):
     """Whatever the URL looks like."""
     assert doctor.masked(url) == shown
 
 
 @pytest.mark.parametrize("url", ["redis://:{}@127.0.0.1:1/0", "redis+cluster://:{}@127.0.0.1:1"])
-def test_unreachable_server_is_an_error_and_the_tasks_are_checked_all_the_same(url: str) -> None:
+def test_unreachable_server_is_an_error_and_the_tasks_are_checked_all_the_same(url):
     """Nothing crashes, and what needs no server follows."""
     found = list(examine(app_on(url.format("s3cret"))))
     assert [(f.level, f.subject) for f in found] == [("error", "connection"), ("ok", "tasks")]
     assert f"{url.format('**')} (setnx_url) does not answer" in found[0].what
 
 
-def test_wrong_password_is_an_error_of_the_connection(server: EmbeddedServer, user: Any) -> None:
+def test_wrong_password_is_an_error_of_the_connection(server, user):
     """The server's own words."""
     user("+@all")
     url = server.url(LOCK_DB).replace("redis://", "redis://limited:wrong@")
@@ -164,12 +162,12 @@ def test_wrong_password_is_an_error_of_the_connection(server: EmbeddedServer, us
 
 
 @pytest.mark.parametrize("url", ["memcached://host", "redis://host:port/0"])
-def test_unusable_url_is_an_error_of_the_connection(url: str) -> None:
+def test_unusable_url_is_an_error_of_the_connection(url):
     """No traceback."""
     assert finding(app_on(url), "connection").level == "error"
 
 
-def test_broker_on_the_same_database_is_told(server: EmbeddedServer, locks: redis.Redis) -> None:
+def test_broker_on_the_same_database_is_told(server, locks):
     """No warning: it is the default; but FLUSHDB would free every lock."""
     app = app_on(server.url(LOCK_DB))
     assert not findings(app, "broker")
@@ -186,13 +184,13 @@ def test_broker_on_the_same_database_is_told(server: EmbeddedServer, locks: redi
         ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, "ok"),
     ],
 )
-def test_server_that_is_too_old_is_an_error(facts: Any, level: str) -> None:
+def test_server_that_is_too_old_is_an_error(facts, level):
     """Redis before 6.2, Valkey before 7.2."""
     assert doctor._version("The lock server", facts).level == level
 
 
 @pytest.mark.parametrize(("maxmemory", "level"), [("0", "warning"), ("50mb", "error")])
-def test_eviction_is_an_error_where_it_can_happen(maxmemory: str, level: str) -> None:
+def test_eviction_is_an_error_where_it_can_happen(maxmemory, level):
     """Without a maxmemory it cannot happen now."""
     with EmbeddedServer(**{"maxmemory": maxmemory, "maxmemory-policy": "volatile-lru"}) as evicting:
         found = finding(app_on(evicting.url()), "eviction")
@@ -200,7 +198,7 @@ def test_eviction_is_an_error_where_it_can_happen(maxmemory: str, level: str) ->
     assert "maxmemory-policy volatile-lru" in found.what
 
 
-def test_memory_that_is_nearly_full_is_a_warning() -> None:
+def test_memory_that_is_nearly_full_is_a_warning():
     """A full server grants no lock."""
     with EmbeddedServer() as small, redis.Redis.from_url(small.url()) as client:
         app = app_on(small.url())
@@ -220,7 +218,7 @@ def test_memory_that_is_nearly_full_is_a_warning() -> None:
         ({"appendonly": "yes", "appendfsync": "always"}, "ok", "appendfsync always"),
     ],
 )
-def test_persistence_says_what_a_restart_forgets(options: dict[str, str], level: str, said: str) -> None:
+def test_persistence_says_what_a_restart_forgets(options, level, said):
     """Locks that a restart forgets are free while their holders run."""
     with EmbeddedServer(**options) as server:
         found = finding(app_on(server.url()), "persistence")
@@ -228,7 +226,7 @@ def test_persistence_says_what_a_restart_forgets(options: dict[str, str], level:
     assert said in found.what + found.why
 
 
-def test_replica_is_an_error() -> None:
+def test_replica_is_an_error():
     """Locks are acquired on the master; and the trial says what the replica says."""
     with EmbeddedServer(**AT_ONCE) as master, EmbeddedServer() as replica:
         app = app_on(replica.url())
@@ -241,7 +239,7 @@ def test_replica_is_an_error() -> None:
         assert "READONLY" in finding(app, "permissions").what.upper()
 
 
-def test_master_whose_writes_wait_for_no_replica_is_a_warning() -> None:
+def test_master_whose_writes_wait_for_no_replica_is_a_warning():
     """A failover can lose the last locks; min-replicas-to-write makes it less likely."""
     with EmbeddedServer(**AT_ONCE) as master, EmbeddedServer() as replica:
         app = app_on(master.url())
@@ -259,7 +257,7 @@ def test_master_whose_writes_wait_for_no_replica_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("apart_s", "level"), [(0.0, "ok"), (0.9, "ok"), (-5.0, "warning"), (5.0, "warning")]
 )
-def test_clock_that_is_far_off_is_a_warning(locks: redis.Redis, apart_s: float, level: str) -> None:
+def test_clock_that_is_far_off_is_a_warning(locks, apart_s, level):
     """More than a second, whichever is ahead."""
     round_trip_s, ahead_s = clock_of(locks, lambda: time.time() - apart_s)
     assert abs(ahead_s - apart_s) <= round_trip_s / 2 + 0.001
@@ -268,27 +266,27 @@ def test_clock_that_is_far_off_is_a_warning(locks: redis.Redis, apart_s: float, 
     assert ("ahead of" if ahead_s > 0 else "behind") in found.what
 
 
-def test_clock_is_not_blamed_for_a_slow_network() -> None:
+def test_clock_is_not_blamed_for_a_slow_network():
     """What a round trip could explain is no difference."""
     assert doctor._clock("The lock server", 4.0, 2.5).level == "ok"
 
 
 @pytest.mark.parametrize("command", ["getset", "zrange", "pexpireat", "evalsha"])
-def test_forbidden_command_is_named(user: Any, command: str) -> None:
+def test_forbidden_command_is_named(user, command):
     """Each was really tried, those of a take-over and of a line included."""
     found = finding(user("+@all", f"-{command}", *(["-eval"] if command == "evalsha" else [])), "permissions")
     assert found.level == "error"
     assert re.search(f"'{command}'|{command} is forbidden|eval", found.what, re.IGNORECASE)
 
 
-def test_forbidden_keys_are_an_error(user: Any) -> None:
+def test_forbidden_keys_are_an_error(user):
     """A user who may not touch our prefix cannot lock."""
     found = finding(user("+@all", "resetkeys", "~other:*"), "permissions")
     assert found.level == "error"
     assert "permissions to access" in found.what
 
 
-def test_least_user_can_lock_and_what_is_not_known_is_said(user: Any) -> None:
+def test_least_user_can_lock_and_what_is_not_known_is_said(user):
     """INFO, CONFIG and SCAN are not among what a task needs."""
     needed = (
         "select eval evalsha time get exists set getset del pttl pexpire pexpireat "
@@ -305,21 +303,21 @@ def test_least_user_can_lock_and_what_is_not_known_is_said(user: Any) -> None:
     }
 
 
-def test_forbidden_time_does_not_hide_the_rest(user: Any) -> None:
+def test_forbidden_time_does_not_hide_the_rest(user):
     """The clock is not known; the trial says why."""
     found = levels(user("+@all", "-time"))
     assert (found["connection"], found["permissions"]) == ("ok", "error")
     assert "clock" not in found
 
 
-def test_forbidden_config_is_not_known(user: Any) -> None:
+def test_forbidden_config_is_not_known(user):
     """As on a hosted server: no crash, and what INFO tells is told."""
     app = user("+@all", "-config")
     assert finding(app, "persistence").level == "warning"
     assert finding(app, "replication").level == "ok"
 
 
-def test_expired_locks_are_a_warning_that_names_the_dead_holder(app: Celery, locks: redis.Redis) -> None:
+def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     """A holder has died; the oldest is shown."""
     task = {"task": "examined.work", "task_id": "t-1", "host": "elsewhere", "pid": 7, "worker": "w@elsewhere"}
     SetnxLock(locks, "setnx:{examined.work:aa}", lease=1, info=task).acquire()
@@ -332,7 +330,7 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app: Celery, loc
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
 
 
-def test_locks_of_another_key_version_are_a_warning(app: Celery, locks: redis.Redis) -> None:
+def test_locks_of_another_key_version_are_a_warning(app, locks):
     """Of tasks alone: what has a name of its own has no version. Version 1 says nothing of itself."""
     newer = {"task": "examined.work", "task_id": "t-2", "key_version": 2}
     SetnxLock(locks, "setnx:{examined.work:aa}", info={"task": "examined.work", "task_id": "t-1"}).acquire()
@@ -345,7 +343,7 @@ def test_locks_of_another_key_version_are_a_warning(app: Celery, locks: redis.Re
     assert "another: 1, such as setnx:{examined.work:bb} of examined.work[t-2]" in found.what
 
 
-def test_marks_are_counted_and_how_to_free_them_is_said(app: Celery, locks: redis.Redis) -> None:
+def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):
     """What a purge leaves behind cannot be told from what is queued."""
     mark_all(locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=600)
     marked = time.monotonic()
@@ -358,7 +356,7 @@ def test_marks_are_counted_and_how_to_free_them_is_said(app: Celery, locks: redi
     assert "release --queued --task" in found.do
 
 
-def test_lock_that_never_ends_is_an_error(app: Celery, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_lock_that_never_ends_is_an_error(app, locks, foreign_keys):
     """A foreign value that is no time."""
     locks.set("setnx:{examined.work}", "mine")
     foreign_keys.add("setnx:{examined.work}")
@@ -368,9 +366,7 @@ def test_lock_that_never_ends_is_an_error(app: Celery, locks: redis.Redis, forei
     assert "release" in found.do
 
 
-def test_operators_lock_is_none_of_our_business(
-    app: Celery, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_operators_lock_is_none_of_our_business(app, locks, foreign_keys):
     """SETNX by hand, as the recipe has it: its value says when it ends."""
     locks.set("setnx:{examined.work}", int(time.time()) + 600)
     foreign_keys.add("setnx:{examined.work}")
@@ -378,7 +374,7 @@ def test_operators_lock_is_none_of_our_business(
     assert not findings(app, "ttl")
 
 
-def test_key_without_a_ttl_is_a_warning(app: Celery, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_key_without_a_ttl_is_a_warning(app, locks, foreign_keys):
     """Ours all have one."""
     SetnxLock(locks, "setnx:{examined.work}").acquire()
     assert not findings(app, "ttl")
@@ -389,9 +385,7 @@ def test_key_without_a_ttl_is_a_warning(app: Celery, locks: redis.Redis, foreign
     assert "setnx:{examined.work}:holder" in found.what
 
 
-def test_other_prefixes_are_not_looked_at(
-    server: EmbeddedServer, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_other_prefixes_are_not_looked_at(server, locks, foreign_keys):
     """A prefix is no pattern."""
     locks.set("ab:{work}:holder", "theirs")
     foreign_keys.add("ab:{work}:holder")
@@ -399,7 +393,7 @@ def test_other_prefixes_are_not_looked_at(
     assert findings(app_on(server.url(LOCK_DB), setnx_prefix="ab"), "ttl")
 
 
-def test_findings_come_as_they_are_known(app: Celery, locks: redis.Redis) -> None:
+def test_findings_come_as_they_are_known(app, locks):
     """The server's own words, before any lock is tried."""
     found = examine(app)
     assert next(found).subject == "connection"
@@ -408,7 +402,7 @@ def test_findings_come_as_they_are_known(app: Celery, locks: redis.Redis) -> Non
     assert locks.dbsize()
 
 
-def test_examination_leaves_only_what_lapses(app: Celery, locks: redis.Redis) -> None:
+def test_examination_leaves_only_what_lapses(app, locks):
     """No lock and no mark of its own stays."""
     assert set(levels(app).values()) == {"ok", "warning"}  # a server without persistence
     assert sorted(key.partition("}")[2] for key in locks.scan_iter()) == [
@@ -418,7 +412,7 @@ def test_examination_leaves_only_what_lapses(app: Celery, locks: redis.Redis) ->
     ]
 
 
-def test_cluster_is_examined_node_by_node(cluster: Cluster) -> None:
+def test_cluster_is_examined_node_by_node(cluster):
     """Every primary's facts, one trial, and the cluster's state."""
     app = app_on(cluster.url())
     assert [found.level for found in findings(app, "cluster")] == ["ok"] * 3
@@ -428,7 +422,7 @@ def test_cluster_is_examined_node_by_node(cluster: Cluster) -> None:
     assert finding(app, "locks").level == "ok"
 
 
-def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster: Cluster) -> None:
+def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster):
     """What one of them forbids is found, whichever it is."""
     for node in cluster.nodes:
         rules = ["-getset"] if node is cluster.nodes[1] else []
@@ -440,7 +434,7 @@ def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster: Cluster) -> None:
     assert re.search("getset|user executing the script can't run this command", found.what)
 
 
-def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster: Cluster) -> None:
+def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster):
     """Its locks are unavailable; theirs are not."""
     app = app_on(cluster.url())
     assert len(findings(app, "server")) == 3
@@ -451,7 +445,7 @@ def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster: Cluster) -> No
     assert sum(one.level == "ok" for one in found) == 2
 
 
-def test_cluster_that_is_down_is_an_error(cluster: Cluster) -> None:
+def test_cluster_that_is_down_is_an_error(cluster):
     """What is left of it says so."""
     with killed(cluster, cluster.nodes[1:]):
         found = wait_until(
@@ -461,13 +455,13 @@ def test_cluster_that_is_down_is_an_error(cluster: Cluster) -> None:
     assert "cluster_state fail" in found[0].what
 
 
-def test_cluster_node_that_is_used_alone_is_an_error(cluster: Cluster) -> None:
+def test_cluster_node_that_is_used_alone_is_an_error(cluster):
     """It refuses the locks of the other nodes."""
     app = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
     assert finding(app, "cluster").level == "error"
 
 
-def test_sentinels_master_is_named(tmp_path: Path) -> None:
+def test_sentinels_master_is_named(tmp_path):
     """By the address that the Sentinels tell."""
     sentinels = Sentinels(tmp_path)
     try:
@@ -492,7 +486,7 @@ def subjects() -> dict[str, set[str]]:
     return found
 
 
-def test_docs_table_has_every_subject_with_its_levels() -> None:
+def test_docs_table_has_every_subject_with_its_levels():
     """docs/doctor.md is complete, and names nothing else."""
     rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     table: dict[str, set[str]] = {}

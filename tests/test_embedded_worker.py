@@ -1,19 +1,15 @@
 """A worker in the test's own process (celery.contrib.testing), as users' test suites run it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery, Task
 from celery.contrib.testing.worker import start_worker
 from pydantic import BaseModel
 
 from celery_setnx import SingletonTask, current_lock, is_skipped, singleton
-from examples.embedded import EmbeddedServer
 from tests.versions.conditions import needs_dumped_models
 
 
@@ -47,14 +43,14 @@ GATE = Gate()
 
 
 @pytest.fixture
-def gate(locks: redis.Redis) -> Gate:
+def gate(locks) -> Gate:
     """Holds the bodies of one test open."""
     GATE.reset()
     return GATE
 
 
 @pytest.fixture(scope="module")
-def app(server: EmbeddedServer) -> Iterator[Any]:
+def app(server) -> Iterator[Any]:
     """An app on an in-memory broker with a threaded worker; only the locks are in Redis."""
     app = Celery("embedded", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), broker_transport_options={"polling_interval": 0.01})
@@ -88,7 +84,7 @@ def app(server: EmbeddedServer) -> Iterator[Any]:
         yield app
 
 
-def test_bound_task_sees_its_own_request_and_lock(app: Any, gate: Gate) -> None:
+def test_bound_task_sees_its_own_request_and_lock(app, gate):
     """Also where Celery does not protect its request stack, `self.request` is the call."""
     result = app.tasks["bound"].delay(False)
     task_id, fence = result.get(timeout=20)
@@ -96,7 +92,7 @@ def test_bound_task_sees_its_own_request_and_lock(app: Any, gate: Gate) -> None:
     assert fence > 0
 
 
-def test_threads_of_one_process_exclude_each_other(app: Any, gate: Gate) -> None:
+def test_threads_of_one_process_exclude_each_other(app, gate):
     """Two calls in two threads of one worker: one body."""
     first = app.tasks["bound"].delay(True)
     gate.wait_for_body()
@@ -105,12 +101,12 @@ def test_threads_of_one_process_exclude_each_other(app: Any, gate: Gate) -> None
     assert first.get(timeout=20)[0] == first.id
 
 
-def test_nested_direct_call_is_not_guarded(app: Any, gate: Gate) -> None:
+def test_nested_direct_call_is_not_guarded(app, gate):
     """A body that calls its own task as a function does not meet its own lock."""
     assert app.tasks["nested"].delay(1).get(timeout=20)[0] == 1
 
 
-def test_decorated_function_is_guarded_in_threads(app: Any, gate: Gate) -> None:
+def test_decorated_function_is_guarded_in_threads(app, gate):
     """The decorator alone."""
     first = app.tasks["plain"].delay(True)
     gate.wait_for_body()
@@ -120,7 +116,7 @@ def test_decorated_function_is_guarded_in_threads(app: Any, gate: Gate) -> None:
 
 
 @needs_dumped_models
-def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app: Any, gate: Gate) -> None:
+def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app, gate):
     """A model, its dumped form, and a message sent by name have one key."""
     task = app.tasks["modelled"]
     first = task.delay(User(id=5))
@@ -131,7 +127,7 @@ def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app: Any, gate:
     assert first.get(timeout=20)[0] == 5
 
 
-def test_retry_waits_on_any_broker(app: Any, gate: Gate) -> None:
+def test_retry_waits_on_any_broker(app, gate):
     """A conflict with retry comes back through the in-memory broker."""
     first = app.tasks["bound"].delay(True)
     gate.wait_for_body()

@@ -1,7 +1,5 @@
 """Every error at every command: never acquired when in doubt, a documented exception, nothing left behind."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +43,7 @@ SCRIPT_OF = {
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+def own(tmp_path_factory) -> Iterator[EmbeddedServer]:
     """A server whose configuration the tests of this module may break."""
     directory = tmp_path_factory.mktemp("dumps") / "gone"
     directory.mkdir()
@@ -54,7 +52,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def admin(own: EmbeddedServer, foreign_keys: set[str]) -> Iterator[redis.Redis]:
+def admin(own, foreign_keys) -> Iterator[redis.Redis]:
     """An unharmed client of that server, empty at first; afterwards every key of ours must have a TTL."""
     with redis.Redis.from_url(own.url(), decode_responses=True) as client:
         client.flushall()
@@ -64,14 +62,14 @@ def admin(own: EmbeddedServer, foreign_keys: set[str]) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def proxy(own: EmbeddedServer) -> Iterator[Proxy]:
+def proxy(own) -> Iterator[Proxy]:
     """A way to that server whose connections fail on demand."""
     with Proxy(own.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def resending(proxy: Proxy) -> Iterator[redis.Redis]:
+def resending(proxy) -> Iterator[redis.Redis]:
     """A client by way of the proxy that sends again after a lost reply, as redis-py does by default."""
     # redis-py before 6 sends again after the errors that are named, and after no others.
     named = {"retry": Retry(NoBackoff(), 3), "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
@@ -81,7 +79,7 @@ def resending(proxy: Proxy) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def giving_up(proxy: Proxy) -> Iterator[redis.Redis]:
+def giving_up(proxy) -> Iterator[redis.Redis]:
     """A client by way of the proxy that never sends again, and does not wait long."""
     with redis.Redis.from_url(proxy.url(), retry=Retry(NoBackoff(), 0), socket_timeout=1) as client:
         client.ping()
@@ -215,9 +213,7 @@ TROUBLES: dict[str, Trouble] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(
-    own: EmbeddedServer, admin: redis.Redis, trouble: str, verb: str
-) -> None:
+def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(own, admin, trouble, verb):
     """An error that passes by itself is LockUnavailable, changes nothing, and is over when it is over."""
     with redis.Redis.from_url(own.url()) as client:
         attempt = Attempt(verb, client)
@@ -229,7 +225,7 @@ def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(
 
 
 @pytest.mark.parametrize("verb", ["acquire", "take_over"])
-def test_acquire_on_a_full_server_is_unavailable(own: EmbeddedServer, admin: redis.Redis, verb: str) -> None:
+def test_acquire_on_a_full_server_is_unavailable(own, admin, verb):
     """A server without memory gives nobody a lock."""
     with redis.Redis.from_url(own.url()) as client:
         attempt = Attempt(verb, client)
@@ -239,7 +235,7 @@ def test_acquire_on_a_full_server_is_unavailable(own: EmbeddedServer, admin: red
 
 
 @pytest.mark.parametrize("verb", ["renew", "release", "rest"])
-def test_held_lock_is_served_by_a_full_server(own: EmbeddedServer, admin: redis.Redis, verb: str) -> None:
+def test_held_lock_is_served_by_a_full_server(own, admin, verb):
     """Who holds a lock can renew it and give it back although the server has no memory left."""
     with redis.Redis.from_url(own.url()) as client:
         attempt = Attempt(verb, client)
@@ -247,9 +243,7 @@ def test_held_lock_is_served_by_a_full_server(own: EmbeddedServer, admin: redis.
             assert attempt.succeeded(attempt())
 
 
-def test_keeper_on_a_full_server_holds_the_lock_for_many_leases(
-    own: EmbeddedServer, admin: redis.Redis
-) -> None:
+def test_keeper_on_a_full_server_holds_the_lock_for_many_leases(own, admin):
     """Heartbeats survive a full server."""
     lost: list[str] = []
     with redis.Redis.from_url(own.url()) as client:
@@ -277,9 +271,7 @@ def test_keeper_on_a_full_server_holds_the_lock_for_many_leases(
         "-ERR max number of clients reached",
     ],
 )
-def test_reply_that_a_healthy_server_never_gives_is_unavailable(
-    admin: redis.Redis, proxy: Proxy, giving_up: redis.Redis, reply: str, verb: str
-) -> None:
+def test_reply_that_a_healthy_server_never_gives_is_unavailable(admin, proxy, giving_up, reply, verb):
     """A server that is not ready yet decides nothing."""
     attempt = Attempt(verb, giving_up)
     with (
@@ -292,9 +284,7 @@ def test_reply_that_a_healthy_server_never_gives_is_unavailable(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_verb_without_a_permission_that_it_needs_is_refused(
-    own: EmbeddedServer, admin: redis.Redis, command: str, verb: str
-) -> None:
+def test_verb_without_a_permission_that_it_needs_is_refused(own, admin, command, verb):
     """A missing permission is LockRefused and never a lock; what a verb does not need is not asked for."""
     _permit(admin)
     with redis.Redis.from_url(own.url(), username="limited", password="any") as client:
@@ -315,9 +305,7 @@ def test_verb_without_a_permission_that_it_needs_is_refused(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verb_without_eval_is_refused_once_its_script_is_forgotten(
-    own: EmbeddedServer, admin: redis.Redis, verb: str
-) -> None:
+def test_verb_without_eval_is_refused_once_its_script_is_forgotten(own, admin, verb):
     """EVALSHA alone does not do: after SCRIPT FLUSH the text must be sent."""
     _permit(admin)
     with redis.Redis.from_url(own.url(), username="limited", password="any") as client:
@@ -329,9 +317,7 @@ def test_verb_without_eval_is_refused_once_its_script_is_forgotten(
 
 
 @pytest.mark.parametrize("name", ["lock.BUSY", "lock.MUSHROOM", "lock.LOADING"])
-def test_refusal_of_a_lock_named_like_an_error_is_still_a_refusal(
-    own: EmbeddedServer, admin: redis.Redis, name: str
-) -> None:
+def test_refusal_of_a_lock_named_like_an_error_is_still_a_refusal(own, admin, name):
     """What a server says of good and bad is its first word, not the name of a key in its message."""
     admin.set(f"{{{name}}}:holder", "not a record", px=60_000)
     with redis.Redis.from_url(own.url()) as client, pytest.raises(LockRefused):
@@ -340,9 +326,7 @@ def test_refusal_of_a_lock_named_like_an_error_is_still_a_refusal(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", ["list", "hash"])
-def test_record_of_another_type_is_refused(
-    own: EmbeddedServer, admin: redis.Redis, kind: str, verb: str, foreign_keys: set[str]
-) -> None:
+def test_record_of_another_type_is_refused(own, admin, kind, verb, foreign_keys):
     """A record that is no string belongs to another program: refused before anything is written."""
     foreign_keys.add(RECORD)
     with redis.Redis.from_url(own.url()) as client:
@@ -360,9 +344,7 @@ def test_record_of_another_type_is_refused(
 
 
 @pytest.mark.parametrize("verb", ["acquire", "take_over"])
-def test_lock_of_another_type_is_held_by_a_foreigner(
-    own: EmbeddedServer, admin: redis.Redis, verb: str, foreign_keys: set[str]
-) -> None:
+def test_lock_of_another_type_is_held_by_a_foreigner(own, admin, verb, foreign_keys):
     """A lock key that is a list was put there by somebody else: held, and never overwritten."""
     foreign_keys.add(NAME)
     with redis.Redis.from_url(own.url()) as client:
@@ -376,9 +358,7 @@ def test_lock_of_another_type_is_held_by_a_foreigner(
 
 
 @pytest.mark.parametrize("verb", ["renew", "release", "rest"])
-def test_held_lock_that_became_a_list_is_lost_and_left_alone(
-    own: EmbeddedServer, admin: redis.Redis, verb: str, foreign_keys: set[str]
-) -> None:
+def test_held_lock_that_became_a_list_is_lost_and_left_alone(own, admin, verb, foreign_keys):
     """Whoever put a list in the place of our lock keeps it, and we are told so."""
     foreign_keys.add(NAME)
     with redis.Redis.from_url(own.url()) as client:
@@ -409,9 +389,7 @@ GARBAGE_RECORDS = {
 
 @pytest.mark.parametrize("value", [None, "1"], ids=["free", "expired"])
 @pytest.mark.parametrize("garbage", GARBAGE_RECORDS)
-def test_acquire_with_garbage_in_the_record_is_refused_or_decided(
-    own: EmbeddedServer, admin: redis.Redis, garbage: str, value: str | None
-) -> None:
+def test_acquire_with_garbage_in_the_record_is_refused_or_decided(own, admin, garbage, value):
     """A record that nobody of ours has written ends in an outcome or in LockRefused, in nothing else."""
     admin.set(RECORD, GARBAGE_RECORDS[garbage], px=60_000)
     if value is not None:
@@ -430,9 +408,7 @@ def test_acquire_with_garbage_in_the_record_is_refused_or_decided(
 
 
 @pytest.mark.parametrize("verb", ["renew", "release", "rest"])
-def test_held_lock_with_garbage_in_the_record_is_lost(
-    own: EmbeddedServer, admin: redis.Redis, verb: str
-) -> None:
+def test_held_lock_with_garbage_in_the_record_is_lost(own, admin, verb):
     """Without our token in the record nothing says that the lock is ours, so it is left alone."""
     with redis.Redis.from_url(own.url()) as client:
         attempt = Attempt(verb, client)
@@ -451,9 +427,7 @@ def test_held_lock_with_garbage_in_the_record_is_lost(
     ["", "abc", "-5", "1e9", " 12", "1.2.3", "9" * 400, "٣", b"\xff\xfe"],
     ids=["empty", "word", "negative", "exponent", "space", "dots", "endless", "arabic", "bytes"],
 )
-def test_acquire_of_a_lock_whose_value_is_no_time_is_held(
-    own: EmbeddedServer, admin: redis.Redis, value: str | bytes, foreign_keys: set[str]
-) -> None:
+def test_acquire_of_a_lock_whose_value_is_no_time_is_held(own, admin, value, foreign_keys):
     """A value that is no Unix second belongs to somebody else: held, and never overwritten."""
     foreign_keys.add(NAME)
     admin.set(NAME, value)
@@ -469,7 +443,7 @@ def test_acquire_of_a_lock_whose_value_is_no_time_is_held(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verb_after_two_script_flushes_works(own: EmbeddedServer, admin: redis.Redis, verb: str) -> None:
+def test_verb_after_two_script_flushes_works(own, admin, verb):
     """A script that is forgotten again and again is sent again and again."""
     with redis.Redis.from_url(own.url()) as client:
         admin.script_flush()
@@ -479,9 +453,7 @@ def test_verb_after_two_script_flushes_works(own: EmbeddedServer, admin: redis.R
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_script_flush_between_the_refusal_and_the_resend_does_no_harm(
-    admin: redis.Redis, proxy: Proxy, resending: redis.Redis, verb: str
-) -> None:
+def test_script_flush_between_the_refusal_and_the_resend_does_no_harm(admin, proxy, resending, verb):
     """NOSCRIPT twice in a row: what follows the refusal carries the text, so it cannot be refused again."""
     attempt = Attempt(verb, resending)
     admin.script_flush()
@@ -494,7 +466,7 @@ def test_script_flush_between_the_refusal_and_the_resend_does_no_harm(
         flusher.join()
 
 
-def test_renew_all_sends_each_forgotten_script_again(own: EmbeddedServer, admin: redis.Redis) -> None:
+def test_renew_all_sends_each_forgotten_script_again(own, admin):
     """In a pipeline each NOSCRIPT is answered for itself, and no lock is left unrenewed."""
     with redis.Redis.from_url(own.url()) as client:
         held = [SetnxLock(client, f"lock.{number}", lease=5).acquire().lock for number in range(5)]
@@ -510,9 +482,7 @@ def test_renew_all_sends_each_forgotten_script_again(own: EmbeddedServer, admin:
     [pytest.param(verb, marks=needs_pipelines_sent_again if verb == "renew" else ()) for verb in VERBS],
 )
 @pytest.mark.parametrize("action", LOST_REPLIES)
-def test_lost_reply_is_answered_rightly_when_sent_again(
-    admin: redis.Redis, proxy: Proxy, resending: redis.Redis, action: Action, verb: str
-) -> None:
+def test_lost_reply_is_answered_rightly_when_sent_again(admin, proxy, resending, action, verb):
     """Whether or not the first sending was executed, the second gives the answer that the first gave."""
     attempt = Attempt(verb, resending)
     with proxy.fault(action, containing=SCRIPT_OF[verb].sha.encode()):
@@ -528,9 +498,7 @@ def test_lost_reply_is_answered_rightly_when_sent_again(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("action", [*LOST_REPLIES, "stall", "stall_reply"])
-def test_lost_reply_that_is_not_sent_again_is_unavailable(
-    admin: redis.Redis, proxy: Proxy, giving_up: redis.Redis, action: Action, verb: str
-) -> None:
+def test_lost_reply_that_is_not_sent_again_is_unavailable(admin, proxy, giving_up, action, verb):
     """Without an answer nobody has a lock, nobody has lost one, and a second call sets it right."""
     attempt = Attempt(verb, giving_up)
     with proxy.fault(action, containing=SCRIPT_OF[verb].sha.encode()), pytest.raises(LockUnavailable):
@@ -541,9 +509,7 @@ def test_lost_reply_that_is_not_sent_again_is_unavailable(
 
 
 @pytest.mark.parametrize("verb", ["acquire", "take_over"])
-def test_lock_that_was_acquired_unseen_ends_with_its_lease(
-    own: EmbeddedServer, admin: redis.Redis, proxy: Proxy, giving_up: redis.Redis, verb: str
-) -> None:
+def test_lock_that_was_acquired_unseen_ends_with_its_lease(own, admin, proxy, giving_up, verb):
     """A grant whose reply was lost blocks others for one lease, not for longer."""
     attempt = Attempt(verb, giving_up, lease=3)
     with proxy.fault("drop_reply", containing=SCRIPT_OF[verb].sha.encode()), pytest.raises(LockUnavailable):
@@ -557,9 +523,7 @@ def test_lock_that_was_acquired_unseen_ends_with_its_lease(
 
 
 @pytest.mark.parametrize("verb", ["acquire", "take_over"])
-def test_reply_that_comes_after_the_lease_is_no_lock(
-    admin: redis.Redis, proxy: Proxy, resending: redis.Redis, verb: str
-) -> None:
+def test_reply_that_comes_after_the_lease_is_no_lock(admin, proxy, resending, verb):
     """A lock that was granted too long ago is given back, not used."""
     attempt = Attempt(verb, resending, lease=0.2)
     with (
@@ -570,9 +534,7 @@ def test_reply_that_comes_after_the_lease_is_no_lock(
     assert admin.get(NAME) is None
 
 
-def test_renewal_without_answers_is_no_loss_until_the_local_deadline(
-    admin: redis.Redis, proxy: Proxy, giving_up: redis.Redis
-) -> None:
+def test_renewal_without_answers_is_no_loss_until_the_local_deadline(admin, proxy, giving_up):
     """A black hole between us and the server: ours until our own clock says otherwise, then lost."""
     held = SetnxLock(giving_up, NAME, lease=4).acquire().lock
     assert held is not None
@@ -586,9 +548,7 @@ def test_renewal_without_answers_is_no_loss_until_the_local_deadline(
             held.ensure()
 
 
-def test_keeper_without_answers_reports_the_loss_once(
-    admin: redis.Redis, proxy: Proxy, giving_up: redis.Redis
-) -> None:
+def test_keeper_without_answers_reports_the_loss_once(admin, proxy, giving_up):
     """The body is told when the lease has ended unrenewed, exactly once, although no reply ever came."""
     lost: list[str] = []
     held = SetnxLock(giving_up, NAME, lease=3).acquire().lock
@@ -604,9 +564,7 @@ def test_keeper_without_answers_reports_the_loss_once(
 
 
 @pytest.mark.parametrize("verb", ["acquire", "renew"])
-def test_keeper_after_a_slow_reply_renews_before_the_deadline(
-    admin: redis.Redis, proxy: Proxy, resending: redis.Redis, verb: str
-) -> None:
+def test_keeper_after_a_slow_reply_renews_before_the_deadline(admin, proxy, resending, verb):
     """A reply that took three quarters of the lease costs one renewal's time, not the lock."""
     lost: list[str] = []
     keeper = Keeper(time.monotonic)
@@ -626,9 +584,7 @@ def test_keeper_after_a_slow_reply_renews_before_the_deadline(
     assert held.release() == "released"
 
 
-def test_keeper_whose_listener_raises_still_renews_the_other_locks(
-    own: EmbeddedServer, admin: redis.Redis
-) -> None:
+def test_keeper_whose_listener_raises_still_renews_the_other_locks(own, admin):
     """One lock's loss, and a listener that fails over it, cost no other lock."""
     lost: list[str] = []
 
@@ -654,7 +610,7 @@ def test_keeper_whose_listener_raises_still_renews_the_other_locks(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_server_that_is_gone_is_unavailable(verb: str) -> None:
+def test_server_that_is_gone_is_unavailable(verb):
     """Connection refused is LockUnavailable for every verb."""
     never = Retry(NoBackoff(), 0)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url(), retry=never) as client:
@@ -664,7 +620,7 @@ def test_server_that_is_gone_is_unavailable(verb: str) -> None:
             attempt()
 
 
-def test_wrong_password_is_an_error_of_ours(own: EmbeddedServer, admin: redis.Redis) -> None:
+def test_wrong_password_is_an_error_of_ours(own, admin):
     """A server that does not let us in gives no lock, and no error but the documented ones."""
     with (
         redis.Redis.from_url(own.url(), username="nobody", password="wrong") as client,

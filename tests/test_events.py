@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from celery.contrib.testing.worker import start_worker
 from celery.events.state import State
 
 from celery_setnx import events
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 EVENTS = {
     "skip": ["task-lock-conflict"],
@@ -93,7 +91,7 @@ class Ear:
 
 
 @pytest.fixture(scope="module")
-def loud(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def loud(server, logs) -> Iterator[Worker]:
     """A worker with events."""
     worker = Worker(logs, "tests.watchapp", concurrency=2, arguments=("-E",))
     yield worker
@@ -101,7 +99,7 @@ def loud(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def quiet(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def quiet(server, logs) -> Iterator[Worker]:
     """A worker whose events are off, with a queue of its own."""
     worker = Worker(logs, "tests.watchapp", concurrency=2, queues="quiet")
     yield worker
@@ -109,7 +107,7 @@ def quiet(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def scenes(locks: redis.Redis, journal: Journal, gates: Any) -> Any:
+def scenes(locks, journal, gates) -> Any:
     """What may happen to a call."""
     from tests import watchapp
 
@@ -117,7 +115,7 @@ def scenes(locks: redis.Redis, journal: Journal, gates: Any) -> Any:
 
 
 @pytest.fixture
-def apart(locks: redis.Redis, journal: Journal, gates: Any) -> Callable[[str], Any]:
+def apart(locks, journal, gates) -> Callable[[str], Any]:
     """The same in the workers of another queue."""
     from tests import watchapp
 
@@ -125,7 +123,7 @@ def apart(locks: redis.Redis, journal: Journal, gates: Any) -> Callable[[str], A
 
 
 @pytest.fixture
-def ear(locks: redis.Redis) -> Iterator[Ear]:
+def ear(locks) -> Iterator[Ear]:
     """Hears what the workers of `tests.watchapp` say."""
     from tests import watchapp
 
@@ -134,9 +132,7 @@ def ear(locks: redis.Redis) -> Iterator[Ear]:
 
 
 @pytest.mark.parametrize(("scene", "expected"), EVENTS.items())
-def test_events_are_sent_in_order_with_plain_values(
-    loud: Worker, ear: Ear, scenes: Any, scene: str, expected: list[str]
-) -> None:
+def test_events_are_sent_in_order_with_plain_values(loud, ear, scenes, scene, expected):
     """Under the worker's name, with the task's id, name and key, as JSON."""
     call = getattr(scenes, scene)()
     wait_until(lambda: ear.types(call.id) == expected, f"{expected}, not {ear.types(call.id)}")
@@ -147,7 +143,7 @@ def test_events_are_sent_in_order_with_plain_values(
         json.dumps(event)
 
 
-def test_events_name_the_holder(loud: Worker, ear: Ear, scenes: Any) -> None:
+def test_events_name_the_holder(loud, ear, scenes):
     """Its task, id, worker and pid; and what became of the call."""
     call = scenes.skip()
     (event,) = wait_until(lambda: ear.of(call.id), "the conflict")
@@ -157,7 +153,7 @@ def test_events_name_the_holder(loud: Worker, ear: Ear, scenes: Any) -> None:
 
 
 @pytest.mark.parametrize("scene", ["skip", "retry", "wait", "take_over", "lapse", "lose"])
-def test_task_that_succeeds_is_shown_as_succeeded(loud: Worker, ear: Ear, scenes: Any, scene: str) -> None:
+def test_task_that_succeeds_is_shown_as_succeeded(loud, ear, scenes, scene):
     """Whatever state an event of ours gave the task in between."""
     call = getattr(scenes, scene)()
     wait_until(lambda: ear.of(call.id), f"an event of {scene}")
@@ -165,9 +161,7 @@ def test_task_that_succeeds_is_shown_as_succeeded(loud: Worker, ear: Ear, scenes
     assert ear.state.tasks[call.id].name in ("tests.watchapp.work", "tests.watchapp.marked")
 
 
-def test_call_that_waits_in_line_is_shown_as_waiting(
-    loud: Worker, ear: Ear, scenes: Any, journal: Journal
-) -> None:
+def test_call_that_waits_in_line_is_shown_as_waiting(loud, ear, scenes, journal):
     """Until it is woken: Celery itself says nothing of a call that is parked."""
     holder, second = scenes.conflict("wait")
     wait_until(lambda: ear.types(second.id)[-1:] == ["task-lock-waiting"], "it waits")
@@ -187,12 +181,12 @@ def assert_loss_is_told(logs: Path, ear: Ear, apart: Callable[[str], Any], pool:
         worker.stop()
 
 
-def test_loss_is_told_by_the_keepers_thread(logs: Path, ear: Ear, apart: Callable[[str], Any]) -> None:
+def test_loss_is_told_by_the_keepers_thread(logs, ear, apart):
     """It sends by a connection of its own."""
     assert_loss_is_told(logs, ear, apart, "threads")
 
 
-def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud: Worker, ear: Ear, scenes: Any) -> None:
+def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud, ear, scenes):
     """The parent frees its lock after Celery has said that it is revoked."""
     call = scenes.holder()
     call.revoke(terminate=True, signal="SIGKILL")
@@ -200,14 +194,14 @@ def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud: Worker, ear: Ear, 
     wait_until(lambda: ear.state.tasks[call.id].state == "LOCK-FREED", "LOCK-FREED")
 
 
-def test_no_event_is_sent_while_events_are_off(quiet: Worker, ear: Ear, apart: Callable[[str], Any]) -> None:
+def test_no_event_is_sent_while_events_are_off(quiet, ear, apart):
     """From no process of the worker, whatever happens."""
     calls = [getattr(apart("quiet"), scene)() for scene in ("skip", "wait", "take_over", "lose", "free")]
     with Ear(ear.app):  # what was sent before its probe has arrived
         assert [ear.of(call.id) for call in calls] == [[]] * 5
 
 
-def test_events_follow_the_remote_control(ear: Ear, apart: Callable[[str], Any], journal: Journal) -> None:
+def test_events_follow_the_remote_control(ear, apart, journal):
     """On with `celery control enable_events`, off with `disable_events`, from the next delivery on."""
     options = {"pool": "threads", "concurrency": 3, "queues": ["remote"]}
     with start_worker(ear.app, **options, perform_ping_check=False, without_heartbeat=False) as worker:
@@ -221,7 +215,7 @@ def test_events_follow_the_remote_control(ear: Ear, apart: Callable[[str], Any],
     assert heard == {None: [], "enable_events": ["task-lock-conflict"], "disable_events": []}
 
 
-def test_failing_broker_costs_one_attempt_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_broker_costs_one_attempt_and_one_line(caplog):
     """Then nothing is tried for a while, and nothing raised."""
     tried = []
 
@@ -242,7 +236,7 @@ def test_failing_broker_costs_one_attempt_and_one_line(caplog: pytest.LogCapture
     assert "t:{task}" in line
 
 
-def test_broker_that_is_away_is_not_waited_for() -> None:
+def test_broker_that_is_away_is_not_waited_for():
     """Celery's own way would try for ever."""
     from celery import Celery
 

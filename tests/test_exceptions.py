@@ -1,7 +1,5 @@
 """Exceptions: they pickle, survive a JSON result, and say what to do."""
 
-from __future__ import annotations
-
 import json
 import pickle
 
@@ -39,7 +37,7 @@ ALL = [
 ]
 
 
-def test_every_exception_is_tried_here() -> None:
+def test_every_exception_is_tried_here():
     """The list above is complete."""
     public = {value for value in vars(celery_setnx).values() if isinstance(value, type)}
     errors = {cls for cls in public if issubclass(cls, Exception)}
@@ -47,7 +45,7 @@ def test_every_exception_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
-def test_exception_pickles(error: SetnxError) -> None:
+def test_exception_pickles(error):
     """Through a pool's pipe and back: same type, message and attributes."""
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
@@ -55,7 +53,7 @@ def test_exception_pickles(error: SetnxError) -> None:
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
-def test_exception_survives_a_json_result(error: SetnxError) -> None:
+def test_exception_survives_a_json_result(error):
     """Through a JSON result backend and back."""
     backend = Backend(app=app_or_default(), serializer="json")
     stored = json.loads(json.dumps(backend.prepare_exception(error)))
@@ -64,7 +62,7 @@ def test_exception_survives_a_json_result(error: SetnxError) -> None:
     assert str(copy) == str(error)
 
 
-def test_messages_name_task_key_holder_and_remedy() -> None:
+def test_messages_name_task_key_holder_and_remedy():
     """Read aloud: what happened, to which task and key, who holds it, what to do."""
     assert str(ALL[3]) == (
         "proj.t is already running: setnx:{proj.t} is held by proj.t[id-1] on w (pid 1), running since now, "

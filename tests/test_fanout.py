@@ -3,8 +3,6 @@
 `FANOUT_CALLS` scales the big ones: 5,000 calls of 50 names by default, 100,000 of 1,000 in CI.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -31,7 +29,7 @@ from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, Unke
 from examples.embedded import EmbeddedServer
 from tests.fanoutapp import BODIES, BROKER_DB, GATE, LOCK_DB, PARKED, QUEUE, STARTED, make_app, make_tasks
 from tests.harness import Worker, wait_until
-from tests.proxy import Action, Proxy
+from tests.proxy import Proxy
 from tests.versions.conditions import (
     BATCHES,
     needs_batches,
@@ -54,7 +52,7 @@ class User(BaseModel):
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """A client of the broker's database, without messages, counted bodies and open gates."""
     with redis.Redis.from_url(server.url(BROKER_DB), decode_responses=True) as client:
         for pattern in (f"{QUEUE}*", f"{PARKED}*", BODIES, STARTED, f"{GATE}:*"):
@@ -63,14 +61,14 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def fan(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> Iterator[SimpleNamespace]:
+def fan(server, locks, broker) -> Iterator[SimpleNamespace]:
     """The tasks of an app of this process."""
     with made(server.url(BROKER_DB), server.url(LOCK_DB)) as tasks:
         yield tasks
 
 
 @pytest.fixture(params=[pytest.param("batches", marks=needs_batches), "singly"])
-def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def sending(request, monkeypatch) -> str:
     """Messages are collected in batches, or sent one by one as by kombu before 5.7."""
     if request.param == "singly":
         monkeypatch.setattr(fanout, "_buffers", lambda producer: False)
@@ -78,7 +76,7 @@ def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="module")
-def fan_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def fan_worker(server, logs) -> Iterator[Worker]:
     """A worker of the queue of this module."""
     worker = Worker(logs, app="tests.fanoutapp", concurrency=HELD, queues=QUEUE)
     yield worker
@@ -93,7 +91,7 @@ def mortal() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def proxy(mortal: EmbeddedServer) -> Iterator[Proxy]:
+def proxy(mortal) -> Iterator[Proxy]:
     """The way to the mortal broker, which is empty."""
     with redis.Redis.from_url(mortal.url()) as client:
         client.flushall()
@@ -102,9 +100,7 @@ def proxy(mortal: EmbeddedServer) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def frail(
-    server: EmbeddedServer, locks: redis.Redis, mortal: EmbeddedServer, proxy: Proxy
-) -> Iterator[SimpleNamespace]:
+def frail(server, locks, mortal, proxy) -> Iterator[SimpleNamespace]:
     """The tasks of an app whose broker may die, by way of the proxy; its locks are safe. With a client."""
     with (
         made(proxy.url(), server.url(LOCK_DB)) as tasks,
@@ -187,9 +183,7 @@ def ended(publisher: subprocess.Popen[str]) -> dict[str, Any]:
 # What becomes of the calls
 
 
-def test_counts_say_what_became_of_all_calls(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
-) -> None:
+def test_counts_say_what_became_of_all_calls(fan, broker, locks, sending):
     """Accepted, duplicates and failed add up, and the queue holds each name once, in order."""
     fan.once.delay("k3")
     result = fan.once.fan_out([*names_to(25), *names_to(25), ("k1", object()), ()], batch_size=10)
@@ -199,9 +193,7 @@ def test_counts_say_what_became_of_all_calls(
     assert marks_left(locks) == {mark_of(fan.once, f"k{number}") for number in range(25)}
 
 
-def test_each_is_told_what_became_of_every_call(
-    fan: SimpleNamespace, broker: redis.Redis, sending: str
-) -> None:
+def test_each_is_told_what_became_of_every_call(fan, broker, sending):
     """Accepted with its own id, duplicate with the id of the queued task, failed with its error."""
     first = fan.once.delay("old").id
     outcomes: list[Any] = []
@@ -223,7 +215,7 @@ def test_each_is_told_what_became_of_every_call(
     assert {told[index].error for index in (0, 1, 4, 5)} == {None}
 
 
-def test_equal_calls_of_a_window_are_one(fan: SimpleNamespace, locks: redis.Redis) -> None:
+def test_equal_calls_of_a_window_are_one(fan, locks):
     """The first of them is sent; the others are its duplicates, and Redis is not asked about them."""
     outcomes: list[Any] = []
     result = fan.once.fan_out([("a", 1), ("a", 2), {"name": "a"}, ("b",)], each=outcomes.append)
@@ -236,16 +228,14 @@ def test_equal_calls_of_a_window_are_one(fan: SimpleNamespace, locks: redis.Redi
     assert locks.get(mark_of(fan.once, "a")) == accepted
 
 
-def test_equal_calls_of_later_windows_are_duplicates(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_equal_calls_of_later_windows_are_duplicates(fan, broker):
     """A window of ten calls forgets nothing that matters: the marks know."""
     result = fan.once.fan_out(names_to(15) * 3, batch_size=1)
     assert counted(result) == (15, 30, 0)
     assert len(set(queued_names(broker))) == len(queued(broker)) == 15
 
 
-def test_duplicate_of_a_running_call_names_its_holder(
-    fan: SimpleNamespace, broker: redis.Redis, fan_worker: Worker
-) -> None:
+def test_duplicate_of_a_running_call_names_its_holder(fan, broker, fan_worker):
     """With until_done a call is a duplicate of the one that runs, though its mark is gone."""
     running = fan.gated.apply_async(["a"], queue=QUEUE)
     wait_until(lambda: broker.sismember(STARTED, "a"), "the body runs")
@@ -257,7 +247,7 @@ def test_duplicate_of_a_running_call_names_its_holder(
     assert running.get(timeout=10) == "a"
 
 
-def test_calls_may_be_tuples_lists_mappings_and_signatures(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
     """Each is sent as apply_async would; of a signature the arguments count."""
     signature = fan.once.signature(("d", 4), {"more": 5}, queue="elsewhere", countdown=9)
     calls = [("a", 1), ["b", 2], {"name": "c", "more": 3}, signature, fan.once.si("e")]
@@ -271,7 +261,7 @@ def test_calls_may_be_tuples_lists_mappings_and_signatures(fan: SimpleNamespace,
     ]
 
 
-def test_call_that_the_iterable_uses_again_is_its_own(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_call_that_the_iterable_uses_again_is_its_own(fan, broker):
     """A list or mapping that changes after it was drawn is sent as it was."""
 
     def calls() -> Iterator[Any]:
@@ -289,7 +279,7 @@ def test_call_that_the_iterable_uses_again_is_its_own(fan: SimpleNamespace, brok
     ["text", b"bytes", 7, None, {"a"}, pytest.param(object(), id="object"), {1: 2}, {"nobody": 1}, []],
     ids=repr,
 )
-def test_wrong_call_fails_alone(fan: SimpleNamespace, broker: redis.Redis, wrong: Any) -> None:
+def test_wrong_call_fails_alone(fan, broker, wrong):
     """What cannot be called with fails with a TypeError, and the others go on."""
     result = fan.once.fan_out([("a",), wrong, ("b",)])
     assert counted(result) == (2, 0, 1)
@@ -297,7 +287,7 @@ def test_wrong_call_fails_alone(fan: SimpleNamespace, broker: redis.Redis, wrong
     assert queued_names(broker) == ["a", "b"]
 
 
-def test_signature_of_another_task_fails_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_signature_of_another_task_fails_alone(fan, broker):
     """A signature of another task, or a chain, is never sent as a call of this one."""
     chain = fan.once.si("c") | fan.once.si("d")
     result = fan.once.fan_out([("a",), fan.free.si("b"), chain, ("e",)])
@@ -306,7 +296,7 @@ def test_signature_of_another_task_fails_alone(fan: SimpleNamespace, broker: red
     assert queued_names(broker) == ["a", "e"]
 
 
-def test_unkeyable_call_fails_alone(fan: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_unkeyable_call_fails_alone(fan, caplog):
     """A call without a key is not sent; the first error is kept, and one log line sums up."""
     result = fan.once.fan_out([("a",), (object(),), (object(),), ("b",)])
     assert counted(result) == (2, 0, 2)
@@ -315,9 +305,7 @@ def test_unkeyable_call_fails_alone(fan: SimpleNamespace, caplog: pytest.LogCapt
     assert line.startswith("2 of 4 calls of fan.once could not be sent. The first: Cannot compute")
 
 
-def test_unserializable_call_fails_alone_and_frees_its_mark(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
-) -> None:
+def test_unserializable_call_fails_alone_and_frees_its_mark(fan, broker, locks, sending):
     """It has a key and no message: at any place of a batch it is left out, and may be sent again at once."""
     calls = [("bad0", object()), ("a",), ("bad1", {1, object()}), ("b",), ("bad2", object())]
     result = fan.once.fan_out(calls, batch_size=3)
@@ -327,14 +315,14 @@ def test_unserializable_call_fails_alone_and_frees_its_mark(
     assert counted(fan.once.fan_out([("bad0", 1), ("bad1",), ("bad2",)])) == (3, 0, 0)
 
 
-def test_unserializable_call_leaves_its_equals_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_unserializable_call_leaves_its_equals_alone(fan, broker):
     """The key is the name alone: a call of the same name that can be sent is sent."""
     result = fan.once.fan_out([("a", object()), ("a", 1), ("b",)])
     assert counted(result) == (2, 0, 1)
     assert queued_names(broker) == ["a", "b"]
 
 
-def test_call_whose_key_raises_anything_fails_alone(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_call_whose_key_raises_anything_fails_alone(fan, broker):
     """An argument that holds itself has no key (RecursionError); the other calls are sent."""
     endless: list[Any] = []
     endless.append(endless)
@@ -343,7 +331,7 @@ def test_call_whose_key_raises_anything_fails_alone(fan: SimpleNamespace, broker
     assert queued_names(broker) == ["a", "b"]
 
 
-def test_no_calls_are_no_work(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_no_calls_are_no_work(fan, broker):
     """An empty iterable is no error."""
     progress: list[Any] = []
     assert counted(fan.once.fan_out([], progress=progress.append)) == (0, 0, 0)
@@ -351,9 +339,7 @@ def test_no_calls_are_no_work(fan: SimpleNamespace, broker: redis.Redis) -> None
     assert queued(broker) == []
 
 
-def test_without_dedupe_every_call_is_sent(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
-) -> None:
+def test_without_dedupe_every_call_is_sent(fan, broker, locks, sending):
     """Equal calls too; each has its key in the header, and nothing is marked."""
     result = fan.free.fan_out([("a",), ("b",), ("a",)] * 5, batch_size=4)
     assert counted(result) == (15, 0, 0)
@@ -365,9 +351,7 @@ def test_without_dedupe_every_call_is_sent(
     assert marks_left(locks) == set()
 
 
-def test_dedupe_may_be_chosen_for_one_fan_out(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
-) -> None:
+def test_dedupe_may_be_chosen_for_one_fan_out(fan, broker, locks):
     """`singleton=` is that of apply_async: it travels with every call."""
     result = fan.free.fan_out([("a",), ("a",), ("b",)], singleton={"dedupe": "until_done", "scope": "own"})
     assert counted(result) == (2, 1, 0)
@@ -377,7 +361,7 @@ def test_dedupe_may_be_chosen_for_one_fan_out(
 
 
 @needs_dumped_models
-def test_pydantic_models_are_keyed_as_the_worker_sees_them(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_pydantic_models_are_keyed_as_the_worker_sees_them(fan, broker):
     """A model, and what it is dumped to, are the same call; so are fan_out's and delay's."""
 
     def handle(user: User) -> None: ...
@@ -397,7 +381,7 @@ def test_pydantic_models_are_keyed_as_the_worker_sees_them(fan: SimpleNamespace,
     assert [message["body"][0] for message in queued(broker)] == [[{"id": 1}], [{"id": 2}]]
 
 
-def test_eager_fan_out_runs_every_call(server: EmbeddedServer, broker: redis.Redis) -> None:
+def test_eager_fan_out_runs_every_call(server, broker):
     """With task_always_eager nothing is marked and nothing is sent: every call runs where it is."""
     with made(server.url(BROKER_DB), server.url(LOCK_DB), task_always_eager=True) as eager:
         assert counted(eager.once.fan_out([("a",), ("a",), ("b",)])) == (3, 0, 0)
@@ -411,7 +395,7 @@ def test_eager_fan_out_runs_every_call(server: EmbeddedServer, broker: redis.Red
 @pytest.mark.parametrize(
     "option", ["task_id", "group_id", "chord", "chain", "retries", "link", "link_error", "producer", "shadow"]
 )
-def test_option_of_a_single_call_is_refused(fan: SimpleNamespace, broker: redis.Redis, option: str) -> None:
+def test_option_of_a_single_call_is_refused(fan, broker, option):
     """What can belong to one call only is refused before anything is drawn."""
 
     def never() -> Iterator[Any]:
@@ -423,7 +407,7 @@ def test_option_of_a_single_call_is_refused(fan: SimpleNamespace, broker: redis.
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "10", None])
-def test_batch_size_must_be_a_positive_int(fan: SimpleNamespace, size: Any) -> None:
+def test_batch_size_must_be_a_positive_int(fan, size):
     """Anything else is refused with its value."""
     with pytest.raises(OptionError, match="batch_size must be an int of 1 or more"):
         fan.once.fan_out([("a",)], batch_size=size)
@@ -439,13 +423,13 @@ def test_batch_size_must_be_a_positive_int(fan: SimpleNamespace, size: Any) -> N
     ],
     ids=str,
 )
-def test_bad_singleton_options_are_refused(fan: SimpleNamespace, options: dict[str, Any]) -> None:
+def test_bad_singleton_options_are_refused(fan, options):
     """Unknown, malformed, or not able to travel: refused once, not once for every call."""
     with pytest.raises(OptionError):
         fan.once.fan_out([("a",), ("b",)], singleton=options)
 
 
-def test_celerys_own_task_is_refused(server: EmbeddedServer) -> None:
+def test_celerys_own_task_is_refused(server):
     """A task of Celery's own has no guard, and no fan-out."""
     from celery import Celery
 
@@ -454,7 +438,7 @@ def test_celerys_own_task_is_refused(server: EmbeddedServer) -> None:
         app.tasks["celery.accumulate"].fan_out([(1,)])
 
 
-def test_options_apply_to_all_calls(fan: SimpleNamespace, broker: redis.Redis, sending: str) -> None:
+def test_options_apply_to_all_calls(fan, broker, sending):
     """Queue, headers, priority, time limits, eta and expiry stand in every message."""
     before = datetime.now(timezone.utc)
     result = fan.once.fan_out(
@@ -492,9 +476,7 @@ def test_options_apply_to_all_calls(fan: SimpleNamespace, broker: redis.Redis, s
     ],
     ids=str,
 )
-def test_marks_last_for_the_queue_lease(
-    fan: SimpleNamespace, locks: redis.Redis, options: dict[str, Any], lease: int
-) -> None:
+def test_marks_last_for_the_queue_lease(fan, locks, options, lease):
     """Beyond the countdown, and not past the expiry: as with a single call."""
     fan.once.fan_out(names_to(5), batch_size=2, **options)
     leases = [locks.pttl(name) for name in marks_left(locks)]
@@ -502,9 +484,7 @@ def test_marks_last_for_the_queue_lease(
     assert all((lease - 15) * 1000 < left <= lease * 1000 for left in leases)
 
 
-def test_marks_do_not_outlive_the_expiry_of_the_task(
-    fan: SimpleNamespace, locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_do_not_outlive_the_expiry_of_the_task(fan, locks, monkeypatch):
     """Where the options do not say when the calls expire, the task may."""
     monkeypatch.setattr(fan.once, "expires", 100)
     fan.once.fan_out(names_to(5))
@@ -512,13 +492,13 @@ def test_marks_do_not_outlive_the_expiry_of_the_task(
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_retry_option_applies_to_all_calls(fan: SimpleNamespace, broker: redis.Redis, value: bool) -> None:
+def test_retry_option_applies_to_all_calls(fan, broker, value):
     """`retry` is an option of apply_async like any other."""
     assert counted(fan.once.fan_out(names_to(5), retry=value)) == (5, 0, 0)
 
 
 @pytest.mark.parametrize("option", ["args", "kwargs", "connection", "publisher"])
-def test_option_that_a_fan_out_cannot_honour_is_refused(fan: SimpleNamespace, option: str) -> None:
+def test_option_that_a_fan_out_cannot_honour_is_refused(fan, option):
     """Arguments come with the calls, and the connection is the app's."""
     with pytest.raises(OptionError):
         fan.once.fan_out(names_to(3), **{option: None if option == "connection" else ()})
@@ -527,7 +507,7 @@ def test_option_that_a_fan_out_cannot_honour_is_refused(fan: SimpleNamespace, op
 # At the worker
 
 
-def test_results_can_be_fetched(fan: SimpleNamespace, fan_worker: Worker) -> None:
+def test_results_can_be_fetched(fan, fan_worker):
     """Nothing subscribes to the results when the calls are sent, and yet they are there."""
     outcomes: list[Any] = []
     fan.once.fan_out([(f"k{n}", n) for n in range(20)], each=outcomes.append, queue=QUEUE, batch_size=7)
@@ -544,9 +524,7 @@ def test_results_can_be_fetched(fan: SimpleNamespace, fan_worker: Worker) -> Non
         pytest.param("silent", {"ignore_result": False}, "SUCCESS", marks=needs_ignore_result_of_a_call),
     ],
 )
-def test_result_is_ignored_as_the_task_or_the_option_says(
-    fan: SimpleNamespace, fan_worker: Worker, task: str, options: dict[str, Any], state: str
-) -> None:
+def test_result_is_ignored_as_the_task_or_the_option_says(fan, fan_worker, task, options, state):
     """The nearest wins, as with apply_async; the first of a batch is no exception."""
     outcomes: list[Any] = []
     getattr(fan, task).fan_out([("a",), ("b",)], each=outcomes.append, queue=QUEUE, **options)
@@ -555,7 +533,7 @@ def test_result_is_ignored_as_the_task_or_the_option_says(
         assert fan.app.AsyncResult(outcome.task_id).state == state
 
 
-def test_task_may_fan_out(fan: SimpleNamespace, broker: redis.Redis, fan_worker: Worker) -> None:
+def test_task_may_fan_out(fan, broker, fan_worker):
     """Its calls know their parent; it does not keep them all as its children."""
     parent = fan.spread.apply_async([30], queue=QUEUE)
     assert parent.get(timeout=10) == [30, 0, 0]
@@ -563,9 +541,7 @@ def test_task_may_fan_out(fan: SimpleNamespace, broker: redis.Redis, fan_worker:
     assert {message["headers"]["parent_id"] for message in queued(broker)} == {parent.id}
 
 
-def test_calls_of_few_names_run_once_each(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, fan_worker: Worker
-) -> None:
+def test_calls_of_few_names_run_once_each(fan, broker, locks, fan_worker):
     """FANOUT_CALLS calls while real processes run their bodies: exactly one body per name.
 
     A body runs until all calls of its name are settled, and until then every other call of it is a duplicate,
@@ -613,7 +589,7 @@ def test_calls_of_few_names_run_once_each(
 # Streams
 
 
-def test_progress_is_told_after_every_batch(fan: SimpleNamespace) -> None:
+def test_progress_is_told_after_every_batch(fan):
     """The counts so far, the last time with all calls of the iterable."""
     seen: list[tuple[int, int, int]] = []
     calls = [*names_to(7), *names_to(7), ()]
@@ -623,7 +599,7 @@ def test_progress_is_told_after_every_batch(fan: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("names", "window"), [(FOREVER, 100), (1, 1000)])
-def test_iterable_is_drawn_as_it_is_needed(fan: SimpleNamespace, names: int, window: int) -> None:
+def test_iterable_is_drawn_as_it_is_needed(fan, names, window):
     """At most ten batches of distinct calls are drawn ahead, or a hundred times the calls of one."""
     drawn = 0
     ahead: list[int] = []
@@ -650,7 +626,7 @@ def test_iterable_is_drawn_as_it_is_needed(fan: SimpleNamespace, names: int, win
     assert max(ahead) == window
 
 
-def test_slow_iterable_does_not_keep_its_calls_waiting(fan: SimpleNamespace, broker: redis.Redis) -> None:
+def test_slow_iterable_does_not_keep_its_calls_waiting(fan, broker):
     """A window that is not full is sent when it is a second old and the next call comes."""
     began = time.monotonic()
     sent_after: list[float] = []
@@ -667,9 +643,7 @@ def test_slow_iterable_does_not_keep_its_calls_waiting(fan: SimpleNamespace, bro
     assert sent_after[0] >= 1.0
 
 
-def test_many_calls_take_no_more_memory(
-    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
-) -> None:
+def test_many_calls_take_no_more_memory(server, locks, broker):
     """Of thousands of calls, sent or duplicates, nothing is kept: no object for every tenth of them."""
     calls = max(20_000, CALLS)
     process = publisher(
@@ -686,9 +660,7 @@ def test_many_calls_take_no_more_memory(
     assert counts["grown"] < calls // 25
 
 
-def test_publishers_at_once_queue_every_call_once(
-    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
-) -> None:
+def test_publishers_at_once_queue_every_call_once(server, locks, broker):
     """Four processes fan out the same calls in another order: each is queued once, by one of them."""
     publishers = [
         publisher(
@@ -707,9 +679,7 @@ def test_publishers_at_once_queue_every_call_once(
 # What ends it early
 
 
-def test_iterable_that_raises_ends_the_fan_out(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, sending: str
-) -> None:
+def test_iterable_that_raises_ends_the_fan_out(fan, broker, locks, sending):
     """What was drawn and not sent is counted, has no mark, and is sent by a second run."""
 
     def broken() -> Iterator[Any]:
@@ -726,7 +696,7 @@ def test_iterable_that_raises_ends_the_fan_out(
     assert counted(fan.once.fan_out(names_to(102))) == (2, 100, 0)
 
 
-def test_interrupt_is_no_failure(fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis) -> None:
+def test_interrupt_is_no_failure(fan, broker, locks):
     """Ctrl-C comes through as it is; the queue and the marks agree."""
 
     def interrupted() -> Iterator[Any]:
@@ -742,9 +712,7 @@ BROKEN_AT = [0, 1, 50, 99, 100, 101, 150, 199, 249]
 
 
 @pytest.mark.parametrize("passed", BROKEN_AT)
-def test_broker_that_dies_between_messages_leaves_exact_counts(
-    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis, sending: str, passed: int
-) -> None:
+def test_broker_that_dies_between_messages_leaves_exact_counts(frail, proxy, locks, sending, passed):
     """Cut off after so many messages: all is counted, and a second run sends what was not sent."""
     calls = [*names_to(250), *names_to(250)]
     fault = proxy.arm("cut_before", containing=b"LPUSH", skip=passed, times=FOREVER)
@@ -777,9 +745,7 @@ def test_broker_that_dies_between_messages_leaves_exact_counts(
 
 
 @needs_batches
-def test_broker_whose_reply_is_lost_makes_the_batch_uncertain(
-    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis
-) -> None:
+def test_broker_whose_reply_is_lost_makes_the_batch_uncertain(frail, proxy, locks):
     """The batch was taken, and nobody said so: it is uncertain, not unsent, and its calls are free again."""
     with proxy.fault("drop_reply", containing=b"LPUSH", skip=150, times=FOREVER):
         error = failure(lambda: frail.once.fan_out(names_to(250), batch_size=100))
@@ -791,9 +757,7 @@ def test_broker_whose_reply_is_lost_makes_the_batch_uncertain(
 
 
 @pytest.mark.parametrize("passed", [100, 150])
-def test_single_message_whose_reply_is_lost_is_uncertain(
-    frail: SimpleNamespace, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, passed: int
-) -> None:
+def test_single_message_whose_reply_is_lost_is_uncertain(frail, proxy, monkeypatch, passed):
     """The first of a batch, or any message without batches: the broker has taken it, it is not unsent."""
     if passed == 150:
         monkeypatch.setattr(fanout, "_buffers", lambda producer: False)
@@ -804,7 +768,7 @@ def test_single_message_whose_reply_is_lost_is_uncertain(
 
 
 @needs_batches
-def test_failed_call_of_an_uncertain_batch_is_counted_once(frail: SimpleNamespace, proxy: Proxy) -> None:
+def test_failed_call_of_an_uncertain_batch_is_counted_once(frail, proxy):
     """It was left out of the batch, so its fate is known."""
     calls = [*names_to(5), ("bad", object()), ("bad",), ("k5",)]
     with proxy.fault("cut_before", containing=b"LPUSH", skip=3, times=FOREVER):
@@ -812,7 +776,7 @@ def test_failed_call_of_an_uncertain_batch_is_counted_once(frail: SimpleNamespac
     assert (error.accepted, error.failed, error.uncertain, error.not_sent) == (1, 1, 6, 0)
 
 
-def test_connection_that_was_cut_comes_back(frail: SimpleNamespace, proxy: Proxy, sending: str) -> None:
+def test_connection_that_was_cut_comes_back(frail, proxy, sending):
     """A connection that dies between batches is no end: the first message of a batch is sent again."""
 
     def cut(_counts: Any) -> None:
@@ -823,9 +787,7 @@ def test_connection_that_was_cut_comes_back(frail: SimpleNamespace, proxy: Proxy
     assert queued_names(frail.broker) == [name for (name,) in names_to(50)]
 
 
-def test_broker_that_is_killed_ends_the_fan_out(
-    frail: SimpleNamespace, mortal: EmbeddedServer, locks: redis.Redis
-) -> None:
+def test_broker_that_is_killed_ends_the_fan_out(frail, mortal, locks):
     """kill -9 after the second batch; when it is back, a second run sends what was not sent."""
 
     def kill(counts: Any) -> None:
@@ -843,9 +805,7 @@ def test_broker_that_is_killed_ends_the_fan_out(
     assert queued_names(frail.broker) == [f"k{number}" for number in range(20, 50)]
 
 
-def test_publisher_that_is_killed_leaves_marks_for_the_grace_only(
-    server: EmbeddedServer, locks: redis.Redis, frail: SimpleNamespace, proxy: Proxy
-) -> None:
+def test_publisher_that_is_killed_leaves_marks_for_the_grace_only(server, locks, frail, proxy):
     """kill -9 amid the second batch: its marks lapse, those of the first stay, and the rest can be sent."""
     fault = proxy.arm("stall", containing=b"LPUSH", skip=150, times=FOREVER)
     process = publisher(broker=proxy.url(), locks=server.url(LOCK_DB), calls=250, batch_size=100, grace=1.0)
@@ -863,9 +823,7 @@ def test_publisher_that_is_killed_leaves_marks_for_the_grace_only(
     assert set(queued_names(frail.broker)) == set(range(250))
 
 
-def test_marks_are_taken_for_the_grace_at_first(
-    frail: SimpleNamespace, proxy: Proxy, locks: redis.Redis
-) -> None:
+def test_marks_are_taken_for_the_grace_at_first(frail, proxy, locks):
     """While the messages are on their way, their marks last for ten seconds, or for a shorter queue lease."""
     seen: dict[str, list[int]] = {}
 
@@ -892,9 +850,7 @@ def test_marks_are_taken_for_the_grace_at_first(
 # The lock server
 
 
-def test_lock_server_that_is_down_lets_all_calls_be_sent(
-    server: EmbeddedServer, broker: redis.Redis, locks: redis.Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lock_server_that_is_down_lets_all_calls_be_sent(server, broker, locks, caplog):
     """Unmarked, with one warning for all batches; equal calls of a window are one all the same."""
     proxy = Proxy(server.port)
     proxy.close()
@@ -906,9 +862,7 @@ def test_lock_server_that_is_down_lets_all_calls_be_sent(
     assert "The fan-out of fan.once goes on" in warning
 
 
-def test_lock_server_that_dies_amid_a_fan_out_does_not_end_it(
-    server: EmbeddedServer, broker: redis.Redis, locks: redis.Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lock_server_that_dies_amid_a_fan_out_does_not_end_it(server, broker, locks, caplog):
     """What was marked stays marked; the rest is sent unmarked, with one warning."""
     with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
         proxy.arm("cut_before", containing=marks._MARK.sha.encode(), skip=10, times=FOREVER)
@@ -919,13 +873,7 @@ def test_lock_server_that_dies_amid_a_fan_out_does_not_end_it(
 
 
 @pytest.mark.parametrize("action", ["cut_before", "drop_reply"])
-def test_marks_that_cannot_be_extended_lapse_by_themselves(
-    server: EmbeddedServer,
-    broker: redis.Redis,
-    locks: redis.Redis,
-    caplog: pytest.LogCaptureFixture,
-    action: Action,
-) -> None:
+def test_marks_that_cannot_be_extended_lapse_by_themselves(server, broker, locks, caplog, action):
     """The calls are sent and counted, with one warning; no mark is without its lease."""
     with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
         proxy.arm(action, containing=marks._EXTEND.sha.encode(), times=FOREVER)
@@ -937,9 +885,7 @@ def test_marks_that_cannot_be_extended_lapse_by_themselves(
     assert sum(r.levelname == "WARNING" for r in caplog.records) == 1
 
 
-def test_scripts_that_the_server_has_forgotten_are_sent_again(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
-) -> None:
+def test_scripts_that_the_server_has_forgotten_are_sent_again(fan, broker, locks):
     """SCRIPT FLUSH between batches changes nothing."""
     result = fan.once.fan_out(names_to(50) * 2, batch_size=2, progress=lambda counts: locks.script_flush())
     assert counted(result) == (50, 50, 0)
@@ -953,7 +899,7 @@ def refuse(fan: SimpleNamespace, locks: redis.Redis, name: str) -> None:
     locks.expire(mark_of(fan.once, name), 60)
 
 
-def test_lock_server_that_refuses_is_told_as_it_is(fan: SimpleNamespace, locks: redis.Redis) -> None:
+def test_lock_server_that_refuses_is_told_as_it_is(fan, locks):
     """It is the cause of the error that says what was sent."""
     refuse(fan, locks, "k5")
     error = failure(lambda: fan.once.fan_out(names_to(10)))
@@ -961,9 +907,7 @@ def test_lock_server_that_refuses_is_told_as_it_is(fan: SimpleNamespace, locks: 
     assert (error.accepted, error.not_sent) == (0, 10)
 
 
-def test_batch_that_is_refused_leaves_no_marks(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis
-) -> None:
+def test_batch_that_is_refused_leaves_no_marks(fan, broker, locks):
     """Nothing was sent, so nothing is marked, and may be sent again at once."""
     refuse(fan, locks, "k5")
     with pytest.raises((FanOutFailed, LockRefused)):
@@ -991,9 +935,7 @@ def raising_on(state: str) -> Callable[[Any], None]:
         ("failed", 1 if BATCHES else 5),
     ],
 )
-def test_each_that_raises_ends_the_fan_out_with_exact_counts(
-    fan: SimpleNamespace, broker: redis.Redis, locks: redis.Redis, state: str, accepted: int
-) -> None:
+def test_each_that_raises_ends_the_fan_out_with_exact_counts(fan, broker, locks, state, accepted):
     """Queue, counts and marks agree, whatever the callback does amid a batch."""
     fan.once.delay("old")
     calls = [*names_to(5), ("old",), ("bad", object()), *names_to(10)[5:]]
@@ -1006,9 +948,7 @@ def test_each_that_raises_ends_the_fan_out_with_exact_counts(
     assert error.accepted == accepted
 
 
-def test_eta_that_cannot_be_read_is_told_before_anything_is_sent(
-    fan: SimpleNamespace, broker: redis.Redis
-) -> None:
+def test_eta_that_cannot_be_read_is_told_before_anything_is_sent(fan, broker):
     """Celery passes a text on as it is; the lease of the mark needs to know what it means."""
     with pytest.raises((FanOutFailed, ValueError)):
         fan.once.fan_out(names_to(5), eta="tomorrow")

@@ -1,13 +1,10 @@
 """A fork waits for the threads that work beside it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,7 @@ def exit_code_of_fork(child: object) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_fork_waits_until_a_thread_is_done() -> None:
+def test_fork_waits_until_a_thread_is_done():
     """The child is born after the work that was going on."""
     begun, done = threading.Event(), threading.Event()
 
@@ -42,7 +39,7 @@ def test_fork_waits_until_a_thread_is_done() -> None:
     thread.join()
 
 
-def test_fork_waits_for_a_bounded_time() -> None:
+def test_fork_waits_for_a_bounded_time():
     """A thread that waits for a dead server keeps no pool from growing; the next one may enter."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -63,7 +60,7 @@ def test_fork_waits_for_a_bounded_time() -> None:
         pass
 
 
-def test_child_may_fork_though_its_parents_thread_was_within() -> None:
+def test_child_may_fork_though_its_parents_thread_was_within():
     """What is within in the parent is not in the child."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -85,7 +82,7 @@ def test_child_may_fork_though_its_parents_thread_was_within() -> None:
     thread.join()
 
 
-def test_children_can_log_whatever_a_thread_of_their_parent_logs(tmp_path: Path) -> None:
+def test_children_can_log_whatever_a_thread_of_their_parent_logs(tmp_path):
     """Without the wait about every thirtieth child hangs on the log file's lock."""
     log = logging.Logger("forks")  # no other test silences it
     handler = logging.FileHandler(tmp_path / "log")

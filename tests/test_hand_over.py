@@ -1,7 +1,5 @@
 """A lock that was handed to a call whose wake-up is late: who may take it, and what is said of it."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 
@@ -32,7 +30,7 @@ def let_go(lock: SetnxLock) -> Any:
     return lock.heir
 
 
-def test_woken_call_takes_a_lock_that_is_kept_for_another(locks: redis.Redis) -> None:
+def test_woken_call_takes_a_lock_that_is_kept_for_another(locks):
     """Its wake-up came after its turn was over: it runs now, before the other, and the other next."""
     lock = SetnxLock(locks, "t:{late}", lease=HAND_OVER_S, line=True)
     for since, task_id in enumerate(("first", "second"), 1):
@@ -48,7 +46,7 @@ def test_woken_call_takes_a_lock_that_is_kept_for_another(locks: redis.Redis) ->
 
 
 @pytest.mark.parametrize("info", [COURIER, {"task": "a", "task_id": "b"}, {}])
-def test_holder_says_who_it_is(info: dict[str, Any]) -> None:
+def test_holder_says_who_it_is(info):
     """Whatever it knows of itself: a courier names its task, and has no id."""
     assert str(Holder("token", 1.0, 1, "running", 1.0, info)).endswith(
         "running since 1970-01-01 00:00:01 UTC"

@@ -1,7 +1,5 @@
 """The tutorial and the how-to pages: every command as it is printed, and what they claim of real workers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -26,7 +24,7 @@ from celery.result import AsyncResult
 from celery_setnx import FanOutFailed
 from examples.embedded import EmbeddedServer
 from tests.docs.pages import DOCS, Block, blocks
-from tests.harness import DEADLINE_S, Journal, Worker, wait_until
+from tests.harness import DEADLINE_S, Worker, wait_until
 from tests.versions.conditions import LOSES_RESULTS
 
 PAGE_DB = 14
@@ -203,13 +201,13 @@ def _tools(directory: Path) -> Path:
 
 
 @pytest.fixture
-def reader(server: EmbeddedServer, tmp_path: Path) -> Iterator[Reader]:
+def reader(server, tmp_path) -> Iterator[Reader]:
     """Who follows a page, on an empty server, from an empty directory."""
     yield from reading(server, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def shop(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def shop(server, tmp_path_factory) -> Iterator[Reader]:
     """Who has followed the page of the operator's lock; its worker still runs."""
     for reader in reading(server, tmp_path_factory.mktemp("shop")):
         reader.read("operators-lock")
@@ -227,7 +225,7 @@ def reading(server: EmbeddedServer, directory: Path) -> Iterator[Reader]:
 
 
 @pytest.fixture
-def asked(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def asked(server) -> Iterator[redis.Redis]:
     """A client of the page's server."""
     with redis.Redis.from_url(server.url(PAGE_DB), decode_responses=True) as client:
         yield client
@@ -243,18 +241,18 @@ def commands_of(page: str) -> list[str]:
 
 
 @pytest.mark.timeout(400)  # with the wheel it makes an environment of its own
-def test_tutorial_goes_as_printed(reader: Reader) -> None:
+def test_tutorial_goes_as_printed(reader):
     """From an empty directory to a deduplicated fan-out: every file, every command, every answer."""
     reader.read("tutorial")
     assert reader.ran == commands_of("tutorial")
 
 
-def test_operators_lock_goes_as_printed(shop: Reader) -> None:
+def test_operators_lock_goes_as_printed(shop):
     """Every command, every answer."""
     assert shop.ran[: len(commands_of("operators-lock"))] == commands_of("operators-lock")
 
 
-def test_operators_lock_that_is_forgotten_is_taken_over(shop: Reader, asked: redis.Redis) -> None:
+def test_operators_lock_that_is_forgotten_is_taken_over(shop, asked):
     """By a call that waits for it, and the log says so."""
     assert asked.set("setnx:{ledger}", int(asked.time()[0]) + 1, nx=True)
     shop.run("celery -A shop call shop.bill --args '[\"2026-11-23\"]'")
@@ -263,7 +261,7 @@ def test_operators_lock_that_is_forgotten_is_taken_over(shop: Reader, asked: red
     wait_until(lambda: re.search(took_over, shop.log_text()), f"{took_over} in {shop.log}")
 
 
-def test_operators_lock_of_a_keyed_task_is_for_one_key(shop: Reader, asked: redis.Redis) -> None:
+def test_operators_lock_of_a_keyed_task_is_for_one_key(shop, asked):
     """`setnx:{shop.sync}` locks nothing; the name that `show` says locks one customer."""
     shop.run("celery -A shop setnx show shop.sync 42")
     shown = re.search(r"^key +(\S+)$", shop.said, re.MULTILINE)
@@ -282,7 +280,7 @@ def test_operators_lock_of_a_keyed_task_is_for_one_key(shop: Reader, asked: redi
 
 
 @pytest.fixture
-def pages(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Iterator[ModuleType]:
+def pages(server, locks, journal) -> Iterator[ModuleType]:
     """The pages' tasks. Nothing is queued, and no table has a row."""
     from tests import howtoapp
 
@@ -293,7 +291,7 @@ def pages(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Itera
 
 
 @pytest.fixture(scope="module")
-def started(server: EmbeddedServer, logs: Path) -> Iterator[list[Worker]]:
+def started(server, logs) -> Iterator[list[Worker]]:
     """The worker of the pages' tasks, once a test has asked for it."""
     workers: list[Worker] = []
     yield workers
@@ -302,7 +300,7 @@ def started(server: EmbeddedServer, logs: Path) -> Iterator[list[Worker]]:
 
 
 @pytest.fixture
-def working(pages: ModuleType, started: list[Worker], logs: Path) -> ModuleType:
+def working(pages, started, logs) -> ModuleType:
     """The pages' tasks, and a worker that runs them."""
     if not started:
         started.append(Worker(logs, "tests.howtoapp", concurrency=3, queues="howto"))
@@ -323,19 +321,19 @@ def shown_by(page: str) -> list[str]:
     return [block.text for block in blocks((DOCS / f"{page}.md").read_text()) if block.language == "text"]
 
 
-def test_every_block_is_run(pages: ModuleType) -> None:
+def test_every_block_is_run(pages):
     """Blocks that define nothing are run by a test of their page; there is none for other pages."""
     assert [page for page in pages.PAGES if pages.rest(page)] == ["fan-out", "one-pending"]
 
 
-def test_fan_out_says_what_the_page_shows(pages: ModuleType) -> None:
+def test_fan_out_says_what_the_page_shows(pages):
     """The counts, and what became of each call, as printed; no worker has run anything yet."""
     names = pages.defined("fan-out", pages.make_app(task_default_queue="parked"))
     said = [text for block in pages.rest("fan-out") if (text := said_by("fan-out", block, names))]
     assert said == shown_by("fan-out")
 
 
-def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages: ModuleType) -> None:
+def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages):
     """`FanOutFailed`, with the counts that the page prints; afterwards the same calls are sent."""
     nowhere = pages.make_app(
         NOWHERE,
@@ -351,7 +349,7 @@ def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages: ModuleType) -> Non
     assert names["refresh_touched"]().accepted == len(set(pages.TOUCHED))
 
 
-def test_collected_changes_are_one_call(pages: ModuleType, locks: redis.Redis) -> None:
+def test_collected_changes_are_one_call(pages, locks):
     """With a countdown the call is queued for so much longer, and further changes are duplicates."""
     names = pages.defined("one-pending", pages.make_app(task_default_queue="parked"))
     reindex = names["reindex"]
@@ -362,7 +360,7 @@ def test_collected_changes_are_one_call(pages: ModuleType, locks: redis.Redis) -
     assert names["save"](7, "somewhere else").deduplicated
 
 
-def test_fan_out_from_a_task_runs_each_account_once(working: ModuleType, journal: Journal) -> None:
+def test_fan_out_from_a_task_runs_each_account_once(working, journal):
     """What `refresh_all` returns is how many calls it has queued; each runs once."""
     assert working.NAMES["fan-out"]["refresh_all"].delay().get(timeout=DEADLINE_S) == 3
     journal.wait_for("run", 3, task="fan_out.refresh")
@@ -370,9 +368,7 @@ def test_fan_out_from_a_task_runs_each_account_once(working: ModuleType, journal
     assert sorted(run["args"] for run in runs) == [[n, "nightly"] for n in sorted(set(working.TOUCHED))]
 
 
-def test_change_during_a_run_is_seen_by_one_more_run(
-    working: ModuleType, journal: Journal, gates: Any
-) -> None:
+def test_change_during_a_run_is_seen_by_one_more_run(working, journal, gates):
     """Fifty changes after the run has read: one call is pending, and it reads the last of them."""
     save, account = working.NAMES["one-pending"]["save"], "gated"
     first = save(account, 0)
@@ -387,7 +383,7 @@ def test_change_during_a_run_is_seen_by_one_more_run(
     assert [entry["value"] for entry in journal.entries(what="read", row=account)] == ["0", "50"]
 
 
-def test_changes_by_many_at_once_are_all_seen(working: ModuleType, journal: Journal) -> None:
+def test_changes_by_many_at_once_are_all_seen(working, journal):
     """Whatever meets whatever, in the end the index is what the accounts are."""
     save = working.NAMES["one-pending"]["save"]
 
@@ -406,9 +402,7 @@ def test_changes_by_many_at_once_are_all_seen(working: ModuleType, journal: Jour
     assert len(journal.entries(what="run", task="one_pending.reindex")) <= 160
 
 
-def test_flask_answers_with_the_task_that_is_under_way(
-    working: ModuleType, journal: Journal, gates: Any
-) -> None:
+def test_flask_answers_with_the_task_that_is_under_way(working, journal, gates):
     """Queued or running, a second request gets the first one's id; afterwards there is a new one."""
     client = working.NAMES["web"]["web"].test_client()
     assert client.get("/reports/gated-1").json == {"running": False}
@@ -432,7 +426,7 @@ def test_flask_answers_with_the_task_that_is_under_way(
     AsyncResult(again.json["task"], app=working.app).get(timeout=DEADLINE_S)
 
 
-def test_flask_says_try_again_later_without_a_server(pages: ModuleType) -> None:
+def test_flask_says_try_again_later_without_a_server(pages):
     """Neither broker nor lock server answers: 503, and nothing hangs."""
     app = pages.make_app(
         NOWHERE,
@@ -445,7 +439,7 @@ def test_flask_says_try_again_later_without_a_server(pages: ModuleType) -> None:
     assert client.get("/reports/1").status_code == 503
 
 
-def test_result_backend_that_is_down_is_met_when_publishing(pages: ModuleType) -> None:
+def test_result_backend_that_is_down_is_met_when_publishing(pages):
     """Celery's own error, unless the result is ignored; the mark of a call that failed is free again."""
     app = pages.make_app(
         locks=NOWHERE,
@@ -476,9 +470,7 @@ async def posted(api: Any, path: str) -> tuple[int, Any]:
     return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
 
 
-def test_fastapi_answers_with_the_task_that_is_queued(
-    working: ModuleType, journal: Journal, gates: Any
-) -> None:
+def test_fastapi_answers_with_the_task_that_is_queued(working, journal, gates):
     """From the thread pool and from an async endpoint alike."""
     api = working.NAMES["web"]["api"]
     status, first = asyncio.run(posted(api, "/reports/gated-2"))
@@ -490,7 +482,7 @@ def test_fastapi_answers_with_the_task_that_is_queued(
     assert len(journal.entries(what="run", task="web.report")) == 1
 
 
-def test_requests_that_come_together_share_one_run(working: ModuleType, journal: Journal, gates: Any) -> None:
+def test_requests_that_come_together_share_one_run(working, journal, gates):
     """Single flight: five requests, one run, five answers; a later request makes a new run."""
     web, answers = working.NAMES["web"]["web"], []
 

@@ -1,22 +1,17 @@
 # mypy: disable-error-code="untyped-decorator"
 """Calls that end with the holder's result (`on_conflict="join"`). Real workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery, chain, chord
 
 from celery_setnx import LockTimeout, OptionError, SingletonTask
-from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
 APP = "tests.waitapp"
@@ -24,7 +19,7 @@ ENVIRONMENT = {"C_FORCE_ROOT": "1"}  # it accepts pickles, whoever runs the test
 
 
 @pytest.fixture(scope="module")
-def crew(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def crew(server, logs) -> Iterator[Worker]:
     """A worker with four processes. Not to be killed."""
     worker = Worker(logs, APP, concurrency=4, environment=ENVIRONMENT)
     yield worker
@@ -32,7 +27,7 @@ def crew(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def single(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def single(server, logs) -> Iterator[Worker]:
     """A worker with one process, and a queue of its own; it may be killed."""
     worker = Worker(logs, APP, concurrency=1, queues="single", environment=ENVIRONMENT)
     yield worker
@@ -41,7 +36,7 @@ def single(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def tasks(crew: Worker, locks: redis.Redis, journal: Journal) -> Iterator[Any]:
+def tasks(crew, locks, journal) -> Iterator[Any]:
     """The module of tasks that the worker runs, with clean databases."""
     from tests import waitapp
 
@@ -79,7 +74,7 @@ def starters(journal: Journal) -> list[str]:
     return [entry["task_id"] for entry in journal.entries(what="start")]
 
 
-def test_ten_joiners_end_with_the_one_result(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_ten_joiners_end_with_the_one_result(tasks, key, journal, gates):
     """Ten equal calls while one runs: one run in all, and eleven results, all the holder's."""
     first = held(journal, tasks.joined, key)
     results = join(journal, tasks.joined, key, 10)
@@ -91,7 +86,7 @@ def test_ten_joiners_end_with_the_one_result(tasks: Any, key: str, journal: Jour
     wait_until(lambda: tasks.joined.locked(key) is None, "nobody has the lock")
 
 
-def test_joiner_takes_no_lock(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_joiner_takes_no_lock(tasks, key, journal, gates):
     """The lifecycle of a joiner: it meets the lock, waits, and ends; it is never the holder."""
     held(journal, tasks.joined, key)
     (second,) = join(journal, tasks.joined, key, 1)
@@ -103,7 +98,7 @@ def test_joiner_takes_no_lock(tasks: Any, key: str, journal: Journal, gates: Any
     assert journal.entries(what="conflict", task_id=second.id)[0]["policy"] == "join"
 
 
-def test_holders_error_is_the_joiners_too(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_holders_error_is_the_joiners_too(tasks, key, journal, gates):
     """A failed holder's exception, with its arguments, is raised in every joiner."""
     first = held(journal, tasks.joined_failing, key)
     results = join(journal, tasks.joined_failing, key, 3)
@@ -115,9 +110,7 @@ def test_holders_error_is_the_joiners_too(tasks: Any, key: str, journal: Journal
     assert starters(journal) == [first.id]
 
 
-def test_chain_of_a_joiner_goes_on_with_the_holders_result(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_chain_of_a_joiner_goes_on_with_the_holders_result(tasks, key, journal, gates):
     """What follows a joiner gets the holder's result, once."""
     first = held(journal, tasks.joined, key)
     result = chain(tasks.joined.s(key), tasks.arrival.s("next")).delay()
@@ -127,7 +120,7 @@ def test_chain_of_a_joiner_goes_on_with_the_holders_result(
     assert len(journal.entries(what="arrival")) == 1
 
 
-def test_chord_of_joiners_has_its_callback(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_chord_of_joiners_has_its_callback(tasks, key, journal, gates):
     """Equal members of a chord are one run, and count as often as they are."""
     result = chord([tasks.joined.s(key, f"gated-{key}") for _ in range(4)], tasks.arrival.s()).delay()
     journal.wait_for("waiting", count=3)
@@ -138,9 +131,7 @@ def test_chord_of_joiners_has_its_callback(tasks: Any, key: str, journal: Journa
     assert len(journal.entries(what="arrival")) == 1
 
 
-def test_joiners_wait_for_the_holders_last_attempt(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_joiners_wait_for_the_holders_last_attempt(tasks, key, journal, gates):
     """A holder that retries has no result yet: its joiners end with that of its last attempt."""
     first = held(journal, tasks.joined_retrying, key)
     results = join(journal, tasks.joined_retrying, key, 3)
@@ -152,9 +143,7 @@ def test_joiners_wait_for_the_holders_last_attempt(
 
 
 @pytest.mark.parametrize("how", ["child", "worker"])
-def test_joiner_of_a_killed_holder_runs_itself(
-    tasks: Any, key: str, journal: Journal, gates: Any, single: Worker, how: str
-) -> None:
+def test_joiner_of_a_killed_holder_runs_itself(tasks, key, journal, gates, single, how):
     """A holder that died has no result: the first of its joiners runs, and the others end with its result."""
     first = held(journal, tasks.joined, key, queue="single")
     results = join(journal, tasks.joined, key, 3, singleton={"retry_delay_max": 0.2})
@@ -170,7 +159,7 @@ def test_joiner_of_a_killed_holder_runs_itself(
     assert {runner for _name, runner in found} == set(runs)
 
 
-def test_joiner_of_a_forgotten_result_runs_itself(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_joiner_of_a_forgotten_result_runs_itself(tasks, key, journal, gates):
     """A holder whose result is not stored leaves its joiners to themselves."""
     first = held(journal, tasks.joined, key, ignore_result=True, singleton={"on_conflict": "wait"})
     (second,) = join(journal, tasks.joined, key, 1, singleton={"retry_delay_max": 0.1})
@@ -179,7 +168,7 @@ def test_joiner_of_a_forgotten_result_runs_itself(tasks: Any, key: str, journal:
     assert starters(journal) == [first.id, second.id]
 
 
-def test_joiner_of_a_revoked_holder_runs_itself(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_joiner_of_a_revoked_holder_runs_itself(tasks, key, journal, gates):
     """A holder that was revoked while it ran has no result: its joiner runs."""
     first = held(journal, tasks.joined, key)
     (second,) = join(journal, tasks.joined, key, 1)
@@ -188,7 +177,7 @@ def test_joiner_of_a_revoked_holder_runs_itself(tasks: Any, key: str, journal: J
     assert starters(journal) == [first.id, second.id]
 
 
-def test_joiner_of_another_task_runs_itself(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_joiner_of_another_task_runs_itself(tasks, key, journal, gates):
     """The lock of a shared scope may be another task's, whose result is no result of this one."""
     options = {"scope": "shared"}
     held(journal, tasks.work, key, singleton=options)
@@ -197,9 +186,7 @@ def test_joiner_of_another_task_runs_itself(tasks: Any, key: str, journal: Journ
     assert second.get(timeout=20) == [key, second.id]
 
 
-def test_call_after_the_holders_end_has_a_run_of_its_own(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_call_after_the_holders_end_has_a_run_of_its_own(tasks, key, journal, gates):
     """While joiners end with the old result a new call runs, and does not get it."""
     first = held(journal, tasks.joined, key)
     results = join(journal, tasks.joined, key, 10)
@@ -211,9 +198,7 @@ def test_call_after_the_holders_end_has_a_run_of_its_own(
     assert starters(journal) == [first.id, fresh.id]
 
 
-def test_joiners_hold_no_pool_slot(
-    tasks: Any, key: str, journal: Journal, gates: Any, single: Worker
-) -> None:
+def test_joiners_hold_no_pool_slot(tasks, key, journal, gates, single):
     """A worker with one process runs other tasks while five of its calls wait for a result elsewhere."""
     first = held(journal, tasks.joined, key)
     results = join(journal, tasks.joined, key, 5, queue="single")
@@ -223,7 +208,7 @@ def test_joiners_hold_no_pool_slot(
     assert [result.get(timeout=20) for result in results] == [[key, first.id]] * 5
 
 
-def test_max_wait_ends_a_join(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_max_wait_ends_a_join(tasks, key, journal, gates):
     """A joiner waits no longer than max_wait."""
     first = held(journal, tasks.joined, key)
     (second,) = join(journal, tasks.joined, key, 1, singleton={"max_wait": 0.5})
@@ -235,7 +220,7 @@ def test_max_wait_ends_a_join(tasks: Any, key: str, journal: Journal, gates: Any
     assert first.get(timeout=20) == [key, first.id]
 
 
-def test_join_with_ignore_result_is_refused(server: EmbeddedServer) -> None:
+def test_join_with_ignore_result_is_refused(server):
     """A task whose results are not stored cannot be joined."""
     app = Celery(broker=server.url(6), backend=server.url(6), set_as_current=False)
     with pytest.raises(OptionError, match="ignore_result"):

@@ -1,7 +1,5 @@
 """The keeper: what is renewed, when it stops, and how a loss is told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -24,7 +22,7 @@ def losses() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def tell(losses: list[tuple[str, str]]) -> Any:
+def tell(losses) -> Any:
     """The `on_lost` of the tests."""
     return lambda held, reason: losses.append((held.key, reason))
 
@@ -39,7 +37,7 @@ def renewals(client: redis.Redis) -> int:
     return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval"))
 
 
-def test_watched_lock_outlives_its_lease(locks: redis.Redis, losses: Any, tell: Any) -> None:
+def test_watched_lock_outlives_its_lease(locks, losses, tell):
     """Many leases later it is still ours; forgotten, it ends."""
     keeper = Keeper(time.monotonic)
     lock = held(locks, "a")
@@ -52,7 +50,7 @@ def test_watched_lock_outlives_its_lease(locks: redis.Redis, losses: Any, tell: 
     assert losses == []
 
 
-def test_many_locks_are_renewed_in_few_round_trips(locks: redis.Redis, tell: Any) -> None:
+def test_many_locks_are_renewed_in_few_round_trips(locks, tell):
     """All that are due go in one pipeline: connections and packets do not grow with the locks."""
     keeper = Keeper(time.monotonic)
     many = [held(locks, f"lock-{n}", lease=2) for n in range(200)]
@@ -66,7 +64,7 @@ def test_many_locks_are_renewed_in_few_round_trips(locks: redis.Redis, tell: Any
         lock.release()
 
 
-def test_short_locks_cost_no_renewal(tell: Any) -> None:
+def test_short_locks_cost_no_renewal(tell):
     """A lock that is released before a third of its lease is never renewed."""
     keeper = Keeper(time.monotonic)
     # A server of its own: on the shared one others run scripts as well.
@@ -81,7 +79,7 @@ def test_short_locks_cost_no_renewal(tell: Any) -> None:
         assert renewals(own) == 40
 
 
-def test_vanished_lock_is_told_once(locks: redis.Redis, losses: Any, tell: Any) -> None:
+def test_vanished_lock_is_told_once(locks, losses, tell):
     """The loss is told once, and the lock is watched no more."""
     keeper = Keeper(time.monotonic)
     lock = held(locks, "a")
@@ -98,7 +96,7 @@ def impatient(server: EmbeddedServer) -> redis.Redis:
     return redis.Redis(port=server.port, socket_timeout=0.3, socket_connect_timeout=0.3, retry=None)
 
 
-def test_dead_server_is_a_loss_at_the_deadline(losses: Any, tell: Any, caplog: Any) -> None:
+def test_dead_server_is_a_loss_at_the_deadline(losses, tell, caplog):
     """Without an answer for a whole lease the lock is lost; the trouble is logged once."""
     keeper = Keeper(time.monotonic)
     with EmbeddedServer() as server:
@@ -110,7 +108,7 @@ def test_dead_server_is_a_loss_at_the_deadline(losses: Any, tell: Any, caplog: A
         assert caplog.text.count("renewing goes on") == 1
 
 
-def test_server_that_answers_again_in_time_saves_the_lock(losses: Any, tell: Any, caplog: Any) -> None:
+def test_server_that_answers_again_in_time_saves_the_lock(losses, tell, caplog):
     """A failed renewal is no loss: it is tried again while the lease lasts."""
     keeper = Keeper(time.monotonic)
     with EmbeddedServer() as server:
@@ -125,7 +123,7 @@ def test_server_that_answers_again_in_time_saves_the_lock(losses: Any, tell: Any
         keeper.forget(lock)
 
 
-def test_at_most_for_lets_the_lease_run_out(locks: redis.Redis, losses: Any, tell: Any) -> None:
+def test_at_most_for_lets_the_lease_run_out(locks, losses, tell):
     """Renewal stops after at_most_for, and the end of the lease is told."""
     keeper = Keeper(time.monotonic)
     before = time.monotonic()
@@ -135,7 +133,7 @@ def test_at_most_for_lets_the_lease_run_out(locks: redis.Redis, losses: Any, tel
     assert 0.5 <= time.monotonic() - before < 10
 
 
-def test_failing_listener_does_not_stop_the_keeper(locks: redis.Redis, caplog: Any) -> None:
+def test_failing_listener_does_not_stop_the_keeper(locks, caplog):
     """An error in on_lost is logged; other locks are renewed all the same."""
 
     def failing(_held: Any, _reason: str) -> None:
@@ -153,7 +151,7 @@ def test_failing_listener_does_not_stop_the_keeper(locks: redis.Redis, caplog: A
     keeper.forget(kept)
 
 
-def test_idle_keeper_wakes_for_a_new_lock(locks: redis.Redis, losses: Any, tell: Any) -> None:
+def test_idle_keeper_wakes_for_a_new_lock(locks, losses, tell):
     """A keeper that waits for a far renewal wakes earlier for a short lease."""
     keeper = Keeper(time.monotonic)
     far = held(locks, "far", lease=60)
@@ -168,9 +166,7 @@ def test_idle_keeper_wakes_for_a_new_lock(locks: redis.Redis, losses: Any, tell:
     keeper.forget(near)
 
 
-def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(
-    locks: redis.Redis, tell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(locks, tell, monkeypatch):
     """Locks that are forgotten before the thread looks: a wake-up each would cost as much as they do."""
     sleeps: list[float] = []
     sleep = Keeper._sleep
@@ -196,7 +192,7 @@ def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(
     assert len(sleeps) - known < 500  # one, but for what comes before the thread gets a processor
 
 
-def test_process_has_one_keeper_and_a_fork_its_own() -> None:
+def test_process_has_one_keeper_and_a_fork_its_own():
     """Threads do not survive a fork, so a child must not inherit the keeper."""
     keeper = keeper_for_process(time.monotonic)
     assert keeper_for_process(time.monotonic) is keeper
@@ -206,7 +202,7 @@ def test_process_has_one_keeper_and_a_fork_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_keeper_runs_in_one_daemon_thread(locks: redis.Redis, tell: Any) -> None:
+def test_keeper_runs_in_one_daemon_thread(locks, tell):
     """One thread however many locks, and it does not keep the process alive."""
     keeper = Keeper(time.monotonic)
     before = threading.active_count()
@@ -219,9 +215,7 @@ def test_keeper_runs_in_one_daemon_thread(locks: redis.Redis, tell: Any) -> None
         keeper.forget(lock)
 
 
-def test_unexpected_error_in_renewing_is_survived(
-    locks: redis.Redis, losses: Any, tell: Any, caplog: Any
-) -> None:
+def test_unexpected_error_in_renewing_is_survived(locks, losses, tell, caplog):
     """A client that raises what nobody foresaw: logged, tried again, and the lock is kept."""
 
     class Faulty:

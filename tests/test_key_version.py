@@ -4,11 +4,8 @@ Format 2 exists in `tests.upgradeapp` alone. The old worker, and this process, k
 and the unpinned worker are of the newer release. The unpinned one shows that these tests can fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from celery_setnx import OptionError, is_skipped, send_task
 from celery_setnx.doctor import examine
 from celery_setnx.keys import FORMATS
 from celery_setnx.options import settings
-from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker
 
 NOWHERE = "upgrade-nowhere"
@@ -34,7 +30,7 @@ RELEASES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(server: EmbeddedServer, logs: Path) -> Iterator[dict[str, Worker]]:
+def workers(server, logs) -> Iterator[dict[str, Worker]]:
     """A worker of each release, on the queue of that name."""
 
     def start(release: str) -> Worker:
@@ -48,7 +44,7 @@ def workers(server: EmbeddedServer, logs: Path) -> Iterator[dict[str, Worker]]:
 
 
 @pytest.fixture
-def upgrade(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Iterator[Any]:
+def upgrade(server, locks, journal) -> Iterator[Any]:
     """The module of tasks in this process, which is of the old release; a queue without a consumer."""
     from tests import upgradeapp
 
@@ -60,7 +56,7 @@ def upgrade(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Ite
 
 
 @pytest.fixture
-def stranger(upgrade: Any) -> Celery:
+def stranger(upgrade) -> Celery:
     """An app without the tasks' code: what it sends with Celery's own send_task has no header."""
     app = Celery("stranger", set_as_current=False)
     app.conf.update(upgrade.CONF)
@@ -80,9 +76,7 @@ def published_by(stranger: Celery, release: str, task: str, **kwargs: Any) -> tu
 
 
 @pytest.mark.parametrize(("first_on", "second_on"), [("old", "pinned"), ("pinned", "old")])
-def test_headerless_calls_exclude_each_other_across_releases(
-    stranger: Celery, journal: Journal, gates: Any, first_on: str, second_on: str
-) -> None:
+def test_headerless_calls_exclude_each_other_across_releases(stranger, journal, gates, first_on, second_on):
     """With the old format pinned, both workers compute one key for a message without a header."""
     name = f"gated-{first_on}-{second_on}"
     first = stranger.send_task(WORK, (name,), queue=first_on)
@@ -94,9 +88,7 @@ def test_headerless_calls_exclude_each_other_across_releases(
     assert first.get(timeout=10) == name
 
 
-def test_headerless_call_has_another_key_on_an_unpinned_worker(
-    stranger: Celery, upgrade: Any, journal: Journal, gates: Any
-) -> None:
+def test_headerless_call_has_another_key_on_an_unpinned_worker(stranger, upgrade, journal, gates):
     """What the pin is for: without it the two releases run the same call side by side."""
     first = stranger.send_task(WORK, ("gated-apart",), queue="old")
     journal.wait_for("start", task_id=first.id)
@@ -108,24 +100,20 @@ def test_headerless_call_has_another_key_on_an_unpinned_worker(
     assert (first.get(timeout=10), second.get(timeout=10)) == ("gated-apart", "gated-apart")
 
 
-def test_duplicate_of_an_old_producers_call_is_recognised_by_a_pinned_one(
-    stranger: Celery, upgrade: Any
-) -> None:
+def test_duplicate_of_an_old_producers_call_is_recognised_by_a_pinned_one(stranger, upgrade):
     """The newer release finds the mark that the older one has left."""
     first = upgrade.work.apply_async(("n",), queue=NOWHERE)
     assert published_by(stranger, "pinned", WORK, name="n") == (first.id, True)
 
 
-def test_duplicate_of_a_pinned_producers_call_is_recognised_by_an_old_one(
-    stranger: Celery, upgrade: Any
-) -> None:
+def test_duplicate_of_a_pinned_producers_call_is_recognised_by_an_old_one(stranger, upgrade):
     """The older release finds the mark that the newer one has left."""
     task_id, deduplicated = published_by(stranger, "pinned", WORK, name="n")
     second = upgrade.work.apply_async(("n",), queue=NOWHERE)
     assert (deduplicated, second.deduplicated, second.id) == (False, True, task_id)
 
 
-def test_duplicate_is_not_recognised_by_an_unpinned_producer(stranger: Celery, upgrade: Any) -> None:
+def test_duplicate_is_not_recognised_by_an_unpinned_producer(stranger, upgrade):
     """What the pin is for: without it each release has a mark of its own."""
     first = upgrade.work.apply_async(("n",), queue=NOWHERE)
     task_id, deduplicated = published_by(stranger, "unpinned", WORK, name="n")
@@ -134,9 +122,7 @@ def test_duplicate_is_not_recognised_by_an_unpinned_producer(stranger: Celery, u
 
 
 @pytest.mark.parametrize("release", ["pinned", "unpinned"])
-def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(
-    upgrade: Any, stranger: Celery, journal: Journal, gates: Any, release: str
-) -> None:
+def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, stranger, journal, gates, release):
     """until_done: the record is found under the key with which the call was published."""
     name = f"gated-{release}"
     first = upgrade.work.apply_async((name,), queue=release)
@@ -148,9 +134,7 @@ def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(
 
 
 @pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
-def test_doctor_finds_the_locks_of_an_unpinned_worker(
-    stranger: Celery, journal: Journal, gates: Any, release: str
-) -> None:
+def test_doctor_finds_the_locks_of_an_unpinned_worker(stranger, journal, gates, release):
     """A process with another format than the doctor's holds a lock."""
     name = f"gated-doctor-{release}"
     call = stranger.send_task(WORK, (name,), queue=release)
@@ -162,24 +146,20 @@ def test_doctor_finds_the_locks_of_an_unpinned_worker(
 
 
 @pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
-def test_message_with_a_header_keeps_an_old_producers_key(
-    upgrade: Any, journal: Journal, release: str
-) -> None:
+def test_message_with_a_header_keeps_an_old_producers_key(upgrade, journal, release):
     """Whichever release runs the call, its lock is the one that its producer named."""
     result = upgrade.work.apply_async(("n",), queue=release)
     result.get(timeout=10)
     assert keys_of(journal, result) == [upgrade.work.lock_key("n")]
 
 
-def test_mark_of_an_old_producers_call_ends_on_a_newer_worker(upgrade: Any, locks: redis.Redis) -> None:
+def test_mark_of_an_old_producers_call_ends_on_a_newer_worker(upgrade, locks):
     """Even an unpinned worker gives the mark up that the call was published with."""
     upgrade.work.apply_async(("n",), queue="unpinned").get(timeout=10)
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(
-    upgrade: Any, stranger: Celery, journal: Journal
-) -> None:
+def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(upgrade, stranger, journal):
     """An old worker locks a key of a format that it does not know."""
     relay = stranger.send_task("tests.upgradeapp.relay", (WORK, {"name": "n"}, "old"), queue="unpinned")
     task_id, _ = relay.get(timeout=10)
@@ -191,14 +171,14 @@ def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(
 
 
 @pytest.mark.parametrize("release", ["old", "pinned"])
-def test_retry_stays_on_the_pinned_key(upgrade: Any, journal: Journal, release: str) -> None:
+def test_retry_stays_on_the_pinned_key(upgrade, journal, release):
     """A worker computes the key of a retry again, in the format that it is told to use."""
     result = upgrade.retrying.apply_async(("n",), queue=release)
     assert result.get(timeout=10) == 1
     assert keys_of(journal, result) == [upgrade.retrying.lock_key("n")] * 2
 
 
-def test_retry_leaves_its_key_on_an_unpinned_worker(upgrade: Any, journal: Journal) -> None:
+def test_retry_leaves_its_key_on_an_unpinned_worker(upgrade, journal):
     """What the pin is for: without it the second attempt has another lock than the first."""
     result = upgrade.retrying.apply_async(("n",), queue="unpinned")
     assert result.get(timeout=10) == 1
@@ -206,33 +186,33 @@ def test_retry_leaves_its_key_on_an_unpinned_worker(upgrade: Any, journal: Journ
     assert first == upgrade.retrying.lock_key("n") != second
 
 
-def test_headerless_retry_stays_on_the_pinned_key(stranger: Celery, upgrade: Any, journal: Journal) -> None:
+def test_headerless_retry_stays_on_the_pinned_key(stranger, upgrade, journal):
     """The key computed for a message without a header is that of its retry, too."""
     result = stranger.send_task("tests.upgradeapp.retrying", ("n",), queue="pinned")
     assert result.get(timeout=10) == 1
     assert keys_of(journal, result) == [upgrade.retrying.lock_key("n")] * 2
 
 
-def test_whole_task_lock_is_the_same_in_every_format(stranger: Celery, upgrade: Any) -> None:
+def test_whole_task_lock_is_the_same_in_every_format(stranger, upgrade):
     """A key without arguments has no format: not even an unpinned release has another one."""
     first = upgrade.whole.apply_async(("n",), queue=NOWHERE)
     assert published_by(stranger, "unpinned", "tests.upgradeapp.whole", name="m") == (first.id, True)
 
 
-def test_worker_with_an_unknown_key_version_does_not_start(logs: Path) -> None:
+def test_worker_with_an_unknown_key_version_does_not_start(logs):
     """An old release that is told to use format 2 says which ones it knows."""
     with pytest.raises(AssertionError, match="setnx_key_version must be one of 1, not 2"):
         Worker(logs, "tests.upgradeapp", environment={"SETNX_TEST_KEY_VERSION": "2"})
 
 
-def test_send_task_with_an_unknown_key_version_is_refused(stranger: Celery) -> None:
+def test_send_task_with_an_unknown_key_version_is_refused(stranger):
     """A producer without the tasks' code learns it at its first call."""
     stranger.conf.setnx_key_version = 2
     with pytest.raises(OptionError, match="setnx_key_version must be one of 1, not 2"):
         send_task(stranger, WORK, kwargs={"name": "n"}, singleton={"key": "name"}, queue=NOWHERE)
 
 
-def test_newer_release_may_be_told_either_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_release_may_be_told_either_format(monkeypatch):
     """The latest is the default; each known one can be chosen; the message lists them."""
     monkeypatch.setitem(FORMATS, 2, bytes)
     chosen = [settings({"setnx_key_version": version}).key_version for version in (None, 1, 2)]
@@ -251,7 +231,7 @@ def test_newer_release_may_be_told_either_format(monkeypatch: pytest.MonkeyPatch
         [1],
     ],
 )
-def test_key_version_that_is_no_known_number_is_refused(version: Any) -> None:
+def test_key_version_that_is_no_known_number_is_refused(version):
     """A pin that does not pin must not pass for one."""
     with pytest.raises(OptionError, match="setnx_key_version must be one of 1, not"):
         settings({"setnx_key_version": version})

@@ -1,7 +1,5 @@
 """Keys: what is the same call, what is not, and that producer and worker agree."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import re
@@ -87,7 +85,7 @@ def sent(value: Any, serializer: str) -> Any:
         (Reduced(), {"at": datetime(2026, 1, 2), "id": 7}),
     ],
 )  # fmt: skip
-def test_canonical_form_forgets_what_serializers_forget(one: Any, other: Any) -> None:
+def test_canonical_form_forgets_what_serializers_forget(one, other):
     """Equal for the user, whatever form a message gives it."""
     assert canonical(one) == canonical(other)
 
@@ -123,18 +121,18 @@ def test_canonical_form_forgets_what_serializers_forget(one: Any, other: Any) ->
         ("\ud800", "?"),
     ],
 )
-def test_canonical_form_keeps_types_apart(one: Any, other: Any) -> None:
+def test_canonical_form_keeps_types_apart(one, other):
     """Look-alikes and crafted concatenations are different keys."""
     assert canonical(one) != canonical(other)
 
 
-def test_positional_keyword_and_default_are_one_call() -> None:
+def test_positional_keyword_and_default_are_one_call():
     """However the arguments are given, the call is the same."""
     same = {key()(1), key()(1, 2), key()(a=1), key()(a=1, b=2), key()(1, b=2, c=3), key()(1, c=3)}
     assert len(same) == 1
 
 
-def test_every_way_to_give_arguments_is_bound_as_python_binds_it() -> None:
+def test_every_way_to_give_arguments_is_bound_as_python_binds_it():
     """All calls of one to three parameters, right and wrong, beside `inspect.Signature.bind`."""
     signature = inspect.signature(lambda a, b, c=3: None)
     made = KeyFunction(None, signature, "proj.call")
@@ -155,27 +153,27 @@ def test_every_way_to_give_arguments_is_bound_as_python_binds_it() -> None:
     assert seen == {"refused", "bound"}
 
 
-def test_arguments_do_not_run_together() -> None:
+def test_arguments_do_not_run_together():
     """f("x_b-y", "z") and f("x", "y_b-z") differ, as do *rest and **more."""
     different = [key()("x_b-y", "z"), key()("x", "y_b-z"), key()("x", "y", "z"), key()("x", "y", z="z")]
     assert len(set(different)) == len(different)
 
 
-def test_key_name_is_a_parameter_never_a_constant() -> None:
+def test_key_name_is_a_parameter_never_a_constant():
     """`key="a"` means the argument a; a text that is no parameter is refused."""
     assert key("a")(1, 5) == key("a")(1, 6) != key("a")(2, 5)
     with pytest.raises(OptionError, match=r"names 'constant', which is no parameter of proj.call\(a\)"):
         key("constant", lambda a: None)
 
 
-def test_key_of_a_list_covers_typed_values_in_order() -> None:
+def test_key_of_a_list_covers_typed_values_in_order():
     """`key=["a", "b"]`: both values, neither their names nor their text."""
     assert key(["a", "b"])(1, 2, c=9) == key(["a", "b"])(1, 2) != key(["a", "b"])(2, 1)
     assert key("a")(1) == key(["b"])(9, 1)
     assert key(["a", "b"])("1", 2) != key(["a", "b"])(1, 2)
 
 
-def test_template_covers_typed_values_not_text() -> None:
+def test_template_covers_typed_values_not_text():
     """The joined text of two calls may be the same; their keys are not."""
     template = "{a}:{b}"
     assert key(template)("x", "y:z") != key(template)("x:y", "z")
@@ -183,7 +181,7 @@ def test_template_covers_typed_values_not_text() -> None:
     assert key("u:{a}")(1) != key("v:{a}")(1)
 
 
-def test_template_dots_try_item_then_attribute() -> None:
+def test_template_dots_try_item_then_attribute():
     """`{a.id}` finds the id of a mapping, of a model, and an index of a list."""
     assert key("{a.id}")({"id": 5}) == key("{a.id}")(User(id=5))
     assert key("{a.items}")({"items": 1}) == key("{a.items}")({"items": 1.0})
@@ -191,7 +189,7 @@ def test_template_dots_try_item_then_attribute() -> None:
         key("{a.id}")(5)
 
 
-def test_template_index_reaches_into_a_list() -> None:
+def test_template_index_reaches_into_a_list():
     """A step of digits is an index."""
     assert key("{a.1}")([7, 8]) == key("{a.1}")([9, 8]) != key("{a.1}")([7, 9])
 
@@ -213,60 +211,60 @@ def test_template_index_reaches_into_a_list() -> None:
         "{{a}}",
     ],
 )
-def test_broken_template_is_refused_when_bound(template: str) -> None:
+def test_broken_template_is_refused_when_bound(template):
     """Formats, conversions, private names and unknown fields are refused."""
     with pytest.raises(OptionError):
         key(template, lambda a: None)
 
 
-def test_callable_gets_the_calls_arguments_with_defaults() -> None:
+def test_callable_gets_the_calls_arguments_with_defaults():
     """A key function sees the call as the task does."""
     made = key(lambda a, b, *rest, c, **more: (a, b, rest, c, more))
     assert made(1) == made(1, 2, c=3) != made(1, 3)
 
 
 @pytest.mark.parametrize("function", [lambda *a, **k: None, lambda *a, **k: 1 / 0, lambda *a, **k: object()])
-def test_callable_that_gives_no_key_fails_loudly(function: Any) -> None:
+def test_callable_that_gives_no_key_fails_loudly(function):
     """None, an error or an object without a canonical form is an UnkeyableCall."""
     with pytest.raises(UnkeyableCall, match="a call of proj"):
         key(function)(1)
 
 
 @pytest.mark.parametrize("option", [(), []])
-def test_empty_key_is_one_lock_for_the_whole_task(option: Any) -> None:
+def test_empty_key_is_one_lock_for_the_whole_task(option):
     """No digest: the name of the lock can be typed."""
     assert key(option)(1) == key(option)(2, 3) == ""
     assert key_name("setnx", "proj.call", "") == "setnx:{proj.call}"
 
 
 @pytest.mark.parametrize("option", [5, 1.5, b"a", {"a": 1}])
-def test_key_of_another_type_is_refused(option: Any) -> None:
+def test_key_of_another_type_is_refused(option):
     """A key option is one of the five documented forms."""
     with pytest.raises(OptionError):
         key(option)
 
 
-def test_key_of_a_caught_keyword_is_found() -> None:
+def test_key_of_a_caught_keyword_is_found():
     """A name that only **more catches works, and is missed loudly."""
     assert key("z")(1, z=1) != key("z")(1, z=2)
     with pytest.raises(UnkeyableCall, match="needs argument 'z'"):
         key("z")(1)
 
 
-def test_unkeyable_argument_is_named_with_its_type() -> None:
+def test_unkeyable_argument_is_named_with_its_type():
     """The error names task, argument and type, and says what to do."""
     with pytest.raises(UnkeyableCall, match=r"proj\.call: argument 'b' of type object: .*key=") as caught:
         key()(1, object())
     assert isinstance(caught.value, TypeError)
 
 
-def test_mapping_whose_keys_are_one_in_json_is_refused() -> None:
+def test_mapping_whose_keys_are_one_in_json_is_refused():
     """{1: a, "1": b} would lose an entry on its way to the worker."""
     with pytest.raises(UnkeyableCall, match="two keys of a mapping are one in JSON"):
         key()({1: "a", "1": "b"})
 
 
-def test_call_that_does_not_fit_the_signature_is_refused() -> None:
+def test_call_that_does_not_fit_the_signature_is_refused():
     """Missing and surplus arguments are named, with the signature."""
     with pytest.raises(
         UnkeyableCall,
@@ -275,7 +273,7 @@ def test_call_that_does_not_fit_the_signature_is_refused() -> None:
         key()()
 
 
-def test_lock_name_keeps_scope_and_digest_in_one_slot() -> None:
+def test_lock_name_keeps_scope_and_digest_in_one_slot():
     """Lock and record share the tag."""
     assert key_name("setnx", "proj.call", "00ff") == "setnx:{proj.call:00ff}"
     assert record_name("setnx:{proj.call:00ff}") == "setnx:{proj.call:00ff}:holder"
@@ -285,7 +283,7 @@ def test_lock_name_keeps_scope_and_digest_in_one_slot() -> None:
     ("name", "record"),
     [("lock.foo", "{lock.foo}:holder"), ("a{tag}b", "a{tag}b:holder"), ("a{b", "{a{b}:holder")],
 )
-def test_record_shares_the_cluster_slot_of_a_named_lock(name: str, record: str) -> None:
+def test_record_shares_the_cluster_slot_of_a_named_lock(name, record):
     """A name without a tag becomes the tag of its record."""
     from redis.crc import key_slot
 
@@ -294,18 +292,18 @@ def test_record_shares_the_cluster_slot_of_a_named_lock(name: str, record: str) 
 
 
 @pytest.mark.parametrize("name", ["a{}b", "a}b", "{}x", "}", "a{}{b}", ""])
-def test_lock_name_without_a_sibling_in_its_slot_is_refused(name: str) -> None:
+def test_lock_name_without_a_sibling_in_its_slot_is_refused(name):
     """No record could live beside such a lock in a cluster."""
     with pytest.raises(ValueError, match="cannot be named"):
         record_name(name)
 
 
-def test_digest_is_pinned() -> None:
+def test_digest_is_pinned():
     """The key format: if this changes, KEY_VERSION must."""
     assert digest([["a", 1], ["b", "x"]]) == "5058e4c6a49b839f7de6aacd1d558973"
 
 
-def test_registered_json_type_is_keyed_by_its_json() -> None:
+def test_registered_json_type_is_keyed_by_its_json():
     """A type known to kombu's JSON alone is what its message says."""
     from kombu.utils.json import register_type
 
@@ -366,7 +364,7 @@ MESSAGES = {
 @pytest.mark.parametrize("serializer", MESSAGES)
 @hypothesis_settings(deadline=None)
 @given(data=st.data())
-def test_producer_and_worker_compute_the_same_key(serializer: str, data: st.DataObject) -> None:
+def test_producer_and_worker_compute_the_same_key(serializer, data):
     """A value before serialization and after it has one canonical form."""
     value = data.draw(MESSAGES[serializer])
     try:
@@ -378,7 +376,7 @@ def test_producer_and_worker_compute_the_same_key(serializer: str, data: st.Data
 
 @hypothesis_settings(deadline=None)
 @given(st.lists(nested(JSON_SCALARS, st.text()), min_size=2, max_size=2))
-def test_canonical_forms_are_equal_only_for_equal_values(pair: list[Any]) -> None:
+def test_canonical_forms_are_equal_only_for_equal_values(pair):
     """No two values that JSON tells apart share a canonical form."""
     one, other = pair
     if canonical(one) == canonical(other):

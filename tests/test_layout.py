@@ -1,7 +1,5 @@
 """The shape of the package: imports point down, scripts have one caller, the public names are few."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -56,13 +54,13 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_module_has_a_level() -> None:
+def test_every_module_has_a_level():
     """A new module must be given its place."""
     assert set(modules()) == set(LEVEL)
 
 
 @pytest.mark.parametrize("module", sorted(LEVEL))
-def test_imports_only_point_down(module: str) -> None:
+def test_imports_only_point_down(module):
     """exceptions, keys -> scripts -> lock -> marks, options -> conflict -> guard -> publish, run -> task."""
     for imported in imports(modules()[module]):
         assert LEVEL[imported] < LEVEL[module] or (module, imported) in SIDEWAYS, (
@@ -71,7 +69,7 @@ def test_imports_only_point_down(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["exceptions", "keys", "scripts", "lock", "marks", "line"])
-def test_lock_knows_no_celery(module: str) -> None:
+def test_lock_knows_no_celery(module):
     """The lock is usable without Celery."""
     for node in ast.walk(modules()[module]):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -79,19 +77,19 @@ def test_lock_knows_no_celery(module: str) -> None:
         assert not any(name.partition(".")[0] == "celery" for name in names)
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for():
     """A module opens with one sentence."""
     for name, tree in modules().items():
         assert ast.get_docstring(tree), name
 
 
-def test_no_assert_outside_tests() -> None:
+def test_no_assert_outside_tests():
     """An assert vanishes under -O."""
     for name, tree in modules().items():
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), name
 
 
-def test_one_verb_per_lua_file() -> None:
+def test_one_verb_per_lua_file():
     """Every script is named for its verb, states its keys and arguments, and its body fits a screen."""
     scripts = {path.stem: path.read_text() for path in (PACKAGE / "lua").glob("*.lua")}
     assert set(scripts) == {
@@ -107,7 +105,7 @@ def test_one_verb_per_lua_file() -> None:
         assert len(body) <= (110 if name == "acquire" else 80), name
 
 
-def test_public_names_are_exported_and_documented() -> None:
+def test_public_names_are_exported_and_documented():
     """__all__ is complete, sorted and documented."""
     assert sorted(celery_setnx.__all__) == celery_setnx.__all__
     for name in celery_setnx.__all__:

@@ -1,7 +1,5 @@
 """The line beside a lock, as Redis keeps it: who is next, who may start, and what stays behind."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +54,7 @@ def held_by(outcome: Outcome) -> HeldLock:
 
 
 @pytest.fixture
-def lock(locks: redis.Redis) -> SetnxLock:
+def lock(locks) -> SetnxLock:
     """A lock with a line, held by somebody."""
     lock = lock_on(locks)
     assert lock.acquire().acquired
@@ -68,7 +66,7 @@ def members(client: redis.Redis) -> list[str]:
     return [str(member) for member in client.zrange(LINE, 0, -1)]
 
 
-def test_line_is_in_order_of_waiting_time(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_line_is_in_order_of_waiting_time(locks, lock):
     """First come, first served: by the first conflict, whoever has asked Redis first."""
     assert wait(locks, "b", 20.0).place == 1
     assert wait(locks, "a", 10.0).place == 1
@@ -76,7 +74,7 @@ def test_line_is_in_order_of_waiting_time(locks: redis.Redis, lock: SetnxLock) -
     assert members(locks) == ["a", "b", "c"]
 
 
-def test_line_is_served_to_its_end(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_line_is_served_to_its_end(locks, lock):
     """Every release hands the lock to the first in line, with what wakes it; the last one frees the lock."""
     for task_id, since in (("b", 20.0), ("a", 10.0), ("c", 30.0)):
         wait(locks, task_id, since)
@@ -92,7 +90,7 @@ def test_line_is_served_to_its_end(locks: redis.Redis, lock: SetnxLock) -> None:
     assert not locks.exists(NAME, LINE, CALLS)
 
 
-def test_place_is_kept_by_asking_again(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_place_is_kept_by_asking_again(locks, lock):
     """A courier's visit changes nobody's place, and names the holder."""
     assert wait(locks, "a", 10.0).state == "new"
     wait(locks, "b", 20.0)
@@ -104,7 +102,7 @@ def test_place_is_kept_by_asking_again(locks: redis.Redis, lock: SetnxLock) -> N
     assert members(locks) == ["a", "b"]
 
 
-def test_place_is_found_again_after_redis_has_lost_it(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_place_is_found_again_after_redis_has_lost_it(locks, lock):
     """The courier brings the call and its waiting time along."""
     for task_id, since in (("a", 10.0), ("b", 20.0)):
         wait(locks, task_id, since)
@@ -116,7 +114,7 @@ def test_place_is_found_again_after_redis_has_lost_it(locks: redis.Redis, lock: 
     assert again.heir == Heir("a", "wake a")
 
 
-def test_handed_lock_refuses_all_but_its_heir(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_handed_lock_refuses_all_but_its_heir(locks, lock):
     """Nobody overtakes: another task, a lock without a line, and a program of the recipe find it held."""
     wait(locks, "a")
     lock.release()
@@ -127,7 +125,7 @@ def test_handed_lock_refuses_all_but_its_heir(locks: redis.Redis, lock: SetnxLoc
     assert attempt(locks, "a", copy="a1").acquired
 
 
-def test_handed_lock_says_for_whom_it_is_kept(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_handed_lock_says_for_whom_it_is_kept(locks, lock):
     """Its holder is the one that was woken."""
     wait(locks, "a")
     lock.release()
@@ -137,7 +135,7 @@ def test_handed_lock_says_for_whom_it_is_kept(locks: redis.Redis, lock: SetnxLoc
     assert "task a, the first in line, which was woken at" in str(holder)
 
 
-def test_handed_lock_is_free_when_its_heir_does_not_come(locks: redis.Redis) -> None:
+def test_handed_lock_is_free_when_its_heir_does_not_come(locks):
     """It is kept for a lease at most; its end is no crash, and nobody is reported dead."""
     lock = lock_on(locks, lease=1)
     lock.acquire()
@@ -149,7 +147,7 @@ def test_handed_lock_is_free_when_its_heir_does_not_come(locks: redis.Redis) -> 
     assert outcome.taken_over_from is None
 
 
-def test_heir_that_does_not_come_is_put_back_by_its_courier(locks: redis.Redis) -> None:
+def test_heir_that_does_not_come_is_put_back_by_its_courier(locks):
     """While the lock is kept for it, it has been woken; afterwards it waits again, in its old place."""
     lock = lock_on(locks, lease=1)
     lock.acquire()
@@ -164,7 +162,7 @@ def test_heir_that_does_not_come_is_put_back_by_its_courier(locks: redis.Redis) 
     assert (found.state, found.place, found.holder) == ("parked", 1, None)
 
 
-def test_hand_over_takes_ten_seconds_at_most(locks: redis.Redis) -> None:
+def test_hand_over_takes_ten_seconds_at_most(locks):
     """However long the lease: a wake-up is on its way already."""
     lock = lock_on(locks, lease=600)
     lock.acquire()
@@ -175,7 +173,7 @@ def test_hand_over_takes_ten_seconds_at_most(locks: redis.Redis) -> None:
     assert 5 < outcome.remaining_s <= 10
 
 
-def test_resent_release_names_the_heir_again(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_resent_release_names_the_heir_again(locks, lock):
     """A reply that was lost loses no wake-up."""
     wait(locks, "a")
     wait(locks, "b", 20.0)
@@ -186,13 +184,13 @@ def test_resent_release_names_the_heir_again(locks: redis.Redis, lock: SetnxLock
     assert members(locks) == ["b"]
 
 
-def test_resent_release_answers_as_the_first(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_resent_release_answers_as_the_first(locks, lock):
     """Whether or not somebody waits, a release is a release."""
     wait(locks, "a")
     assert [lock.release(), lock.release()] == ["released", "released"]
 
 
-def test_release_after_the_heir_has_come_changes_nothing(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_release_after_the_heir_has_come_changes_nothing(locks, lock):
     """A release that is sent once more, late, is that of a stranger."""
     wait(locks, "a")
     lock.release()
@@ -203,7 +201,7 @@ def test_release_after_the_heir_has_come_changes_nothing(locks: redis.Redis, loc
     assert locks.get(record_name(NAME)) == record
 
 
-def test_release_of_a_vanished_lock_hands_it_on(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_release_of_a_vanished_lock_hands_it_on(locks, lock):
     """The holder is told that it was gone; who waits is served all the same."""
     wait(locks, "a")
     locks.delete(NAME)
@@ -212,7 +210,7 @@ def test_release_of_a_vanished_lock_hands_it_on(locks: redis.Redis, lock: SetnxL
     assert not attempt(locks, "b").acquired
 
 
-def test_lock_of_a_dead_holder_is_handed_on(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_lock_of_a_dead_holder_is_handed_on(locks, lock):
     """Freed on behalf of the dead, it goes to the first in line."""
     wait(locks, "a")
     parent = lock_on(locks)
@@ -221,7 +219,7 @@ def test_lock_of_a_dead_holder_is_handed_on(locks: redis.Redis, lock: SetnxLock)
     assert parent.heir == Heir("a", "wake a")
 
 
-def test_release_by_who_knows_no_line_leaves_it(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_release_by_who_knows_no_line_leaves_it(locks, lock):
     """The lock is anybody's then; whoever has it next hands it to the first in line."""
     wait(locks, "a")
     assert lock.token is not None
@@ -234,9 +232,7 @@ def test_release_by_who_knows_no_line_leaves_it(locks: redis.Redis, lock: SetnxL
     assert after.heir == Heir("a", "wake a")
 
 
-def test_lock_that_vanished_when_handed_is_free_to_who_knows_no_line(
-    locks: redis.Redis, lock: SetnxLock
-) -> None:
+def test_lock_that_vanished_when_handed_is_free_to_who_knows_no_line(locks, lock):
     """Its record names the heir still; who comes without the line's keys has the lock, and no error."""
     wait(locks, "a")
     lock.release()
@@ -248,7 +244,7 @@ def test_lock_that_vanished_when_handed_is_free_to_who_knows_no_line(
     assert plain.acquire().acquired
 
 
-def test_waiter_that_finds_the_lock_free_waits_no_more(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_waiter_that_finds_the_lock_free_waits_no_more(locks, lock):
     """It has the lock, and no release hands it over once more."""
     wait(locks, "a")
     locks.delete(NAME)
@@ -258,7 +254,7 @@ def test_waiter_that_finds_the_lock_free_waits_no_more(locks: redis.Redis, lock:
     assert not locks.hexists(CALLS, "a")
 
 
-def test_resting_lock_keeps_its_line(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_resting_lock_keeps_its_line(locks, lock):
     """With at_least_for the first is named, and the time until its turn; it stays in line, and outside."""
     wait(locks, "a")
     assert held_by(lock.acquire(token=lock.token)).release(at_least_for=30) == "resting"
@@ -269,7 +265,7 @@ def test_resting_lock_keeps_its_line(locks: redis.Redis, lock: SetnxLock) -> Non
     assert not attempt(locks, "a", copy="a1").acquired
 
 
-def test_line_goes_on_after_the_rest(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_line_goes_on_after_the_rest(locks, lock):
     """Whoever sees to the lock then hands it to the first; nobody is reported dead."""
     wait(locks, "a")
     held_by(lock.acquire(token=lock.token)).release(at_least_for=1)
@@ -281,7 +277,7 @@ def test_line_goes_on_after_the_rest(locks: redis.Redis, lock: SetnxLock) -> Non
     assert nudge.heir == Heir("a", "wake a")
 
 
-def test_only_one_message_of_a_call_starts_it(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_only_one_message_of_a_call_starts_it(locks, lock):
     """The first copy that has the lock; it may be delivered again, any other is stale and changes nothing."""
     wait(locks, "a")
     lock.release()
@@ -296,20 +292,20 @@ def test_only_one_message_of_a_call_starts_it(locks: redis.Redis, lock: SetnxLoc
     assert attempt(locks, "a", copy="a1").acquired
 
 
-def test_call_that_has_not_waited_is_never_stale(locks: redis.Redis) -> None:
+def test_call_that_has_not_waited_is_never_stale(locks):
     """Without a ticket a second delivery runs as it always did, and no ticket is left."""
     held_by(attempt(locks, "a", copy=ORIGINAL)).release()
     assert attempt(locks, "a", copy="a1").acquired
     assert not locks.exists(ticket_name(NAME, "a"))
 
 
-def test_start_is_remembered_where_another_message_may_come(locks: redis.Redis) -> None:
+def test_start_is_remembered_where_another_message_may_come(locks):
     """A second delivery that acquires at once leaves its ticket, as one that has waited."""
     held_by(attempt(locks, "a", copy=ORIGINAL, remember=60)).release()
     assert attempt(locks, "a", copy="a1").stale
 
 
-def test_own_retry_passes_the_ticket_of_the_attempt_before(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_own_retry_passes_the_ticket_of_the_attempt_before(locks, lock):
     """What has started is one attempt; the next one starts, or waits, and the old one is stale then."""
     wait(locks, "a")
     lock.release()
@@ -321,9 +317,7 @@ def test_own_retry_passes_the_ticket_of_the_attempt_before(locks: redis.Redis, l
     assert wait(locks, "a", copy="a1").state == "stale"
 
 
-def test_successor_passes_the_ticket_of_the_call_that_it_replaces(
-    locks: redis.Redis, lock: SetnxLock
-) -> None:
+def test_successor_passes_the_ticket_of_the_call_that_it_replaces(locks, lock):
     """replace() keeps the task's id and its retries: that it is another attempt is said beside them."""
     wait(locks, "a")
     lock.release()
@@ -333,7 +327,7 @@ def test_successor_passes_the_ticket_of_the_call_that_it_replaces(
     assert attempt(locks, "a", copy="a1").stale
 
 
-def test_retry_waits_in_a_place_of_its_own(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_retry_waits_in_a_place_of_its_own(locks, lock):
     """The ticket of a started attempt does not keep the next one from the line."""
     wait(locks, "a")
     lock.release()
@@ -346,7 +340,7 @@ def test_retry_waits_in_a_place_of_its_own(locks: redis.Redis, lock: SetnxLock) 
     assert attempt(locks, "a", retries=1, copy="b1").acquired
 
 
-def test_stale_call_is_not_put_in_line(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_stale_call_is_not_put_in_line(locks, lock):
     """Neither its late message nor its courier lets a call wait that has started."""
     wait(locks, "a")
     lock.release()
@@ -356,7 +350,7 @@ def test_stale_call_is_not_put_in_line(locks: redis.Redis, lock: SetnxLock) -> N
     assert members(locks) == []
 
 
-def test_started_call_that_was_delivered_again_may_wait(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_started_call_that_was_delivered_again_may_wait(locks, lock):
     """The copy that has started may come again after a crash: it is not stale, and waits for its lock."""
     wait(locks, "a")
     lock.release()
@@ -368,7 +362,7 @@ def test_started_call_that_was_delivered_again_may_wait(locks: redis.Redis, lock
     assert other.heir == Heir("a", "wake a")
 
 
-def test_task_that_leaves_is_passed_over(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_task_that_leaves_is_passed_over(locks, lock):
     """The next in line is served, and no other message of the one that left starts it."""
     wait(locks, "a", 10.0)
     wait(locks, "b", 20.0)
@@ -379,7 +373,7 @@ def test_task_that_leaves_is_passed_over(locks: redis.Redis, lock: SetnxLock) ->
     assert visit(locks, "a").state == "stale"
 
 
-def test_task_that_leaves_when_it_has_been_woken_says_so(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_task_that_leaves_when_it_has_been_woken_says_so(locks, lock):
     """The lock is kept for it: it must be passed on, which the copy that leaves can do."""
     wait(locks, "a", 10.0)
     wait(locks, "b", 20.0)
@@ -391,7 +385,7 @@ def test_task_that_leaves_when_it_has_been_woken_says_so(locks: redis.Redis, loc
     assert passing.heir == Heir("b", "wake b")
 
 
-def test_task_does_not_leave_what_another_message_has_started(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_task_does_not_leave_what_another_message_has_started(locks, lock):
     """Nothing is changed: the started copy may be delivered again."""
     wait(locks, "a")
     lock.release()
@@ -400,21 +394,21 @@ def test_task_does_not_leave_what_another_message_has_started(locks: redis.Redis
     assert attempt(locks, "a", copy="a1").acquired
 
 
-def test_earlier_attempt_cannot_leave_for_a_later_one(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_earlier_attempt_cannot_leave_for_a_later_one(locks, lock):
     """A late message of the attempt before does not cost the retry its place."""
     wait(locks, "a", retries=1)
     assert leave(locks, place("a", retries=0), copy="a1") == "stale"
     assert members(locks) == ["a"]
 
 
-def test_task_may_leave_before_it_has_waited(locks: redis.Redis) -> None:
+def test_task_may_leave_before_it_has_waited(locks):
     """Its messages are stale from then on."""
     assert leave(locks, place("a"), copy="a1") == "left"
     assert attempt(locks, "a").stale
     assert 0 < locks.pttl(ticket_name(NAME, "a")) <= 60_000
 
 
-def test_one_courier_watches_the_lock(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_one_courier_watches_the_lock(locks, lock):
     """The first that asks; it goes on as long as it comes back in time."""
     assert not visit(locks, "a").watches
     assert visit(locks, "a", watch=60).watches
@@ -422,7 +416,7 @@ def test_one_courier_watches_the_lock(locks: redis.Redis, lock: SetnxLock) -> No
     assert visit(locks, "a", watch=60).watches
 
 
-def test_watch_goes_to_another_courier_when_it_was_not_kept(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_watch_goes_to_another_courier_when_it_was_not_kept(locks, lock):
     """A courier that died is replaced by the next one that asks."""
     assert visit(locks, "a", watch=1).watches
     assert not visit(locks, "b", 20.0, watch=60).watches
@@ -430,7 +424,7 @@ def test_watch_goes_to_another_courier_when_it_was_not_kept(locks: redis.Redis, 
     assert not visit(locks, "a", watch=60).watches
 
 
-def test_courier_of_a_started_call_watches_on_while_others_wait(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_courier_of_a_started_call_watches_on_while_others_wait(locks, lock):
     """The last one lays the watch down: there is nobody to watch for."""
     wait(locks, "a", 10.0)
     wait(locks, "b", 20.0)
@@ -445,7 +439,7 @@ def test_courier_of_a_started_call_watches_on_while_others_wait(locks: redis.Red
     assert (found.state, found.watches) == ("stale", False)
 
 
-def test_watch_makes_no_endless_hash(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_watch_makes_no_endless_hash(locks, lock):
     """A watch is noted with a time to live, even where the calls of the line have been lost."""
     wait(locks, "a", 10.0)
     wait(locks, "b", 20.0)
@@ -455,7 +449,7 @@ def test_watch_makes_no_endless_hash(locks: redis.Redis, lock: SetnxLock) -> Non
     assert 0 < locks.pttl(CALLS) <= 60_000
 
 
-def test_heir_whose_call_is_lost_is_named_all_the_same(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_heir_whose_call_is_lost_is_named_all_the_same(locks, lock):
     """The lock is kept for it, and its courier wakes it."""
     wait(locks, "a")
     locks.delete(CALLS)
@@ -464,7 +458,7 @@ def test_heir_whose_call_is_lost_is_named_all_the_same(locks: redis.Redis, lock:
     assert attempt(locks, "a", copy="a1").acquired
 
 
-def test_waiters_are_seen_with_place_and_age(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_waiters_are_seen_with_place_and_age(locks, lock):
     """Whoever looks at a held lock sees who waits for it, since when, and in what order."""
     now = time.time()
     wait(locks, "b", now - 5)
@@ -482,7 +476,7 @@ def test_waiters_are_seen_with_place_and_age(locks: redis.Redis, lock: SetnxLock
     assert plain.waiters == ()
 
 
-def test_waiters_of_a_long_line_are_counted(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_waiters_of_a_long_line_are_counted(locks, lock):
     """All are counted, and the first hundred are named; who meets the lock is told how many."""
     for number in range(120):
         wait(locks, f"task-{number:03}", 1000.0 + number)
@@ -493,13 +487,13 @@ def test_waiters_of_a_long_line_are_counted(locks: redis.Redis, lock: SetnxLock)
     assert attempt(locks, "late").waiters == 120
 
 
-def test_free_lock_has_no_holder_to_look_at(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_free_lock_has_no_holder_to_look_at(locks, lock):
     """Neither before nor after anybody waited."""
     lock.release()
     assert lock.holder_and_waiters() is None
 
 
-def test_line_lives_as_long_as_the_longest_waiter(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_line_lives_as_long_as_the_longest_waiter(locks, lock):
     """Every key of it expires; one who is remembered for longer keeps it, another does not shorten it."""
     park(locks, place("a", remember=600), copy=ORIGINAL, since=1.0, call="wake a")
     park(locks, place("b", remember=5), copy=ORIGINAL, since=2.0, call="wake b")
@@ -507,7 +501,7 @@ def test_line_lives_as_long_as_the_longest_waiter(locks: redis.Redis, lock: Setn
     assert 0 < locks.pttl(ticket_name(NAME, "b")) <= 5_000
 
 
-def test_claimed_ticket_keeps_its_time_to_live(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_claimed_ticket_keeps_its_time_to_live(locks, lock):
     """It must outlive every other message of the call, and no more."""
     wait(locks, "a")
     lock.release()
@@ -516,7 +510,7 @@ def test_claimed_ticket_keeps_its_time_to_live(locks: redis.Redis, lock: SetnxLo
     assert 30_000 < locks.pttl(ticket_name(NAME, "a")) <= 60_000
 
 
-def test_lingering_task_is_handed_the_lock_without_a_wake(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_lingering_task_is_handed_the_lock_without_a_wake(locks, lock):
     """It asks again by itself: nobody need be woken, and nobody comes before it."""
     assert attempt(locks, "a", linger=5, since=10.0).waiters == 0
     assert attempt(locks, "b").waiters == 1
@@ -527,9 +521,7 @@ def test_lingering_task_is_handed_the_lock_without_a_wake(locks: redis.Redis, lo
     assert not locks.exists(LINE, CALLS)
 
 
-def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(
-    locks: redis.Redis, lock: SetnxLock
-) -> None:
+def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(locks, lock):
     """It may have died meanwhile: the next one need not wait out a hand-over, only 50 ms more."""
     attempt(locks, "a", linger=1.0, since=10.0)
     lock.release()
@@ -538,7 +530,7 @@ def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(
     assert outcome.remaining_s <= 1.06
 
 
-def test_task_that_lingers_no_more_is_passed_over(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_task_that_lingers_no_more_is_passed_over(locks, lock):
     """One that died while it lingered does not hold up who waits behind it."""
     attempt(locks, "a", linger=0.05, since=10.0)
     wait(locks, "b", 20.0)
@@ -550,7 +542,7 @@ def test_task_that_lingers_no_more_is_passed_over(locks: redis.Redis, lock: Setn
     assert locks.hkeys(CALLS) == ["b"]
 
 
-def test_task_that_lingered_parks_in_its_place(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_task_that_lingered_parks_in_its_place(locks, lock):
     """It gives up asking, and is woken when its turn has come."""
     attempt(locks, "a", linger=5, since=10.0)
     wait(locks, "b", 20.0)
@@ -559,7 +551,7 @@ def test_task_that_lingered_parks_in_its_place(locks: redis.Redis, lock: SetnxLo
     assert lock.heir == Heir("a", "wake a")
 
 
-def test_foreign_line_stops_no_lock(locks: redis.Redis) -> None:
+def test_foreign_line_stops_no_lock(locks):
     """Another program's value under the line's name: acquire and release work, only waiting is refused."""
     locks.set(LINE, "theirs", ex=60)
     lock = lock_on(locks)
@@ -571,7 +563,7 @@ def test_foreign_line_stops_no_lock(locks: redis.Redis) -> None:
     assert locks.get(LINE) == "theirs"
 
 
-def test_foreign_calls_let_nobody_wait(locks: redis.Redis, lock: SetnxLock) -> None:
+def test_foreign_calls_let_nobody_wait(locks, lock):
     """Nobody is put in line with nothing to be woken with."""
     locks.set(CALLS, "theirs", ex=60)
     with pytest.raises(LockRefused, match="WRONGTYPE"):
@@ -587,7 +579,7 @@ def full() -> Iterator[redis.Redis]:
         yield client
 
 
-def test_line_goes_on_when_memory_is_full(full: redis.Redis) -> None:
+def test_line_goes_on_when_memory_is_full(full):
     """Who waits already is served: a hand-over needs no more memory than a release."""
     lock = lock_on(full)
     assert lock.acquire().acquired
@@ -600,7 +592,7 @@ def test_line_goes_on_when_memory_is_full(full: redis.Redis) -> None:
     assert all(full.pttl(key) > 0 for key in full.scan_iter())
 
 
-def test_task_may_leave_when_memory_is_full(full: redis.Redis) -> None:
+def test_task_may_leave_when_memory_is_full(full):
     """A revoked call does not keep its place because there is no memory to remember that it left."""
     lock_on(full).acquire()
     wait(full, "a")
@@ -610,7 +602,7 @@ def test_task_may_leave_when_memory_is_full(full: redis.Redis) -> None:
 
 
 @pytest.fixture
-def woken(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+def woken(server, locks) -> Iterator[Any]:
     """A call that was woken, and has a courier, as its worker runs it; the lock is another's."""
     app = Celery("lines", set_as_current=False, broker=server.url(0), backend=server.url(0))
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue="lines-nowhere")
@@ -637,7 +629,7 @@ def attempt_age(client: redis.Redis, key: str) -> float:
     return time.time() - ((holder and holder.since) or time.time())
 
 
-def test_woken_call_whose_place_is_refused_says_so(woken: Any, locks: redis.Redis) -> None:
+def test_woken_call_whose_place_is_refused_says_so(woken, locks):
     """Its courier has sent it for that, and comes no more."""
     locks.set(line_names(woken.lock_key())[0], "theirs", ex=60)
     with pytest.raises(LockRefused, match="WRONGTYPE"):

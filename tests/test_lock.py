@@ -1,7 +1,5 @@
 """SetnxLock without Celery, on a real server."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
@@ -23,7 +21,7 @@ def server_us(client: redis.Redis) -> int:
     return seconds * 1_000_000 + microseconds
 
 
-def test_free_lock_is_acquired_with_a_fence(locks: redis.Redis) -> None:
+def test_free_lock_is_acquired_with_a_fence(locks):
     """A free lock: acquired, nobody taken over, and the value is the second at which it ends."""
     before_us = server_us(locks)
     outcome = SetnxLock(locks, NAME, lease=10).acquire()
@@ -35,7 +33,7 @@ def test_free_lock_is_acquired_with_a_fence(locks: redis.Redis) -> None:
     assert before_us / 1e6 + 10 <= int(locks.get(NAME)) < server_us(locks) / 1e6 + 11  # rounded up
 
 
-def test_held_lock_is_an_outcome_that_names_the_holder(locks: redis.Redis) -> None:
+def test_held_lock_is_an_outcome_that_names_the_holder(locks):
     """Not getting the lock is a value: who holds it, since when, and for how long still."""
     info = {"task": "proj.report", "task_id": "id-1", "worker": "celery@web1", "pid": 4711}
     SetnxLock(locks, NAME, lease=timedelta(seconds=10), info=info).acquire()
@@ -48,7 +46,7 @@ def test_held_lock_is_an_outcome_that_names_the_holder(locks: redis.Redis) -> No
     assert str(outcome.holder).startswith("proj.report[id-1] on celery@web1 (pid 4711), running since 20")
 
 
-def test_record_is_readable_text_beside_the_lock(locks: redis.Redis) -> None:
+def test_record_is_readable_text_beside_the_lock(locks):
     """redis-cli GET shows the record: token, deadline, fence, state, since and info, a line each."""
     held = SetnxLock(locks, NAME, lease=10, info={"task": "t"}).acquire().lock
     token, deadline, fence, state, since, info = locks.get(RECORD).split("\n")
@@ -57,7 +55,7 @@ def test_record_is_readable_text_beside_the_lock(locks: redis.Redis) -> None:
     assert int(locks.get(NAME)) == -(-int(deadline) // 1_000_000)
 
 
-def test_release_frees_the_lock_and_is_answered_alike_twice(locks: redis.Redis) -> None:
+def test_release_frees_the_lock_and_is_answered_alike_twice(locks):
     """A second release with the same token answers as the first, and the lock is free."""
     held = SetnxLock(locks, NAME).acquire().lock
     assert held.release() == held.release() == "released"
@@ -65,7 +63,7 @@ def test_release_frees_the_lock_and_is_answered_alike_twice(locks: redis.Redis) 
     assert 0 < locks.ttl(RECORD) <= 60
 
 
-def test_lock_leaves_nothing_for_the_garbage_collector(locks: redis.Redis) -> None:
+def test_lock_leaves_nothing_for_the_garbage_collector(locks):
     """No object keeps another in a circle: a stream of short locks costs no collections."""
 
     def cycle() -> None:
@@ -85,7 +83,7 @@ def test_lock_leaves_nothing_for_the_garbage_collector(locks: redis.Redis) -> No
         gc.enable()
 
 
-def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks: redis.Redis) -> None:
+def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
     """Past its deadline a lock is taken over; the outcome says from whom, and the fence has grown."""
     dead = SetnxLock(locks, NAME, lease=1, info={"task": "t", "task_id": "dead"}).acquire().lock
     outcome = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "taken over")
@@ -94,7 +92,7 @@ def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks: redis.Re
     assert outcome.lock.fence > dead.fence
 
 
-def test_stale_release_changes_nothing(locks: redis.Redis) -> None:
+def test_stale_release_changes_nothing(locks):
     """The old holder's release of a lock that was taken over says lost, and leaves it alone."""
     stale = SetnxLock(locks, NAME, lease=1).acquire().lock
     wait_until(lambda: SetnxLock(locks, NAME, lease=10).acquire().acquired, "taken over")
@@ -103,7 +101,7 @@ def test_stale_release_changes_nothing(locks: redis.Redis) -> None:
     assert (locks.get(NAME), locks.get(RECORD)) == before
 
 
-def test_renew_moves_the_deadline(locks: redis.Redis) -> None:
+def test_renew_moves_the_deadline(locks):
     """Renewed in time, a lock outlives its lease."""
     lock = SetnxLock(locks, NAME, lease=2)
     held = lock.acquire().lock
@@ -114,7 +112,7 @@ def test_renew_moves_the_deadline(locks: redis.Redis) -> None:
     assert held.release() == "released"
 
 
-def test_expired_lease_is_not_renewed_back_to_life(locks: redis.Redis) -> None:
+def test_expired_lease_is_not_renewed_back_to_life(locks):
     """Once its deadline has passed a lock is lost, though nobody has taken it."""
     held = SetnxLock(locks, NAME, lease=1).acquire().lock
     before = locks.get(RECORD)
@@ -125,7 +123,7 @@ def test_expired_lease_is_not_renewed_back_to_life(locks: redis.Redis) -> None:
     assert locks.get(RECORD) == before
 
 
-def test_ensure_raises_when_the_lease_may_be_over(locks: redis.Redis) -> None:
+def test_ensure_raises_when_the_lease_may_be_over(locks):
     """ensure() trusts this process's own clock, with a margin."""
     now = [0.0]
     held = SetnxLock(locks, NAME, lease=10, clock=lambda: now[0]).acquire().lock
@@ -138,7 +136,7 @@ def test_ensure_raises_when_the_lease_may_be_over(locks: redis.Redis) -> None:
     assert held.remaining_s() == 0
 
 
-def test_vanished_lock_is_lost_at_the_next_renewal(locks: redis.Redis) -> None:
+def test_vanished_lock_is_lost_at_the_next_renewal(locks):
     """A key that was deleted or evicted is noticed."""
     held = SetnxLock(locks, NAME).acquire().lock
     locks.delete(NAME)
@@ -147,7 +145,7 @@ def test_vanished_lock_is_lost_at_the_next_renewal(locks: redis.Redis) -> None:
     assert held.release() == held.release() == "gone"
 
 
-def test_lost_record_is_lost(locks: redis.Redis) -> None:
+def test_lost_record_is_lost(locks):
     """Without its record a lock cannot be shown to be ours."""
     held = SetnxLock(locks, NAME).acquire().lock
     locks.delete(RECORD)
@@ -156,7 +154,7 @@ def test_lost_record_is_lost(locks: redis.Redis) -> None:
     assert held.release() == "lost"
 
 
-def test_renewal_repairs_what_a_classic_loser_overwrote(locks: redis.Redis) -> None:
+def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
     """The recipe's loser overwrites the value; while our record is unexpired the lock is ours."""
     held = SetnxLock(locks, NAME, lease=10).acquire().lock
     locks.getset(NAME, int(time.time()) - 100)
@@ -170,7 +168,7 @@ def test_renewal_repairs_what_a_classic_loser_overwrote(locks: redis.Redis) -> N
     assert locks.get(NAME) is None
 
 
-def test_text_under_a_held_lock_is_a_loss(locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_text_under_a_held_lock_is_a_loss(locks, foreign_keys):
     """Somebody who writes text over our lock wants it stopped: lost, and never overwritten."""
     foreign_keys.add(NAME)
     held = SetnxLock(locks, NAME).acquire().lock
@@ -182,9 +180,7 @@ def test_text_under_a_held_lock_is_a_loss(locks: redis.Redis, foreign_keys: set[
 
 
 @pytest.mark.parametrize("value", ["maintenance", "", "-5", "1e9", "0x10", "12 "])
-def test_foreign_text_is_held_and_never_overwritten(
-    locks: redis.Redis, foreign_keys: set[str], value: str
-) -> None:
+def test_foreign_text_is_held_and_never_overwritten(locks, foreign_keys, value):
     """A value that is no number belongs to somebody else: held without an end."""
     foreign_keys.add(NAME)
     locks.set(NAME, value)
@@ -195,7 +191,7 @@ def test_foreign_text_is_held_and_never_overwritten(
     assert locks.get(NAME) == value
 
 
-def test_foreign_key_of_another_type_is_held(locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_foreign_key_of_another_type_is_held(locks, foreign_keys):
     """A list under the lock's name is somebody's data."""
     foreign_keys.add(NAME)
     locks.rpush(NAME, "x")
@@ -206,9 +202,7 @@ def test_foreign_key_of_another_type_is_held(locks: redis.Redis, foreign_keys: s
 
 
 @pytest.mark.parametrize("offset", [0, 0.5])
-def test_foreign_second_is_respected_to_its_end(
-    locks: redis.Redis, foreign_keys: set[str], offset: float
-) -> None:
+def test_foreign_second_is_respected_to_its_end(locks, foreign_keys, offset):
     """A value of the recipe, integer or fraction, is held until its second plus one."""
     foreign_keys.add(NAME)
     value = locks.time()[0] + 1 + offset
@@ -221,7 +215,7 @@ def test_foreign_second_is_respected_to_its_end(
     assert locks.ttl(NAME) > 0
 
 
-def test_acquire_again_with_the_same_token_is_acquired(locks: redis.Redis) -> None:
+def test_acquire_again_with_the_same_token_is_acquired(locks):
     """A resent acquire is answered acquired, with the fence and deadline of the first."""
     lock = SetnxLock(locks, NAME, lease=10)
     first = lock.acquire(token="mine").lock
@@ -232,7 +226,7 @@ def test_acquire_again_with_the_same_token_is_acquired(locks: redis.Redis) -> No
     assert again.release() == "released"
 
 
-def test_wait_ends_when_the_lock_is_released(locks: redis.Redis) -> None:
+def test_wait_ends_when_the_lock_is_released(locks):
     """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline."""
     held = SetnxLock(locks, NAME, lease=30).acquire().lock
     waited: list[float] = []
@@ -251,7 +245,7 @@ def test_wait_ends_when_the_lock_is_released(locks: redis.Redis) -> None:
     assert waited[-1] - waited[0] < 5
 
 
-def test_wait_gives_up_in_time(locks: redis.Redis) -> None:
+def test_wait_gives_up_in_time(locks):
     """acquire(wait=...) answers held when its time is over."""
     SetnxLock(locks, NAME).acquire()
     before = time.monotonic()
@@ -259,7 +253,7 @@ def test_wait_gives_up_in_time(locks: redis.Redis) -> None:
     assert 0.2 <= time.monotonic() - before < 2
 
 
-def test_with_holds_and_releases(locks: redis.Redis) -> None:
+def test_with_holds_and_releases(locks):
     """The README's three lines."""
     with SetnxLock(locks, "nightly-report", lease=60) as held:
         assert held.fence
@@ -267,7 +261,7 @@ def test_with_holds_and_releases(locks: redis.Redis) -> None:
     assert not locks.exists("nightly-report")
 
 
-def test_with_raises_already_running_when_held(locks: redis.Redis) -> None:
+def test_with_raises_already_running_when_held(locks):
     """`with` needs the lock: held by another is an error that names it."""
     lock = SetnxLock(locks, NAME, info={"task": "t", "task_id": "1"})
     lock.acquire()
@@ -275,23 +269,21 @@ def test_with_raises_already_running_when_held(locks: redis.Redis) -> None:
         pass
 
 
-def test_with_releases_when_the_body_raises(locks: redis.Redis) -> None:
+def test_with_releases_when_the_body_raises(locks):
     """The body's own error comes through, and the lock is free."""
     with pytest.raises(ZeroDivisionError), SetnxLock(locks, NAME):
         raise ZeroDivisionError
     assert not locks.exists(NAME)
 
 
-def test_with_warns_of_a_lock_lost_on_the_way(locks: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_warns_of_a_lock_lost_on_the_way(locks, caplog):
     """Losing the lock inside `with` is reported, not hidden."""
     with caplog.at_level(logging.WARNING), SetnxLock(locks, NAME):
         locks.delete(NAME)
     assert "was gone before it was released" in caplog.text
 
 
-def test_with_warns_when_the_release_fails(
-    locks: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_warns_when_the_release_fails(locks, caplog, monkeypatch):
     """A failing release never hides the body's own error."""
     lock = SetnxLock(locks, NAME)
     monkeypatch.setattr(lock, "_release", _unavailable)
@@ -306,32 +298,32 @@ def _unavailable(*_args: Any) -> Any:
     raise LockUnavailable(NAME, "gone away")
 
 
-def test_release_without_acquire_is_an_error(locks: redis.Redis) -> None:
+def test_release_without_acquire_is_an_error(locks):
     """There is nothing to give back."""
     with pytest.raises(LockLost, match="never acquired"):
         SetnxLock(locks, NAME).release()
 
 
 @pytest.mark.parametrize("lease", [0, -1, timedelta(0), float("nan"), float("inf")])
-def test_lease_must_be_positive(locks: redis.Redis, lease: Any) -> None:
+def test_lease_must_be_positive(locks, lease):
     """A lease of nothing is refused at once."""
     with pytest.raises(ValueError, match="more than 0 seconds"):
         SetnxLock(locks, NAME, lease=lease)
 
 
-def test_retention_must_not_be_negative(locks: redis.Redis) -> None:
+def test_retention_must_not_be_negative(locks):
     """A key that expires before its deadline would let a second holder in."""
     with pytest.raises(ValueError, match="must be 0 seconds or more"):
         SetnxLock(locks, NAME, retention=-31)
 
 
-def test_token_with_a_line_break_is_refused(locks: redis.Redis) -> None:
+def test_token_with_a_line_break_is_refused(locks):
     """The record is packed by lines."""
     with pytest.raises(ValueError, match="line break"):
         SetnxLock(locks, NAME).acquire(token="a\nb")
 
 
-def test_late_reply_is_not_an_acquisition(locks: redis.Redis) -> None:
+def test_late_reply_is_not_an_acquisition(locks):
     """A process that stood still for its whole lease must not start: the lock is given back."""
     moments = iter([0.0])  # of the sending; then it stands still
     lock = SetnxLock(locks, NAME, lease=10, clock=lambda: next(moments, 20.0))
@@ -340,9 +332,7 @@ def test_late_reply_is_not_an_acquisition(locks: redis.Redis) -> None:
     assert not locks.exists(NAME)
 
 
-def test_interrupted_acquire_gives_back_what_it_may_hold(
-    locks: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):
     """A time limit that strikes between the server's grant and our reading it leaves no lock behind."""
     lock = SetnxLock(locks, NAME)
     acquire = SetnxLock._acquire_once
@@ -357,7 +347,7 @@ def test_interrupted_acquire_gives_back_what_it_may_hold(
     assert not locks.exists(NAME)
 
 
-def test_rest_keeps_the_lock_closed_then_opens_it(locks: redis.Redis) -> None:
+def test_rest_keeps_the_lock_closed_then_opens_it(locks):
     """release(at_least_for=...) lets a lock rest until then; its end is no crash."""
     held = SetnxLock(locks, NAME, lease=10).acquire().lock
     assert held.release(at_least_for=1) == "resting"
@@ -370,13 +360,13 @@ def test_rest_keeps_the_lock_closed_then_opens_it(locks: redis.Redis) -> None:
     assert taken.lock.fence > held.fence
 
 
-def test_rest_that_is_over_is_a_plain_release(locks: redis.Redis) -> None:
+def test_rest_that_is_over_is_a_plain_release(locks):
     """A body longer than at_least_for frees the lock at once."""
     held = SetnxLock(locks, NAME, lease=10).acquire().lock
     assert held.release(at_least_for=1e-6) == "released"
 
 
-def test_own_rest_lets_the_same_task_pass(locks: redis.Redis) -> None:
+def test_own_rest_lets_the_same_task_pass(locks):
     """A task's own retry passes through its resting lock; another task does not."""
     SetnxLock(locks, NAME).acquire(token="id-1|0|ab").lock.release(at_least_for=10)
     assert not SetnxLock(locks, NAME).acquire(token="id-2|0|ab").acquired
@@ -385,14 +375,14 @@ def test_own_rest_lets_the_same_task_pass(locks: redis.Redis) -> None:
     assert outcome.taken_over_from is None
 
 
-def test_fence_grows_after_the_lock_was_forgotten(locks: redis.Redis) -> None:
+def test_fence_grows_after_the_lock_was_forgotten(locks):
     """Even with all keys gone, the next fence is larger."""
     first = SetnxLock(locks, NAME).acquire().lock
     locks.flushdb()
     assert SetnxLock(locks, NAME).acquire().lock.fence > first.fence
 
 
-def test_client_that_returns_bytes_serves_as_well(server: Any, locks: redis.Redis) -> None:
+def test_client_that_returns_bytes_serves_as_well(server, locks):
     """decode_responses of the user's client does not matter."""
     with redis.Redis.from_url(server.url(1)) as client:
         held = SetnxLock(client, NAME, info={"task": "t"}).acquire().lock
@@ -401,7 +391,7 @@ def test_client_that_returns_bytes_serves_as_well(server: Any, locks: redis.Redi
         assert held.release() == "released"
 
 
-def test_script_flush_does_not_matter(locks: redis.Redis) -> None:
+def test_script_flush_does_not_matter(locks):
     """A server that has forgotten the scripts gets them again."""
     for _ in range(2):
         locks.script_flush()

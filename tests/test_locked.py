@@ -1,7 +1,5 @@
 """locked() and lock_key(): a glance at the lock of a call, without publishing it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +11,7 @@ from pydantic import BaseModel
 
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
 from celery_setnx.delivery import HEADER
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import wait_until
 from tests.versions.conditions import needs_dumped_models
 
 NOWHERE = "locked-nowhere"
@@ -26,7 +23,7 @@ class User(BaseModel):
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """A client of the broker's database; the queue without a consumer is empty before and after."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
         client.delete(NOWHERE)
@@ -35,14 +32,14 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def app(server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis) -> Celery:
+def app(server, locks, broker) -> Celery:
     """An app of its own, whose messages go where nobody consumes them."""
     app = Celery("glances", set_as_current=False, broker=server.url(0), backend=server.url(0))
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
     return app
 
 
-def test_locked_is_none_while_nobody_holds_the_lock(tasks: Any, locks: redis.Redis, broker: Any) -> None:
+def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, broker):
     """A free lock has no holder, and the glance leaves nothing behind."""
     before = locks.dbsize()
     assert tasks.work.locked("a") is None
@@ -50,9 +47,7 @@ def test_locked_is_none_while_nobody_holds_the_lock(tasks: Any, locks: redis.Red
     assert broker.llen("celery") == 0
 
 
-def test_locked_names_the_task_and_worker_that_run(
-    tasks: Any, worker: Worker, journal: Journal, gates: Any
-) -> None:
+def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates):
     """While a real worker runs the call its record is the answer, however the arguments are given."""
     result = tasks.work.delay("gated-a", "anything")
     (start,) = journal.wait_for("start", task_id=result.id)
@@ -67,7 +62,7 @@ def test_locked_names_the_task_and_worker_that_run(
     assert tasks.work.locked("gated-a") is None
 
 
-def test_locked_sees_a_running_call_of_a_whole_task(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_locked_sees_a_running_call_of_a_whole_task(tasks, journal, gates):
     """With key=() any arguments are the same call."""
     result = tasks.whole.delay("gated-b")
     journal.wait_for("start", task_id=result.id)
@@ -77,7 +72,7 @@ def test_locked_sees_a_running_call_of_a_whole_task(tasks: Any, journal: Journal
     result.get(timeout=10)
 
 
-def test_locked_is_resting_until_at_least_for_is_over(tasks: Any) -> None:
+def test_locked_is_resting_until_at_least_for_is_over(tasks):
     """The task has ended, its lock rests, and then it is free."""
     result = tasks.resting.delay("a")
     result.get(timeout=10)
@@ -86,7 +81,7 @@ def test_locked_is_resting_until_at_least_for_is_over(tasks: Any) -> None:
     wait_until(lambda: tasks.resting.locked("a") is None, "the rest is over")
 
 
-def test_locked_is_held_for_a_retry(tasks: Any, locks: redis.Redis) -> None:
+def test_locked_is_held_for_a_retry(tasks, locks):
     """Between two attempts the lock is nobody else's."""
     lock = SetnxLock(locks, tasks.patient.lock_key("a"), info={"task_id": "id-1"})
     lock.acquire().lock.hold(60)
@@ -94,7 +89,7 @@ def test_locked_is_held_for_a_retry(tasks: Any, locks: redis.Redis) -> None:
     assert (holder.state, holder.task_id) == ("held_for_retry", "id-1")
 
 
-def test_locked_sees_a_foreign_lock(tasks: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_locked_sees_a_foreign_lock(tasks, locks, foreign_keys):
     """A lock that another program has set is held, by no task of ours."""
     key = tasks.work.lock_key("a")
     foreign_keys.add(key)
@@ -106,7 +101,7 @@ def test_locked_sees_a_foreign_lock(tasks: Any, locks: redis.Redis, foreign_keys
     assert tasks.work.locked("a") is None
 
 
-def test_locked_is_none_after_an_expired_lease(tasks: Any, locks: redis.Redis) -> None:
+def test_locked_is_none_after_an_expired_lease(tasks, locks):
     """A dead holder's record is there still, but it holds the lock no longer."""
     lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=1)
     assert lock.acquire().acquired
@@ -115,9 +110,7 @@ def test_locked_is_none_after_an_expired_lease(tasks: Any, locks: redis.Redis) -
     assert locks.exists(lock.name, lock.record) == 2
 
 
-def test_locked_is_none_after_an_expired_foreign_lock(
-    tasks: Any, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_locked_is_none_after_an_expired_foreign_lock(tasks, locks, foreign_keys):
     """A foreign lock past its second is as good as free: the next call takes it over."""
     key = tasks.work.lock_key("a")
     foreign_keys.add(key)
@@ -126,7 +119,7 @@ def test_locked_is_none_after_an_expired_foreign_lock(
     assert tasks.work.delay("a").get(timeout=10) == "a"
 
 
-def test_locked_does_not_renew_or_touch_the_lock(tasks: Any, locks: redis.Redis) -> None:
+def test_locked_does_not_renew_or_touch_the_lock(tasks, locks):
     """Value, record and their time to live are what they were."""
     lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=30)
     lock.acquire()
@@ -139,7 +132,7 @@ def test_locked_does_not_renew_or_touch_the_lock(tasks: Any, locks: redis.Redis)
     assert seen() == before
 
 
-def test_lock_key_is_the_key_that_the_worker_locks(tasks: Any, journal: Journal) -> None:
+def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
     """Positional, keyword and default arguments alike."""
     result = tasks.everything.delay(1, c={"x": (1, 2)})
     result.get(timeout=10)
@@ -147,7 +140,7 @@ def test_lock_key_is_the_key_that_the_worker_locks(tasks: Any, journal: Journal)
     assert tasks.everything.lock_key(a=1, b=2, c={"x": [1, 2]}) == body["key"]
 
 
-def test_lock_key_of_a_bound_method_leaves_self_out(tasks: Any, journal: Journal) -> None:
+def test_lock_key_of_a_bound_method_leaves_self_out(tasks, journal):
     """A class-based task is asked as it is called."""
     tasks.classy.delay(name="a").get(timeout=10)
     (start,) = journal.entries(what="start")
@@ -155,7 +148,7 @@ def test_lock_key_of_a_bound_method_leaves_self_out(tasks: Any, journal: Journal
 
 
 @needs_dumped_models
-def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app: Celery, broker: redis.Redis) -> None:
+def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app, broker):
     """A model is dumped as Celery dumps it: the same key as in the message's header."""
 
     @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet")
@@ -171,7 +164,7 @@ def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app: Celery,
     assert task.lock_key(User(id=1)) != task.lock_key(User(id=2))
 
 
-def test_locked_of_a_pydantic_model_names_the_holder(app: Celery, locks: redis.Redis) -> None:
+def test_locked_of_a_pydantic_model_names_the_holder(app, locks):
     """A model may be given where the worker locked what it was dumped to."""
 
     @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet", singleton={"key": "{user.id}"})
@@ -184,7 +177,7 @@ def test_locked_of_a_pydantic_model_names_the_holder(app: Celery, locks: redis.R
 
 
 @needs_dumped_models
-def test_lock_key_hands_a_key_function_what_the_worker_sees(app: Celery) -> None:
+def test_lock_key_hands_a_key_function_what_the_worker_sees(app):
     """A key function of a pydantic task gets the dumped model, as when the call is published."""
 
     @app.task(
@@ -200,7 +193,7 @@ def test_lock_key_hands_a_key_function_what_the_worker_sees(app: Celery) -> None
     assert task.lock_key(User(id=1)) == task.lock_key({"id": 1})
 
 
-def test_lock_key_needs_no_server(app: Celery) -> None:
+def test_lock_key_needs_no_server(app):
     """The name of a lock is computed, not asked for."""
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
 
@@ -210,7 +203,7 @@ def test_lock_key_needs_no_server(app: Celery) -> None:
     assert app.tasks["t.t"].lock_key() == "t:{t.t}"
 
 
-def test_locked_without_a_server_is_lock_unavailable(app: Celery) -> None:
+def test_locked_without_a_server_is_lock_unavailable(app):
     """Not knowing is not None."""
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
 
@@ -224,7 +217,7 @@ def test_locked_without_a_server_is_lock_unavailable(app: Celery) -> None:
 
 
 @pytest.mark.parametrize("glance", ["locked", "lock_key"])
-def test_call_without_a_key_is_refused(tasks: Any, glance: str) -> None:
+def test_call_without_a_key_is_refused(tasks, glance):
     """Arguments that do not fit the signature, or have no canonical form, are named."""
     with pytest.raises(UnkeyableCall, match="missing a required argument: 'name'"):
         getattr(tasks.work, glance)()
@@ -233,7 +226,7 @@ def test_call_without_a_key_is_refused(tasks: Any, glance: str) -> None:
 
 
 @pytest.mark.parametrize("glance", ["locked", "lock_key"])
-def test_celerys_own_tasks_have_no_lock(glance: str) -> None:
+def test_celerys_own_tasks_have_no_lock(glance):
     """SingletonTask as the app's task class does not guard celery.*, and says so."""
     app = Celery("all", task_cls=SingletonTask, set_as_current=False, broker="redis://localhost:1/0")
     builtin = app.tasks["celery.chord_unlock"]
@@ -241,7 +234,7 @@ def test_celerys_own_tasks_have_no_lock(glance: str) -> None:
         getattr(builtin, glance)()
 
 
-def test_locked_works_inside_the_task_itself(app: Celery, locks: redis.Redis) -> None:
+def test_locked_works_inside_the_task_itself(app, locks):
     """A direct call has no lock of its own, and sees who has it."""
 
     @app.task(shared=False, base=SingletonTask, bind=True, name="t.t", singleton={"key": "a"})

@@ -1,7 +1,5 @@
 """The log: one line for each event, with task, id and key, and the holder where there is one."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator
@@ -9,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 import celery_setnx
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 LINE = re.compile(r"^\[\S+ \S+ (?P<level>[A-Z]+)/[^\]]+\] (?P<text>.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def watched(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def watched(server, logs) -> Iterator[Worker]:
     """A worker of `tests.watchapp`."""
     worker = Worker(logs, "tests.watchapp", concurrency=2)
     yield worker
@@ -27,7 +23,7 @@ def watched(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def scenes(watched: Worker, locks: redis.Redis, journal: Journal, gates: Any) -> Any:
+def scenes(watched, locks, journal, gates) -> Any:
     """What may happen to a call of that worker."""
     from tests import watchapp
 
@@ -92,7 +88,7 @@ def pattern(text: str, call: str, key: str) -> str:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_each_event_is_one_line_with_task_id_key_and_holder(watched: Worker, scenes: Any, scene: str) -> None:
+def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, scene):
     """INFO for what a policy does, WARNING for what nobody asked for; nothing twice."""
     call = getattr(scenes, scene)()
     name = MARKED if scene == "lapse" else WORK
@@ -109,7 +105,7 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched: Worker, sce
         assert re.fullmatch(pattern(words, f"{name}[{call.id}]", scenes.key), text), text
 
 
-def test_call_that_fails_is_told_by_celery_alone(watched: Worker, scenes: Any) -> None:
+def test_call_that_fails_is_told_by_celery_alone(watched, scenes):
     """Its error names task, key and holder, and is expected: INFO, no traceback."""
     call = scenes.fail()
     ((level, text),) = wait_until(lambda: lines_about(watched, call.id, scenes.key), "the error")
@@ -118,9 +114,7 @@ def test_call_that_fails_is_told_by_celery_alone(watched: Worker, scenes: Any) -
     assert re.search(PATTERNS["holder"], text)
 
 
-def test_duplicate_is_one_line_of_its_publisher(
-    scenes: Any, journal: Journal, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_duplicate_is_one_line_of_its_publisher(scenes, journal, caplog):
     """Naming the task that is queued already."""
     call = scenes.duplicate()
     (message,) = [m for m in caplog.messages if scenes.key in m]
@@ -130,7 +124,7 @@ def test_duplicate_is_one_line_of_its_publisher(
     )
 
 
-def test_fan_out_is_one_line_for_all_its_duplicates(scenes: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_fan_out_is_one_line_for_all_its_duplicates(scenes, caplog):
     """A million duplicates are no million lines."""
     from tests import watchapp
 
@@ -140,14 +134,14 @@ def test_fan_out_is_one_line_for_all_its_duplicates(scenes: Any, caplog: pytest.
     ]
 
 
-def test_lines_are_quiet_at_the_level_of_our_logger(scenes: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_quiet_at_the_level_of_our_logger(scenes, caplog):
     """All lines go to the logger `celery_setnx`, so its level rules them."""
     caplog.set_level(logging.WARNING, logger="celery_setnx")
     scenes.duplicate()
     assert [record for record in caplog.records if record.name.startswith("celery_setnx")] == []
 
 
-def test_all_modules_log_to_one_logger() -> None:
+def test_all_modules_log_to_one_logger():
     """The logger `celery_setnx`, or one below it."""
     package = Path(celery_setnx.__file__).parent
     for path in package.rglob("*.py"):

@@ -1,7 +1,5 @@
 """The mark beside a lock: who is first, for how long, and when it ends. Redis only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +10,8 @@ from redis.retry import Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.keys import mark_name
-from celery_setnx.lock import Released, task_token
+from celery_setnx.lock import task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
-from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import wait_until
 from tests.proxy import Proxy
@@ -43,13 +40,13 @@ def run(client: redis.Redis, task_id: str, retries: int = 0, lease: float = 30.0
 
 
 @pytest.fixture
-def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+def proxy(server) -> Iterator[Proxy]:
     with Proxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def shaky(proxy: Proxy) -> Iterator[redis.Redis]:
+def shaky(proxy) -> Iterator[redis.Redis]:
     """A client by way of the proxy that sends again once."""
     # redis-py before 6 sends again after the errors that are named, and after no others.
     named = {"retry": Retry(NoBackoff(), 1), "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
@@ -58,13 +55,13 @@ def shaky(proxy: Proxy) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_mark_lives_in_the_slot_of_its_lock() -> None:
+def test_mark_lives_in_the_slot_of_its_lock():
     """The mark's name holds the lock's, braces and all."""
     assert Mark(KEY, "a").name == mark_name(KEY) == NAME
 
 
 @pytest.mark.parametrize("dedupe", MODES)
-def test_first_is_marked(locks: redis.Redis, dedupe: str) -> None:
+def test_first_is_marked(locks, dedupe):
     """A free key is marked with the task's id, for the lease."""
     marked = mark(locks, "a", dedupe)
     assert marked == Marked("a", "marked")
@@ -74,7 +71,7 @@ def test_first_is_marked(locks: redis.Redis, dedupe: str) -> None:
 
 
 @pytest.mark.parametrize("dedupe", MODES)
-def test_second_is_a_duplicate_of_the_first(locks: redis.Redis, dedupe: str) -> None:
+def test_second_is_a_duplicate_of_the_first(locks, dedupe):
     """A marked key answers with the task that it is marked for, and nothing changes."""
     mark(locks, "a", lease=10)
     marked = mark(locks, "b", dedupe, lease=3600)
@@ -84,16 +81,14 @@ def test_second_is_a_duplicate_of_the_first(locks: redis.Redis, dedupe: str) -> 
     assert locks.pttl(NAME) <= 10_000
 
 
-def test_same_task_marks_again(locks: redis.Redis) -> None:
+def test_same_task_marks_again(locks):
     """A mark that is sent twice is no duplicate of itself."""
     mark(locks, "a")
     assert mark(locks, "a") == Marked("a", "marked")
 
 
 @needs_pipelines_sent_again
-def test_mark_whose_reply_was_lost_is_not_its_own_duplicate(
-    locks: redis.Redis, proxy: Proxy, shaky: redis.Redis
-) -> None:
+def test_mark_whose_reply_was_lost_is_not_its_own_duplicate(locks, proxy, shaky):
     """The client sends again after a lost reply, and is told that the key is its own."""
     mark(shaky, "warm")
     locks.flushdb()
@@ -102,14 +97,14 @@ def test_mark_whose_reply_was_lost_is_not_its_own_duplicate(
     assert mark(shaky, "b") == Marked("a", "queued")
 
 
-def test_many_keys_take_one_round_trip_and_equal_ones_meet(locks: redis.Redis) -> None:
+def test_many_keys_take_one_round_trip_and_equal_ones_meet(locks):
     """Of two equal keys the second is a duplicate of the first."""
     marks = [Mark("t:{x}", "a"), Mark("t:{y}", "b"), Mark("t:{x}", "c")]
     found = mark_all(locks, marks, dedupe="until_started", lease=30)
     assert found == [Marked("a", "marked"), Marked("b", "marked"), Marked("a", "queued")]
 
 
-def test_scripts_are_sent_again_after_a_script_flush(locks: redis.Redis) -> None:
+def test_scripts_are_sent_again_after_a_script_flush(locks):
     """A server that has forgotten the scripts is taught them anew."""
     marks = [Mark(KEY, "a")]
     locks.script_flush()
@@ -122,7 +117,7 @@ def test_scripts_are_sent_again_after_a_script_flush(locks: redis.Redis) -> None
     assert not locks.exists(NAME)
 
 
-def test_running_task_makes_duplicates_only_until_done(locks: redis.Redis) -> None:
+def test_running_task_makes_duplicates_only_until_done(locks):
     """until_done counts the running task, with its record; until_started does not."""
     held = run(locks, "a")
     marked = mark(locks, "b", "until_done")
@@ -133,26 +128,26 @@ def test_running_task_makes_duplicates_only_until_done(locks: redis.Redis) -> No
     assert mark(locks, "b", "until_started") == Marked("b", "marked")
 
 
-def test_lock_held_for_a_retry_makes_duplicates_until_done(locks: redis.Redis) -> None:
+def test_lock_held_for_a_retry_makes_duplicates_until_done(locks):
     """A task that waits for its retry under its lock is not done."""
     run(locks, "a").hold(30)
     assert mark(locks, "b", "until_done").task_id == "a"
 
 
-def test_resting_lock_makes_no_duplicate(locks: redis.Redis) -> None:
+def test_resting_lock_makes_no_duplicate(locks):
     """at_least_for says when the next may run, not whether it may be queued."""
     held = run(locks, "a")
     assert held.release(at_least_for=20) == "resting"
     assert mark(locks, "b", "until_done") == Marked("b", "marked")
 
 
-def test_released_lock_makes_no_duplicate(locks: redis.Redis) -> None:
+def test_released_lock_makes_no_duplicate(locks):
     """The record of a release is no holder."""
     assert run(locks, "a").release() == "released"
     assert mark(locks, "b", "until_done") == Marked("b", "marked")
 
 
-def test_expired_holder_makes_no_duplicate(locks: redis.Redis) -> None:
+def test_expired_holder_makes_no_duplicate(locks):
     """A holder that is past its deadline is dead, although its lock and record are there still."""
     run(locks, "a", lease=1)
     wait_until(lambda: not mark(locks, "b", "until_done").is_duplicate, "the lease is over")
@@ -160,20 +155,20 @@ def test_expired_holder_makes_no_duplicate(locks: redis.Redis) -> None:
 
 
 @pytest.mark.parametrize("value", ["99999999999", "maintenance"])
-def test_foreign_lock_makes_no_duplicate(locks: redis.Redis, foreign_keys: set[str], value: str) -> None:
+def test_foreign_lock_makes_no_duplicate(locks, foreign_keys, value):
     """A lock without a record of a task names nobody whose result could be waited for."""
     foreign_keys.add(KEY)
     assert locks.setnx(KEY, value)
     assert mark(locks, "b", "until_done") == Marked("b", "marked")
 
 
-def test_holder_that_is_no_task_makes_no_duplicate(locks: redis.Redis) -> None:
+def test_holder_that_is_no_task_makes_no_duplicate(locks):
     """A SetnxLock used by itself has no task id to answer with."""
     SetnxLock(locks, KEY).acquire()
     assert mark(locks, "b", "until_done") == Marked("b", "marked")
 
 
-def test_extended_mark_lasts_for_the_new_lease(locks: redis.Redis) -> None:
+def test_extended_mark_lasts_for_the_new_lease(locks):
     """Each mark gets its own lease, but none gets shorter: its retry may have been marked meanwhile."""
     marks = [Mark("t:{x}", "a"), Mark("t:{y}", "a")]
     mark_all(locks, marks, dedupe="until_started", lease=30)
@@ -182,14 +177,14 @@ def test_extended_mark_lasts_for_the_new_lease(locks: redis.Redis) -> None:
     assert 25_000 < locks.pttl(marks[1].name) <= 30_000
 
 
-def test_marking_again_does_not_shorten(locks: redis.Redis) -> None:
+def test_marking_again_does_not_shorten(locks):
     """A mark that is sent again late leaves the longer lease that was given meanwhile."""
     mark(locks, "a", lease=60)
     assert mark(locks, "a", lease=10) == Marked("a", "marked")
     assert locks.pttl(NAME) > 10_000
 
 
-def test_extend_leaves_anothers_mark_and_creates_none(locks: redis.Redis) -> None:
+def test_extend_leaves_anothers_mark_and_creates_none(locks):
     """A late publisher changes nothing of what came after it."""
     assert extend_all(locks, [Mark(KEY, "a")], [3600]) is None
     assert not locks.exists(NAME)
@@ -198,7 +193,7 @@ def test_extend_leaves_anothers_mark_and_creates_none(locks: redis.Redis) -> Non
     assert locks.pttl(NAME) <= 10_000
 
 
-def test_free_ends_only_ones_own_mark(locks: redis.Redis) -> None:
+def test_free_ends_only_ones_own_mark(locks):
     """Nobody frees another's mark; freeing twice is harmless."""
     mark(locks, "a")
     assert free_all(locks, [Mark(KEY, "b")]) is None
@@ -208,7 +203,7 @@ def test_free_ends_only_ones_own_mark(locks: redis.Redis) -> None:
     assert not locks.exists(NAME)
 
 
-def test_mark_ends_when_its_task_acquires(locks: redis.Redis) -> None:
+def test_mark_ends_when_its_task_acquires(locks):
     """Start and end of the mark are one step, and the outcome says that the mark was there."""
     mark(locks, "a")
     outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
@@ -217,7 +212,7 @@ def test_mark_ends_when_its_task_acquires(locks: redis.Redis) -> None:
     assert not locks.exists(NAME)
 
 
-def test_mark_of_another_stays_when_a_task_acquires(locks: redis.Redis) -> None:
+def test_mark_of_another_stays_when_a_task_acquires(locks):
     """A task that starts without its mark learns whose it is, and leaves it."""
     mark(locks, "b")
     outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
@@ -226,7 +221,7 @@ def test_mark_of_another_stays_when_a_task_acquires(locks: redis.Redis) -> None:
     assert locks.get(NAME) == "b"
 
 
-def test_mark_stays_when_its_task_meets_a_held_lock(locks: redis.Redis) -> None:
+def test_mark_stays_when_its_task_meets_a_held_lock(locks):
     """A task that has to wait is queued still."""
     run(locks, "other")
     mark(locks, "a")
@@ -236,9 +231,7 @@ def test_mark_stays_when_its_task_meets_a_held_lock(locks: redis.Redis) -> None:
     assert locks.get(NAME) == "a"
 
 
-def test_acquire_whose_reply_was_lost_still_knows_its_mark(
-    locks: redis.Redis, proxy: Proxy, shaky: redis.Redis
-) -> None:
+def test_acquire_whose_reply_was_lost_still_knows_its_mark(locks, proxy, shaky):
     """Asked again, the mark is gone because this very acquire took it: that is no lapse."""
     SetnxLock(shaky, "t:{warm}").acquire()
     mark(locks, "a")
@@ -248,9 +241,7 @@ def test_acquire_whose_reply_was_lost_still_knows_its_mark(
     assert outcome.mark == "a"
 
 
-def test_mark_of_the_wrong_type_never_keeps_a_task_from_running(
-    locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_mark_of_the_wrong_type_never_keeps_a_task_from_running(locks, foreign_keys):
     """What is no text is no mark of ours, and stays."""
     foreign_keys.add(NAME)
     locks.lpush(NAME, "x")
@@ -262,7 +253,7 @@ def test_mark_of_the_wrong_type_never_keeps_a_task_from_running(
 
 
 @pytest.mark.parametrize(("rest", "word"), [(0.0, "released"), (20.0, "resting")])
-def test_release_marks_again_for_the_retry(locks: redis.Redis, rest: float, word: Released) -> None:
+def test_release_marks_again_for_the_retry(locks, rest, word):
     """Lock and mark change in one step: no publisher can come between."""
     held = run(locks, "a")
     assert held.release(at_least_for=rest, mark_for=60) == word
@@ -271,13 +262,13 @@ def test_release_marks_again_for_the_retry(locks: redis.Redis, rest: float, word
     assert mark(locks, "b", "until_done") == Marked("a", "queued")
 
 
-def test_release_without_a_retry_marks_nothing(locks: redis.Redis) -> None:
+def test_release_without_a_retry_marks_nothing(locks):
     """A task that is done is not queued."""
     run(locks, "a").release()
     assert not locks.exists(NAME)
 
 
-def test_release_leaves_anothers_mark(locks: redis.Redis) -> None:
+def test_release_leaves_anothers_mark(locks):
     """A call that was published meanwhile keeps its mark."""
     held = run(locks, "a")
     mark(locks, "b", lease=10)
@@ -286,7 +277,7 @@ def test_release_leaves_anothers_mark(locks: redis.Redis) -> None:
     assert locks.pttl(NAME) <= 10_000
 
 
-def test_resent_release_marks_once(locks: redis.Redis, proxy: Proxy, shaky: redis.Redis) -> None:
+def test_resent_release_marks_once(locks, proxy, shaky):
     """The retry may have started by the time a lost release is sent again: its mark does not come back."""
     mark(locks, "a")
     held = run(shaky, "a")
@@ -300,7 +291,7 @@ def test_resent_release_marks_once(locks: redis.Redis, proxy: Proxy, shaky: redi
     retry.release()
 
 
-def test_lost_holder_marks_nothing(locks: redis.Redis) -> None:
+def test_lost_holder_marks_nothing(locks):
     """A holder whose lock is another's has no say in what is queued."""
     held = run(locks, "a", lease=1)
     wait_until(lambda: a_lock(locks).acquire(token=task_token("b", 0, "cd")).acquired, "taken over")
@@ -308,7 +299,7 @@ def test_lost_holder_marks_nothing(locks: redis.Redis) -> None:
     assert not locks.exists(NAME)
 
 
-def test_unreachable_server_is_an_answer_for_each(server: EmbeddedServer) -> None:
+def test_unreachable_server_is_an_answer_for_each(server):
     """No exception: the caller decides, for every call."""
     with Proxy(server.port) as proxy:
         dead = redis.Redis(port=proxy.port, retry=Retry(NoBackoff(), 0))
@@ -319,7 +310,7 @@ def test_unreachable_server_is_an_answer_for_each(server: EmbeddedServer) -> Non
     assert isinstance(free_all(dead, marks), LockUnavailable)
 
 
-def test_no_marks_take_no_round_trip() -> None:
+def test_no_marks_take_no_round_trip():
     """Nothing to do is done without a server."""
     nowhere = redis.Redis(port=1)
     assert mark_all(nowhere, [], dedupe="until_started", lease=30) == []

@@ -1,7 +1,5 @@
 """The metrics: exact figures over HTTP from a prefork worker, and by OpenTelemetry; no cost when not used."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -15,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -25,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_setnx import metrics, signals
 from celery_setnx.exceptions import OptionError
 from celery_setnx.metrics import FIGURES
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 Scrape = dict[tuple[str, ...], float]
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
@@ -77,7 +73,7 @@ class Measured(Worker):
 
 
 @pytest.fixture
-def measured(server: EmbeddedServer, logs: Path, tmp_path: Path) -> Iterator[Measured]:
+def measured(server, logs, tmp_path) -> Iterator[Measured]:
     """A worker with two processes, and counts that start at nothing."""
     worker = Measured(logs, tmp_path, concurrency=2)
     yield worker
@@ -85,7 +81,7 @@ def measured(server: EmbeddedServer, logs: Path, tmp_path: Path) -> Iterator[Mea
 
 
 @pytest.fixture
-def scene(locks: redis.Redis, journal: Journal, gates: Any) -> Callable[[str], Any]:
+def scene(locks, journal, gates) -> Callable[[str], Any]:
     """Plays a scene of `tests.watchapp`."""
     from tests import watchapp
 
@@ -98,7 +94,7 @@ def app() -> Celery:
 
 
 @pytest.fixture
-def sender(app: Celery) -> Any:
+def sender(app) -> Any:
     """A task as signals name it."""
     return Sender(app)
 
@@ -145,9 +141,7 @@ EACH = {
 }
 
 
-def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(
-    measured: Measured, scene: Callable[[str], Any]
-) -> None:
+def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene):
     """The sum of its processes over HTTP; of a retry that comes back, every conflict."""
     for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse"):
         scene(name)
@@ -176,9 +170,7 @@ def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(
     }
 
 
-def test_killed_process_keeps_its_counts(
-    measured: Measured, scene: Callable[[str], Any], journal: Journal
-) -> None:
+def test_killed_process_keeps_its_counts(measured, scene, journal):
     """kill -9 of every process in turn: what they counted stays, and what their successors count is added."""
     for _ in range(3):
         scene("skip")
@@ -196,9 +188,7 @@ def test_killed_process_keeps_its_counts(
     assert len({entry["pid"] for entry in journal.entries(what="start")}) > 1
 
 
-def test_processes_of_the_pool_do_not_keep_the_port(
-    measured: Measured, scene: Callable[[str], Any], journal: Journal
-) -> None:
+def test_processes_of_the_pool_do_not_keep_the_port(measured, scene, journal):
     """Neither the first ones nor their successors: one that outlives its parent is in nobody's way."""
     scene("free")
     (killed,) = {entry["pid"] for entry in journal.entries(what="start")}
@@ -228,9 +218,7 @@ def _sockets(pid: int) -> set[str]:
     return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
 
 
-def test_waiters_are_asked_for_at_the_scrape(
-    measured: Measured, locks: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_waiters_are_asked_for_at_the_scrape(measured, locks, journal, gates):
     """By scope, of Redis: whoever scrapes sees the same."""
     from tests import watchapp
 
@@ -242,16 +230,14 @@ def test_waiters_are_asked_for_at_the_scrape(
     wait_until(lambda: ("waiters", WORK) not in measured.scrape(), "nobody waits")
 
 
-def test_prefork_worker_without_a_directory_does_not_start(server: EmbeddedServer, logs: Path) -> None:
+def test_prefork_worker_without_a_directory_does_not_start(server, logs):
     """Its processes would count for themselves; the error says what to set."""
     environment = {"SETNX_TEST_METRICS_PORT": str(free_port())}
     with pytest.raises(AssertionError, match="PROMETHEUS_MULTIPROC_DIR"):
         Worker(logs, "tests.watchapp", environment=environment)
 
 
-def test_pool_of_threads_needs_no_directory(
-    server: EmbeddedServer, logs: Path, scene: Callable[[str], Any]
-) -> None:
+def test_pool_of_threads_needs_no_directory(server, logs, scene):
     """All in one process, so its registry is served."""
     port = free_port()
     worker = Worker(
@@ -265,9 +251,7 @@ def test_pool_of_threads_needs_no_directory(
         worker.stop()
 
 
-def test_worker_whose_port_is_taken_works_without_metrics(
-    server: EmbeddedServer, logs: Path, tmp_path: Path, scene: Callable[[str], Any]
-) -> None:
+def test_worker_whose_port_is_taken_works_without_metrics(server, logs, tmp_path, scene):
     """The tasks matter more; the log says what to do."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -284,14 +268,14 @@ def test_worker_whose_port_is_taken_works_without_metrics(
             worker.stop()
 
 
-def test_prometheus_counts_every_figure(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+def test_prometheus_counts_every_figure(app, sender, registry):
     """Each signal once, and its times; of an unknown time nothing."""
     metrics.prometheus(app, registry=registry, waiters=False)
     send_each(sender)
     assert read(generate_latest(registry).decode()) == EACH
 
 
-def test_prometheus_twice_counts_once(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+def test_prometheus_twice_counts_once(app, sender, registry):
     """As when `prometheus` and `serve` are both called."""
     metrics.prometheus(app, registry=registry, waiters=False)
     metrics.prometheus(app, registry=registry, waiters=False)
@@ -299,16 +283,14 @@ def test_prometheus_twice_counts_once(app: Celery, sender: Any, registry: Collec
     assert read(generate_latest(registry).decode()) == EACH
 
 
-def test_another_apps_tasks_are_not_counted(app: Celery, sender: Any, registry: CollectorRegistry) -> None:
+def test_another_apps_tasks_are_not_counted(app, sender, registry):
     """Each app has its own figures."""
     metrics.prometheus(Celery("other", set_as_current=False), registry=registry, waiters=False)
     send_each(sender)
     assert read(generate_latest(registry).decode()) == {}
 
 
-def test_figures_stand_when_redis_cannot_be_asked(
-    sender: Any, app: Celery, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_figures_stand_when_redis_cannot_be_asked(sender, app, registry, caplog):
     """The waiters are missing from the scrape, and a line says why."""
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
     metrics.prometheus(app, registry=registry)
@@ -317,7 +299,7 @@ def test_figures_stand_when_redis_cannot_be_asked(
     assert "missing from the metrics" in caplog.text
 
 
-def test_opentelemetry_counts_every_figure(server: EmbeddedServer, app: Celery, sender: Any) -> None:
+def test_opentelemetry_counts_every_figure(server, app, sender):
     """The same table, with a unit for times."""
     from tests.watchapp import telemetry
 
@@ -331,9 +313,7 @@ def test_opentelemetry_counts_every_figure(server: EmbeddedServer, app: Celery, 
     } | {"released": 2}
 
 
-def test_opentelemetry_counts_a_worker_of_this_process(
-    server: EmbeddedServer, locks: redis.Redis, app: Celery
-) -> None:
+def test_opentelemetry_counts_a_worker_of_this_process(server, locks, app):
     """Real calls in a worker of threads, and who waits in line."""
     from celery.contrib.testing.worker import start_worker
 
@@ -359,9 +339,7 @@ def test_opentelemetry_counts_a_worker_of_this_process(
     assert found == {"acquired": 5, "released": 5, "wait": 5, "hold": 5, "waiters": 2}
 
 
-def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(
-    server: EmbeddedServer, logs: Path, scene: Callable[[str], Any]
-) -> None:
+def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(server, logs, scene):
     """With the provider that `worker_process_init` has set; a successor begins anew."""
     from tests import watchapp
 
@@ -378,7 +356,7 @@ def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(
         worker.stop()
 
 
-def test_labels_never_name_a_key() -> None:
+def test_labels_never_name_a_key():
     """Keys are without number, and a label must not be."""
     assert {label for figure in FIGURES for label in figure.labels} == {"task", "policy", "state", "outcome"}
 
@@ -386,9 +364,7 @@ def test_labels_never_name_a_key() -> None:
 @pytest.mark.parametrize(
     ("ask", "extra"), [(metrics.prometheus, "prometheus"), (metrics.opentelemetry, "opentelemetry")]
 )
-def test_missing_extra_is_named(
-    app: Celery, ask: Callable[[Celery], None], extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extra_is_named(app, ask, extra, monkeypatch):
     """The error says what to install."""
     for module in ("prometheus_client", "opentelemetry.metrics"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -396,7 +372,7 @@ def test_missing_extra_is_named(
         ask(app)
 
 
-def test_prefork_pool_is_refused_without_files(registry: CollectorRegistry) -> None:
+def test_prefork_pool_is_refused_without_files(registry):
     """In words that name the variable."""
     import prometheus_client
     from celery.concurrency.prefork import TaskPool
@@ -405,7 +381,7 @@ def test_prefork_pool_is_refused_without_files(registry: CollectorRegistry) -> N
         metrics._check_pool(prometheus_client, SimpleNamespace(pool_cls=TaskPool))
 
 
-def test_nothing_of_it_is_imported_unless_asked_for(server: EmbeddedServer, locks: redis.Redis) -> None:
+def test_nothing_of_it_is_imported_unless_asked_for(server, locks):
     """Importing the package and running a guarded call loads neither the metrics nor their client."""
     code = (
         "import sys, celery, celery_setnx\n"

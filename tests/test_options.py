@@ -1,9 +1,6 @@
 """Options: names, values, layers, and what cannot go together."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -12,7 +9,7 @@ from celery_setnx import OptionError
 from celery_setnx.options import NAMES, Options, SingletonOptions, merged, plain, settings
 
 
-def test_defaults_are_those_of_the_table() -> None:
+def test_defaults_are_those_of_the_table():
     """Nothing given: a lease of 30 s, auto, all arguments as key."""
     options = merged("t")
     assert options == Options()
@@ -24,7 +21,7 @@ def test_defaults_are_those_of_the_table() -> None:
     )
 
 
-def test_nearest_layer_wins() -> None:
+def test_nearest_layer_wins():
     """call > task > base class > app."""
     options = merged(
         "t", {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
@@ -32,7 +29,7 @@ def test_nearest_layer_wins() -> None:
     assert (options.lease, options.max_wait, options.scope) == (3, 2, "app")
 
 
-def test_timedelta_is_seconds() -> None:
+def test_timedelta_is_seconds():
     """Durations are seconds or timedelta."""
     assert merged("t", {"lease": timedelta(minutes=2)}).lease == 120
 
@@ -71,7 +68,7 @@ def test_timedelta_is_seconds() -> None:
         ("lease=5", "must be a mapping"),
     ],
 )
-def test_bad_option_is_refused_by_name(layer: Any, message: str) -> None:
+def test_bad_option_is_refused_by_name(layer, message):
     """What was expected, what came, and what was perhaps meant."""
     with pytest.raises(OptionError, match=message):
         merged("proj.t", layer)
@@ -87,24 +84,24 @@ def test_bad_option_is_refused_by_name(layer: Any, message: str) -> None:
         {"hold_on_retry": False},
     ],
 )
-def test_none_means_the_default(layer: Any) -> None:
+def test_none_means_the_default(layer):
     """Switching an option off is allowed where the table says none."""
     merged("t", {"max_wait": 1, "at_most_for": 1}, layer)
 
 
 @pytest.mark.parametrize("policy", ["wait", "join"])
 @pytest.mark.parametrize("others", [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}])
-def test_waiting_goes_with_any_max_wait_and_until_done(policy: str, others: Any) -> None:
+def test_waiting_goes_with_any_max_wait_and_until_done(policy, others):
     """A call may wait in line, or join, for a while or for ever, and be the only one queued or running."""
     assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
 
 
-def test_one_running_and_one_waiting_is_until_started_with_wait() -> None:
+def test_one_running_and_one_waiting_is_until_started_with_wait():
     """What is published during a run must run after it: it waits, or is a duplicate of the one that does."""
     assert merged("t", {"dedupe": "until_started", "on_conflict": "wait"}).on_conflict == "wait"
 
 
-def test_callable_of_one_call_is_refused() -> None:
+def test_callable_of_one_call_is_refused():
     """A message carries no functions."""
     with pytest.raises(OptionError, match="'on_conflict' of t is a callable"):
         plain("t", {"on_conflict": print})
@@ -125,13 +122,13 @@ def test_callable_of_one_call_is_refused() -> None:
         ),
     ],
 )
-def test_bad_setting_is_refused(conf: dict[str, Any], message: str) -> None:
+def test_bad_setting_is_refused(conf, message):
     """The app's settings are held to the same rules."""
     with pytest.raises(OptionError, match=message):
         settings(conf)
 
 
-def test_settings_are_read_under_celerys_namespace() -> None:
+def test_settings_are_read_under_celerys_namespace():
     """config_from_object(namespace="CELERY") gives CELERY_SETNX_PREFIX."""
     app = Celery("spaced", set_as_current=False)
     app.config_from_object(
@@ -141,6 +138,6 @@ def test_settings_are_read_under_celerys_namespace() -> None:
     assert (read.prefix, read.defaults, read.retention) == ("prod", {"lease": 5.0}, 86400)
 
 
-def test_typed_options_are_all_options() -> None:
+def test_typed_options_are_all_options():
     """What editors complete is what may be written."""
     assert tuple(SingletonOptions.__annotations__) == NAMES

@@ -1,7 +1,5 @@
 """Proof of death: given only for what is surely dead, never on a guess."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -42,13 +40,13 @@ def identity_of(child: Any) -> dict[str, Any]:
     return dict(json.loads(child.stdout.readline()))
 
 
-def test_living_process_is_not_dead(living: Any) -> None:
+def test_living_process_is_not_dead(living):
     """Neither another process nor this one."""
     assert not is_surely_dead(identity_of(living))
     assert not is_surely_dead(identity())
 
 
-def test_stopped_process_is_not_dead(living: Any) -> None:
+def test_stopped_process_is_not_dead(living):
     """A process that stands still may go on."""
     found = identity_of(living)
     os.kill(living.pid, signal.SIGSTOP)
@@ -56,7 +54,7 @@ def test_stopped_process_is_not_dead(living: Any) -> None:
     os.kill(living.pid, signal.SIGCONT)
 
 
-def test_reaped_process_is_dead() -> None:
+def test_reaped_process_is_dead():
     """A pid that nobody has."""
     child = start("")
     found = identity_of(child)
@@ -64,7 +62,7 @@ def test_reaped_process_is_dead() -> None:
     assert is_surely_dead(found)
 
 
-def test_zombie_is_dead(living: Any) -> None:
+def test_zombie_is_dead(living):
     """A process that ended, though its parent has not looked yet."""
     found = identity_of(living)
     os.kill(living.pid, signal.SIGKILL)
@@ -72,7 +70,7 @@ def test_zombie_is_dead(living: Any) -> None:
     assert Path(f"/proc/{living.pid}/stat").exists()
 
 
-def test_zombie_with_a_living_thread_is_not_dead() -> None:
+def test_zombie_with_a_living_thread_is_not_dead():
     """The main thread has ended, another computes on: not dead."""
     code = (
         "import threading,ctypes; threading.Thread(target=sys.stdin.read).start(); "
@@ -88,7 +86,7 @@ def test_zombie_with_a_living_thread_is_not_dead() -> None:
     child.communicate()
 
 
-def test_reused_pid_proves_the_first_ones_end(living: Any) -> None:
+def test_reused_pid_proves_the_first_ones_end(living):
     """Another start time: another process."""
     found = identity_of(living)
     assert is_surely_dead({**found, "start": found["start"] - 1})
@@ -97,7 +95,7 @@ def test_reused_pid_proves_the_first_ones_end(living: Any) -> None:
 @pytest.mark.parametrize(
     "other", [{"boot": "x"}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pid": "1"}]
 )
-def test_process_of_another_world_proves_nothing(other: dict[str, Any]) -> None:
+def test_process_of_another_world_proves_nothing(other):
     """Another boot, pid namespace or host, or no pid at all: no verdict."""
     child = start("")
     found = identity_of(child)
@@ -105,13 +103,13 @@ def test_process_of_another_world_proves_nothing(other: dict[str, Any]) -> None:
     assert not is_surely_dead({**found, **other})
 
 
-def test_record_without_an_identity_proves_nothing() -> None:
+def test_record_without_an_identity_proves_nothing():
     """Locks of other programs and of older versions."""
     assert not is_surely_dead({})
     assert not is_surely_dead({"pid": 2**22 + 1, "host": identity()["host"]})
 
 
-def test_machine_without_proc_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_proc_proves_nothing(monkeypatch):
     """Where there is no Linux /proc, nobody is declared dead."""
     child = start("")
     found = identity_of(child)
@@ -123,7 +121,7 @@ def test_machine_without_proc_proves_nothing(monkeypatch: pytest.MonkeyPatch) ->
     process._identity_of.cache_clear()
 
 
-def test_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_of_another_user_exists(monkeypatch):
     """EPERM means alive: pid 1 as an ordinary user sees it."""
 
     def forbidden(_pid: int, _signal: int) -> None:
@@ -133,13 +131,13 @@ def test_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> None
     assert not has_ended(os.getpid())
 
 
-def test_unreadable_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_process_is_not_dead(monkeypatch):
     """It exists, and nothing can be read of it: no verdict."""
     monkeypatch.setattr(process, "_state_and_start", lambda pid: (_ for _ in ()).throw(PermissionError()))
     assert not has_ended(os.getpid())
 
 
-def test_forked_child_has_an_identity_of_its_own() -> None:
+def test_forked_child_has_an_identity_of_its_own():
     """What was computed before a fork is the parent's."""
     own = identity()
     child = os.fork()

@@ -1,7 +1,5 @@
 """docs/protocol.md and docs/keys.md: true of the code, and enough for a client that shares none of it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math
@@ -21,8 +19,7 @@ from hypothesis import strategies as st
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.lock import Holder
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, wait_until
+from tests.harness import wait_until
 from tests.protocol import client
 from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
 from tests.test_differential import EVERY_ANSWER
@@ -96,7 +93,7 @@ def answers_of(text: str) -> set[str]:
 # The pages
 
 
-def test_client_shares_no_code_with_the_package() -> None:
+def test_client_shares_no_code_with_the_package():
     """What the client of these tests can do, the two pages have told it."""
     tree = ast.parse(Path(client.__file__).read_text())
     imported = {
@@ -112,7 +109,7 @@ def test_client_shares_no_code_with_the_package() -> None:
 
 
 @pytest.mark.parametrize("verb", SCRIPTS)
-def test_every_script_is_described_with_all_that_it_takes(verb: str) -> None:
+def test_every_script_is_described_with_all_that_it_takes(verb):
     """Numbers and names of KEYS and ARGV are those of the script's head, and the code uses no others."""
     found = described(verb)
     assert found == declared(SCRIPTS[verb])
@@ -123,7 +120,7 @@ def test_every_script_is_described_with_all_that_it_takes(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", SCRIPTS)
-def test_every_word_of_a_script_is_described(verb: str) -> None:
+def test_every_word_of_a_script_is_described(verb):
     """What a script may answer stands in its section; the states that it tells apart stand in the page."""
     said = set(re.findall(r"`([a-z_]+)[` ]", section(verb)))
     page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
@@ -135,13 +132,13 @@ def test_every_word_of_a_script_is_described(verb: str) -> None:
     assert words_of(SCRIPTS[verb]) <= page
 
 
-def test_page_describes_no_script_that_is_not_there() -> None:
+def test_page_describes_no_script_that_is_not_there():
     """A verb that is gone leaves the page too."""
     calling = PROTOCOL.split("## Calling a script")[1].split("\n## ")[0]
     assert sorted(re.findall(r"^### (\w+)$", calling, re.MULTILINE)) == sorted(SCRIPTS)
 
 
-def test_keys_beside_a_lock_have_the_names_of_the_page() -> None:
+def test_keys_beside_a_lock_have_the_names_of_the_page():
     """The suffixes of the page are those of the code."""
     lock = "setnx:{proj.settle:0}"
     made = {
@@ -156,7 +153,7 @@ def test_keys_beside_a_lock_have_the_names_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
-def test_record_of_a_lock_that_the_user_has_named(name: str) -> None:
+def test_record_of_a_lock_that_the_user_has_named(name):
     """With a tag a suffix, without one a tag around the name."""
     try:
         expected = keys.record_name(name)
@@ -167,7 +164,7 @@ def test_record_of_a_lock_that_the_user_has_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["recipe", "guarantees", "protocol", "keys"])
-def test_every_test_that_a_page_names_is_there(page: str) -> None:
+def test_every_test_that_a_page_names_is_there(page):
     """What a page calls its proof can be run."""
     text = (DOCS / f"{page}.md").read_text()
     there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
@@ -179,14 +176,14 @@ def test_every_test_that_a_page_names_is_there(page: str) -> None:
     assert named or "`tests/" in text
 
 
-def test_every_counterexample_is_on_the_page_of_the_recipe() -> None:
+def test_every_counterexample_is_on_the_page_of_the_recipe():
     """No flaw that is tested is missing there."""
     tested = set(re.findall(r"^def (test_\w+)", (ROOT / "tests/test_counterexamples.py").read_text(), re.M))
     named = set(re.findall(r"`(test_\w+)`", (DOCS / "recipe.md").read_text()))
     assert tested - named == set()
 
 
-def test_lua_of_the_recipes_page_is_that_of_the_scripts() -> None:
+def test_lua_of_the_recipes_page_is_that_of_the_scripts():
     """Each line that the page quotes stands in a script."""
     quoted = re.findall(r"^```lua\n(.*?)^```", (DOCS / "recipe.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = {line.strip() for text in SCRIPTS.values() for line in text.splitlines()}
@@ -207,7 +204,7 @@ def settle(account_id: Any, reason: str = "") -> None:
 
 
 @pytest.mark.parametrize(("key", "call", "chosen", "form", "hexed"), CALLS)
-def test_example_of_what_is_chosen(key: str, call: str, chosen: str, form: str, hexed: str) -> None:
+def test_example_of_what_is_chosen(key, call, chosen, form, hexed):
     """Key option and call come to the digest of the page, in the package and in the client."""
     function = keys.KeyFunction(eval(key), inspect.signature(settle), "proj.settle", 1)
     assert function.digest(eval(call), {}) == hexed
@@ -216,7 +213,7 @@ def test_example_of_what_is_chosen(key: str, call: str, chosen: str, form: str, 
 
 
 @pytest.mark.parametrize(("value", "form", "hexed"), FORMS)
-def test_example_of_a_canonical_form(value: str, form: str, hexed: str) -> None:
+def test_example_of_a_canonical_form(value, form, hexed):
     """A value comes to the bytes and the digest of the page, in the package and in the client."""
     made = eval(value, dict(VALUES))
     assert keys.canonical(made) == form.encode() == client.canonical(made)
@@ -224,13 +221,13 @@ def test_example_of_a_canonical_form(value: str, form: str, hexed: str) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "scope", "form", "name"), NAMES)
-def test_example_of_a_name(prefix: str, scope: str, form: str, name: str) -> None:
+def test_example_of_a_name(prefix, scope, form, name):
     """Prefix, scope and digest come to the name of the page."""
     assert client.lock_name(prefix, scope, form.encode() if form else None) == name
     assert keys.key_name(prefix, scope, digest(form.encode()) if form else "") == name
 
 
-def test_examples_cover_every_kind_of_value() -> None:
+def test_examples_cover_every_kind_of_value():
     """Each row of the page's grammar has an example."""
     letters = {form[0] for _value, form, _digest in FORMS}
     assert letters == set("ntfidsblmSuANDTPc")
@@ -255,13 +252,13 @@ ANYTHING = st.recursive(
 
 @settings(deadline=None)
 @given(ANYTHING)
-def test_client_and_package_agree_on_every_value(value: Any) -> None:
+def test_client_and_package_agree_on_every_value(value):
     """The page's grammar is the code's."""
     assert client.canonical(value) == keys.canonical(value)
     assert digest(client.canonical(value)) == keys.digest(value, 1)
 
 
-def test_version_of_the_page_is_the_latest() -> None:
+def test_version_of_the_page_is_the_latest():
     """A new key format needs a new page."""
     assert list(keys.FORMATS) == [1]
 
@@ -270,7 +267,7 @@ def test_version_of_the_page_is_the_latest() -> None:
 
 
 @pytest.fixture
-def wire(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Callable[[], Server]]:
+def wire(server, locks) -> Iterator[Callable[[], Server]]:
     """Connections of the client to the lock database."""
     made: list[Server] = []
 
@@ -284,12 +281,12 @@ def wire(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Callable[[], Se
 
 
 @pytest.fixture(params=["lock.foo", "t:{proj.settle:0}"])
-def name(request: pytest.FixtureRequest) -> str:
+def name(request) -> str:
     """A lock of one's own name, and one with a tag."""
     return str(request.param)
 
 
-def test_full_client_excludes_ours_and_is_named(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_excludes_ours_and_is_named(wire, locks, name):
     """While the client holds the lock, ours is refused, and told by whom and for how long."""
     holder = FullClient(wire(), name, info={"task": "cleanup.sh", "pid": 7})
     assert holder.acquire() == "acquired"
@@ -304,7 +301,7 @@ def test_full_client_excludes_ours_and_is_named(wire: Any, locks: redis.Redis, n
     assert SetnxLock(locks, name).acquire().acquired
 
 
-def test_full_client_is_excluded_by_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_is_excluded_by_ours(wire, locks, name):
     """While ours holds the lock, the client is refused, and reads by whom."""
     held = SetnxLock(locks, name, info={"task": "proj.settle"}).acquire().lock
     rival = FullClient(wire(), name)
@@ -321,7 +318,7 @@ def test_full_client_is_excluded_by_ours(wire: Any, locks: redis.Redis, name: st
     assert rival.fence > held.fence
 
 
-def test_full_client_keeps_its_lock_by_renewing(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_keeps_its_lock_by_renewing(wire, locks, name):
     """Each renewal moves the deadline, and the client's own."""
     holder = FullClient(wire(), name)
     holder.acquire()
@@ -333,7 +330,7 @@ def test_full_client_keeps_its_lock_by_renewing(wire: Any, locks: redis.Redis, n
     assert holder.holds()
 
 
-def test_full_client_asks_again_after_a_lost_reply(wire: Any, name: str) -> None:
+def test_full_client_asks_again_after_a_lost_reply(wire, name):
     """With the same token it is acquired once more, and a release is answered alike."""
     holder = FullClient(wire(), name)
     assert holder.acquire("8c1f") == "acquired"
@@ -343,7 +340,7 @@ def test_full_client_asks_again_after_a_lost_reply(wire: Any, name: str) -> None
     assert [holder.release(), holder.release()] == ["released", "released"]
 
 
-def test_script_that_is_sent_again_does_nothing_twice(wire: Any, locks: redis.Redis) -> None:
+def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
     """Hold, free, drop, mark, extend and unmark, each sent twice: the answers are those of the page."""
     name = "t:{proj.settle:0}"
     holder = FullClient(wire(), name)
@@ -365,7 +362,7 @@ def test_script_that_is_sent_again_does_nothing_twice(wire: Any, locks: redis.Re
     assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
 
 
-def test_lock_in_a_state_of_a_later_release_is_held(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_lock_in_a_state_of_a_later_release_is_held(wire, locks, name):
     """What nobody knows is held until its deadline, and then taken over."""
     connection = wire()
     deadline = connection.time() + 1_000_000
@@ -379,7 +376,7 @@ def test_lock_in_a_state_of_a_later_release_is_held(wire: Any, locks: redis.Redi
     assert connection.time() >= deadline
 
 
-def test_full_client_takes_over_from_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_takes_over_from_ours(wire, locks, name):
     """Past its deadline the lock changes hands; the dead one is named, and touches nothing any more."""
     dead = SetnxLock(locks, name, lease=1, info={"pid": 7}).acquire().lock
     heir = FullClient(wire(), name)
@@ -398,7 +395,7 @@ def test_full_client_takes_over_from_ours(wire: Any, locks: redis.Redis, name: s
     assert heir.renew() == "renewed"
 
 
-def test_full_client_is_taken_over_by_ours(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_is_taken_over_by_ours(wire, locks, name):
     """A client that does not renew stops relying on the lock before ours takes it over, and is told."""
     dead = FullClient(wire(), name, lease_us=1_000_000, info={"task": "cleanup.sh"})
     dead.acquire()
@@ -411,7 +408,7 @@ def test_full_client_is_taken_over_by_ours(wire: Any, locks: redis.Redis, name: 
     outcome.lock.renew()
 
 
-def test_full_client_notices_that_its_lock_is_gone(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_full_client_notices_that_its_lock_is_gone(wire, locks, name):
     """`gone` at the next renewal, and a larger fence for the next holder."""
     holder = FullClient(wire(), name)
     holder.acquire()
@@ -421,7 +418,7 @@ def test_full_client_notices_that_its_lock_is_gone(wire: Any, locks: redis.Redis
     assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
 
 
-def test_reply_that_is_later_than_the_lease_is_not_acquired(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_reply_that_is_later_than_the_lease_is_not_acquired(wire, locks, name):
     """A client that stood still gives the lock back."""
     clock = iter([0.0, 100.0])
     late = FullClient(wire(), name, clock=lambda: next(clock))
@@ -429,14 +426,14 @@ def test_reply_that_is_later_than_the_lease_is_not_acquired(wire: Any, locks: re
     assert SetnxLock(locks, name).acquire().acquired
 
 
-def test_text_in_place_of_a_record_is_refused(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_text_in_place_of_a_record_is_refused(wire, locks, name):
     """The one error of a script's own."""
     locks.set(keys.record_name(name), "hello", px=60_000)
     with pytest.raises(ServerError, match=r"^FOREIGNRECORD"):
         FullClient(wire(), name).acquire()
 
 
-def test_number_beyond_all_times_is_held(wire: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_number_beyond_all_times_is_held(wire, locks, foreign_keys):
     """A classic client that writes milliseconds is respected, and reported, and never taken over."""
     foreign_keys.add("lock.foo")
     locks.set("lock.foo", wire().time() // 1000)
@@ -448,9 +445,7 @@ def test_number_beyond_all_times_is_held(wire: Any, locks: redis.Redis, foreign_
     assert rival.deadline_us == 0
 
 
-def test_classic_client_and_ours_exclude_each_other(
-    wire: Any, locks: redis.Redis, foreign_keys: set[str], name: str
-) -> None:
+def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, name):
     """Four commands suffice, in both directions."""
     foreign_keys.add(name)
     classic = ClassicClient(wire(), name)
@@ -466,7 +461,7 @@ def test_classic_client_and_ours_exclude_each_other(
     assert classic.acquire()
 
 
-def test_classic_client_may_give_its_lock_a_ttl(wire: Any, locks: redis.Redis, name: str) -> None:
+def test_classic_client_may_give_its_lock_a_ttl(wire, locks, name):
     """SET NX EX instead of SETNX: held, and gone by itself."""
     connection = wire()
     second = connection.time() // 1_000_000 + 11
@@ -476,9 +471,7 @@ def test_classic_client_may_give_its_lock_a_ttl(wire: Any, locks: redis.Redis, n
     assert SetnxLock(locks, name).acquire(wait=10).acquired
 
 
-def test_classic_client_takes_over_from_a_full_one_and_back(
-    wire: Any, locks: redis.Redis, foreign_keys: set[str], name: str
-) -> None:
+def test_classic_client_takes_over_from_a_full_one_and_back(wire, locks, foreign_keys, name):
     """A dead holder of either kind is no reason to wait for ever."""
     foreign_keys.add(name)
     dead = FullClient(wire(), name, lease_us=1_000_000)
@@ -502,7 +495,7 @@ def lock_of_work(name: str) -> str:
     return client.lock_name("t", "tests.workerapp.work", client.canonical([name]))
 
 
-def test_full_client_excludes_a_task(tasks: Any, wire: Any) -> None:
+def test_full_client_excludes_a_task(tasks, wire):
     """A name that is computed from arguments is that of the task's lock: the call is skipped."""
     holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
     assert holder.acquire() == "acquired"
@@ -513,7 +506,7 @@ def test_full_client_excludes_a_task(tasks: Any, wire: Any) -> None:
     assert tasks.work.delay("n").get(timeout=10) == "n"
 
 
-def test_full_client_is_excluded_by_a_task(tasks: Any, wire: Any, journal: Journal, gates: Any) -> None:
+def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
     """While a body runs, and renews its lease, the client is refused, and reads who it is."""
     result = tasks.work.delay("gated-n")
     journal.wait_for("start", task_id=result.id)
@@ -530,9 +523,7 @@ def test_full_client_is_excluded_by_a_task(tasks: Any, wire: Any, journal: Journ
     assert rival.acquire() == "acquired"
 
 
-def test_classic_client_excludes_a_task(
-    tasks: Any, wire: Any, journal: Journal, gates: Any, foreign_keys: set[str]
-) -> None:
+def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_keys):
     """Without any script."""
     foreign_keys.add(lock_of_work("gated-n"))
     classic = ClassicClient(wire(), lock_of_work("gated-n"))
@@ -546,7 +537,7 @@ def test_classic_client_excludes_a_task(
     assert result.get(timeout=10) == "gated-n"
 
 
-def test_call_that_waits_for_a_full_client_runs_after_it(tasks: Any, wire: Any) -> None:
+def test_call_that_waits_for_a_full_client_runs_after_it(tasks, wire):
     """The client wakes nobody: the call's courier comes by itself, long before the lease would end."""
     holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True)
     assert holder.acquire() == "acquired"
@@ -556,9 +547,7 @@ def test_call_that_waits_for_a_full_client_runs_after_it(tasks: Any, wire: Any) 
     assert waits.get(timeout=15) == "n"
 
 
-def test_mark_of_a_foreign_producer_ends_when_its_call_starts(
-    tasks: Any, wire: Any, locks: redis.Redis, server: EmbeddedServer
-) -> None:
+def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks, server):
     """A call published with the page's header runs under the named lock, and its mark is gone."""
     key, task_id = lock_of_work("n"), "5f1c0a"
     producer = Producer(wire(), key)
@@ -576,7 +565,7 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(
 
 
 @pytest.fixture
-def queued(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+def queued(server, locks) -> Iterator[Any]:
     """A task whose calls are deduplicated, and that no worker takes."""
     app = Celery("protocol", broker=server.url(0), backend=server.url(0), set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
@@ -593,7 +582,7 @@ def queued(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
         broker.delete("protocol-nowhere")
 
 
-def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued: Any, wire: Any) -> None:
+def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued, wire):
     """A call that another language has queued is not queued again."""
     key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
     assert key == queued.lock_key(7)
@@ -604,7 +593,7 @@ def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued: Any, wire: 
     assert (ours.deduplicated, ours.id) == (True, "5f1c0a")
 
 
-def test_mark_of_ours_makes_duplicates_of_a_foreign_producers(queued: Any, wire: Any) -> None:
+def test_mark_of_ours_makes_duplicates_of_a_foreign_producers(queued, wire):
     """And the other way round."""
     ours = queued.delay(7)
     producer = Producer(wire(), queued.lock_key(7))

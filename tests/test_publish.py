@@ -1,7 +1,5 @@
 """Publishing one call: what is sent, what is a duplicate, and how long its mark lasts. No worker."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal
@@ -22,7 +20,6 @@ from kombu.exceptions import OperationalError
 from celery_setnx import Duplicate, DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
 from celery_setnx.keys import mark_name
 from celery_setnx.lock import task_token
-from examples.embedded import EmbeddedServer
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
 from tests.harness import wait_until
@@ -35,7 +32,7 @@ Apps = Callable[..., Celery]
 
 
 @pytest.fixture(scope="module")
-def apps(server: EmbeddedServer) -> Apps:
+def apps(server) -> Apps:
     """Makes apps with the tasks of these tests."""
 
     def make(**conf: Any) -> Celery:
@@ -68,12 +65,12 @@ def apps(server: EmbeddedServer) -> Apps:
 
 
 @pytest.fixture(scope="module")
-def the_app(apps: Apps) -> Celery:
+def the_app(apps) -> Celery:
     return apps()
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """The empty broker."""
     with redis.Redis.from_url(server.url(BROKER_DB), decode_responses=True) as client:
         client.flushdb()
@@ -81,23 +78,23 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def app(the_app: Celery, locks: redis.Redis, broker: redis.Redis) -> Celery:
+def app(the_app, locks, broker) -> Celery:
     """The app, with clean databases."""
     return the_app
 
 
 @pytest.fixture
-def started(app: Celery) -> Any:
+def started(app) -> Any:
     return app.tasks["started"]
 
 
 @pytest.fixture
-def done(app: Celery) -> Any:
+def done(app) -> Any:
     return app.tasks["done"]
 
 
 @pytest.fixture
-def queued(broker: redis.Redis) -> Callable[[], list[str]]:
+def queued(broker) -> Callable[[], list[str]]:
     """Ids of the messages in the queue, the newest first."""
 
     def ids() -> list[str]:
@@ -152,7 +149,7 @@ def hold(locks: redis.Redis, task: Any, task_id: str, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["started", "done"])
-def test_second_call_is_the_first(app: Celery, queued: Any, name: str) -> None:
+def test_second_call_is_the_first(app, queued, name):
     """The first call is sent; the second gets the first one's result, and says so."""
     task = app.tasks[name]
     first, second = task.delay("a"), task.delay("a")
@@ -162,27 +159,27 @@ def test_second_call_is_the_first(app: Celery, queued: Any, name: str) -> None:
     assert queued() == [first.id]
 
 
-def test_other_keys_are_other_calls(started: Any, queued: Any) -> None:
+def test_other_keys_are_other_calls(started, queued):
     """Only calls with one key are the same; what is no part of the key does not count."""
     results = [started.delay("a"), started.delay("b"), started.delay("a", more=1), started.delay(name="b")]
     assert [result.deduplicated for result in results] == [False, False, True, True]
     assert len(queued()) == 2
 
 
-def test_call_without_dedupe_says_that_it_is_none(app: Celery, queued: Any) -> None:
+def test_call_without_dedupe_says_that_it_is_none(app, queued):
     """Without the option every call is sent, leaves no mark, and is no duplicate."""
     always = app.tasks["always"]
     assert [always.delay("a").deduplicated for _time in range(2)] == [False, False]
     assert len(queued()) == 2
 
 
-def test_task_without_dedupe_leaves_no_mark(app: Celery, locks: redis.Redis) -> None:
+def test_task_without_dedupe_leaves_no_mark(app, locks):
     """Publishing touches Redis only with dedupe."""
     app.tasks["always"].delay("a")
     assert locks.dbsize() == 0
 
 
-def test_until_done_is_a_duplicate_of_the_running_call(locks: redis.Redis, done: Any, queued: Any) -> None:
+def test_until_done_is_a_duplicate_of_the_running_call(locks, done, queued):
     """With until_done the call that runs is the call."""
     hold(locks, done, "runs", "a")
     result = done.delay("a")
@@ -191,9 +188,7 @@ def test_until_done_is_a_duplicate_of_the_running_call(locks: redis.Redis, done:
     assert queued() == []
 
 
-def test_until_started_is_no_duplicate_of_the_running_call(
-    locks: redis.Redis, started: Any, queued: Any
-) -> None:
+def test_until_started_is_no_duplicate_of_the_running_call(locks, started, queued):
     """With until_started one call may wait beside the one that runs, and no more."""
     hold(locks, started, "runs", "a")
     first, second = started.delay("a"), started.delay("a")
@@ -202,9 +197,7 @@ def test_until_started_is_no_duplicate_of_the_running_call(
 
 
 @pytest.mark.parametrize("name", ["started", "done"])
-def test_foreign_lock_is_no_duplicate(
-    app: Celery, locks: redis.Redis, foreign_keys: set[str], name: str
-) -> None:
+def test_foreign_lock_is_no_duplicate(app, locks, foreign_keys, name):
     """A lock set by hand keeps nobody from publishing."""
     task = app.tasks[name]
     foreign_keys.add(task.lock_key("a"))
@@ -212,13 +205,13 @@ def test_foreign_lock_is_no_duplicate(
     assert not task.delay("a").deduplicated
 
 
-def test_resting_lock_is_no_duplicate(locks: redis.Redis, done: Any) -> None:
+def test_resting_lock_is_no_duplicate(locks, done):
     """A run that is over, and only rests, keeps nobody from publishing."""
     assert hold(locks, done, "ran", "a").release(at_least_for=30) == "resting"
     assert not done.delay("a").deduplicated
 
 
-def test_raise_names_the_other_call(locks: redis.Redis, started: Any, queued: Any) -> None:
+def test_raise_names_the_other_call(locks, started, queued):
     """on_duplicate="raise": the error says which task, key, id and state."""
     first = started.delay("a")
     with pytest.raises(DuplicateTask) as caught:
@@ -233,7 +226,7 @@ def test_raise_names_the_other_call(locks: redis.Redis, started: Any, queued: An
     assert queued() == [first.id]
 
 
-def test_callable_sees_a_queued_duplicate(started: Any) -> None:
+def test_callable_sees_a_queued_duplicate(started):
     """What the callable returns is what apply_async returns; it sees all there is to know."""
     first = started.delay("a")
     found: list[Duplicate] = []
@@ -247,7 +240,7 @@ def test_callable_sees_a_queued_duplicate(started: Any) -> None:
     assert duplicate.result.deduplicated
 
 
-def test_callable_sees_a_running_duplicate(locks: redis.Redis, done: Any) -> None:
+def test_callable_sees_a_running_duplicate(locks, done):
     """Of a running call it sees the record."""
     held = hold(locks, done, "runs", "a")
     duplicate = done.apply_async(["a"], singleton={"on_duplicate": lambda duplicate: duplicate})
@@ -256,7 +249,7 @@ def test_callable_sees_a_running_duplicate(locks: redis.Redis, done: Any) -> Non
     assert duplicate.holder.task_id == "runs"
 
 
-def test_callable_may_fail(started: Any) -> None:
+def test_callable_may_fail(started):
     """`fail()` raises what on_duplicate="raise" would."""
     first = started.delay("a")
     with pytest.raises(DuplicateTask) as caught:
@@ -264,7 +257,7 @@ def test_callable_may_fail(started: Any) -> None:
     assert caught.value.task_id == first.id
 
 
-def test_one_call_may_opt_out(started: Any, queued: Any, locks: redis.Redis) -> None:
+def test_one_call_may_opt_out(started, queued, locks):
     """`dedupe` None for one call: it is sent, and the other's mark stays."""
     first = started.delay("a")
     second = started.apply_async(["a"], singleton={"dedupe": None})
@@ -273,7 +266,7 @@ def test_one_call_may_opt_out(started: Any, queued: Any, locks: redis.Redis) -> 
     assert locks.get(mark_of(started, "a")) == first.id
 
 
-def test_one_call_may_opt_in(app: Celery, queued: Any) -> None:
+def test_one_call_may_opt_in(app, queued):
     """`dedupe` for one call of a task without it."""
     always, options = app.tasks["always"], {"dedupe": "until_started"}
     results = [always.apply_async(["a"], singleton=options) for _time in range(2)]
@@ -281,13 +274,13 @@ def test_one_call_may_opt_in(app: Celery, queued: Any) -> None:
     assert len(queued()) == 1
 
 
-def test_one_call_may_count_the_running_one(locks: redis.Redis, started: Any) -> None:
+def test_one_call_may_count_the_running_one(locks, started):
     """`dedupe` of the call wins over the task's."""
     hold(locks, started, "runs", "a")
     assert started.apply_async(["a"], singleton={"dedupe": "until_done"}).id == "runs"
 
 
-def test_publishing_options_do_not_travel(started: Any, broker: redis.Redis) -> None:
+def test_publishing_options_do_not_travel(started, broker):
     """The message says how the call is deduplicated, not what its duplicates get."""
     options = {"on_duplicate": "raise", "dedupe": "until_done", "queue_lease": 60}
     started.apply_async(["a"], singleton=options)
@@ -297,7 +290,7 @@ def test_publishing_options_do_not_travel(started: Any, broker: redis.Redis) -> 
     assert header["marked"] is True
 
 
-def test_unknown_mode_is_refused(started: Any, queued: Any) -> None:
+def test_unknown_mode_is_refused(started, queued):
     """A misspelt mode never reaches the broker."""
     with pytest.raises(OptionError, match="did you mean 'until_done'"):
         started.apply_async(["a"], singleton={"dedupe": "until_don"})
@@ -309,9 +302,7 @@ def test_unknown_mode_is_refused(started: Any, queued: Any) -> None:
     [{"task_id": "own"}, {"retries": 1}, {"group_id": "g"}, {"chord": {"task": "total"}}, {"chain": [{}]}],
     ids=lambda options: next(iter(options)),
 )
-def test_awaited_call_is_never_a_duplicate(
-    started: Any, queued: Any, locks: redis.Redis, options: dict[str, Any]
-) -> None:
+def test_awaited_call_is_never_a_duplicate(started, queued, locks, options):
     """A call that another one, or its own past, waits for is sent whatever is queued; it takes no mark."""
     first = started.delay("a")
     result = started.apply_async(["a"], **options)
@@ -329,9 +320,7 @@ def test_awaited_call_is_never_a_duplicate(
     ],
     ids=["chain", "group", "chord"],
 )
-def test_canvas_is_never_a_duplicate(
-    app: Celery, started: Any, queued: Any, canvas: Any, sent: int, monkeypatch: Any
-) -> None:
+def test_canvas_is_never_a_duplicate(app, started, queued, canvas, sent, monkeypatch):
     """Steps, members and headers of workflows are all sent, although they equal a queued call."""
     monkeypatch.setattr(app.backend, "apply_chord", lambda *_args, **_more: None)
     started.delay("a")
@@ -339,7 +328,7 @@ def test_canvas_is_never_a_duplicate(
     assert len(queued()) == 1 + sent
 
 
-def test_plain_signature_is_deduplicated(started: Any) -> None:
+def test_plain_signature_is_deduplicated(started):
     """A signature on its own is a call like any other."""
     first = started.s("a").delay()
     assert started.s("a").apply_async().id == first.id
@@ -347,9 +336,7 @@ def test_plain_signature_is_deduplicated(started: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])
-def test_call_with_callbacks_is_sent_anyway(
-    app: Celery, started: Any, queued: Any, locks: redis.Redis, option: str
-) -> None:
+def test_call_with_callbacks_is_sent_anyway(app, started, queued, locks, option):
     """Callbacks cannot be handed to the other call: this one is sent, without a mark."""
     first = started.delay("a")
     second = started.apply_async(["a"], **{option: app.tasks["total"].si(1)})
@@ -358,13 +345,13 @@ def test_call_with_callbacks_is_sent_anyway(
     assert locks.get(mark_of(started, "a")) == first.id
 
 
-def test_first_call_with_callbacks_is_marked(app: Celery, started: Any) -> None:
+def test_first_call_with_callbacks_is_marked(app, started):
     """A call with callbacks that is no duplicate makes duplicates of later ones."""
     first = started.apply_async(["a"], link=app.tasks["total"].si(1))
     assert started.delay("a").id == first.id
 
 
-def test_duplicate_is_signalled(started: Any, heard: list[dict[str, Any]]) -> None:
+def test_duplicate_is_signalled(started, heard):
     """call_deduplicated names task, key, and the call that is queued; the first call is not signalled."""
     first = started.delay("a")
     assert heard == []
@@ -373,7 +360,7 @@ def test_duplicate_is_signalled(started: Any, heard: list[dict[str, Any]]) -> No
     assert heard == [{"sender": started, "task_id": first.id, "key": key, "state": "queued"}]
 
 
-def test_failing_receiver_changes_nothing(started: Any) -> None:
+def test_failing_receiver_changes_nothing(started):
     """A listener's error is not the caller's."""
 
     def receiver(**_details: Any) -> None:
@@ -387,7 +374,7 @@ def test_failing_receiver_changes_nothing(started: Any) -> None:
         signals.call_deduplicated.disconnect(receiver)
 
 
-def test_duplicate_is_logged(started: Any, caplog: Any) -> None:
+def test_duplicate_is_logged(started, caplog):
     """The log line names the task, the key and the call that is queued."""
     first = started.delay("a")
     assert caplog.messages == []
@@ -396,7 +383,7 @@ def test_duplicate_is_logged(started: Any, caplog: Any) -> None:
     assert all(word in line for word in ("started", started.lock_key("a"), first.id, "queued"))
 
 
-def test_eager_call_is_not_deduplicated(apps: Apps, locks: redis.Redis) -> None:
+def test_eager_call_is_not_deduplicated(apps, locks):
     """Eager calls run at once: there is no queue, and no mark."""
     task = apps(task_always_eager=True).tasks["started"]
     results = [task.delay("a") for _time in range(2)]
@@ -405,14 +392,14 @@ def test_eager_call_is_not_deduplicated(apps: Apps, locks: redis.Redis) -> None:
     assert locks.dbsize() == 0
 
 
-def test_direct_apply_is_not_deduplicated(started: Any, locks: redis.Redis) -> None:
+def test_direct_apply_is_not_deduplicated(started, locks):
     """`.apply()` and a plain call run beside a queued call."""
     started.delay("a")
     assert started.apply(["a"]).get() == "a"
     assert started("a") == "a"
 
 
-def test_beat_entry_is_deduplicated(app: Celery, started: Any, queued: Any) -> None:
+def test_beat_entry_is_deduplicated(app, started, queued):
     """Beat publishes without a task id: while the last call is queued, the next is not sent."""
     entry = ScheduleEntry(name="e", task="started", args=("a",), schedule=schedule(1), app=app)
     beat = Scheduler(app)
@@ -423,7 +410,7 @@ def test_beat_entry_is_deduplicated(app: Celery, started: Any, queued: Any) -> N
     assert queued() == [first.id]
 
 
-def test_beat_survives_a_refused_duplicate(app: Celery, started: Any, queued: Any, caplog: Any) -> None:
+def test_beat_survives_a_refused_duplicate(app, started, queued, caplog):
     """With on_duplicate="raise" beat logs the error and goes on."""
     options = {"singleton": {"on_duplicate": "raise"}}
     entry = ScheduleEntry(
@@ -436,9 +423,7 @@ def test_beat_survives_a_refused_duplicate(app: Celery, started: Any, queued: An
 
 
 @pytest.mark.parametrize(("queue_lease", "grace"), [(3600, 10_000), (4, 4_000)])
-def test_mark_lasts_for_the_grace_lease_during_the_send(
-    started: Any, locks: redis.Redis, seen: Any, queue_lease: float, grace: int
-) -> None:
+def test_mark_lasts_for_the_grace_lease_during_the_send(started, locks, seen, queue_lease, grace):
     """A publisher that dies before its message is sent costs ten seconds at most, or the queue lease."""
     ttls = seen(lambda: locks.pttl(mark_of(started, "a")))
     started.apply_async(["a"], singleton={"queue_lease": queue_lease})
@@ -461,9 +446,7 @@ def test_mark_lasts_for_the_grace_lease_during_the_send(
         ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690),
     ],
 )
-def test_mark_lasts_for_the_queue_lease_after_the_send(
-    started: Any, locks: redis.Redis, options: dict[str, Any], seconds: int
-) -> None:
+def test_mark_lasts_for_the_queue_lease_after_the_send(started, locks, options, seconds):
     """The queue lease counts from when the call may start; a call that has expired needs no mark."""
     now = datetime.now(timezone.utc)
     given = {name: now + value if isinstance(value, timedelta) else value for name, value in options.items()}
@@ -480,14 +463,14 @@ def test_mark_lasts_for_the_queue_lease_after_the_send(
     ],
     ids=["naive", "elsewhere", "text"],
 )
-def test_mark_lasts_beyond_any_kind_of_eta(started: Any, locks: redis.Redis, when: Any) -> None:
+def test_mark_lasts_beyond_any_kind_of_eta(started, locks, when):
     """Naive times are the app's own, UTC here; others say what they are."""
     eta = when(datetime.now(timezone.utc) + timedelta(seconds=600))
     started.apply_async(["a"], eta=eta)
     assert 4195 < locks.pttl(mark_of(started, "a")) / 1000 <= 4200
 
 
-def test_mark_ends_when_the_tasks_own_expiry_is_over(app: Celery, locks: redis.Redis) -> None:
+def test_mark_ends_when_the_tasks_own_expiry_is_over(app, locks):
     """`expires` of the task counts as that of a call does, which may override it."""
     task = app.tasks["expiring"]
     task.delay()
@@ -500,7 +483,7 @@ def test_mark_ends_when_the_tasks_own_expiry_is_over(app: Celery, locks: redis.R
     assert locks.pttl(mark_of(task)) / 1000 > 3595
 
 
-def test_call_that_has_expired_already_leaves_no_mark(started: Any, locks: redis.Redis) -> None:
+def test_call_that_has_expired_already_leaves_no_mark(started, locks):
     """A message that no worker will run must not make duplicates."""
     started.apply_async(["a"], expires=datetime.now(timezone.utc) - timedelta(seconds=5))
     wait_until(lambda: not locks.exists(mark_of(started, "a")), "the mark has lapsed", deadline_s=1)
@@ -509,9 +492,7 @@ def test_call_that_has_expired_already_leaves_no_mark(started: Any, locks: redis
 @pytest.mark.parametrize(
     "retry", [{"retry": False}, {"retry_policy": {"max_retries": 1, "interval_start": 0}}], ids=["no", "once"]
 )
-def test_failed_send_frees_the_mark(
-    apps: Apps, started: Any, locks: redis.Redis, seen: Any, retry: dict[str, Any]
-) -> None:
+def test_failed_send_frees_the_mark(apps, started, locks, seen, retry):
     """The broker's own error is raised, and the next call is no duplicate."""
     broken = apps(
         broker_url=NOWHERE,
@@ -525,14 +506,14 @@ def test_failed_send_frees_the_mark(
     assert not started.delay("a").deduplicated
 
 
-def test_call_that_cannot_be_serialized_frees_the_mark(started: Any, locks: redis.Redis) -> None:
+def test_call_that_cannot_be_serialized_frees_the_mark(started, locks):
     """Whatever keeps the message from being sent: its mark is gone."""
     with pytest.raises(Exception, match="serializable"):
         started.apply_async(["a"], {"more": object()})
     assert not locks.exists(mark_of(started, "a"))
 
 
-def test_interrupted_send_frees_the_mark(started: Any, locks: redis.Redis, monkeypatch: Any) -> None:
+def test_interrupted_send_frees_the_mark(started, locks, monkeypatch):
     """Ctrl-C in mid-send frees the mark as well."""
 
     def interrupted(*_args: Any, **_options: Any) -> None:
@@ -544,9 +525,7 @@ def test_interrupted_send_frees_the_mark(started: Any, locks: redis.Redis, monke
     assert not locks.exists(mark_of(started, "a"))
 
 
-def test_unreachable_lock_server_lets_calls_be_sent(
-    apps: Apps, app: Celery, broker: redis.Redis, caplog: Any
-) -> None:
+def test_unreachable_lock_server_lets_calls_be_sent(apps, app, broker, caplog):
     """Without an answer the call is sent without a mark, its run is guarded, and one warning says so."""
     blind = apps(setnx_url=NOWHERE).tasks["started"]
     result = blind.delay("a")
@@ -561,9 +540,7 @@ def test_unreachable_lock_server_lets_calls_be_sent(
     assert "its run is guarded" in warning.getMessage()
 
 
-def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(
-    apps: Apps, server: EmbeddedServer, locks: redis.Redis, queued: Any, caplog: Any
-) -> None:
+def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, server, locks, queued, caplog):
     """Whether the key is marked is unknown: the call is sent, and the mark, if there is one, is its own."""
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
@@ -578,8 +555,8 @@ def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(
 
 
 def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
-    apps: Apps, app: Celery, server: EmbeddedServer, locks: redis.Redis, queued: Any, seen: Any, caplog: Any
-) -> None:
+    apps, app, server, locks, queued, seen, caplog
+):
     """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
@@ -591,7 +568,7 @@ def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
     assert "was sent, but its mark" in warning.getMessage()
 
 
-def test_refused_mark_is_raised(apps: Apps, app: Celery, server: EmbeddedServer, queued: Any) -> None:
+def test_refused_mark_is_raised(apps, app, server, queued):
     """A permission that is missing does not come by waiting: the publisher learns it, and nothing is sent."""
     with redis.Redis.from_url(server.url()) as admin:
         rules = ("reset", "on", ">pw", "+@all", "%R~*:queued", "~*:holder", "~*}")
@@ -606,7 +583,7 @@ def test_refused_mark_is_raised(apps: Apps, app: Celery, server: EmbeddedServer,
     assert queued() == []
 
 
-def test_purged_queue_leaves_marks_that_lapse(app: Celery, started: Any, queued: Any) -> None:
+def test_purged_queue_leaves_marks_that_lapse(app, started, queued):
     """`celery purge` knows no marks: calls are duplicates until the queue lease is over, and no longer."""
     lost = started.apply_async(["a"], singleton={"queue_lease": 0.3})
     with app.connection_for_write() as connection:
@@ -616,9 +593,7 @@ def test_purged_queue_leaves_marks_that_lapse(app: Celery, started: Any, queued:
     assert queued() == [fresh.id]
 
 
-def test_publisher_killed_before_its_message_costs_the_grace_lease(
-    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis
-) -> None:
+def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks, broker):
     """kill -9 between mark and send: duplicates of nothing for the grace lease, then the next is sent."""
     url = server.url(BROKER_DB), server.url(LOCK_DB)
     publisher = subprocess.Popen([sys.executable, "-m", "tests.markapp_publishers", *url, "a"])
@@ -636,9 +611,7 @@ def test_publisher_killed_before_its_message_costs_the_grace_lease(
     assert broker.llen("celery") == 1
 
 
-def test_many_publishers_of_one_call_send_one_message(
-    server: EmbeddedServer, locks: redis.Redis, broker: redis.Redis, queued: Any
-) -> None:
+def test_many_publishers_of_one_call_send_one_message(server, locks, broker, queued):
     """Eight processes publish one call two hundred times each: one message, and all get its id."""
     context = multiprocessing.get_context("spawn")
     begin, answers = context.Barrier(8), context.Queue()

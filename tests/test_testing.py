@@ -1,7 +1,5 @@
 """The test kit: eager calls that take their locks, busy locks, crashed holders, time that passes."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import uuid
@@ -10,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery, Task, chain, current_app
 from celery.backends.base import DisabledBackend
 from celery.contrib.testing.worker import start_worker
@@ -43,8 +40,7 @@ from celery_setnx.testing import (
     pass_time,
     singleton_disabled,
 )
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, wait_until
+from tests.harness import wait_until
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -81,7 +77,7 @@ def made(url: str, **conf: Any) -> Celery:
 
 
 @pytest.fixture
-def app(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Celery]:
+def app(server, locks) -> Iterator[Celery]:
     """The app of most tests, its lock database empty."""
     app = made(server.url(1))
     yield app
@@ -89,7 +85,7 @@ def app(server: EmbeddedServer, locks: redis.Redis) -> Iterator[Celery]:
 
 
 @pytest.fixture(scope="module")
-def running(server: EmbeddedServer) -> Iterator[Celery]:
+def running(server) -> Iterator[Celery]:
     """An app with a worker in a thread of this process."""
     app = made(server.url(1))
     task_of(app, name="waiting", on_conflict="wait")
@@ -99,12 +95,12 @@ def running(server: EmbeddedServer) -> Iterator[Celery]:
 
 
 @pytest.fixture
-def work(app: Celery) -> Any:
+def work(app) -> Any:
     return app.tasks["work"]
 
 
 @pytest.fixture
-def whole(app: Celery) -> Any:
+def whole(app) -> Any:
     return app.tasks["whole"]
 
 
@@ -124,7 +120,7 @@ def task_of(app: Celery, name: str = "", **options: Any) -> Any:
 # Without a server
 
 
-def test_eager_call_needs_no_server() -> None:
+def test_eager_call_needs_no_server():
     """task_always_eager and .apply() ask no Redis, with dedupe neither."""
     app = made(NOWHERE, task_always_eager=True)
     for dedupe in (None, "until_started", "until_done"):
@@ -134,7 +130,7 @@ def test_eager_call_needs_no_server() -> None:
         assert task.apply_async(["a"], singleton={"lease": 5}).deduplicated is False
 
 
-def test_disabled_app_needs_no_server_to_publish() -> None:
+def test_disabled_app_needs_no_server_to_publish():
     """Publishing with dedupe marks nothing, and calls nothing a duplicate; a fan-out neither."""
     app = made(NOWHERE)
     task = task_of(app, dedupe="until_done")
@@ -144,7 +140,7 @@ def test_disabled_app_needs_no_server_to_publish() -> None:
     app.close()
 
 
-def test_disabled_app_publishes_duplicates(app: Celery, locks: redis.Redis) -> None:
+def test_disabled_app_publishes_duplicates(app, locks):
     """Where there is a server it is not asked."""
     task = task_of(app, dedupe="until_done")
     task.delay("a")
@@ -156,7 +152,7 @@ def test_disabled_app_publishes_duplicates(app: Celery, locks: redis.Redis) -> N
     assert set(locks.scan_iter()) == keys
 
 
-def test_disabled_app_needs_no_server_to_run() -> None:
+def test_disabled_app_needs_no_server_to_run():
     """A worker in this process starts, and runs the body, without any lock server."""
     app = made(NOWHERE)
     app.conf.setnx_url = None
@@ -165,7 +161,7 @@ def test_disabled_app_needs_no_server_to_run() -> None:
     app.close()
 
 
-def test_disabled_app_runs_beside_a_held_lock(running: Celery, locks: redis.Redis) -> None:
+def test_disabled_app_runs_beside_a_held_lock(running, locks):
     """Bodies run plainly in a worker's thread; afterwards they are guarded again."""
     work = running.tasks["work"]
     with hold(work, "a"):
@@ -174,14 +170,14 @@ def test_disabled_app_runs_beside_a_held_lock(running: Celery, locks: redis.Redi
         assert is_skipped(work.delay("a").get(timeout=20))
 
 
-def test_disabling_one_app_leaves_the_others_alone(app: Celery, work: Any) -> None:
+def test_disabling_one_app_leaves_the_others_alone(app, work):
     """It is switched off for the app that it names."""
     other = made(NOWHERE)
     with singleton_disabled(other), guarded(app), hold(work, "a"):
         assert is_skipped(work.apply(["a"]).get())
 
 
-def test_disabling_is_a_decorator_too(app: Celery, work: Any) -> None:
+def test_disabling_is_a_decorator_too(app, work):
     """The whole function runs without locks."""
 
     @singleton_disabled(app)
@@ -195,7 +191,7 @@ def test_disabling_is_a_decorator_too(app: Celery, work: Any) -> None:
 # Eager calls, guarded
 
 
-def test_guarded_eager_call_takes_its_lock(app: Celery, work: Any) -> None:
+def test_guarded_eager_call_takes_its_lock(app, work):
     """The body has a lock with a fence, and gives it back."""
     with guarded(app):
         name, fence = work.apply(["a"]).get()
@@ -204,7 +200,7 @@ def test_guarded_eager_call_takes_its_lock(app: Celery, work: Any) -> None:
     assert work.apply(["a"]).get() == ["a", None]
 
 
-def test_guarded_always_eager_call_takes_its_lock(app: Celery, work: Any) -> None:
+def test_guarded_always_eager_call_takes_its_lock(app, work):
     """The same under task_always_eager, with the options of the call."""
     app.conf.task_always_eager = True
     with guarded(app), hold(work, "a"):
@@ -213,7 +209,7 @@ def test_guarded_always_eager_call_takes_its_lock(app: Celery, work: Any) -> Non
     assert (result.state, type(result.result)) == ("FAILURE", AlreadyRunning)
 
 
-def test_guarded_decorated_call_takes_its_lock(app: Celery) -> None:
+def test_guarded_decorated_call_takes_its_lock(app):
     """@singleton under Celery's own base class is guarded as well."""
     decorated = app.tasks["decorated"]
     with guarded(app), hold(decorated, "a") as held:
@@ -222,14 +218,14 @@ def test_guarded_decorated_call_takes_its_lock(app: Celery) -> None:
             decorated.apply(["a"]).get()
 
 
-def test_guarding_is_for_the_named_app(app: Celery) -> None:
+def test_guarding_is_for_the_named_app(app):
     """Eager calls of another app are as ever."""
     other = made(NOWHERE)
     with guarded(app):
         assert other.tasks["work"].apply(["a"]).get() == ["a", None]
 
 
-def test_guarding_is_a_decorator_too(app: Celery, work: Any) -> None:
+def test_guarding_is_a_decorator_too(app, work):
     """The whole function has guarded eager calls."""
 
     @guarded(app)
@@ -239,21 +235,21 @@ def test_guarding_is_a_decorator_too(app: Celery, work: Any) -> None:
     assert test()[1] > 0
 
 
-def test_guarding_a_proxy_of_the_app_is_guarding_the_app(app: Celery, work: Any) -> None:
+def test_guarding_a_proxy_of_the_app_is_guarding_the_app(app, work):
     """`celery.current_app` will do."""
     app.set_current()
     with guarded(current_app), hold(work, "a"):
         assert is_skipped(work.apply(["a"]).get())
 
 
-def test_guarding_without_a_server_fails_at_once() -> None:
+def test_guarding_without_a_server_fails_at_once():
     """No eager call has to wait for a lease to find out."""
     with pytest.raises(LockUnavailable), guarded(made(NOWHERE)):
         pytest.fail("there is no server")
 
 
 @pytest.mark.parametrize("policy", ["retry", "wait", "join"])
-def test_guarded_eager_conflict_ends_in_state_retry(app: Celery, policy: str) -> None:
+def test_guarded_eager_conflict_ends_in_state_retry(app, policy):
     """Nothing is published, nothing tried again, nobody left in line."""
     task = task_of(app, on_conflict=policy)
     with guarded(app), hold(task, "a") as held:
@@ -265,14 +261,14 @@ def test_guarded_eager_conflict_ends_in_state_retry(app: Celery, policy: str) ->
     assert_released(app)
 
 
-def test_guarded_eager_retry_is_raised_if_errors_are(app: Celery) -> None:
+def test_guarded_eager_retry_is_raised_if_errors_are(app):
     """With task_eager_propagates, or throw=True, Celery raises what ends the call."""
     task = task_of(app, on_conflict="retry")
     with guarded(app), hold(task, "a"), pytest.raises(Retry, match="does not come back"):
         task.apply(["a"], throw=True)
 
 
-def test_guarded_eager_join_needs_no_result_backend(app: Celery) -> None:
+def test_guarded_eager_join_needs_no_result_backend(app):
     """It would be refused in a worker; here its result is nobody's."""
     app.conf.result_backend = None
     task = task_of(app, on_conflict="join")
@@ -282,7 +278,7 @@ def test_guarded_eager_join_needs_no_result_backend(app: Celery) -> None:
         assert task.apply(["b"]).get() == 1
 
 
-def test_guarded_eager_call_does_not_care_who_is_queued(app: Celery) -> None:
+def test_guarded_eager_call_does_not_care_who_is_queued(app):
     """A queued call of the same key makes it no duplicate, however it is called."""
     task = task_of(app, dedupe="until_started")
     task.delay("a")
@@ -291,14 +287,14 @@ def test_guarded_eager_call_does_not_care_who_is_queued(app: Celery) -> None:
         assert [task.apply(["a"]).state, task.delay("a").state] == ["RETRY", "RETRY"]
 
 
-def test_guarded_eager_call_past_max_wait_fails(app: Celery) -> None:
+def test_guarded_eager_call_past_max_wait_fails(app):
     """max_wait=0 allows no wait at all."""
     task = task_of(app, on_conflict="wait", max_wait=0)
     with guarded(app), hold(task, "a"), pytest.raises(LockTimeout):
         task.apply(["a"]).get()
 
 
-def test_guarded_eager_policy_may_retry(app: Celery) -> None:
+def test_guarded_eager_policy_may_retry(app):
     """A callable's conflict.retry() and conflict.wait() end in state RETRY as well."""
     for method in ("retry", "wait"):
         task = task_of(app, on_conflict=lambda conflict, method=method: getattr(conflict, method)())
@@ -306,7 +302,7 @@ def test_guarded_eager_policy_may_retry(app: Celery) -> None:
             assert task.apply(["a"]).state == "RETRY"
 
 
-def test_guarded_eager_call_marks_nothing(app: Celery, locks: redis.Redis) -> None:
+def test_guarded_eager_call_marks_nothing(app, locks):
     """There is no queue: after the run there is the small record of its release, and nothing else."""
     for dedupe in ("until_started", "until_done"):
         task = task_of(app, dedupe=dedupe)
@@ -320,7 +316,7 @@ def test_guarded_eager_call_marks_nothing(app: Celery, locks: redis.Redis) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"hold_on_retry": True}, {"dedupe": "until_done"}])
-def test_guarded_eager_retry_of_its_own_runs_at_once(app: Celery, options: Any) -> None:
+def test_guarded_eager_retry_of_its_own_runs_at_once(app, options):
     """Celery runs it within .apply(); it acquires the lock anew, and leaves nothing behind."""
     fences = []
 
@@ -339,7 +335,7 @@ def test_guarded_eager_retry_of_its_own_runs_at_once(app: Celery, options: Any) 
         assert_released(app)
 
 
-def test_guarded_eager_replacement_runs_under_its_own_lock(app: Celery) -> None:
+def test_guarded_eager_replacement_runs_under_its_own_lock(app):
     """Celery runs it within the body that it replaces: it does not wait for itself."""
 
     @app.task(base=SingletonTask, bind=True, shared=False, name="replacing", singleton={"key": ()})
@@ -351,19 +347,19 @@ def test_guarded_eager_replacement_runs_under_its_own_lock(app: Celery) -> None:
         assert_released(app)
 
 
-def test_guarded_eager_chain_has_single_calls(app: Celery, work: Any) -> None:
+def test_guarded_eager_chain_has_single_calls(app, work):
     """Celery tells an eager step of no chain: it is skipped where a worker's would come back."""
     with guarded(app), hold(work, "a"):
         assert is_skipped(chain(work.si("a"), app.tasks["plain"].si("b")).apply().parent.get())
 
 
-def test_direct_call_is_never_guarded(app: Celery, work: Any) -> None:
+def test_direct_call_is_never_guarded(app, work):
     """It is a function call, with no request to speak of."""
     with guarded(app), hold(work, "a"):
         assert work("a") == ["a", None]
 
 
-def test_guarded_eager_call_sends_the_signals_of_a_worker(app: Celery, work: Any) -> None:
+def test_guarded_eager_call_sends_the_signals_of_a_worker(app, work):
     """Receivers of an app can be tested eagerly."""
     seen = []
 
@@ -382,7 +378,7 @@ def test_guarded_eager_call_sends_the_signals_of_a_worker(app: Celery, work: Any
 # hold
 
 
-def test_held_lock_is_busy_for_a_worker(running: Celery, locks: redis.Redis) -> None:
+def test_held_lock_is_busy_for_a_worker(running, locks):
     """Somebody else has it: neither this process nor one whose death could be proved here."""
     work = running.tasks["work"]
     with hold(work, "a") as held:
@@ -392,7 +388,7 @@ def test_held_lock_is_busy_for_a_worker(running: Celery, locks: redis.Redis) -> 
         assert work.delay("b").get(timeout=20)[0] == "b"
 
 
-def test_held_lock_is_that_of_the_call(work: Any) -> None:
+def test_held_lock_is_that_of_the_call(work):
     """The handle says which lock it is, whose, and its fence."""
     with hold(work, name="a") as held:
         holder = work.locked("a")
@@ -403,7 +399,7 @@ def test_held_lock_is_that_of_the_call(work: Any) -> None:
     assert work.locked("a") is None
 
 
-def test_held_lock_is_renewed(app: Celery) -> None:
+def test_held_lock_is_renewed(app):
     """A test may take longer than the lease."""
     task = task_of(app, lease=1.5)
     with hold(task, "a"):
@@ -411,7 +407,7 @@ def test_held_lock_is_renewed(app: Celery) -> None:
         wait_until(lambda: task.locked("a").deadline > deadline + 1.5, "a renewal past the first lease")
 
 
-def test_held_lock_is_released_once(work: Any) -> None:
+def test_held_lock_is_released_once(work):
     """Released by hand, it is left alone at the end: another may have it by then."""
     with hold(work, "a") as held:
         held.release()
@@ -420,7 +416,7 @@ def test_held_lock_is_released_once(work: Any) -> None:
             assert work.locked("a").task_id == second.task_id
 
 
-def test_held_lock_wakes_who_waits_when_released(running: Celery, locks: redis.Redis) -> None:
+def test_held_lock_wakes_who_waits_when_released(running, locks):
     """It ends as a task does."""
     task = running.tasks["waiting"]
     with hold(task, "a"):
@@ -431,14 +427,14 @@ def test_held_lock_wakes_who_waits_when_released(running: Celery, locks: redis.R
     assert result.get(timeout=20) == 1
 
 
-def test_holding_a_held_lock_is_refused(work: Any) -> None:
+def test_holding_a_held_lock_is_refused(work):
     """The error says who has it."""
     with hold(work, "a") as held, pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
         pytest.fail("two holders")
     assert work.locked("a") is None
 
 
-def test_holding_needs_a_lock(app: Celery, work: Any) -> None:
+def test_holding_needs_a_lock(app, work):
     """A plain task has none; a call that cannot be keyed neither."""
     with pytest.raises(OptionError, match="plain has no lock"), hold(app.tasks["plain"], "a"):
         pytest.fail("no lock")
@@ -451,7 +447,7 @@ def test_holding_needs_a_lock(app: Celery, work: Any) -> None:
         pytest.fail("no key")
 
 
-def test_loss_of_a_held_lock_is_told(work: Any, locks: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_of_a_held_lock_is_told(work, locks, caplog):
     """A test that deletes keys under its own holder is warned."""
     short = work.app.tasks["work"]
     with hold(task_of(short.app, lease=0.3), "a") as held:
@@ -463,7 +459,7 @@ def test_loss_of_a_held_lock_is_told(work: Any, locks: redis.Redis, caplog: pyte
 # crash and pass_time
 
 
-def test_crashed_holder_is_taken_over_past_its_lease(app: Celery, work: Any) -> None:
+def test_crashed_holder_is_taken_over_past_its_lease(app, work):
     """Before that its lock is held; and the end of the block leaves the new holder alone."""
     with guarded(app):
         with hold(work, "a") as held:
@@ -478,7 +474,7 @@ def test_crashed_holder_is_taken_over_past_its_lease(app: Celery, work: Any) -> 
         second.release()
 
 
-def test_crashed_holder_is_renewed_no_more(app: Celery) -> None:
+def test_crashed_holder_is_renewed_no_more(app):
     """Its lease ends by itself as well; twice crashed is crashed."""
     task = task_of(app, lease=0.3)
     with hold(task, "a") as held:
@@ -487,7 +483,7 @@ def test_crashed_holder_is_renewed_no_more(app: Celery) -> None:
         wait_until(lambda: task.locked("a") is None, "its lease ends")
 
 
-def test_living_holder_keeps_its_lock_for_as_long_as_it_likes(app: Celery, work: Any) -> None:
+def test_living_holder_keeps_its_lock_for_as_long_as_it_likes(app, work):
     """It renews while time passes; it only grows older."""
     with guarded(app), hold(work, "a") as held:
         before = work.locked("a")
@@ -500,7 +496,7 @@ def test_living_holder_keeps_its_lock_for_as_long_as_it_likes(app: Celery, work:
         assert is_skipped(work.apply(["a"]).get())
 
 
-def test_body_that_stood_still_learns_it(app: Celery, whole: Any) -> None:
+def test_body_that_stood_still_learns_it(app, whole):
     """Time passes for the lock of a running body: its next renewal says that it is lost."""
 
     def stand_still() -> Any:
@@ -512,7 +508,7 @@ def test_body_that_stood_still_learns_it(app: Celery, whole: Any) -> None:
         whole.apply([stand_still]).get()
 
 
-def test_resting_lock_has_rested_when_time_has_passed(app: Celery) -> None:
+def test_resting_lock_has_rested_when_time_has_passed(app):
     """at_least_for is tested without waiting."""
     task = task_of(app, at_least_for=3600)
     with guarded(app):
@@ -523,7 +519,7 @@ def test_resting_lock_has_rested_when_time_has_passed(app: Celery) -> None:
         assert task.apply(["a"]).get() == 2
 
 
-def test_mark_lapses_when_time_has_passed(app: Celery) -> None:
+def test_mark_lapses_when_time_has_passed(app):
     """A call whose worker never came is no duplicate's original for ever."""
     task = task_of(app, dedupe="until_started", queue_lease=100)
     first = task.delay("a")
@@ -534,7 +530,7 @@ def test_mark_lapses_when_time_has_passed(app: Celery) -> None:
     assert not task.delay("a").deduplicated
 
 
-def test_waiters_grow_older(app: Celery, work: Any, locks: redis.Redis) -> None:
+def test_waiters_grow_older(app, work, locks):
     """Those in line have waited for longer, in the same order."""
     key = work.lock_key("a")
     with hold(work, "a") as held:
@@ -550,7 +546,7 @@ def test_waiters_grow_older(app: Celery, work: Any, locks: redis.Redis) -> None:
         clear(app)
 
 
-def test_foreign_lock_grows_older(app: Celery, work: Any, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_foreign_lock_grows_older(app, work, locks, foreign_keys):
     """A lock of the classic recipe is taken over when its time has passed."""
     key = work.lock_key("a")
     foreign_keys.add(key)
@@ -563,9 +559,7 @@ def test_foreign_lock_grows_older(app: Celery, work: Any, locks: redis.Redis, fo
         assert work.apply(["a"]).get()[1] > 0
 
 
-def test_value_that_is_no_time_does_not_grow_older(
-    work: Any, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_value_that_is_no_time_does_not_grow_older(work, locks, foreign_keys):
     """Text in a lock's place stays what it is."""
     key = work.lock_key("a")
     foreign_keys.add(key)
@@ -574,7 +568,7 @@ def test_value_that_is_no_time_does_not_grow_older(
     assert locks.get(key) == "by hand"
 
 
-def test_what_is_forgotten_is_gone_when_time_has_passed(app: Celery, work: Any, locks: redis.Redis) -> None:
+def test_what_is_forgotten_is_gone_when_time_has_passed(app, work, locks):
     """Every key ends with its TTL: a dead holder's record after the retention."""
     with hold(work, "a") as held:
         crash(held)
@@ -587,7 +581,7 @@ def test_what_is_forgotten_is_gone_when_time_has_passed(app: Celery, work: Any, 
 
 
 @pytest.mark.parametrize("of", ["app", "task"])
-def test_time_passes_for_all_locks(app: Celery, work: Any, whole: Any, of: str) -> None:
+def test_time_passes_for_all_locks(app, work, whole, of):
     """Of an app, or of one task."""
     with hold(work, "a") as a, hold(work, "b") as b, hold(whole) as other:
         for held in (a, b, other):
@@ -597,13 +591,13 @@ def test_time_passes_for_all_locks(app: Celery, work: Any, whole: Any, of: str) 
         assert (whole.locked() is None) == (of == "app")
 
 
-def test_time_does_not_pass_backwards(work: Any) -> None:
+def test_time_does_not_pass_backwards(work):
     """A negative time is refused."""
     with pytest.raises(ValueError, match="negative"):
         pass_time(-1, work, "a")
 
 
-def test_time_passes_for_nothing(work: Any, locks: redis.Redis) -> None:
+def test_time_passes_for_nothing(work, locks):
     """Where there is no lock nothing happens."""
     pass_time(60, work, "a")
     assert locks.dbsize() == 0
@@ -612,7 +606,7 @@ def test_time_passes_for_nothing(work: Any, locks: redis.Redis) -> None:
 # assert_released and clear
 
 
-def test_nothing_left_is_released(app: Celery, work: Any) -> None:
+def test_nothing_left_is_released(app, work):
     """Neither the record of a release nor a resting lock is anything left."""
     task = task_of(app, at_least_for=60)
     with guarded(app):
@@ -622,7 +616,7 @@ def test_nothing_left_is_released(app: Celery, work: Any) -> None:
     assert_released(app)
 
 
-def test_what_is_left_is_told(app: Celery, work: Any, whole: Any, locks: redis.Redis) -> None:
+def test_what_is_left_is_told(app, work, whole, locks):
     """The message names every lock with its holder, every mark, every waiter, and what to do."""
     mark_all(locks, [Mark(work.lock_key("m"), "marked-task")], dedupe="until_started", lease=60)
     with hold(work, "a") as held, hold(whole) as dead:
@@ -642,7 +636,7 @@ def test_what_is_left_is_told(app: Celery, work: Any, whole: Any, locks: redis.R
     clear(app)
 
 
-def test_released_may_be_asked_of_one_task_or_call(app: Celery, work: Any, whole: Any) -> None:
+def test_released_may_be_asked_of_one_task_or_call(app, work, whole):
     """Locks of other tasks, and of other calls, are not looked at."""
     with hold(work, "a") as held:
         assert_released(whole)
@@ -653,7 +647,7 @@ def test_released_may_be_asked_of_one_task_or_call(app: Celery, work: Any, whole
             assert held.key in str(failure.value)
 
 
-def test_released_waits_for_a_worker_to_end(app: Celery, work: Any) -> None:
+def test_released_waits_for_a_worker_to_end(app, work):
     """`within` asks again; past it the failure says how long it has waited."""
     with hold(work, "a") as held:
         with pytest.raises(AssertionError, match=r"after 0\.1 s"):
@@ -662,13 +656,13 @@ def test_released_waits_for_a_worker_to_end(app: Celery, work: Any) -> None:
         assert_released(app, within=20)
 
 
-def test_released_takes_a_task_or_an_app(work: Any) -> None:
+def test_released_takes_a_task_or_an_app(work):
     """Anything else is refused."""
     with pytest.raises(TypeError, match="expected a task or an app"):
         assert_released("work")  # type: ignore[arg-type]
 
 
-def test_clear_leaves_other_prefixes_alone(app: Celery, work: Any, locks: redis.Redis) -> None:
+def test_clear_leaves_other_prefixes_alone(app, work, locks):
     """Only keys under the app's own prefix are deleted: all of them."""
     locks.set("setnx-other:{work}", "1", ex=60)
     locks.set("work", "1", ex=60)
@@ -679,7 +673,7 @@ def test_clear_leaves_other_prefixes_alone(app: Celery, work: Any, locks: redis.
     assert clear(app) == 0
 
 
-def test_clear_ends_what_a_test_holds(app: Celery, work: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_clear_ends_what_a_test_holds(app, work, caplog):
     """A holder whose lock was cleared does not complain, and does not renew."""
     with hold(work, "a") as held, caplog.at_level(logging.WARNING):
         clear(app)
@@ -688,7 +682,7 @@ def test_clear_ends_what_a_test_holds(app: Celery, work: Any, caplog: pytest.Log
     assert caplog.text == ""
 
 
-def test_clear_refuses_where_a_task_runs_on_another_host(app: Celery, work: Any, locks: redis.Redis) -> None:
+def test_clear_refuses_where_a_task_runs_on_another_host(app, work, locks):
     """That is no server of the tests: nothing is deleted, until the holder's lease has ended."""
     info = {"host": "production-7", "task": "work", "task_id": "x"}
     lock = SetnxLock(locks, work.lock_key("a"), info=info)
@@ -700,7 +694,7 @@ def test_clear_refuses_where_a_task_runs_on_another_host(app: Celery, work: Any,
     assert clear(app) > 0
 
 
-def test_clear_takes_a_prefix_at_its_word(server: EmbeddedServer, locks: redis.Redis) -> None:
+def test_clear_takes_a_prefix_at_its_word(server, locks):
     """A prefix with a star is no pattern."""
     app = made(server.url(1), setnx_prefix="s*")
     locks.set("star:{work}", "1", ex=60)
@@ -709,7 +703,7 @@ def test_clear_takes_a_prefix_at_its_word(server: EmbeddedServer, locks: redis.R
     assert locks.exists("star:{work}")
 
 
-def test_locks_on_another_server(app: Celery, work: Any, locks: redis.Redis, server: EmbeddedServer) -> None:
+def test_locks_on_another_server(app, work, locks, server):
     """An app's locks move for a while, and come back."""
     app.conf.setnx_url = NOWHERE
     with pytest.raises(LockUnavailable):
@@ -721,7 +715,7 @@ def test_locks_on_another_server(app: Celery, work: Any, locks: redis.Redis, ser
         work.locked("a")
 
 
-def test_held_is_what_hold_yields(work: Any) -> None:
+def test_held_is_what_hold_yields(work):
     """The class is public, to annotate with."""
     with hold(work, "a") as held:
         assert isinstance(held, Held)
@@ -730,7 +724,7 @@ def test_held_is_what_hold_yields(work: Any) -> None:
 # Workers in other processes
 
 
-def test_kit_reaches_workers_in_other_processes(tasks: Any) -> None:
+def test_kit_reaches_workers_in_other_processes(tasks):
     """They meet what a test holds, and take over what has crashed."""
     with hold(tasks.work, "a") as held:
         assert tasks.work.delay("a").get(timeout=20)["holder"]["task_id"] == held.task_id
@@ -740,7 +734,7 @@ def test_kit_reaches_workers_in_other_processes(tasks: Any) -> None:
     assert_released(tasks.app, within=20)
 
 
-def test_worker_that_stood_still_learns_it(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_worker_that_stood_still_learns_it(tasks, journal, gates):
     """Time passes for the lock of a body in another process: its next renewal tells it that it is lost."""
     result = tasks.work.delay("gated")
     journal.wait_for("start", task_id=result.id)

@@ -1,7 +1,5 @@
 """Calls that wait in line: woken in order, never lost, and never run twice. Real workers."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import os
@@ -11,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +30,7 @@ Start = Callable[..., Worker]
 
 
 @pytest.fixture(scope="module")
-def pair(server: EmbeddedServer, logs: Path) -> Iterator[list[Worker]]:
+def pair(server, logs) -> Iterator[list[Worker]]:
     """Two workers of two processes each, that share a queue. Not to be killed."""
     workers = [Worker(logs, APP, environment=PICKLES) for _ in range(2)]
     yield workers
@@ -42,7 +39,7 @@ def pair(server: EmbeddedServer, logs: Path) -> Iterator[list[Worker]]:
 
 
 @pytest.fixture
-def start(server: EmbeddedServer, logs: Path) -> Iterator[Start]:
+def start(server, logs) -> Iterator[Start]:
     """Start a worker of the test's own, to be killed."""
     started = []
 
@@ -62,7 +59,7 @@ def start(server: EmbeddedServer, logs: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def alone(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Any:
+def alone(server, locks, journal) -> Any:
     """The module of tasks, with clean databases, and no worker."""
     from tests import waitapp
 
@@ -82,7 +79,7 @@ def key() -> str:
 
 
 @pytest.fixture
-def tasks(alone: Any, pair: list[Worker]) -> Any:
+def tasks(alone, pair) -> Any:
     """The module of tasks that the two workers run."""
     return alone
 
@@ -162,9 +159,7 @@ def packed_call(locks: redis.Redis, task: Any, name: str, result: Any) -> str:
     return packed
 
 
-def test_waiting_calls_run_in_order_of_arrival_over_two_workers(
-    tasks: Any, key: str, journal: Journal, gates: Any, pair: list[Worker]
-) -> None:
+def test_waiting_calls_run_in_order_of_arrival_over_two_workers(tasks, key, journal, gates, pair):
     """First come, first served: the order of the line is that of the bodies, whichever worker runs them."""
     first = held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 8)
@@ -173,9 +168,7 @@ def test_waiting_calls_run_in_order_of_arrival_over_two_workers(
     assert all(any(result.id in worker.log_text() for result in results) for worker in pair)
 
 
-def test_waiting_call_meets_waits_is_woken_and_runs(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_waiting_call_meets_waits_is_woken_and_runs(tasks, key, journal, gates):
     """The lifecycle of a call that waits; no state is stored until its own result."""
     first = held(journal, tasks.work, key)
     sent = time.monotonic()
@@ -204,7 +197,7 @@ def test_waiting_call_meets_waits_is_woken_and_runs(
     assert journal.entries(what="conflict")[0]["policy"] == "wait"
 
 
-def test_waiting_uses_up_no_retries(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_waiting_uses_up_no_retries(tasks, key, journal, gates):
     """max_retries=0, and a call that waits twice still runs, as its first attempt."""
     held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 2)
@@ -212,7 +205,7 @@ def test_waiting_uses_up_no_retries(tasks: Any, key: str, journal: Journal, gate
     assert [result.get(timeout=10)[2] for result in results] == [0, 0]
 
 
-def test_call_leaves_the_line_at_max_wait(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_call_leaves_the_line_at_max_wait(tasks, key, journal, gates):
     """max_wait is over: LockTimeout is the result, soon, and those behind move up."""
     first = held(journal, tasks.work, key, singleton={"lease": 600})
     at = time.monotonic()
@@ -229,7 +222,7 @@ def test_call_leaves_the_line_at_max_wait(tasks: Any, key: str, journal: Journal
     assert_each_ran_once_in_order(journal, [first, third])
 
 
-def test_max_wait_of_nothing_fails_at_once(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_max_wait_of_nothing_fails_at_once(tasks, key, journal, gates):
     """max_wait=0: the first conflict is the last."""
     first = held(journal, tasks.work, key)
     second = tasks.work.apply_async([key, "x"], singleton={"max_wait": 0})
@@ -241,9 +234,7 @@ def test_max_wait_of_nothing_fails_at_once(tasks: Any, key: str, journal: Journa
 
 
 @pytest.mark.parametrize("kind", ["chain", "chord", "group", "link"])
-def test_workflow_of_waiting_calls_goes_on(
-    tasks: Any, key: str, journal: Journal, gates: Any, kind: str
-) -> None:
+def test_workflow_of_waiting_calls_goes_on(tasks, key, journal, gates, kind):
     """What follows a call that waited is sent once, with its result."""
     held(journal, tasks.work, key)
     x, y = tasks.work.si(key, "x"), tasks.work.si(key, "y")
@@ -268,7 +259,7 @@ def test_workflow_of_waiting_calls_goes_on(
     assert_one_at_a_time(journal)
 
 
-def test_waiting_keeps_everything_the_message_had(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_waiting_keeps_everything_the_message_had(tasks, key, journal, gates):
     """Headers, priority, expiry, time limits, shadow and link survive the line."""
     held(journal, tasks.inspected, key)
     second = parked(
@@ -308,8 +299,8 @@ def test_waiting_keeps_everything_the_message_had(tasks: Any, key: str, journal:
     ],
 )
 def test_waiting_keeps_arguments_that_only_their_serializer_carries(
-    tasks: Any, key: str, journal: Journal, gates: Any, serializer: str, value: Any, types: str
-) -> None:
+    tasks, key, journal, gates, serializer, value, types
+):
     """Arguments come out of the line as they went in, whatever the task's serializer."""
     held(journal, tasks.typed[serializer], key, [])
     second = parked(journal, tasks.typed[serializer], key, value)
@@ -317,7 +308,7 @@ def test_waiting_keeps_arguments_that_only_their_serializer_carries(
     assert second.get(timeout=10) == sorted(types.split())
 
 
-def test_waiting_keeps_the_serializer_of_the_call(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_waiting_keeps_the_serializer_of_the_call(tasks, key, journal, gates):
     """A call that was sent with a serializer of its own waits like any other."""
     held(journal, tasks.typed["json"], key, [])
     second = parked(journal, tasks.typed["json"], key, {1, 2}, serializer="pickle")
@@ -328,9 +319,7 @@ def test_waiting_keeps_the_serializer_of_the_call(tasks: Any, key: str, journal:
 # Death
 
 
-def test_killed_child_of_the_holder_wakes_the_line(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_killed_child_of_the_holder_wakes_the_line(tasks, key, journal, gates):
     """kill -9 of the holder's process: its worker hands the lock over at once, long before the lease ends."""
     first = held(journal, tasks.work, key, singleton={"lease": 600})
     results = line_up(journal, tasks.work, key, 3)
@@ -340,7 +329,7 @@ def test_killed_child_of_the_holder_wakes_the_line(
         first.get(timeout=20)
 
 
-def test_time_limit_of_the_holder_wakes_the_line(tasks: Any, key: str, journal: Journal) -> None:
+def test_time_limit_of_the_holder_wakes_the_line(tasks, key, journal):
     """A holder that its hard time limit has killed hands its lock over at once."""
     first = held(journal, tasks.work, key, time_limit=5, singleton={"lease": 600})
     results = line_up(journal, tasks.work, key, 3)
@@ -349,9 +338,7 @@ def test_time_limit_of_the_holder_wakes_the_line(tasks: Any, key: str, journal: 
         first.get(timeout=20)
 
 
-def test_killed_holder_that_is_delivered_again_stops_nobody(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_killed_holder_that_is_delivered_again_stops_nobody(tasks, key, journal, gates):
     """acks_late: the killed holder's message comes again, and runs before or behind those in line."""
     first = held(journal, tasks.tardy, key, singleton={"lease": 600})
     results = line_up(journal, tasks.tardy, key, 2)
@@ -365,9 +352,7 @@ def test_killed_holder_that_is_delivered_again_stops_nobody(
     assert order_of_starts(journal).count(first.id) == 2
 
 
-def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(
-    tasks: Any, key: str, journal: Journal, start: Start, pair: list[Worker]
-) -> None:
+def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(tasks, key, journal, start, pair):
     """kill -9 of the holder's worker, no call comes, and nobody proves the death: the lease ends the wait."""
     far = start("far", {"SETNX_TEST_SAME_HOST": "no"})
     doomed = start("doomed")
@@ -382,9 +367,7 @@ def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(
     assert f"The courier of tests.waitapp.work[{taken['task_id']}] took over t:{{" in far.log_text()
 
 
-def test_killed_worker_on_this_host_is_taken_over_when_its_courier_comes(
-    tasks: Any, key: str, journal: Journal, start: Start, pair: list[Worker]
-) -> None:
+def test_killed_worker_on_this_host_is_taken_over_when_its_courier_comes(tasks, key, journal, start, pair):
     """A courier that can prove the holder dead does not wait for its deadline."""
     doomed = start("doomed")
     first = held(journal, tasks.work, key, queue="doomed", singleton={"lease": 600})
@@ -398,9 +381,7 @@ def test_killed_worker_on_this_host_is_taken_over_when_its_courier_comes(
 
 
 @pytest.mark.parametrize("who", ["child", "worker"])
-def test_death_between_release_and_wake_loses_nobody(
-    tasks: Any, key: str, journal: Journal, gates: Any, start: Start, who: str
-) -> None:
+def test_death_between_release_and_wake_loses_nobody(tasks, key, journal, gates, start, who):
     """The lock is handed over, and who was to send the wake-up dies: its parent sends it, or a courier."""
     start("doomed", {"WAIT_DIES_BEFORE_WAKE": who})
     held(journal, tasks.work, key, queue="doomed")
@@ -410,9 +391,7 @@ def test_death_between_release_and_wake_loses_nobody(
     assert_each_ran_once(journal, results)
 
 
-def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(
-    tasks: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(tasks, key, journal, gates, start):
     """kill -9 of the worker that parked the calls: the holder's release wakes them all the same."""
     doomed = start("doomed")
     held(journal, tasks.work, key)
@@ -428,9 +407,7 @@ def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(
     assert len(journal.entries(what="start")) == 1 + 3 + 1
 
 
-def test_line_goes_on_past_a_call_that_no_worker_takes(
-    tasks: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_line_goes_on_past_a_call_that_no_worker_takes(tasks, key, journal, gates, start):
     """A woken call whose queue has no worker is overtaken when its hand-over is over, and not before."""
     doomed = start("doomed")
     held(journal, tasks.work, key)
@@ -448,9 +425,7 @@ def test_line_goes_on_past_a_call_that_no_worker_takes(
     assert_each_ran_once(journal, [second, third])
 
 
-def test_killed_worker_of_holder_line_and_couriers_loses_nobody(
-    alone: Any, key: str, journal: Journal, start: Start
-) -> None:
+def test_killed_worker_of_holder_line_and_couriers_loses_nobody(alone, key, journal, start):
     """kill -9 of the one worker there is: the broker delivers the couriers again, and they wake the line."""
     doomed = start("only", concurrency=2)
     held(journal, alone.work, key, queue="only")
@@ -461,9 +436,7 @@ def test_killed_worker_of_holder_line_and_couriers_loses_nobody(
     assert_each_ran_once(journal, results)
 
 
-def test_flushed_lock_server_loses_no_waiter(
-    tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_flushed_lock_server_loses_no_waiter(tasks, key, journal, gates, locks):
     """FLUSHDB while calls wait: their couriers put them back in line, and each runs once."""
     first = held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 4)
@@ -476,9 +449,7 @@ def test_flushed_lock_server_loses_no_waiter(
     assert sorted(starts) == sorted([first.id, *(result.id for result in results)])
 
 
-def test_flushed_lock_server_runs_no_ended_call_again(
-    server: EmbeddedServer, tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_flushed_lock_server_runs_no_ended_call_again(server, tasks, key, journal, gates, locks):
     """FLUSHDB when the calls have run, and before their couriers come: a stored result ends the courier."""
     held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 3)
@@ -493,9 +464,7 @@ def test_flushed_lock_server_runs_no_ended_call_again(
     assert len(order_of_starts(journal)) == 1 + 3 + 1
 
 
-def test_flushed_lock_server_runs_no_woken_call_beside_itself(
-    tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_flushed_lock_server_runs_no_woken_call_beside_itself(tasks, key, journal, gates, locks):
     """FLUSHDB while a call runs that has waited: its courier does not start it once more."""
     held(journal, tasks.work, key)
     second = parked(journal, tasks.work, key, f"gated-{key}-x")
@@ -513,9 +482,7 @@ def test_flushed_lock_server_runs_no_woken_call_beside_itself(
     assert order_of_starts(journal).count(second.id) == 1
 
 
-def test_worker_that_shuts_down_gives_its_couriers_back(
-    tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis, start: Start
-) -> None:
+def test_worker_that_shuts_down_gives_its_couriers_back(tasks, key, journal, gates, locks, start):
     """A warm shutdown returns the couriers to the broker, and the next worker has them at once."""
     first = start("doomed")
     held(journal, tasks.work, key, singleton={"lease": 8})  # no courier comes before it is over
@@ -533,9 +500,7 @@ def test_worker_that_shuts_down_gives_its_couriers_back(
 # Revoked, expired, delivered late
 
 
-def test_revoked_waiter_leaves_and_the_next_runs_at_once(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_revoked_waiter_leaves_and_the_next_runs_at_once(tasks, key, journal, gates):
     """A waiter that was revoked does not run; its state is REVOKED, and nobody waits for it."""
     held(journal, tasks.work, key, singleton={"lease": 600})
     second, third = line_up(journal, tasks.work, key, 2)
@@ -550,7 +515,7 @@ def test_revoked_waiter_leaves_and_the_next_runs_at_once(
     assert second.id not in order_of_starts(journal)
 
 
-def test_expired_waiter_leaves_the_line(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_expired_waiter_leaves_the_line(tasks, key, journal, gates):
     """A waiter that expires is REVOKED soon, while the holder still runs, and those behind move up."""
     held(journal, tasks.work, key, singleton={"lease": 600})
     second = parked(journal, tasks.work, key, "x", expires=5)
@@ -564,9 +529,7 @@ def test_expired_waiter_leaves_the_line(tasks: Any, key: str, journal: Journal, 
     assert second.state == "REVOKED"
 
 
-def test_late_copy_of_a_call_changes_nothing(
-    tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis, pair: list[Worker]
-) -> None:
+def test_late_copy_of_a_call_changes_nothing(tasks, key, journal, gates, locks, pair):
     """A second wake-up of a call that has run is dropped: no second run, and the result stands."""
     held(journal, tasks.work, key)
     second = parked(journal, tasks.work, key, "x")
@@ -580,9 +543,7 @@ def test_late_copy_of_a_call_changes_nothing(
     assert order_of_starts(journal).count(second.id) == 1
 
 
-def test_late_copy_of_a_running_call_changes_nothing(
-    tasks: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis, pair: list[Worker]
-) -> None:
+def test_late_copy_of_a_running_call_changes_nothing(tasks, key, journal, gates, locks, pair):
     """A second wake-up of a call that runs is dropped, and the one behind it still waits its turn."""
     held(journal, tasks.work, key)
     second = parked(journal, tasks.work, key, "gated-x")
@@ -597,9 +558,7 @@ def test_late_copy_of_a_running_call_changes_nothing(
     assert_each_ran_once_in_order(journal, [second, third])
 
 
-def test_late_copy_that_has_expired_does_not_revoke_a_result(
-    alone: Any, key: str, journal: Journal, gates: Any, locks: redis.Redis, start: Start
-) -> None:
+def test_late_copy_that_has_expired_does_not_revoke_a_result(alone, key, journal, gates, locks, start):
     """A second wake-up that comes after the call's expiry, and after its failure, is dropped in silence."""
     start("only", concurrency=1)
     start("doomed", concurrency=1)
@@ -618,9 +577,7 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(
     assert order_of_starts(journal).count(second.id) == 1
 
 
-def test_courier_does_not_overwrite_a_failure(
-    alone: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_courier_does_not_overwrite_a_failure(alone, key, journal, gates, start):
     """With task_track_started a late copy would store STARTED over FAILURE; a courier stores nothing."""
     worker = start("only")
     first = held(journal, alone.failing, key, queue="only")
@@ -635,9 +592,7 @@ def test_courier_does_not_overwrite_a_failure(
     assert (first.state, second.state) == ("FAILURE", "FAILURE")
 
 
-def test_call_by_name_runs_once_when_its_courier_comes(
-    alone: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_call_by_name_runs_once_when_its_courier_comes(alone, key, journal, gates, start):
     """A call that came without our header is one call in all its messages."""
     worker = start("only")
     held(journal, alone.work, key, queue="only")
@@ -654,7 +609,7 @@ def test_call_by_name_runs_once_when_its_courier_comes(
 # The lock's other states
 
 
-def test_waiter_starts_when_the_rest_is_over(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_waiter_starts_when_the_rest_is_over(tasks, key, journal, gates):
     """With at_least_for the first in line starts when the lock has rested: not before, and not long after."""
     began = time.monotonic()
     first = held(journal, tasks.resting, key)
@@ -667,7 +622,7 @@ def test_waiter_starts_when_the_rest_is_over(tasks: Any, key: str, journal: Jour
         assert 1_000_000 <= after - before < (2 + lined_up_s) * 1_000_000
 
 
-def test_waiters_wait_for_the_holders_retry(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_waiters_wait_for_the_holders_retry(tasks, key, journal, gates):
     """hold_on_retry: the line waits until the retry has run too."""
     first = held(journal, tasks.patient, key)
     second = parked(journal, tasks.patient, key)
@@ -680,9 +635,7 @@ def test_waiters_wait_for_the_holders_retry(tasks: Any, key: str, journal: Journ
     assert_one_at_a_time(journal)
 
 
-def test_waiters_go_on_when_the_holders_retry_is_revoked(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_waiters_go_on_when_the_holders_retry_is_revoked(tasks, key, journal, gates):
     """hold_on_retry: a retry that will not come hands its lock to the first in line."""
     first = tasks.patient.apply_async([key, f"gated-{key}", 5])
     journal.wait_for("start", task_id=first.id)
@@ -695,7 +648,7 @@ def test_waiters_go_on_when_the_holders_retry_is_revoked(
     assert first.state == "REVOKED"
 
 
-def test_task_that_sends_itself_does_not_deadlock(tasks: Any, key: str, journal: Journal) -> None:
+def test_task_that_sends_itself_does_not_deadlock(tasks, key, journal):
     """A call sent from inside the lock waits until its sender has ended."""
     tasks.again.apply_async([key, 3])
     journal.wait_for("end", name="left-0")
@@ -703,13 +656,13 @@ def test_task_that_sends_itself_does_not_deadlock(tasks: Any, key: str, journal:
     assert_one_at_a_time(journal)
 
 
-def test_chain_of_one_key_does_not_deadlock(tasks: Any, journal: Journal) -> None:
+def test_chain_of_one_key_does_not_deadlock(tasks, journal):
     """Each step of a chain has the lock that the step before it had."""
     assert chain(tasks.alone.si(1), tasks.alone.si(2), tasks.alone.si(3)).delay().get(timeout=10) == 3
     assert_one_at_a_time(journal)
 
 
-def test_group_of_one_key_does_not_deadlock(tasks: Any, journal: Journal) -> None:
+def test_group_of_one_key_does_not_deadlock(tasks, journal):
     """Members that exclude each other run one after another, and a chord over them has its callback."""
     assert group(tasks.alone.s(n) for n in range(5)).delay().get(timeout=20) == [0, 1, 2, 3, 4]
     assert chord([tasks.alone.s(n) for n in range(5)], tasks.total.s()).delay().get(timeout=20) == 10
@@ -717,9 +670,7 @@ def test_group_of_one_key_does_not_deadlock(tasks: Any, journal: Journal) -> Non
     assert_one_at_a_time(journal)
 
 
-def test_thousand_publishes_while_one_runs_are_one_more_run(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_thousand_publishes_while_one_runs_are_one_more_run(tasks, key, journal, gates):
     """dedupe="until_started", nothing else: one running, one pending."""
     first = held(journal, tasks.pending, key)
     results = [tasks.pending.delay(key) for _ in range(1000)]
@@ -738,9 +689,7 @@ def test_thousand_publishes_while_one_runs_are_one_more_run(
 # What is seen of it
 
 
-def test_locked_tells_who_waits_where_and_for_how_long(
-    tasks: Any, key: str, journal: Journal, gates: Any
-) -> None:
+def test_locked_tells_who_waits_where_and_for_how_long(tasks, key, journal, gates):
     """Holder, number of waiters, and the place and age of each."""
     first = held(journal, tasks.work, key)
     results = line_up(journal, tasks.work, key, 3)
@@ -759,7 +708,7 @@ def test_locked_tells_who_waits_where_and_for_how_long(
     wait_until(lambda: tasks.work.locked(key) is None, "nobody has the lock")
 
 
-def test_direct_and_eager_calls_do_not_wait(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_direct_and_eager_calls_do_not_wait(tasks, key, journal, gates):
     """Called as a function, or with .apply(), a task asks for no lock."""
     first = held(journal, tasks.work, key)
     assert tasks.work(key, "x") == [key, "x", 0]
@@ -769,7 +718,7 @@ def test_direct_and_eager_calls_do_not_wait(tasks: Any, key: str, journal: Journ
     first.get(timeout=10)
 
 
-def test_callable_policy_may_wait(tasks: Any, key: str, journal: Journal, gates: Any) -> None:
+def test_callable_policy_may_wait(tasks, key, journal, gates):
     """conflict.wait() in a policy of one's own parks the call as on_conflict="wait" does."""
     first = held(journal, tasks.decided, key)
     second = parked(journal, tasks.decided, key, "x")
@@ -778,9 +727,7 @@ def test_callable_policy_may_wait(tasks: Any, key: str, journal: Journal, gates:
     assert_each_ran_once_in_order(journal, [first, second])
 
 
-def test_call_without_a_result_waits_too(
-    alone: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_call_without_a_result_waits_too(alone, key, journal, gates, start):
     """ignore_result: parked, woken, in order, once."""
     start("only")
     first = held(journal, alone.silent, key, queue="only")
@@ -792,9 +739,7 @@ def test_call_without_a_result_waits_too(
 
 
 @pytest.mark.parametrize(("pool", "concurrency"), [("threads", 4), ("solo", 1)])
-def test_every_pool_parks_and_wakes_in_order(
-    alone: Any, key: str, journal: Journal, gates: Any, start: Start, pool: str, concurrency: int
-) -> None:
+def test_every_pool_parks_and_wakes_in_order(alone, key, journal, gates, start, pool, concurrency):
     """Twenty calls of one key under another pool: each runs once, in order, one at a time."""
     start("only", pool=pool, concurrency=concurrency)
     if pool == "solo":
@@ -805,9 +750,7 @@ def test_every_pool_parks_and_wakes_in_order(
     assert_each_ran_once_in_order(journal, [first, *results])
 
 
-def test_courier_of_a_call_that_cannot_be_sent_comes_again(
-    alone: Any, key: str, journal: Journal, gates: Any, start: Start
-) -> None:
+def test_courier_of_a_call_that_cannot_be_sent_comes_again(alone, key, journal, gates, start):
     """Whatever goes wrong with it, the courier does not end before its call has begun. One of a newer worker,
     which says more, is understood."""
     worker = start("only")

@@ -1,7 +1,5 @@
 """What becomes of a call that waits when its broker or its lock server is gone: no worker needed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +54,7 @@ def couriers(app: Celery, queue: str) -> list[Any]:
         return found
 
 
-def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task: Any, caplog: Any) -> None:
+def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
     """The courier is sent first, to the queue that the call came from: the call is not lost with the line."""
     with pytest.raises(Parked) as caught:
         wait(task)
@@ -66,7 +64,7 @@ def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task: Any, cap
     assert 10.0 <= caught.value.when <= 12.0
 
 
-def test_courier_of_a_call_behind_many_comes_later(task: Any) -> None:
+def test_courier_of_a_call_behind_many_comes_later(task):
     """One of those before it watches the lock."""
     with pytest.raises(Parked) as caught:
         wait(task, waiting=50)
@@ -74,7 +72,7 @@ def test_courier_of_a_call_behind_many_comes_later(task: Any) -> None:
     assert 60.0 <= caught.value.when <= 120.0
 
 
-def test_call_that_no_courier_can_look_after_does_not_wait(task: Any) -> None:
+def test_call_that_no_courier_can_look_after_does_not_wait(task):
     """Without a broker it fails, naming its key and the broker's error: never a silent drop."""
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
     with pytest.raises(
@@ -83,7 +81,7 @@ def test_call_that_no_courier_can_look_after_does_not_wait(task: Any) -> None:
         wait(task)
 
 
-def test_call_that_the_broker_still_has_is_given_back(task: Any) -> None:
+def test_call_that_the_broker_still_has_is_given_back(task):
     """With acks_late it is not acknowledged yet."""
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
     task.acks_late = True
@@ -96,9 +94,7 @@ def test_call_that_the_broker_still_has_is_given_back(task: Any) -> None:
     ("call", "said"),
     [(None, "which its courier wakes"), ("no/type utf-8 nothing", "it could not be woken")],
 )
-def test_heir_that_cannot_be_woken_is_left_to_its_courier(
-    task: Any, caplog: Any, call: str | None, said: str
-) -> None:
+def test_heir_that_cannot_be_woken_is_left_to_its_courier(task, caplog, call, said):
     """Waking raises nothing: the body that has just ended has nothing to do with it."""
     caplog.set_level(logging.WARNING)
     wake(task.app, Heir("id-2", call), KEY)

@@ -1,7 +1,5 @@
 """Commands past the client's layers: a connection is one exchange's alone, and ends with its trouble."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -32,14 +30,14 @@ def own() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def client(own: EmbeddedServer) -> Iterator[redis.Redis]:
+def client(own) -> Iterator[redis.Redis]:
     """A client that sends a command once more."""
     with redis.Redis(port=own.port, retry=Retry(NoBackoff(), 1)) as client:
         yield client
 
 
 @pytest.fixture
-def admin(own: EmbeddedServer) -> Iterator[redis.Redis]:
+def admin(own) -> Iterator[redis.Redis]:
     """Another client, which looks at the first one's connections."""
     with redis.Redis(port=own.port, single_connection_client=True) as admin:
         yield admin
@@ -50,7 +48,7 @@ def others(admin: redis.Redis) -> int:
     return sum(each["cmd"] == "eval" for each in admin.client_list())
 
 
-def test_one_connection_serves_one_thread(client: redis.Redis, admin: redis.Redis) -> None:
+def test_one_connection_serves_one_thread(client, admin):
     """Whatever is asked, and whatever the server has against it."""
     for number in range(20):
         assert ask(client, (*ECHO, number)) == str(number).encode()
@@ -60,7 +58,7 @@ def test_one_connection_serves_one_thread(client: redis.Redis, admin: redis.Redi
     assert not client.connection_pool._available_connections, "the client's own pool is not used"
 
 
-def test_many_commands_have_each_their_reply_or_error(client: redis.Redis) -> None:
+def test_many_commands_have_each_their_reply_or_error(client):
     """In order, and an error is none of the others' business."""
     refused = ("EVAL", "return redis.error_reply('NO')", 0)
     replies = ask_many(client, [(*ECHO, "a"), refused, (*ECHO, "b")])
@@ -69,7 +67,7 @@ def test_many_commands_have_each_their_reply_or_error(client: redis.Redis) -> No
     assert ask(client, (*ECHO, "c")) == b"c"
 
 
-def test_threads_never_get_each_others_replies(client: redis.Redis, admin: redis.Redis) -> None:
+def test_threads_never_get_each_others_replies(client, admin):
     """A connection is one exchange's alone; afterwards it is the next one's."""
 
     def exchange(number: int) -> bool:
@@ -84,7 +82,7 @@ class Interrupt(BaseException):
     """Comes from a signal, as a time limit does."""
 
 
-def test_interrupted_exchange_leaves_no_reply_behind(client: redis.Redis, own: EmbeddedServer) -> None:
+def test_interrupted_exchange_leaves_no_reply_behind(client, own):
     """The reply that was not read would be the next one's."""
 
     def interrupt(*_: Any) -> None:
@@ -103,9 +101,7 @@ def test_interrupted_exchange_leaves_no_reply_behind(client: redis.Redis, own: E
     assert ask(client, (*ECHO, "after")) == b"after"
 
 
-def test_connection_that_was_closed_is_replaced(
-    client: redis.Redis, admin: redis.Redis, own: EmbeddedServer
-) -> None:
+def test_connection_that_was_closed_is_replaced(client, admin, own):
     """By CLIENT KILL, and by a restart; the idle ones led to the same server, and go with it."""
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: ask(client, (*ECHO, n)), range(400)))
@@ -116,7 +112,7 @@ def test_connection_that_was_closed_is_replaced(
     assert ask(client, (*ECHO, "restarted")) == b"restarted"
 
 
-def test_client_that_sends_nothing_again_meets_no_closed_connection(own: EmbeddedServer) -> None:
+def test_client_that_sends_nothing_again_meets_no_closed_connection(own):
     """It looks before it sends, as redis-py does: what it sends once may have been received."""
     with redis.Redis(port=own.port, retry=Retry(NoBackoff(), 0)) as client:
         assert ask(client, (*ECHO, "before")) == b"before"
@@ -124,7 +120,7 @@ def test_client_that_sends_nothing_again_meets_no_closed_connection(own: Embedde
         assert ask(client, (*ECHO, "restarted")) == b"restarted"
 
 
-def test_server_that_is_gone_is_an_error_in_time(client: redis.Redis, own: EmbeddedServer) -> None:
+def test_server_that_is_gone_is_an_error_in_time(client, own):
     """redis-py's own, after one more attempt."""
     ask(client, (*ECHO, "before"))
     own.stop()
@@ -134,7 +130,7 @@ def test_server_that_is_gone_is_an_error_in_time(client: redis.Redis, own: Embed
         ask_many(client, [(*ECHO, "gone")] * 2)
 
 
-def test_forked_child_leaves_its_parents_connections_alone(client: redis.Redis, admin: redis.Redis) -> None:
+def test_forked_child_leaves_its_parents_connections_alone(client, admin):
     """Both ask at once, over and over, and each has its own replies."""
     assert ask(client, (*ECHO, "parent")) == b"parent"
     child = os.fork()
@@ -156,7 +152,7 @@ class Tracing(redis.Redis):
 
 
 @pytest.mark.parametrize("options", [{"single_connection_client": True}, {"encoding": "latin-1"}, {}])
-def test_client_of_another_kind_is_used_as_it_is(own: EmbeddedServer, options: dict[str, Any]) -> None:
+def test_client_of_another_kind_is_used_as_it_is(own, options):
     """What its author has added is still done, and its only connection stays the only one."""
     kind = redis.Redis if options else Tracing
     with kind(port=own.port, **options) as client:
@@ -169,9 +165,7 @@ def test_client_of_another_kind_is_used_as_it_is(own: EmbeddedServer, options: d
         assert options or client.seen[:1] == ["EVAL"]
 
 
-def test_scripts_that_were_forgotten_cost_three_round_trips(
-    client: redis.Redis, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_that_were_forgotten_cost_three_round_trips(client, admin, monkeypatch):
     """As on a new master: one script is sent again, not every one of its calls."""
     locks = [SetnxLock(client, f"lock.{number}").acquire().lock for number in range(300)]
     assert renew_all(locks) == [None] * 300

@@ -1,18 +1,15 @@
 """What becomes of a call whose lock another holds: real workers, real messages."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
 import pytest
-import redis
 from celery import signature
 from celery.exceptions import TimeoutError
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped, send_task
 from celery_setnx.task import lock_for
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Journal, wait_until
 
 
 def held(tasks: Any, journal: Journal, task: Any, name: str) -> Any:
@@ -22,7 +19,7 @@ def held(tasks: Any, journal: Journal, task: Any, name: str) -> Any:
     return result
 
 
-def test_free_lock_runs_the_body_between_acquired_and_released(tasks: Any, journal: Journal) -> None:
+def test_free_lock_runs_the_body_between_acquired_and_released(tasks, journal):
     """The lifecycle of a call that meets nobody: acquired, body, released, and only then the result."""
     result = tasks.work.delay("a")
     assert result.get(timeout=10) == "a"
@@ -30,7 +27,7 @@ def test_free_lock_runs_the_body_between_acquired_and_released(tasks: Any, journ
     assert journal.words(result.id) == ["acquired", "start", "end", "released", "postrun"]
 
 
-def test_release_leaves_a_free_lock_and_a_record_with_a_ttl(tasks: Any, locks: redis.Redis) -> None:
+def test_release_leaves_a_free_lock_and_a_record_with_a_ttl(tasks, locks):
     """After a run nothing holds the lock, and what is left expires within a minute."""
     tasks.work.delay("a").get(timeout=10)
     (record,) = locks.keys("t:*")
@@ -38,7 +35,7 @@ def test_release_leaves_a_free_lock_and_a_record_with_a_ttl(tasks: Any, locks: r
     assert 0 < locks.ttl(record) <= 60
 
 
-def test_auto_skips_a_plain_call(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_auto_skips_a_plain_call(tasks, journal, gates):
     """A call on its own is skipped at once, with a result that names the holder."""
     first = held(tasks, journal, tasks.work, "gated")
     second = tasks.work.delay("gated")
@@ -53,7 +50,7 @@ def test_auto_skips_a_plain_call(tasks: Any, journal: Journal, gates: Any) -> No
     assert first.get(timeout=10) == "gated"
 
 
-def test_other_keys_run_beside_each_other(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_other_keys_run_beside_each_other(tasks, journal, gates):
     """Two keys, two bodies at the same time."""
     results = [held(tasks, journal, tasks.work, name) for name in ("gated-1", "gated-2")]
     for name in ("gated-1", "gated-2"):
@@ -61,7 +58,7 @@ def test_other_keys_run_beside_each_other(tasks: Any, journal: Journal, gates: A
     assert [result.get(timeout=10) for result in results] == ["gated-1", "gated-2"]
 
 
-def test_skip_result_is_the_users(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_skip_result_is_the_users(tasks, journal, gates):
     """A given skip_result is returned as it is, even None."""
     first = held(tasks, journal, tasks.work, "gated")
     options = {"on_conflict": "skip", "skip_result": None}
@@ -70,7 +67,7 @@ def test_skip_result_is_the_users(tasks: Any, journal: Journal, gates: Any) -> N
     first.get(timeout=10)
 
 
-def test_retry_runs_after_the_holder(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_retry_runs_after_the_holder(tasks, journal, gates):
     """With retry the call comes back until the lock is free, and its own retries are untouched."""
     first = held(tasks, journal, tasks.work, "gated")
     second = tasks.work.apply_async(["gated"], singleton={"on_conflict": "retry"})
@@ -86,7 +83,7 @@ def test_retry_runs_after_the_holder(tasks: Any, journal: Journal, gates: Any) -
     assert starts[0]["fence"] < starts[1]["fence"]
 
 
-def test_retry_keeps_everything_the_message_had(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_retry_keeps_everything_the_message_had(tasks, journal, gates):
     """Headers, link, priority, expiry, time limits and the call's own options survive lock waits."""
     first = held(tasks, journal, tasks.inspected, "gated")
     follower = tasks.journal_arrival.si("linked")
@@ -115,9 +112,7 @@ def test_retry_keeps_everything_the_message_had(tasks: Any, journal: Journal, ga
     assert len(journal.wait_for("arrival", name="linked")) == 1
 
 
-def test_raise_fails_the_task_with_the_holder(
-    tasks: Any, journal: Journal, gates: Any, worker: Worker
-) -> None:
+def test_raise_fails_the_task_with_the_holder(tasks, journal, gates, worker):
     """AlreadyRunning names task, key, holder and remaining seconds, also through the result backend."""
     first = held(tasks, journal, tasks.work, "gated")
     second = tasks.work.apply_async(["gated"], singleton={"on_conflict": "raise"})
@@ -133,7 +128,7 @@ def test_raise_fails_the_task_with_the_holder(
     assert "Traceback" not in log.partition(f"[{second.id}] raised expected")[2].partition("\n[")[0]
 
 
-def test_callable_returns_the_result(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_callable_returns_the_result(tasks, journal, gates):
     """What an on_conflict callable returns is the task's result."""
     first = held(tasks, journal, tasks.own_policy, "gated")
     (entry,) = journal.entries(what="start")
@@ -142,7 +137,7 @@ def test_callable_returns_the_result(tasks: Any, journal: Journal, gates: Any) -
     first.get(timeout=10)
 
 
-def test_callable_may_retry_and_fail(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_callable_may_retry_and_fail(tasks, journal, gates):
     """A callable can use the built-in policies, and sees how often the call has waited."""
     first = held(tasks, journal, tasks.stubborn, "gated")
     second = tasks.stubborn.delay("gated")
@@ -154,7 +149,7 @@ def test_callable_may_retry_and_fail(tasks: Any, journal: Journal, gates: Any) -
     first.get(timeout=10)
 
 
-def test_max_wait_ends_in_lock_timeout(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_max_wait_ends_in_lock_timeout(tasks, journal, gates):
     """A call that has waited for max_wait fails, and says for how long it waited."""
     first = held(tasks, journal, tasks.work, "gated")
     options = {"on_conflict": "retry", "max_wait": 0.5}
@@ -165,9 +160,7 @@ def test_max_wait_ends_in_lock_timeout(tasks: Any, journal: Journal, gates: Any)
     first.get(timeout=10)
 
 
-def test_whole_task_lock_is_one_for_all_arguments(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_whole_task_lock_is_one_for_all_arguments(tasks, journal, gates, locks):
     """`key=()`: one lock, under a name that an operator can type."""
     first = held(tasks, journal, tasks.whole, "gated")
     assert is_skipped(tasks.whole.delay("other").get(timeout=10))
@@ -176,9 +169,7 @@ def test_whole_task_lock_is_one_for_all_arguments(
     first.get(timeout=10)
 
 
-def test_operators_lock_blocks_the_task_until_its_second(
-    tasks: Any, locks: redis.Redis, foreign_keys: set[str]
-) -> None:
+def test_operators_lock_blocks_the_task_until_its_second(tasks, locks, foreign_keys):
     """A lock set by hand is reported as a foreign holder, and left alone."""
     name = "t:{tests.workerapp.whole}"
     foreign_keys.add(name)
@@ -191,9 +182,7 @@ def test_operators_lock_blocks_the_task_until_its_second(
     assert locks.get(name) == str(until)
 
 
-def test_lock_value_that_is_no_time_is_held_and_reported(
-    tasks: Any, locks: redis.Redis, foreign_keys: set[str], worker: Worker
-) -> None:
+def test_lock_value_that_is_no_time_is_held_and_reported(tasks, locks, foreign_keys, worker):
     """A foreign text under the lock's name is held for good, never overwritten, and logged as an error."""
     name = "t:{tests.workerapp.whole}"
     foreign_keys.add(name)
@@ -204,7 +193,7 @@ def test_lock_value_that_is_no_time_is_held_and_reported(
 
 
 @pytest.mark.parametrize("name", ["shared", "decorated", "classy"])
-def test_every_kind_of_task_is_guarded(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_every_kind_of_task_is_guarded(tasks, journal, gates, name):
     """Shared, decorated and class-based tasks hold a lock while they run."""
     task = getattr(tasks, name)
     first = held(tasks, journal, task, "gated")
@@ -216,7 +205,7 @@ def test_every_kind_of_task_is_guarded(tasks: Any, journal: Journal, gates: Any,
 
 
 @pytest.mark.parametrize("name", ["decorated_bound", "decorated_singleton"])
-def test_decorated_task_raises(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_decorated_task_raises(tasks, journal, gates, name):
     """The decorator's options rule, under Celery's base class (bound) and under ours."""
     task = getattr(tasks, name)
     first = held(tasks, journal, task, "gated")
@@ -226,7 +215,7 @@ def test_decorated_task_raises(tasks: Any, journal: Journal, gates: Any, name: s
     assert first.get(timeout=10) == "gated"
 
 
-def test_decorated_task_comes_back_past_its_base_class(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_decorated_task_comes_back_past_its_base_class(tasks, journal, gates):
     """A call that waits for its lock was published before: what its base class refuses is not asked again."""
     first = held(tasks, journal, tasks.choosy, "gated")
     second = tasks.choosy.delay("gated")
@@ -236,9 +225,7 @@ def test_decorated_task_comes_back_past_its_base_class(tasks: Any, journal: Jour
     assert [result.get(timeout=10) for result in (first, second)] == ["gated", "gated"]
 
 
-def test_decorated_task_that_retries_by_another_key_holds_that(
-    tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_decorated_task_that_retries_by_another_key_holds_that(tasks, journal, gates):
     """Celery hands a retry the headers of the attempt before; the key in them is the old one."""
     call = {"name": "a", "then": "gated-b"}
     options = {"key": "name", "dedupe": "until_done"}
@@ -249,7 +236,7 @@ def test_decorated_task_that_retries_by_another_key_holds_that(
     assert result.get(timeout=10) == "gated-b"
 
 
-def test_decorated_task_retries(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_decorated_task_retries(tasks, journal, gates):
     """A decorated function in a chain waits for its lock like any other step."""
     first = held(tasks, journal, tasks.decorated, "gated")
     second = (tasks.decorated.si("gated") | tasks.plain.s()).delay()
@@ -260,7 +247,7 @@ def test_decorated_task_retries(tasks: Any, journal: Journal, gates: Any) -> Non
     first.get(timeout=10)
 
 
-def test_send_task_by_name_is_guarded(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_send_task_by_name_is_guarded(tasks, journal, gates):
     """A producer that does not know the task's class sends no key; the worker computes the same one."""
     first = held(tasks, journal, tasks.work, "gated")
     second = tasks.app.send_task("tests.workerapp.work", kwargs={"name": "gated"})
@@ -269,7 +256,7 @@ def test_send_task_by_name_is_guarded(tasks: Any, journal: Journal, gates: Any) 
     first.get(timeout=10)
 
 
-def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks: Any, journal: Journal) -> None:
+def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):
     """A call whose key cannot be computed is a failure, never an unlocked run."""
     result = tasks.app.send_task("tests.workerapp.work", kwargs={"wrong": 1})
     with pytest.raises(Exception, match="Cannot compute the lock key of a call of"):
@@ -277,7 +264,7 @@ def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks: Any, journ
     assert journal.entries(what="start") == []
 
 
-def test_own_retry_keeps_its_own_count(tasks: Any, journal: Journal) -> None:
+def test_own_retry_keeps_its_own_count(tasks, journal):
     """self.retry() runs under the lock again each time, and max_retries counts only the task's own."""
     result = tasks.flaky.delay("a", 2)
     assert result.get(timeout=15) == 2
@@ -288,7 +275,7 @@ def test_own_retry_keeps_its_own_count(tasks: Any, journal: Journal) -> None:
     assert [entry["fence"] for entry in acquired] == sorted(entry["fence"] for entry in acquired)
 
 
-def test_autoretry_runs_under_the_lock(tasks: Any, journal: Journal) -> None:
+def test_autoretry_runs_under_the_lock(tasks, journal):
     """autoretry_for retries the body's own error, under the lock again."""
     result = tasks.autoretried.delay("a")
     with pytest.raises(ZeroDivisionError):
@@ -296,7 +283,7 @@ def test_autoretry_runs_under_the_lock(tasks: Any, journal: Journal) -> None:
     assert len(journal.wait_for("released", count=2, task_id=result.id)) == 2
 
 
-def test_autoretry_leaves_our_errors_alone(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_autoretry_leaves_our_errors_alone(tasks, journal, gates):
     """Under autoretry_for=(Exception,) a conflict still fails at once."""
     first = held(tasks, journal, tasks.autoretried, "gated")
     second = tasks.autoretried.delay("gated")
@@ -309,7 +296,7 @@ def test_autoretry_leaves_our_errors_alone(tasks: Any, journal: Journal, gates: 
         first.get(timeout=10)
 
 
-def test_soft_time_limit_releases(tasks: Any, journal: Journal, locks: redis.Redis) -> None:
+def test_soft_time_limit_releases(tasks, journal, locks):
     """A body that is ended by its soft time limit gives the lock back."""
     result = tasks.limited.delay("gated")
     with pytest.raises(Exception, match="SoftTimeLimitExceeded"):
@@ -318,7 +305,7 @@ def test_soft_time_limit_releases(tasks: Any, journal: Journal, locks: redis.Red
     assert journal.words(result.id) == ["acquired", "start", "released", "postrun"]
 
 
-def test_lease_is_renewed_while_the_body_runs(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_lease_is_renewed_while_the_body_runs(tasks, journal, gates):
     """A body may take longer than its lease: nobody else gets the lock meanwhile."""
     first = held(tasks, journal, tasks.work, "gated")
     (start,) = journal.entries(what="start")
@@ -331,7 +318,7 @@ def test_lease_is_renewed_while_the_body_runs(tasks: Any, journal: Journal, gate
     assert journal.words(first.id) == ["acquired", "start", "end", "released", "postrun"]
 
 
-def test_at_most_for_ends_renewal(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_at_most_for_ends_renewal(tasks, journal, gates):
     """After at_most_for the lease runs out: the loss is signalled, and ensure() tells the body."""
     first = held(tasks, journal, tasks.overlong, "gated")
     journal.wait_for("lost", task_id=first.id)
@@ -340,7 +327,7 @@ def test_at_most_for_ends_renewal(tasks: Any, journal: Journal, gates: Any) -> N
         first.get(timeout=10)
 
 
-def test_at_least_for_rests_after_the_body(tasks: Any, journal: Journal) -> None:
+def test_at_least_for_rests_after_the_body(tasks, journal):
     """A lock with at_least_for stays closed after a short body, then opens by itself."""
     first = tasks.resting.delay("a")
     first.get(timeout=10)
@@ -352,13 +339,13 @@ def test_at_least_for_rests_after_the_body(tasks: Any, journal: Journal) -> None
     assert journal.entries(what="taken_over") == []
 
 
-def test_unknown_option_of_a_call_is_refused_at_the_call(tasks: Any) -> None:
+def test_unknown_option_of_a_call_is_refused_at_the_call(tasks):
     """A misspelt option never reaches the broker."""
     with pytest.raises(ValueError, match="did you mean 'on_conflict'"):
         tasks.work.apply_async(["a"], singleton={"on_conflct": "skip"})
 
 
-def test_key_of_one_call_survives_its_retry(tasks: Any, journal: Journal) -> None:
+def test_key_of_one_call_survives_its_retry(tasks, journal):
     """A call with a scope of its own comes back under the same lock."""
     result = tasks.flaky.apply_async(["a", 1], singleton={"scope": "elsewhere", "key": ()})
     result.get(timeout=10)
@@ -366,7 +353,7 @@ def test_key_of_one_call_survives_its_retry(tasks: Any, journal: Journal) -> Non
     assert keys == {"t:{elsewhere}"}
 
 
-def test_direct_call_inside_a_body_is_not_guarded(tasks: Any, journal: Journal) -> None:
+def test_direct_call_inside_a_body_is_not_guarded(tasks, journal):
     """A task may call itself as a function: no lock, no deadlock, and its own lock stays."""
     result = tasks.recursive.delay(2)
     assert result.get(timeout=10) == [2, [1, [0, None]]]
@@ -374,7 +361,7 @@ def test_direct_call_inside_a_body_is_not_guarded(tasks: Any, journal: Journal) 
     assert journal.words(result.id) == ["acquired", "released", "postrun"]
 
 
-def test_signature_dict_carries_options(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_signature_dict_carries_options(tasks, journal, gates):
     """Options set on a signature survive its serialization."""
     first = held(tasks, journal, tasks.work, "gated")
     frozen = dict(tasks.work.s("gated").set(singleton={"skip_result": "busy"}))
@@ -383,9 +370,7 @@ def test_signature_dict_carries_options(tasks: Any, journal: Journal, gates: Any
     first.get(timeout=10)
 
 
-def test_slow_end_of_a_retrying_body_makes_its_own_retry_wait(
-    tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_slow_end_of_a_retrying_body_makes_its_own_retry_wait(tasks, journal, gates):
     """The next attempt meets the lock of the one before it: it waits, whatever on_conflict says."""
     result = tasks.lingering.apply_async(["gated"], singleton={"on_conflict": "raise", "max_wait": 0})
     conflicts = journal.wait_for("conflict", count=2, task_id=result.id)

@@ -1,11 +1,8 @@
 """When things die: a worker in mid-task, the lock server before, during and after a body."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +13,11 @@ from celery_setnx import LockLost, LockUnavailable, is_skipped
 from celery_setnx.process import has_ended
 from celery_setnx.survey import last_take_over
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 
 @pytest.fixture
-def doomed(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def doomed(server, logs) -> Iterator[Worker]:
     """A worker of its own, to be killed."""
     worker = Worker(logs, concurrency=1, queues="doomed")
     yield worker
@@ -28,7 +25,7 @@ def doomed(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def elsewhere(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def elsewhere(server, logs) -> Iterator[Worker]:
     """A worker that proves nothing of other processes, as one on another host."""
     worker = Worker(logs, concurrency=1, queues="elsewhere", environment={"SETNX_TEST_SAME_HOST": "no"})
     yield worker
@@ -43,7 +40,7 @@ def lock_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture(scope="module")
-def far_worker(server: EmbeddedServer, lock_server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def far_worker(server, lock_server, logs) -> Iterator[Worker]:
     """A worker whose locks are on the other server."""
     environment = {"SETNX_TEST_LOCK_URL": lock_server.url()}
     worker = Worker(logs, concurrency=2, queues="far", environment=environment)
@@ -52,7 +49,7 @@ def far_worker(server: EmbeddedServer, lock_server: EmbeddedServer, logs: Path) 
 
 
 @pytest.fixture
-def far(far_worker: Worker, lock_server: EmbeddedServer, journal: Journal) -> Any:
+def far(far_worker, lock_server, journal) -> Any:
     """Tasks to be sent to the far worker's queue; its lock server is up and empty."""
     lock_server.restart()
     from tests import workerapp
@@ -61,8 +58,8 @@ def far(far_worker: Worker, lock_server: EmbeddedServer, journal: Journal) -> An
 
 
 def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, doomed: Worker, elsewhere: Worker
-) -> None:
+    tasks, journal, gates, locks, doomed, elsewhere
+):
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
     first = tasks.work.apply_async(["gated"], queue="doomed", singleton={"lease": 8})
     (started,) = journal.wait_for("start", task_id=first.id)
@@ -91,9 +88,7 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
     assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
 
 
-def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(
-    tasks: Any, journal: Journal, gates: Any, doomed: Worker, worker: Worker
-) -> None:
+def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tasks, journal, gates, doomed, worker):
     """A rival on the same host that proves the holder dead does not wait for the deadline."""
     first = tasks.work.apply_async(["gated-dead"], queue="doomed", singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)
@@ -107,9 +102,7 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(
     worker.wait_for_log("its process on this host is dead")
 
 
-def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(
-    tasks: Any, journal: Journal, locks: redis.Redis, doomed: Worker
-) -> None:
+def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, doomed):
     """kill -9 of a pool process: its worker's parent gives the lock back long before the lease ends."""
     first = tasks.work.apply_async(["gated-child"], queue="doomed", singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)
@@ -123,9 +116,7 @@ def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(
     doomed.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
 
 
-def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(
-    tasks: Any, journal: Journal, locks: redis.Redis
-) -> None:
+def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(tasks, journal, locks):
     """A retry that will not come does not keep the lock until queue_lease is over."""
     result = tasks.patient.apply_async(["a"], expires=3)
     (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
@@ -134,9 +125,7 @@ def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(
     assert not locks.exists(held["key"])
 
 
-def test_task_waits_in_place_for_an_unreachable_server(
-    far: Any, journal: Journal, lock_server: EmbeddedServer
-) -> None:
+def test_task_waits_in_place_for_an_unreachable_server(far, journal, lock_server):
     """Redis unreachable at acquire: the task waits for a lease, goes back to the broker, and runs at last."""
     lock_server.stop()
     result = far.work.apply_async(["a"], queue="far")
@@ -147,7 +136,7 @@ def test_task_waits_in_place_for_an_unreachable_server(
     assert journal.entries(what="conflict") == []
 
 
-def test_unreachable_server_fails_the_task_if_asked(far: Any, lock_server: EmbeddedServer) -> None:
+def test_unreachable_server_fails_the_task_if_asked(far, lock_server):
     """on_redis_error="raise": LockUnavailable, and the body does not run."""
     lock_server.stop()
     result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "raise"})
@@ -156,9 +145,7 @@ def test_unreachable_server_fails_the_task_if_asked(far: Any, lock_server: Embed
     lock_server.start(lock_server.port)
 
 
-def test_unreachable_server_lets_the_body_run_if_asked(
-    far: Any, journal: Journal, far_worker: Worker, lock_server: EmbeddedServer
-) -> None:
+def test_unreachable_server_lets_the_body_run_if_asked(far, journal, far_worker, lock_server):
     """on_redis_error="run": the body runs without a lock, and the log says so."""
     lock_server.stop()
     result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "run"})
@@ -168,9 +155,7 @@ def test_unreachable_server_lets_the_body_run_if_asked(
     lock_server.start(lock_server.port)
 
 
-def test_result_stands_when_the_release_fails(
-    far: Any, journal: Journal, gates: Any, far_worker: Worker, lock_server: EmbeddedServer
-) -> None:
+def test_result_stands_when_the_release_fails(far, journal, gates, far_worker, lock_server):
     """Redis dies during the body: the task still succeeds, and the log says that the lease ends the lock."""
     result = far.work.apply_async(["gated"], queue="far")
     journal.wait_for("start", task_id=result.id)
@@ -182,9 +167,7 @@ def test_result_stands_when_the_release_fails(
     lock_server.start(lock_server.port)
 
 
-def test_body_learns_that_redis_has_died(
-    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
-) -> None:
+def test_body_learns_that_redis_has_died(far, journal, gates, lock_server):
     """Without an answer for a whole lease the lock counts as lost: a signal, and ensure() raises."""
     result = far.careful.apply_async(["gated"], queue="far")
     journal.wait_for("start", task_id=result.id)
@@ -198,9 +181,7 @@ def test_body_learns_that_redis_has_died(
     assert len(journal.entries(what="lost")) == 1
 
 
-def test_body_learns_that_redis_has_lost_its_data(
-    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
-) -> None:
+def test_body_learns_that_redis_has_lost_its_data(far, journal, gates, lock_server):
     """The next renewal finds the lock gone: a signal, and ensure() raises."""
     result = far.careful.apply_async(["gated"], queue="far")
     journal.wait_for("start", task_id=result.id)
@@ -211,9 +192,7 @@ def test_body_learns_that_redis_has_lost_its_data(
         result.get(timeout=20)
 
 
-def test_stopped_holder_never_touches_the_next_holders_lock(
-    far: Any, journal: Journal, gates: Any, lock_server: EmbeddedServer
-) -> None:
+def test_stopped_holder_never_touches_the_next_holders_lock(far, journal, gates, lock_server):
     """A holder that slept past its lease: its release is refused, and the next one's lock stays."""
     result = far.overlong.apply_async(["gated"], queue="far")
     (start,) = journal.wait_for("start", task_id=result.id)

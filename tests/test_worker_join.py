@@ -1,22 +1,16 @@
 """A call that joins: what it waited for dies with its process, or the lock server cannot answer it."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import redis
 from celery.states import READY_STATES
 
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Worker
 
 
-def test_join_runs_itself_when_the_other_dies_with_its_process(
-    tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_join_runs_itself_when_the_other_dies_with_its_process(tasks, journal, gates):
     """That the holder's process was killed is no result to end with: the call that waited for it runs."""
     holder = tasks.work.apply_async(["gated-dies"])
     (start,) = journal.wait_for("acquired", task_id=holder.id)
@@ -29,9 +23,7 @@ def test_join_runs_itself_when_the_other_dies_with_its_process(
     assert start["fence"] < journal.wait_for("acquired", task_id=joiner.id)[0]["fence"]
 
 
-def test_join_waits_for_a_lock_server_that_is_full(
-    tasks: Any, journal: Journal, gates: Any, logs: Path
-) -> None:
+def test_join_waits_for_a_lock_server_that_is_full(tasks, journal, gates, logs):
     """A woken call that the lock server cannot serve asks again, and ends once, with the holder's result."""
     with EmbeddedServer() as locks, redis.Redis(port=locks.port) as client:
         worker = Worker(logs, queues="full", environment={"SETNX_TEST_LOCK_URL": locks.url()})
@@ -50,9 +42,7 @@ def test_join_waits_for_a_lock_server_that_is_full(
         worker.stop()
 
 
-def test_join_runs_itself_when_the_other_was_shut_down_cold(
-    tasks: Any, journal: Journal, gates: Any, logs: Path
-) -> None:
+def test_join_runs_itself_when_the_other_was_shut_down_cold(tasks, journal, gates, logs):
     """Celery stores RETRY for what a cold shutdown cancels, and nobody sends it again: the next one runs."""
     worker = Worker(logs, queues="cold")
     holder = tasks.work.apply_async(["gated-cold"], queue="cold")

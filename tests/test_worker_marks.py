@@ -1,7 +1,5 @@
 """From the mark to the start and beyond: real workers, real messages, real kills."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -9,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
 from celery_setnx import lock as lock_module
 from celery_setnx.keys import mark_name
 from celery_setnx.publish import send_task
-from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, Worker, wait_until
 from tests.proxy import Proxy
@@ -35,14 +31,14 @@ FREED_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def way(server: EmbeddedServer) -> Iterator[Proxy]:
+def way(server) -> Iterator[Proxy]:
     """The worker's way to its locks."""
     with Proxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
-def marks_worker(logs: Path, way: Proxy) -> Iterator[Worker]:
+def marks_worker(logs, way) -> Iterator[Worker]:
     """A worker that consumes the queue `marks`, and not the queue `parked`."""
     environment = {"SETNX_TEST_LOCK_URL": way.url(LOCK_DB)}
     worker = Worker(logs, "tests.markapp", concurrency=3, queues="marks", environment=environment)
@@ -51,7 +47,7 @@ def marks_worker(logs: Path, way: Proxy) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def tasks(marks_worker: Worker, locks: redis.Redis, journal: Journal) -> Any:
+def tasks(marks_worker, locks, journal) -> Any:
     """The module of tasks that the worker runs, with clean databases."""
     from tests import markapp
 
@@ -60,13 +56,13 @@ def tasks(marks_worker: Worker, locks: redis.Redis, journal: Journal) -> Any:
 
 
 @pytest.fixture
-def parked(journal: Journal) -> Callable[[], int]:
+def parked(journal) -> Callable[[], int]:
     """How many messages are in the queue that nobody consumes."""
     return lambda: journal._client.llen("parked")
 
 
 @pytest.fixture
-def move(journal: Journal) -> Callable[..., None]:
+def move(journal) -> Callable[..., None]:
     """Hands the oldest parked message to the worker, as if it had been sent there, maybe changed."""
 
     def move(change: Callable[[dict[str, Any]], None] = lambda message: None) -> None:
@@ -89,9 +85,7 @@ def running(journal: Journal, task: Any, name: str, **options: Any) -> Any:
     return result
 
 
-def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(tasks, journal, gates, locks):
     """until_started: one runs, one waits for its lock, and a third is a duplicate of the one that waits."""
     first = tasks.started.delay("gated")
     journal.wait_for("start", task_id=first.id)
@@ -109,7 +103,7 @@ def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_is_a_duplicate_until_it_is_done(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates):
     """until_done: queued and running count; afterwards the next call is sent."""
     first = tasks.done.delay("gated")
     assert tasks.done.delay("gated").id == first.id
@@ -125,9 +119,7 @@ def test_call_is_a_duplicate_until_it_is_done(tasks: Any, journal: Journal, gate
 
 
 @pytest.mark.parametrize("name", ["done_twice", "done_autoretried", "done_held"])
-def test_call_is_not_done_between_its_attempts(
-    tasks: Any, journal: Journal, parked: Any, move: Any, locks: redis.Redis, name: str
-) -> None:
+def test_call_is_not_done_between_its_attempts(tasks, journal, parked, move, locks, name):
     """until_done: while the task's own retry is queued, calls are duplicates of it, and nothing lapses."""
     task = getattr(tasks, name)
     first = task.delay("a")
@@ -141,9 +133,7 @@ def test_call_is_not_done_between_its_attempts(
     assert journal.entries(what="lapsed") == []
 
 
-def test_mark_of_a_retry_lasts_for_its_queue_lease(
-    tasks: Any, journal: Journal, locks: redis.Redis, parked: Any, move: Any
-) -> None:
+def test_mark_of_a_retry_lasts_for_its_queue_lease(tasks, journal, locks, parked, move):
     """The queue lease of the call holds for its retries too."""
     result = tasks.done_twice.apply_async(["a"], singleton={"queue_lease": 60})
     journal.wait_for("released", task_id=result.id)
@@ -152,9 +142,7 @@ def test_mark_of_a_retry_lasts_for_its_queue_lease(
     result.get(timeout=10)
 
 
-def test_mark_of_a_retry_is_not_shortened_by_a_slow_publisher(
-    tasks: Any, journal: Journal, locks: redis.Redis
-) -> None:
+def test_mark_of_a_retry_is_not_shortened_by_a_slow_publisher(tasks, journal, locks):
     """A task may have run, and be queued again for long, before its publisher gets to extend the mark."""
 
     def slow(headers: dict[str, Any], **_details: Any) -> None:
@@ -169,9 +157,7 @@ def test_mark_of_a_retry_is_not_shortened_by_a_slow_publisher(
 
 
 @pytest.mark.parametrize("name", ["done_page", "held_page"])
-def test_retry_with_another_key_leaves_nothing_of_the_old_one(
-    tasks: Any, journal: Journal, locks: redis.Redis, name: str
-) -> None:
+def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, locks, name):
     """self.retry(args=...) is queued under its new key; once it is done the old key is free."""
     task = getattr(tasks, name)
     result = task.delay("a")
@@ -180,9 +166,7 @@ def test_retry_with_another_key_leaves_nothing_of_the_old_one(
     assert not locks.exists(mark_of(task, "a"), task.lock_key("a"))
 
 
-def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(
-    tasks: Any, journal: Journal, parked: Any, move: Any
-) -> None:
+def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(tasks, journal, parked, move):
     """until_started: a task that has started makes no duplicates, not even by its retry."""
     first = tasks.started_twice.delay("a")
     journal.wait_for("released", task_id=first.id)
@@ -200,9 +184,7 @@ def by_name(tasks: Any, name: str, **options: Any) -> Any:
     return tasks.app.send_task(tasks.started.name, [name], queue="marks", **options)
 
 
-def test_calls_by_name_during_a_run_leave_one_that_follows(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates, locks):
     """The first of them waits, marked as queued; the others are its duplicates, and end with a result."""
     first = running(journal, tasks.started, "gated")
     follows = by_name(tasks, "gated")
@@ -223,9 +205,7 @@ def test_calls_by_name_during_a_run_leave_one_that_follows(
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis
-) -> None:
+def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks, journal, gates, locks):
     """It waits for itself, unmarked: a call that is published meanwhile must be sent, and run afterwards."""
     first = by_name(tasks, "gated")
     journal.wait_for("start", task_id=first.id)
@@ -239,7 +219,7 @@ def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(
     assert second.get(timeout=10) == "gated"
 
 
-def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates):
     """A call with a callback waits its turn, though the same call is queued already."""
     running(journal, tasks.started, "gated")
     follows = by_name(tasks, "gated")
@@ -251,7 +231,7 @@ def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks: Any, journal: 
     assert follows.get(timeout=10) == awaited.get(timeout=10) == "gated"
 
 
-def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, locks: redis.Redis) -> None:
+def test_lock_wait_keeps_the_mark(tasks, journal, gates, locks):
     """A call that waits for its lock is queued still: its courier extends its mark with every visit."""
     first = running(journal, tasks.started, "gated")
     second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 9})
@@ -267,7 +247,7 @@ def test_lock_wait_keeps_the_mark(tasks: Any, journal: Journal, gates: Any, lock
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_with_the_id_of_one_that_has_waited_runs(tasks: Any, journal: Journal, gates: Any) -> None:
+def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates):
     """A producer may use an id again: what is remembered of the first call does not drop the second."""
     first, second = running(journal, tasks.started, "gated"), uuid()
     tasks.started.apply_async(["gated"], task_id=second)
@@ -291,16 +271,7 @@ def test_call_with_the_id_of_one_that_has_waited_runs(tasks: Any, journal: Journ
     ],
     ids=["skip", "raise", "timeout", "callable"],
 )
-def test_conflict_that_ends_the_call_frees_its_mark(
-    tasks: Any,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    move: Any,
-    name: str,
-    options: Any,
-    error: Any,
-) -> None:
+def test_conflict_that_ends_the_call_frees_its_mark(tasks, journal, gates, locks, move, name, options, error):
     """A call that is skipped, refused or decided upon is queued no more."""
     task = getattr(tasks, name)
     second = task.apply_async(["gated"], queue="parked", singleton=options)
@@ -318,9 +289,7 @@ def test_conflict_that_ends_the_call_frees_its_mark(
     first.get(timeout=10)
 
 
-def test_lapsed_mark_drops_no_task(
-    tasks: Any, journal: Journal, locks: redis.Redis, move: Any, marks_worker: Worker
-) -> None:
+def test_lapsed_mark_drops_no_task(tasks, journal, locks, move, marks_worker):
     """A call that waited in the queue for too long runs all the same, and tells."""
     result = tasks.started.apply_async(["a"], queue="parked", singleton={"queue_lease": 0.1})
     wait_until(lambda: not locks.exists(mark_of(tasks.started, "a")), "the mark has lapsed")
@@ -334,9 +303,7 @@ def test_lapsed_mark_drops_no_task(
 
 
 @pytest.mark.parametrize("name", ["started", "done"])
-def test_mark_of_another_is_left_alone(
-    tasks: Any, journal: Journal, locks: redis.Redis, move: Any, name: str
-) -> None:
+def test_mark_of_another_is_left_alone(tasks, journal, locks, move, name):
     """A call whose mark is another's by now runs, tells, and does not touch the other's mark."""
     task = getattr(tasks, name)
     first = task.apply_async(["a"], queue="parked", singleton={"queue_lease": 0.1})
@@ -352,9 +319,7 @@ def test_mark_of_another_is_left_alone(
     assert (lapsed["task_id"], lapsed["marked_by"]) == (first.id, second.id)
 
 
-def test_unguarded_run_frees_its_mark_when_it_is_over(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, way: Proxy
-) -> None:
+def test_unguarded_run_frees_its_mark_when_it_is_over(tasks, journal, gates, locks, way):
     """on_redis_error="run": nothing could end the mark at the start, so the end of the run does."""
     acquire = lock_module._ACQUIRE.sha.encode()
     with way.fault("answer", containing=acquire, times=2, reply=b"-LOADING not yet\r\n"):
@@ -367,7 +332,7 @@ def test_unguarded_run_frees_its_mark_when_it_is_over(
     assert not locks.exists(mark_of(tasks.started, "gated"))
 
 
-def test_lost_replies_are_no_lapse(tasks: Any, journal: Journal, locks: redis.Redis, way: Proxy) -> None:
+def test_lost_replies_are_no_lapse(tasks, journal, locks, way):
     """The worker asks again after a lost reply, and knows that the mark was its own."""
     tasks.started.delay("warm").get(timeout=10)
     with way.fault("drop_reply", containing=lock_module._ACQUIRE.sha.encode()):
@@ -375,9 +340,7 @@ def test_lost_replies_are_no_lapse(tasks: Any, journal: Journal, locks: redis.Re
     assert journal.entries(what="lapsed") == []
 
 
-def test_repeated_delivery_of_a_finished_call_is_no_lapse(
-    tasks: Any, journal: Journal, move: Any, marks_worker: Worker
-) -> None:
+def test_repeated_delivery_of_a_finished_call_is_no_lapse(tasks, journal, move, marks_worker):
     """A second delivery that is dropped has not started: there is nothing to tell."""
     result = tasks.started.apply_async(["a"], queue="parked")
     copies: list[dict[str, Any]] = []
@@ -390,7 +353,7 @@ def test_repeated_delivery_of_a_finished_call_is_no_lapse(
     assert journal.entries(what="lapsed") == []
 
 
-def test_revoked_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.Redis) -> None:
+def test_revoked_call_frees_its_mark(tasks, journal, locks):
     """Revoked while it waits for its time: the next call is sent."""
     result = tasks.started.apply_async(["a"], countdown=3)
     assert locks.get(mark_of(tasks.started, "a")) == result.id
@@ -399,7 +362,7 @@ def test_revoked_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.
     assert journal.entries(what="start") == []
 
 
-def test_expired_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.Redis) -> None:
+def test_expired_call_frees_its_mark(tasks, journal, locks):
     """The worker frees the mark of a message that came too late, if it has not lapsed with it."""
     result = tasks.started.apply_async(["a"], countdown=3, expires=2)
     locks.pexpire(mark_of(tasks.started, "a"), 60_000)
@@ -408,7 +371,7 @@ def test_expired_call_frees_its_mark(tasks: Any, journal: Journal, locks: redis.
     assert journal.entries(what="start") == []
 
 
-def test_unknown_task_frees_its_mark(tasks: Any, locks: redis.Redis, marks_worker: Worker) -> None:
+def test_unknown_task_frees_its_mark(tasks, locks, marks_worker):
     """A worker that does not know the task throws its message away, and frees its mark."""
     options = {"dedupe": "until_started", "key": "name"}
     result = send_task(tasks.app, "unknown", kwargs={"name": "a"}, queue="marks", singleton=options)
@@ -416,16 +379,14 @@ def test_unknown_task_frees_its_mark(tasks: Any, locks: redis.Redis, marks_worke
     wait_until(lambda: result.id not in _values(locks), "the mark is freed", FREED_S)
 
 
-def test_refused_content_frees_its_mark(tasks: Any, locks: redis.Redis, marks_worker: Worker) -> None:
+def test_refused_content_frees_its_mark(tasks, locks, marks_worker):
     """A message that the worker may not read is rejected, and its mark freed."""
     result = tasks.started.apply_async(["a"], serializer="pickle")
     marks_worker.wait_for_log("ContentDisallowed")
     wait_until(lambda: result.id not in _values(locks), "the mark is freed", FREED_S)
 
 
-def test_unreadable_content_frees_its_mark(
-    tasks: Any, locks: redis.Redis, move: Any, marks_worker: Worker
-) -> None:
+def test_unreadable_content_frees_its_mark(tasks, locks, move, marks_worker):
     """A message that the worker cannot decode is thrown away, and its mark freed."""
     result = tasks.started.apply_async(["a"], queue="parked")
     move(lambda message: message.update(body=base64.b64encode(b"{broken").decode()))
@@ -433,9 +394,7 @@ def test_unreadable_content_frees_its_mark(
     wait_until(lambda: result.id not in _values(locks), "the mark is freed", FREED_S)
 
 
-def test_revoked_retry_frees_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis, parked: Any, move: Any
-) -> None:
+def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, move):
     """A retry that will not come is queued no more."""
     result = tasks.done_twice.delay("a")
     journal.wait_for("released", task_id=result.id)
@@ -444,9 +403,7 @@ def test_revoked_retry_frees_its_mark(
     wait_until(lambda: not locks.exists(mark_of(tasks.done_twice, "a")), "the mark is freed", FREED_S)
 
 
-def test_revoked_retry_of_a_call_without_a_header_frees_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis, parked: Any, move: Any
-) -> None:
+def test_revoked_retry_of_a_call_without_a_header_frees_its_mark(tasks, journal, locks, parked, move):
     """Celery's own send_task takes no mark; the retry of its call does, and gives it back."""
     result = tasks.app.send_task("tests.markapp.done_twice", kwargs={"name": "a"}, queue="marks")
     journal.wait_for("released", task_id=result.id)
@@ -458,8 +415,8 @@ def test_revoked_retry_of_a_call_without_a_header_frees_its_mark(
 
 @pytest.mark.parametrize("name", ["done_lingering", "held_lingering"])
 def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, marks_worker: Worker, name: str
-) -> None:
+    tasks, journal, gates, locks, marks_worker, name
+):
     """What the first attempt leaves for a retry that was thrown away already must not stay."""
     task = getattr(tasks, name)
     result = task.delay("gated")
@@ -476,9 +433,7 @@ def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
     )
 
 
-def test_call_lost_by_its_worker_costs_its_queue_lease(
-    tasks: Any, journal: Journal, locks: redis.Redis, logs: Path
-) -> None:
+def test_call_lost_by_its_worker_costs_its_queue_lease(tasks, journal, locks, logs):
     """kill -9 between receive and start, acknowledged early: the call is lost, and its mark lapses."""
     doomed = Worker(logs, "tests.markapp", concurrency=1, queues="doomed")
     try:
@@ -494,9 +449,7 @@ def test_call_lost_by_its_worker_costs_its_queue_lease(
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_lost_with_its_pool_process_frees_its_mark(
-    tasks: Any, journal: Journal, locks: redis.Redis
-) -> None:
+def test_call_lost_with_its_pool_process_frees_its_mark(tasks, journal, locks):
     """kill -9 of a pool process before the start: the worker's parent knows that the call will not come."""
     result = tasks.started.apply_async(kwargs={"name": "a", "stands": True})
     (prerun,) = journal.wait_for("prerun", task_id=result.id)
@@ -507,8 +460,8 @@ def test_call_lost_with_its_pool_process_frees_its_mark(
 
 
 def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(
-    tasks: Any, server: EmbeddedServer, journal: Journal, gates: Any, locks: redis.Redis, logs: Path
-) -> None:
+    tasks, server, journal, gates, locks, logs
+):
     """kill -9 between receive and start with acks_late: a duplicate until the message is delivered again."""
     environment = {"SETNX_TEST_BROKER_DB": str(LATE_DB)}
     with redis.Redis.from_url(server.url(LATE_DB)) as client:
@@ -539,9 +492,7 @@ def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(
     assert journal.entries(what="lapsed") == []
 
 
-def test_marks_lost_with_their_server_lose_no_call(
-    tasks: Any, journal: Journal, locks: redis.Redis, move: Any
-) -> None:
+def test_marks_lost_with_their_server_lose_no_call(tasks, journal, locks, move):
     """FLUSHDB while calls are queued: one more per key may be sent, all run one by one, and that is told."""
     names = [f"key-{number}" for number in range(5)]
     firsts = {name: tasks.started.apply_async([name], queue="parked") for name in names}

@@ -3,8 +3,6 @@
 A line that must be refused says so with an ignore comment: unused, it is an error itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any

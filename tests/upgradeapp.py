@@ -4,8 +4,6 @@ SETNX_TEST_FORMAT_2: if set, this process has the newer release, which knows key
 SETNX_TEST_KEY_VERSION: the process's `setnx_key_version`; unset, it is left alone.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,8 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Tasks that wait in line, and the worker that dies between a release and the wake-up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

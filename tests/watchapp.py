@@ -1,8 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """The app of the tests that watch: every signal goes to the journal, and then its receiver fails."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

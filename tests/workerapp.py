@@ -1,7 +1,5 @@
 """The app that test workers run. Bodies and signals write to the journal; gates hold bodies open."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """The app of the beats and workers of these tests. What is published is journalled just before it is."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Real `celery beat` processes that stand by for each other, and what they have published."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

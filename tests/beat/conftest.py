@@ -1,18 +1,14 @@
 """Beats to be killed, a table of what their deaths cost, and Django's admin tables."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Worker
 
 _ROWS = pytest.StashKey[list[str]]()
 
@@ -30,7 +26,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest) -> Callable[..., None]:
+def report(request) -> Callable[..., None]:
     """Adds a line to the table."""
 
     def report(what: str, beats: Any, deaths: list[float], entry: str = "every") -> None:
@@ -44,7 +40,7 @@ def report(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture
-def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def broker(server) -> Iterator[redis.Redis]:
     """A client of the broker's database, which is empty before."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
         client.flushdb()
@@ -52,9 +48,7 @@ def broker(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def beats(
-    server: EmbeddedServer, tmp_path: Path, locks: redis.Redis, journal: Journal, broker: redis.Redis
-) -> Iterator[Any]:
+def beats(server, tmp_path, locks, journal, broker) -> Iterator[Any]:
     """Starts beats; all are killed at the end."""
     from tests.beat.beats import Beats
 
@@ -64,7 +58,7 @@ def beats(
 
 
 @pytest.fixture
-def start_worker(server: EmbeddedServer, logs: Path, broker: redis.Redis) -> Iterator[Callable[..., Worker]]:
+def start_worker(server, logs, broker) -> Iterator[Callable[..., Worker]]:
     """Starts workers of the test's own."""
     workers: list[Worker] = []
 
@@ -79,7 +73,7 @@ def start_worker(server: EmbeddedServer, logs: Path, broker: redis.Redis) -> Ite
 
 
 @pytest.fixture(scope="session")
-def django_tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+def django_tables(tmp_path_factory) -> str:
     """The admin tables, in a new SQLite file, in this process too."""
     os.environ["BEAT_TEST_DATABASE"] = str(tmp_path_factory.mktemp("django") / "beat.sqlite3")
     import django
@@ -95,7 +89,7 @@ def django_tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def tables(django_tables: str) -> Any:
+def tables(django_tables) -> Any:
     """The models of django-celery-beat; their tables are empty."""
     from django_celery_beat import models
 

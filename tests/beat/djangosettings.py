@@ -1,7 +1,5 @@
 """Django for beats with the DatabaseScheduler: the admin tables, in an SQLite file that they share."""
 
-from __future__ import annotations
-
 import os
 
 import django

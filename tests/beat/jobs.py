@@ -1,7 +1,5 @@
 """The app of the workers that run beat's jobs. Bodies and journal are workerapp's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from celery import Celery

@@ -1,19 +1,16 @@
 """Beats on hosts whose clocks differ: while one leads, the lock server's clock counts."""
 
-from __future__ import annotations
-
 import os
 import struct
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.beat.beats import Beat, Beats, with_tables
+from tests.beat.beats import Beat, with_tables
 from tests.chaos.stage import MissingTool, clock_shim
 from tests.harness import wait_until
 
@@ -23,7 +20,7 @@ SKEW_S = 30
 
 
 @pytest.fixture
-def skewed(beats: Beats, tmp_path: Path) -> Callable[..., Beat]:
+def skewed(beats, tmp_path) -> Callable[..., Beat]:
     """Starts a beat whose wall clock is so many seconds ahead."""
     try:
         shim = clock_shim(tmp_path)
@@ -42,9 +39,7 @@ def skewed(beats: Beats, tmp_path: Path) -> Callable[..., Beat]:
 
 
 @pytest.mark.timeout(400)
-def test_ticks_follow_the_clock_of_the_server_whoever_leads(
-    beats: Beats, skewed: Any, report: Callable[..., None]
-) -> None:
+def test_ticks_follow_the_clock_of_the_server_whoever_leads(beats, skewed, report):
     """Leaders 30 s ahead, behind and right are killed in turn: no tick twice, no hole, crontabs on time."""
     entries = {"every": 1.0, "minutely": "* * * * *"}
     clocks = cycle((SKEW_S, -SKEW_S, 0))
@@ -69,7 +64,7 @@ def test_ticks_follow_the_clock_of_the_server_whoever_leads(
 
 
 @pytest.mark.parametrize("seconds", [SKEW_S, -SKEW_S])
-def test_interval_is_kept_by_a_leader_with_another_clock(beats: Beats, skewed: Any, seconds: int) -> None:
+def test_interval_is_kept_by_a_leader_with_another_clock(beats, skewed, seconds):
     """From its first tick on, restarts included."""
     beat = skewed(seconds, level="DEBUG", entries={"every": 2.0})
     beats.wait_for_ticks(3)
@@ -84,7 +79,7 @@ def test_interval_is_kept_by_a_leader_with_another_clock(beats: Beats, skewed: A
 
 
 @pytest.fixture
-def row(tables: Any) -> Callable[..., Any]:
+def row(tables) -> Callable[..., Any]:
     """Makes a periodic task that ran an hour ago."""
 
     def row(name: str, **schedule: Any) -> Any:
@@ -97,13 +92,8 @@ def row(tables: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("seconds", [SKEW_S, -SKEW_S])
 def test_interval_in_the_tables_is_kept_by_a_leader_with_another_clock(
-    beats: Beats,
-    skewed: Any,
-    django_tables: str,
-    tables: Any,
-    row: Any,
-    seconds: int,
-) -> None:
+    beats, skewed, django_tables, tables, row, seconds
+):
     """Also when the tables change, and all rows with their last runs are read again."""
     second = tables.IntervalSchedule.objects.create(every=1, period="seconds")
     row("every", interval=second)
@@ -120,8 +110,8 @@ def test_interval_in_the_tables_is_kept_by_a_leader_with_another_clock(
 
 @pytest.mark.timeout(240)
 def test_crontab_in_the_tables_is_not_sent_again_by_a_leader_with_another_clock(
-    beats: Beats, skewed: Any, django_tables: str, tables: Any, row: Any
-) -> None:
+    beats, skewed, django_tables, tables, row
+):
     """Its schedule asks the host's clock, so one that is fast sends it early; the next leader knows that."""
     row("minutely", crontab=tables.CrontabSchedule.objects.create())
     fast = skewed(SKEW_S, **with_tables(django_tables))

@@ -1,25 +1,21 @@
 """Beats with django-celery-beat's DatabaseScheduler, whose tables they share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery
 
 from celery_setnx import SetnxLock
 from celery_setnx.beat import HotStandbyScheduler
-from examples.embedded import EmbeddedServer
-from tests.beat.beats import Beats, with_tables
+from tests.beat.beats import with_tables
 from tests.beat.test_beat_deaths import INTERVAL_S, LEASE_S, SLACK_S, kill_leaders
 from tests.harness import wait_until
 
 
 @pytest.fixture
-def rows(tables: Any) -> Callable[..., Any]:
+def rows(tables) -> Callable[..., Any]:
     """Makes a periodic task, every second or at a time, once."""
 
     def row(name: str, at: datetime | None = None) -> Any:
@@ -34,7 +30,7 @@ def rows(tables: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def start(beats: Beats, django_tables: str) -> Callable[..., Any]:
+def start(beats, django_tables) -> Callable[..., Any]:
     """Starts beats that read these tables."""
     return lambda count, **conf: beats.start(
         count, setnx_beat_lease=LEASE_S, **with_tables(django_tables), **conf
@@ -42,9 +38,7 @@ def start(beats: Beats, django_tables: str) -> Callable[..., Any]:
 
 
 @pytest.mark.timeout(180)
-def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
-    beats: Beats, start: Any, rows: Any, report: Callable[..., None]
-) -> None:
+def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, start, rows, report):
     """As with the default scheduler."""
     rows("every")
     start(3)
@@ -54,9 +48,7 @@ def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
     report("DatabaseScheduler, other hosts, lease 3 s", beats, deaths)
 
 
-def test_one_off_whose_sender_is_killed_is_not_sent_again(
-    beats: Beats, start: Any, rows: Any, broker: redis.Redis
-) -> None:
+def test_one_off_whose_sender_is_killed_is_not_sent_again(beats, start, rows, broker):
     """The dead leader's row says that it never ran; what Redis remembers counts, and the row is disabled."""
     rows("every")
     once = rows("once", datetime.now(timezone.utc) + timedelta(seconds=12))
@@ -74,7 +66,7 @@ def test_one_off_whose_sender_is_killed_is_not_sent_again(
     wait_until(lambda: once.refresh_from_db() or not once.enabled, "it is disabled")
 
 
-def test_changes_in_the_tables_are_picked_up(beats: Beats, start: Any, rows: Any) -> None:
+def test_changes_in_the_tables_are_picked_up(beats, start, rows):
     """A row that comes is sent, one that is disabled is not, by the leader and by its follower."""
     every = rows("every")
     start(2)
@@ -115,7 +107,7 @@ def recording() -> type:
 
 
 @pytest.fixture
-def scheduler(server: EmbeddedServer, locks: redis.Redis, tables: Any) -> Iterator[Callable[[], Any]]:
+def scheduler(server, locks, tables) -> Iterator[Callable[[], Any]]:
     """Makes hot-standby schedulers of these tables in this process."""
     made: list[Any] = []
 
@@ -132,9 +124,7 @@ def scheduler(server: EmbeddedServer, locks: redis.Redis, tables: Any) -> Iterat
         each.close()
 
 
-def test_one_off_is_sent_once_though_its_row_is_read_again(
-    scheduler: Any, rows: Any, tables: Any, locks: redis.Redis
-) -> None:
+def test_one_off_is_sent_once_though_its_row_is_read_again(scheduler, rows, tables, locks):
     """An admin's change after the take-over makes the new leader read the row of the dead one's one-off."""
     rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
     dead, new = scheduler(), scheduler()
@@ -149,7 +139,7 @@ def test_one_off_is_sent_once_though_its_row_is_read_again(
     assert new.sent == []
 
 
-def test_one_off_that_could_not_be_saved_is_sent_once(scheduler: Any, rows: Any, tables: Any) -> None:
+def test_one_off_that_could_not_be_saved_is_sent_once(scheduler, rows, tables):
     """Its own leader reads the row again while the database did not take that it ran."""
     rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
     leader = scheduler()
@@ -160,9 +150,7 @@ def test_one_off_that_could_not_be_saved_is_sent_once(scheduler: Any, rows: Any,
     assert leader.sent == ["once"]
 
 
-def test_entry_that_is_not_sent_disturbs_no_other(
-    scheduler: Any, rows: Any, tables: Any, locks: redis.Redis, caplog: Any
-) -> None:
+def test_entry_that_is_not_sent_disturbs_no_other(scheduler, rows, tables, locks, caplog):
     """One that ran meanwhile is put right by itself; what this leader has sent is not looked up again."""
     for number in range(20):
         rows(f"e{number}")
@@ -184,9 +172,7 @@ def test_entry_that_is_not_sent_disturbs_no_other(
     assert caplog.text.count("is not sent: it was") == 1
 
 
-def test_row_of_an_interval_that_could_not_be_saved_is_not_sent_again(
-    scheduler: Any, rows: Any, tables: Any
-) -> None:
+def test_row_of_an_interval_that_could_not_be_saved_is_not_sent_again(scheduler, rows, tables):
     """Read again, it is due by its row, and not by what Redis remembers."""
     row = rows("every")
     tables.IntervalSchedule.objects.update(every=3600)

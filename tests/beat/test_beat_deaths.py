@@ -1,11 +1,8 @@
 """The leader dies or is stopped, and another one takes over."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -31,9 +28,7 @@ def kill_leaders(beats: Beats, times: int) -> list[float]:
 
 
 @pytest.mark.timeout(300)
-def test_ten_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
-    beats: Beats, report: Callable[..., None]
-) -> None:
+def test_ten_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, report):
     """3 beats as on 3 hosts, a tick a second, kill -9 ten times within a minute or two."""
     beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
     deaths = kill_leaders(beats, 10)
@@ -46,9 +41,7 @@ def test_ten_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
 
 
 @pytest.mark.timeout(180)
-def test_dead_leader_on_the_same_host_is_replaced_on_proof_of_its_death(
-    beats: Beats, report: Callable[..., None]
-) -> None:
+def test_dead_leader_on_the_same_host_is_replaced_on_proof_of_its_death(beats, report):
     """Long before its lease of a minute."""
     beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=60, setnx_same_host=True)
     deaths = kill_leaders(beats, 5)
@@ -57,7 +50,7 @@ def test_dead_leader_on_the_same_host_is_replaced_on_proof_of_its_death(
     report("PersistentScheduler, same host, lease 60 s", beats, deaths)
 
 
-def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats: Beats) -> None:
+def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats):
     """A tick that comes late after a take-over is logged, signalled and counted in Redis."""
     beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
     leader = beats.wait_for_leader()
@@ -73,7 +66,7 @@ def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats: Beats) -> N
 
 
 @pytest.mark.timeout(180)
-def test_terminated_leader_hands_the_lead_over_at_once(beats: Beats, report: Callable[..., None]) -> None:
+def test_terminated_leader_hands_the_lead_over_at_once(beats, report):
     """SIGTERM gives the lead back: the next tick does not wait for the lease of a minute."""
     beats.start(3, level="DEBUG", entries={"every": INTERVAL_S}, setnx_beat_lease=60)
     ends = []
@@ -93,7 +86,7 @@ def test_terminated_leader_hands_the_lead_over_at_once(beats: Beats, report: Cal
 
 
 @pytest.mark.timeout(180)
-def test_frozen_leader_sends_nothing_more_when_it_wakes(beats: Beats, report: Callable[..., None]) -> None:
+def test_frozen_leader_sends_nothing_more_when_it_wakes(beats, report):
     """SIGSTOP past the lease, then SIGCONT: at most the one tick per stop that was past its check."""
     beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
     stops, gaps = 5, []
@@ -118,9 +111,7 @@ def test_frozen_leader_sends_nothing_more_when_it_wakes(beats: Beats, report: Ca
     report("SIGSTOP past the lease instead of kill", beats, gaps)
 
 
-def test_leader_with_two_hundred_entries_is_followed_without_a_storm(
-    beats: Beats, report: Callable[..., None]
-) -> None:
+def test_leader_with_two_hundred_entries_is_followed_without_a_storm(beats, report):
     """What was due meanwhile fires once each, and the take-over costs no longer than with one entry."""
     entries = {f"e{number}": 60.0 for number in range(200)}
     beats.start(2, entries={**entries, "every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
@@ -130,7 +121,7 @@ def test_leader_with_two_hundred_entries_is_followed_without_a_storm(
     report("201 entries", beats, deaths)
 
 
-def test_sigint_ends_a_standby_cleanly(beats: Beats) -> None:
+def test_sigint_ends_a_standby_cleanly(beats):
     """A beat that does not lead ends with code 0 and disturbs nobody."""
     beats.start(2, entries={"every": INTERVAL_S})
     leader = beats.wait_for_leader()

@@ -1,23 +1,20 @@
 """Beats within workers: `celery worker -B --scheduler celery_setnx.beat:HotStandbyScheduler`."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 from celery_setnx import SetnxLock
-from tests.beat.beats import CONF, HOT_STANDBY, LOCK, Beats
+from tests.beat.beats import CONF, HOT_STANDBY, LOCK
 from tests.harness import Worker, wait_until
 
 
 @pytest.fixture
-def embed(start_worker: Any, tmp_path: Path) -> Any:
+def embed(start_worker, tmp_path) -> Any:
     """Starts a worker with a beat in it."""
 
     def embed(name: str, lease: float) -> Worker:
@@ -46,9 +43,7 @@ def leading(locks: redis.Redis, workers: list[Worker]) -> Worker:
 
 
 @pytest.mark.parametrize(("end", "lease"), [("kill", 3), ("stop", 60)])
-def test_beat_of_another_worker_goes_on(
-    beats: Beats, embed: Any, locks: redis.Redis, end: str, lease: float
-) -> None:
+def test_beat_of_another_worker_goes_on(beats, embed, locks, end, lease):
     """After kill -9 of the worker by its lease; after a warm shutdown at once."""
     workers = [embed(name, lease) for name in ("a", "b")]
     leader = leading(locks, workers)

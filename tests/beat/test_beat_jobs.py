@@ -1,9 +1,6 @@
 """Jobs of a plain `celery beat` that knows no task: slower than their interval, or sent by two beats."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 from tests.beat.beats import JOBS_QUEUE, Beat, Beats, assert_clean
 from tests.harness import Journal, Worker, wait_until
@@ -55,9 +52,7 @@ def runs(journal: Journal) -> list[str]:
     return [entry["what"] for entry in journal.entries() if entry["what"] in ("start", "end")]
 
 
-def test_job_slower_than_its_interval_runs_one_at_a_time(
-    beats: Beats, start_worker: Any, journal: Journal, gates: Any
-) -> None:
+def test_job_slower_than_its_interval_runs_one_at_a_time(beats, start_worker, journal, gates):
     """No traceback anywhere, and one INFO line per skipped tick, which names the running job."""
     worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
     (beat,) = plain_beats(beats, slow="jobs.slow")
@@ -83,9 +78,7 @@ def test_job_slower_than_its_interval_runs_one_at_a_time(
         assert_clean(log)
 
 
-def test_job_that_follows_runs_at_most_once_more(
-    beats: Beats, start_worker: Any, journal: Journal, gates: Any
-) -> None:
+def test_job_that_follows_runs_at_most_once_more(beats, start_worker, journal, gates):
     """With dedupe="until_started", of the ticks during a run one waits, and the others are skipped."""
     worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
     (beat,) = plain_beats(beats, follow="jobs.follow")
@@ -107,9 +100,7 @@ def test_job_that_follows_runs_at_most_once_more(
         assert_clean(log)
 
 
-def test_job_of_two_beats_runs_once_per_interval_if_it_rests(
-    beats: Beats, start_worker: Any, journal: Journal
-) -> None:
+def test_job_of_two_beats_runs_once_per_interval_if_it_rests(beats, start_worker, journal):
     """Two plain beats of which neither knows of the other; without at_least_for both fire."""
     start_worker(JOBS, queues=JOBS_QUEUE, concurrency=2)
     entries = {

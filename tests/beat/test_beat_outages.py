@@ -1,18 +1,14 @@
 """Beats whose lock server is away, refuses them, or is locked by hand."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-import redis
 
 from examples.embedded import EmbeddedServer
-from tests.beat.beats import LOCK, Beats
-from tests.harness import Journal
+from tests.beat.beats import LOCK
 from tests.proxy import Proxy
 
 LEASE_S = 3.0
@@ -20,7 +16,7 @@ SLACK_S = 5.0
 
 
 @pytest.fixture
-def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+def proxy(server) -> Iterator[Proxy]:
     with Proxy(server.port) as proxy:
         yield proxy
 
@@ -37,9 +33,7 @@ AWAY: dict[str, Callable[[Proxy], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("away", AWAY.values(), ids=AWAY)
-def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(
-    beats: Beats, proxy: Proxy, journal: Journal, away: Any
-) -> None:
+def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(beats, proxy, journal, away):
     """Then one leads again, what is due fires once, and its lateness is told."""
     beats.start(3, entries={"every": 1.0}, setnx_url=proxy.url(1), setnx_beat_lease=LEASE_S)
     beats.wait_for_ticks(3)
@@ -56,7 +50,7 @@ def test_nobody_ticks_while_redis_is_away_for_longer_than_the_lease(
     assert len([count for count in missed if count >= 2 * LEASE_S - 1]) == 1
 
 
-def test_short_outage_costs_no_lead(beats: Beats, proxy: Proxy) -> None:
+def test_short_outage_costs_no_lead(beats, proxy):
     """The leader goes on when Redis answers within its lease, and its ticks go on."""
     beats.start(2, entries={"every": 1.0}, setnx_url=proxy.url(1), setnx_beat_lease=20)
     leader = beats.wait_for_leader()
@@ -68,7 +62,7 @@ def test_short_outage_costs_no_lead(beats: Beats, proxy: Proxy) -> None:
     beats.assert_each_once(1.0)
 
 
-def test_lock_set_by_hand_pauses_all_beats(beats: Beats, locks: redis.Redis, foreign_keys: set[str]) -> None:
+def test_lock_set_by_hand_pauses_all_beats(beats, locks, foreign_keys):
     """`SETNX 'prefix:{celery.beat:app}' <time>` before they start; each names it, and all go on after it."""
     foreign_keys.add(LOCK)
     pause_s = 25
@@ -81,7 +75,7 @@ def test_lock_set_by_hand_pauses_all_beats(beats: Beats, locks: redis.Redis, for
     beats.assert_each_once(1.0)
 
 
-def test_lock_set_by_hand_in_place_of_the_leaders_is_mended(beats: Beats, locks: redis.Redis) -> None:
+def test_lock_set_by_hand_in_place_of_the_leaders_is_mended(beats, locks):
     """A leader inside its lease is not paused by a value: it renews, and ticks on."""
     (leader,) = beats.start(entries={"every": 1.0}, setnx_beat_lease=LEASE_S)
     beats.wait_for_ticks(1)
@@ -92,9 +86,7 @@ def test_lock_set_by_hand_in_place_of_the_leaders_is_mended(beats: Beats, locks:
     assert locks.get(LOCK) != str(hand)
 
 
-def test_beat_that_may_not_lock_ends_with_an_error(
-    beats: Beats, server: EmbeddedServer, locks: redis.Redis
-) -> None:
+def test_beat_that_may_not_lock_ends_with_an_error(beats, server, locks):
     """A critical line names what is missing, and the exit code is not 0."""
     locks.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">pw", "~*", "+@all", "-eval", "-evalsha")
     try:
@@ -109,7 +101,7 @@ def test_beat_that_may_not_lock_ends_with_an_error(
     assert beats.ticks() == []
 
 
-def test_beat_starts_before_its_redis_does(beats: Beats) -> None:
+def test_beat_starts_before_its_redis_does(beats):
     """It stands by, says why, and leads when Redis answers."""
     server = EmbeddedServer()
     try:

@@ -1,7 +1,5 @@
 """`python -m tests.chaos --scale 1`: every fault, then a table; `--teeth`: every flaw must be found."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The app that chaos workers run: bodies, signals and renewals write to the history."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

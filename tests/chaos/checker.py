@@ -1,7 +1,5 @@
 """The offline checker: what the history of one scenario says of the promises."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

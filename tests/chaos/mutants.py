@@ -1,7 +1,5 @@
 """Seeded flaws: a worker started with `CHAOS_MUTANT` has one, and its scenario must find it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

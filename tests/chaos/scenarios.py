@@ -1,7 +1,5 @@
 """The scenarios: which fault is injected, how often, and into what."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Where a scenario plays: the servers, the workers, the tasks that are sent, and the history as it grows."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Plays scenarios, checks their histories, and prints what was measured."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

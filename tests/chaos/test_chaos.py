@@ -1,7 +1,5 @@
 """The chaos suite as tests. Not in the default suite: `pytest tests/chaos`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def results(pytestconfig: pytest.Config) -> Iterator[list[Result]]:
+def results(pytestconfig) -> Iterator[list[Result]]:
     """What was measured, printed as a table at the end."""
     results: list[Result] = []
     yield results
@@ -37,7 +35,7 @@ def stage() -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_chaos_breaks_no_promise(name: str, stage: Stage, results: list[Result]) -> None:
+def test_chaos_breaks_no_promise(name, stage, results):
     """Whatever the fault: no overlap, rising fences, every task accounted for, no lock left."""
     try:
         result = play(stage, name, count_of(SCENARIOS[name], SCALE))
@@ -49,7 +47,7 @@ def test_chaos_breaks_no_promise(name: str, stage: Stage, results: list[Result])
 
 
 @pytest.mark.parametrize(("name", "mutant"), FLAWS)
-def test_chaos_finds_the_flaw(name: str, mutant: str) -> None:
+def test_chaos_finds_the_flaw(name, mutant):
     """The same scenario on workers with a seeded flaw shows a violation."""
     try:
         result = bite(name, mutant, SEED)

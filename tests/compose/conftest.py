@@ -1,7 +1,5 @@
 """The containers of docker-compose.yml, once with each broker, and what their demo says."""
 
-from __future__ import annotations
-
 import os
 import socket
 import uuid
@@ -35,7 +33,7 @@ def engine() -> Iterator[docker.DockerClient]:
 
 
 @pytest.fixture(scope="session")
-def project(engine: docker.DockerClient) -> Iterator[str]:
+def project(engine) -> Iterator[str]:
     """What the names of this run's projects start with; their images are removed at the end."""
     project = f"setnx-test-{uuid.uuid4().hex[:8]}"
     yield project
@@ -46,13 +44,13 @@ def project(engine: docker.DockerClient) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", params=["redis", "rabbitmq"])
-def broker(request: pytest.FixtureRequest) -> str:
+def broker(request) -> str:
     """The broker's service."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def stack(engine: docker.DockerClient, project: str, broker: str) -> Iterator[Stack]:
+def stack(engine, project, broker) -> Iterator[Stack]:
     """Everything is up; Flower too, beside RabbitMQ."""
     command = compose_command()
     if command is None:
@@ -76,7 +74,7 @@ class Demonstration(Ran):
 
 
 @pytest.fixture(scope="session")
-def demo(stack: Stack) -> Demonstration:
+def demo(stack) -> Demonstration:
     """One run of the demo."""
     before = stack.containers()["alpha"].attrs["RestartCount"]
     ran = stack.run("run", "--rm", "-T", "demo")

@@ -1,7 +1,5 @@
 """docker-compose.yml, brought up under a name of its own."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

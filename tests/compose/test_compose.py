@@ -1,7 +1,5 @@
 """docker-compose.yml for real: `python -m pytest tests/compose`, with a Docker engine."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +9,6 @@ import redis
 from celery import Celery
 
 from examples.demo import History
-from tests.compose.conftest import Demonstration
 from tests.compose.stack import PATIENCE_S, Stack
 from tests.harness import wait_until
 
@@ -54,13 +51,13 @@ def stopped(stack: Stack, service: str) -> Iterator[None]:
         wait_until(lambda: stack.health(service) == "healthy", f"{service} is healthy again", 60)
 
 
-def test_up_waits_until_every_service_is_healthy(stack: Stack, broker: str) -> None:
+def test_up_waits_until_every_service_is_healthy(stack, broker):
     """After `up --wait` exactly the services of the profile run, all healthy."""
     health = {service: stack.health(service) for service in stack.containers()}
     assert health == dict.fromkeys(SERVICES[broker], "healthy")
 
 
-def test_containers_run_nothing_as_root(stack: Stack, broker: str) -> None:
+def test_containers_run_nothing_as_root(stack, broker):
     """No process of any container has the user id 0."""
 
     def as_root() -> list[str]:
@@ -74,14 +71,14 @@ def test_containers_run_nothing_as_root(stack: Stack, broker: str) -> None:
     wait_until(lambda: not as_root(), "nobody is root", 5)
 
 
-def test_demo_passes_every_check(demo: Demonstration) -> None:
+def test_demo_passes_every_check(demo):
     """`run --rm demo` ends with 0, and ticks every claim."""
     ticked = [line.split("✓")[1] for line in demo.text.splitlines() if "✓" in line]
     assert demo.code == 0, demo.text
     assert [claim for claim, line in zip(CLAIMS, ticked, strict=True) if claim not in line] == [], demo.text
 
 
-def test_demo_uses_the_broker_of_the_environment(demo: Demonstration, broker: str) -> None:
+def test_demo_uses_the_broker_of_the_environment(demo, broker):
     """BROKER_URL decides where messages go; the locks are in Redis all the same."""
     scheme = {"redis": "redis", "rabbitmq": "amqp"}[broker]
     lines = [line.split() for line in demo.text.splitlines()]
@@ -89,13 +86,13 @@ def test_demo_uses_the_broker_of_the_environment(demo: Demonstration, broker: st
     assert (where["locks"], where["broker"].split(":")[0]) == ("redis://redis:6379/0", scheme)
 
 
-def test_demo_kills_a_whole_container(demo: Demonstration) -> None:
+def test_demo_kills_a_whole_container(demo):
     """The crash ends alpha's container, and the engine starts it again, once."""
     assert demo.restarts == 1, demo.text
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_flower_sees_both_workers(stack: Stack) -> None:
+def test_flower_sees_both_workers(stack):
     """Flower's own page names alpha and beta."""
     page = "from urllib.request import urlopen; print(urlopen('http://localhost:5555/workers?json=1').read())"
 
@@ -107,7 +104,7 @@ def test_flower_sees_both_workers(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_killed_container_is_succeeded_by_the_other(stack: Stack) -> None:
+def test_killed_container_is_succeeded_by_the_other(stack):
     """`docker kill` of the holder's container: the other one takes over after the lease, and names it."""
     url = stack.redis_url()
     app = Celery(broker=url)
@@ -141,7 +138,7 @@ def test_killed_container_is_succeeded_by_the_other(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_worker_that_stands_still_becomes_unhealthy(stack: Stack) -> None:
+def test_worker_that_stands_still_becomes_unhealthy(stack):
     """The health check is about the worker, not about its container."""
     with stopped(stack, "beta"):
         wait_until(lambda: stack.health("beta") == "unhealthy", "beta is unhealthy", 60)

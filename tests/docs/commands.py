@@ -4,8 +4,6 @@ A command line is looked up here by its first match. One that is not here fails 
 how it is checked, or what checks it already.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

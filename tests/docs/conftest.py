@@ -1,7 +1,5 @@
 """A server for what the pages run: of their own, because they publish, and empty before each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +16,7 @@ def docs_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def empty_server(docs_server: EmbeddedServer) -> str:
+def empty_server(docs_server) -> str:
     """Its URL, without a database; nothing is in it."""
     with redis.Redis.from_url(docs_server.url()) as client:
         client.flushall()

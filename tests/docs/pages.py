@@ -1,7 +1,5 @@
 """What a page is made of: its blocks, its headings, its links. Reads Markdown; runs nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

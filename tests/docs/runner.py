@@ -5,8 +5,6 @@ with them. Before the first block the names of `prelude` are there; what fragmen
 asserted of them, stands in `setups`. `redis://localhost:6379` is the server of the test.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import linecache

@@ -4,8 +4,6 @@ A page may have both for itself, in a comment `<!-- setup`; these are for blocks
 Markdown too, such as the README.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Every command that a page shows works: it is run here, or somewhere that is named."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -29,19 +27,19 @@ TO_RUN = sorted({line: of(line, page) for page, line in SHOWN if isinstance(of(l
 
 
 @pytest.mark.parametrize("page", pages())
-def test_every_command_is_known(page: str) -> None:
+def test_every_command_is_known(page):
     """It stands in `commands.py`."""
     assert [line for at, line in SHOWN if at == page and of(line, page) is None] == []
 
 
-def test_every_command_of_the_table_is_shown() -> None:
+def test_every_command_of_the_table_is_shown():
     """What no page shows any more is taken out."""
     used = {id(of(line, page)) for page, line in SHOWN}
     assert [command for command in COMMANDS if id(command) not in used] == []
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if isinstance(c, Elsewhere)], ids=lambda c: c.by)
-def test_what_runs_a_command_elsewhere_exists(command: Elsewhere) -> None:
+def test_what_runs_a_command_elsewhere_exists(command):
     """A test by its name; a step of the CI by its text; a file of tests that reads the pages it runs."""
     file, _, name = command.by.partition("::")
     if file.startswith(".ci/run: "):
@@ -54,7 +52,7 @@ def test_what_runs_a_command_elsewhere_exists(command: Elsewhere) -> None:
 
 
 @pytest.mark.parametrize(("line", "command"), TO_RUN, ids=[line for line, _command in TO_RUN])
-def test_command_runs(line: str, command: Run, empty_server: str, tmp_path: Path) -> None:
+def test_command_runs(line, command, empty_server, tmp_path):
     """As it is shown, with the exit code and the words of the table."""
     for name in ("app", "proj", "shop"):
         (tmp_path / f"{name}.py").write_text(PROJECT)

@@ -1,7 +1,5 @@
 """The pages: their Python runs, their links lead somewhere, and each stands on the site once."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -42,27 +40,27 @@ def run(page: str, server: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page not in PROJECTS and python_of(page)])
-def test_python_of_a_page_runs(page: str, empty_server: str) -> None:
+def test_python_of_a_page_runs(page, empty_server):
     """Block after block in one namespace, in a process of its own."""
     ended = run(page, empty_server)
     assert ended.returncode == 0, f"{page}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
 
 
 @pytest.mark.parametrize("page", PROJECTS)
-def test_project_of_a_page_is_run_by_its_own_test(page: str) -> None:
+def test_project_of_a_page_is_run_by_its_own_test(page):
     """That test exists, and reads this page."""
     file, name = PROJECTS[page]
     body = text_of(file).partition(f"def {name}(")[2].partition("\ndef ")[0]
     assert f'"{page}"' in body
 
 
-def test_setups_are_those_of_pages_that_exist() -> None:
+def test_setups_are_those_of_pages_that_exist():
     """No fragment waits for a page that is gone."""
     assert set(SETUPS) <= set(pages())
 
 
 @pytest.mark.parametrize("page", pages())
-def test_blocks_say_what_they_are(page: str) -> None:
+def test_blocks_say_what_they_are(page):
     """A language that is known; and who leaves a block out says why, in a comment before it."""
     lines = text_of(page).splitlines()
     end_of_last = 0
@@ -77,7 +75,7 @@ def test_blocks_say_what_they_are(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     """To a file of the repository, and where they name one, to a heading of it."""
     here = (ROOT / page).parent
     for link in links(text_of(page)):
@@ -90,7 +88,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(target.read_text()), f"{page} links to {link}"
 
 
-def test_every_page_stands_on_the_site_once() -> None:
+def test_every_page_stands_on_the_site_once():
     """In one of the lists of docs/index.md; and those lists name nothing else."""
     index = blocks(text_of("docs/index.md"))
     listed = Counter(
@@ -110,7 +108,7 @@ def test_every_page_stands_on_the_site_once() -> None:
         ("tests/docs/wrong_doctest.md", 'wrong_doctest.md", line {line}'),
     ],
 )
-def test_a_wrong_page_is_found_out(page: str, says: str, empty_server: str) -> None:
+def test_a_wrong_page_is_found_out(page, says, empty_server):
     """The runner fails where a page is wrong, and names the page's own line."""
     (line,) = [n for n, text in enumerate(text_of(page).splitlines(), 1) if "a lock nobody has" in text]
     ended = run(page, empty_server)

@@ -1,7 +1,5 @@
 """The reference pages and the code say the same."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -51,7 +49,7 @@ def literal(cell: str) -> Any:
 # options.md
 
 
-def test_every_option_has_its_default_in_the_table() -> None:
+def test_every_option_has_its_default_in_the_table():
     """All of `Options`, and nothing else."""
     rows = table(page("options.md"), "option", "type", "unit", "default")
     listed = {linked(name): default for name, _type, _unit, default in rows}
@@ -63,7 +61,7 @@ def test_every_option_has_its_default_in_the_table() -> None:
     }
 
 
-def test_every_option_has_a_section() -> None:
+def test_every_option_has_a_section():
     """What the table's links lead to."""
     assert [s for s in sections(page("options.md"), 3) if s in Options.__dataclass_fields__] == [
         linked(row[0])
@@ -83,13 +81,13 @@ def test_every_option_has_a_section() -> None:
         ("on_redis_error", REDIS_ERROR_POLICIES),
     ],
 )
-def test_every_value_of_an_option_is_explained(option: str, values: tuple[str, ...]) -> None:
+def test_every_value_of_an_option_is_explained(option, values):
     """In the option's own section."""
     assert [value for value in values if f'`"{value}"`' not in sections(page("options.md"), 3)[option]] == []
 
 
 @pytest.mark.parametrize(("options", "error"), table(page("options.md"), "options", "error"))
-def test_refused_options_are_refused_in_these_words(options: str, error: str) -> None:
+def test_refused_options_are_refused_in_these_words(options, error):
     """When the task is bound."""
     app = Celery("proj", set_as_current=False)
 
@@ -101,7 +99,7 @@ def test_refused_options_are_refused_in_these_words(options: str, error: str) ->
     assert error.strip("`") in str(refused.value)
 
 
-def test_other_refusals_are_in_the_words_of_the_code() -> None:
+def test_other_refusals_are_in_the_words_of_the_code():
     """Each error of the second table is a message of the package."""
     source = "".join(
         node.value
@@ -117,7 +115,7 @@ def test_other_refusals_are_in_the_words_of_the_code() -> None:
 @pytest.mark.parametrize(
     "option", [{"dedupe": "until_done"}, {"hold_on_retry": True}, {"on_conflict": "join"}]
 )
-def test_what_needs_the_base_class_is_refused_without_it(option: dict[str, Any]) -> None:
+def test_what_needs_the_base_class_is_refused_without_it(option):
     """As the second table says."""
     app = Celery("proj", set_as_current=False)
 
@@ -143,7 +141,7 @@ def known_settings() -> dict[str, Any]:
     return {name: getattr(read, name.removeprefix("setnx_"), None) for name in asked | fields}
 
 
-def test_every_setting_has_its_default_in_the_table() -> None:
+def test_every_setting_has_its_default_in_the_table():
     """All that the code asks for, and nothing else."""
     rows = table(page("settings.md"), "setting", "type", "default")
     listed = {linked(name): default for name, _type, default in rows}
@@ -155,7 +153,7 @@ def test_every_setting_has_its_default_in_the_table() -> None:
     assert values == {name: value for name, value in known.items() if value is not None}
 
 
-def test_every_setting_has_a_section() -> None:
+def test_every_setting_has_a_section():
     """What the table's links lead to."""
     assert set(known_settings()) <= set(sections(page("settings.md"), 3))
 
@@ -163,7 +161,7 @@ def test_every_setting_has_a_section() -> None:
 # signals.md
 
 
-def test_every_signal_has_its_arguments() -> None:
+def test_every_signal_has_its_arguments():
     """One section each, with a row for each argument."""
     known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
     found = {name: text for name, text in sections(page("signals.md")).items() if name in known}
@@ -173,7 +171,7 @@ def test_every_signal_has_its_arguments() -> None:
         assert sorted(arguments) == sorted(known[name].providing_args), name
 
 
-def test_orders_are_those_of_the_signals_tests() -> None:
+def test_orders_are_those_of_the_signals_tests():
     """Every order that a real worker is tested for stands in the table."""
     test = test_signals.test_signals_are_sent_in_order_with_exactly_their_arguments
     scenes = test.pytestmark[0].args[1]
@@ -188,7 +186,7 @@ def test_orders_are_those_of_the_signals_tests() -> None:
 # exceptions.md
 
 
-def test_every_exception_has_a_section_and_a_row() -> None:
+def test_every_exception_has_a_section_and_a_row():
     """All of `exceptions`, and nothing else."""
     known = {
         name
@@ -201,7 +199,7 @@ def test_every_exception_has_a_section_and_a_row() -> None:
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
-def test_attributes_of_an_exception_are_listed(error: SetnxError) -> None:
+def test_attributes_of_an_exception_are_listed(error):
     """Those that it has beyond its parent's, and no others."""
     text = sections(page("exceptions.md"))[type(error).__name__]
     listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
@@ -214,13 +212,13 @@ def test_attributes_of_an_exception_are_listed(error: SetnxError) -> None:
 # api.md, glossary.md
 
 
-def test_every_public_name_is_in_the_api() -> None:
+def test_every_public_name_is_in_the_api():
     """`celery_setnx.__all__`, and `__all__` of the test kit."""
     documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", page("api.md"), re.MULTILINE))
     assert {f"celery_setnx.{name}" for name in celery_setnx.__all__} <= documented
 
 
-def test_test_kit_is_in_the_api() -> None:
+def test_test_kit_is_in_the_api():
     """All of `celery_setnx.testing.__all__`."""
     from celery_setnx import testing
 
@@ -228,7 +226,7 @@ def test_test_kit_is_in_the_api() -> None:
     assert {*members.split(", "), "Held"} == set(testing.__all__)
 
 
-def test_words_of_the_glossary_are_those_of_the_code() -> None:
+def test_words_of_the_glossary_are_those_of_the_code():
     """Each is used by the package, its scripts included; none is explained twice."""
     words = [row[0].strip("*") for row in table(page("glossary.md"), "word", "meaning")]
     files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.lua")]
@@ -237,7 +235,7 @@ def test_words_of_the_glossary_are_those_of_the_code() -> None:
     assert [word for word in words if not re.search(word.replace(" ", r"[\s_]+"), code)] == []
 
 
-def test_states_of_a_lock_are_in_the_glossary() -> None:
+def test_states_of_a_lock_are_in_the_glossary():
     """Those that a `Holder` may have, and that of a lock which nobody holds."""
     (text,) = [row[1] for row in table(page("glossary.md"), "word", "meaning") if row[0] == "*state*"]
     states = re.search(r"state: (.*?)since:", celery_setnx.Holder.__doc__ or "", re.DOTALL)

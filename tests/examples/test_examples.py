@@ -4,8 +4,6 @@
 runs have in common.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -116,14 +114,14 @@ def is_alive(group: int) -> bool:
     return False
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_run():
     """Every example that is a program has an expected text or is run elsewhere; no text is left over."""
     assert {*runnable()} - {*ELSEWHERE} == {path.stem for path in EXPECTED.glob("*.txt")}
     assert {*ELSEWHERE} <= {*runnable()}
 
 
 @pytest.mark.parametrize("name", [name for name in runnable() if name not in ELSEWHERE])
-def test_example_succeeds_and_prints_what_is_expected(name: str, run: Run) -> None:
+def test_example_succeeds_and_prints_what_is_expected(name, run):
     """It ends with status 0, leaves no process behind, and its output is the expected text."""
     ended = run("-m", f"examples.{name}")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -131,14 +129,14 @@ def test_example_succeeds_and_prints_what_is_expected(name: str, run: Run) -> No
     assert shown(name, ended.stdout) == EXPECTED.joinpath(f"{name}.txt").read_text()
 
 
-def test_tests_of_the_django_project_pass(run: Run) -> None:
+def test_tests_of_the_django_project_pass(run):
     """`python manage.py test` needs neither Redis nor a worker."""
     ended = run("manage.py", "test", directory=EXAMPLES / "django_app")
     assert ended.returncode == 0, ended.stderr
     assert "Ran 2 tests" in ended.stderr
 
 
-def test_migrations_of_the_django_project_are_complete(run: Run) -> None:
+def test_migrations_of_the_django_project_are_complete(run):
     """The models ask for no migration that is not there."""
     ended = run("manage.py", "makemigrations", "--check", "--dry-run", directory=EXAMPLES / "django_app")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -154,7 +152,7 @@ def excerpts() -> Iterator[tuple[str, str, str]]:
                 yield page, first.removeprefix("# "), rest
 
 
-def test_pages_show_the_code_of_the_examples() -> None:
+def test_pages_show_the_code_of_the_examples():
     """What a page shows of an example is there word for word, paragraph by paragraph, in this order."""
     pages = set()
     for page, file, excerpt in excerpts():
@@ -167,7 +165,7 @@ def test_pages_show_the_code_of_the_examples() -> None:
     assert pages == {*PAGES}
 
 
-def test_pages_show_the_output_of_the_examples() -> None:
+def test_pages_show_the_output_of_the_examples():
     """The text below a command on a page is what the example prints."""
     found = {}
     for page in PAGES:

@@ -1,7 +1,5 @@
 """Every way out, in every pool: what happens to the lock. A suite of its own: `pytest tests/exits`."""
 
-from __future__ import annotations
-
 import pytest
 
 POOLS = ["prefork", "solo", "threads", "gevent", "eventlet"]

@@ -1,7 +1,5 @@
 """The app that the workers of these tests run: a task per way out. Journal and gates are workerapp's."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,17 +1,13 @@
 """A worker per pool for the whole run, workers to be killed or shut down, and calls that wait at gates."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import redis
 from kombu import Connection
 
-from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
 APP = "tests.exits.app"
@@ -31,7 +27,7 @@ class Held(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def worker_of(server: EmbeddedServer, logs: Path) -> Iterator[Callable[[str], Worker]]:
+def worker_of(server, logs) -> Iterator[Callable[[str], Worker]]:
     """The worker of a pool, started at its first use. Its queue has the pool's name. Not to be killed.
 
     The observer is on another host, as far as it can prove: it takes no lock over before its deadline.
@@ -58,7 +54,7 @@ def worker_of(server: EmbeddedServer, logs: Path) -> Iterator[Callable[[str], Wo
 
 
 @pytest.fixture
-def start_worker(server: EmbeddedServer, logs: Path) -> Iterator[Callable[..., Worker]]:
+def start_worker(server, logs) -> Iterator[Callable[..., Worker]]:
     """Starts workers of the test's own, to be killed or shut down."""
     workers: list[Worker] = []
 
@@ -73,7 +69,7 @@ def start_worker(server: EmbeddedServer, logs: Path) -> Iterator[Callable[..., W
 
 
 @pytest.fixture
-def tasks(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Any:
+def tasks(server, locks, journal) -> Any:
     """The module of tasks, with clean databases."""
     from tests.exits import app
 
@@ -81,14 +77,14 @@ def tasks(server: EmbeddedServer, locks: redis.Redis, journal: Journal) -> Any:
 
 
 @pytest.fixture
-def pool(request: pytest.FixtureRequest, worker_of: Any, tasks: Any) -> str:
+def pool(request, worker_of, tasks) -> str:
     """A pool whose worker is ready; also the name of its queue."""
     worker_of(request.param)
     return str(request.param)
 
 
 @pytest.fixture
-def observer(worker_of: Any, tasks: Any) -> str:
+def observer(worker_of, tasks) -> str:
     """The queue of a worker that can prove nothing of other processes."""
     worker_of(OBSERVER)
     return OBSERVER
@@ -101,7 +97,7 @@ def name() -> str:
 
 
 @pytest.fixture
-def hold(server: EmbeddedServer, journal: Journal) -> Iterator[Callable[..., Held]]:
+def hold(server, journal) -> Iterator[Callable[..., Held]]:
     """Sends a call to a queue, and comes back when its body waits at its gate."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
 
@@ -125,7 +121,7 @@ def started(journal: Journal, result: Any, count: int = 1) -> Held:
 
 
 @pytest.fixture
-def impatient_broker(server: EmbeddedServer) -> Iterator[Connection]:
+def impatient_broker(server) -> Iterator[Connection]:
     """A broker of its own for workers that deliver again what is not acknowledged within 2 s."""
     with redis.Redis.from_url(server.url(IMPATIENT_DB)) as client:
         client.flushdb()
@@ -134,7 +130,7 @@ def impatient_broker(server: EmbeddedServer) -> Iterator[Connection]:
 
 
 @pytest.fixture
-def impatient(start_worker: Any, impatient_broker: Connection) -> Callable[..., Worker]:
+def impatient(start_worker, impatient_broker) -> Callable[..., Worker]:
     """Starts workers of that broker."""
 
     def start(*, environment: dict[str, str] | None = None, **options: Any) -> Worker:

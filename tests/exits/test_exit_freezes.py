@@ -1,7 +1,5 @@
 """Frozen past its lease, then awake: the loss is told, and the next holder's lock is never touched."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -19,15 +17,8 @@ HOG_S = 5.0
 
 @every_pool
 def test_frozen_past_its_lease_leaves_the_next_holder_alone(
-    tasks: Any,
-    pool: str,
-    observer: str,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    name: str,
-    hold: Any,
-) -> None:
+    tasks, pool, observer, journal, gates, locks, name, hold
+):
     """SIGSTOP of the holder's process: taken over at the deadline; awake again, it learns of its loss."""
     frozen = hold(tasks.careful, pool, name)
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -45,15 +36,8 @@ def test_frozen_past_its_lease_leaves_the_next_holder_alone(
 
 @every_pool
 def test_gil_held_past_the_lease_leaves_the_next_holder_alone(
-    tasks: Any,
-    pool: str,
-    observer: str,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    name: str,
-    hold: Any,
-) -> None:
+    tasks, pool, observer, journal, gates, locks, name, hold
+):
     """The documented bound: while C code keeps the GIL nobody renews; taken over, and the loss is told."""
     hog = tasks.hogging.apply_async([name, HOG_S], queue=pool)
     (hogging,) = journal.wait_for("hogging", task_id=hog.id)

@@ -1,12 +1,9 @@
 """Hard time limit, revoke with terminate, kill -9: freed on proof of death, else by the lease."""
 
-from __future__ import annotations
-
 import os
 import signal
 import statistics
 import time
-from typing import Any
 
 import pytest
 import redis
@@ -15,7 +12,7 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from celery_setnx import SetnxLock, is_skipped
 from celery_setnx.process import has_ended
 from tests.exits import in_pools
-from tests.harness import Journal, wait_until
+from tests.harness import wait_until
 
 LONG = {"lease": 30}
 KILLS = 15
@@ -32,9 +29,7 @@ def seconds_until_free(locks: redis.Redis, key: str, deadline_s: float = 20) -> 
 
 
 @in_pools("prefork", "gevent")
-def test_hard_time_limit_frees(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_hard_time_limit_frees(tasks, pool, journal, locks, name, hold):
     """Long before the lease would end it."""
     held = hold(tasks.work, pool, name, time_limit=3, singleton=LONG)
     with pytest.raises(TimeLimitExceeded):
@@ -44,9 +39,7 @@ def test_hard_time_limit_frees(
 
 
 @in_pools("prefork")
-def test_hard_time_limit_frees_the_lock_of_a_body_that_does_not_go(
-    tasks: Any, pool: str, locks: redis.Redis, worker_of: Any, name: str, hold: Any
-) -> None:
+def test_hard_time_limit_frees_the_lock_of_a_body_that_does_not_go(tasks, pool, locks, worker_of, name, hold):
     """A process that ignores SIGTERM is killed, and the worker frees what it held."""
     held = hold(tasks.stubborn, pool, name, time_limit=3, singleton=LONG)
     with pytest.raises(TimeLimitExceeded):
@@ -59,9 +52,7 @@ def test_hard_time_limit_frees_the_lock_of_a_body_that_does_not_go(
 
 @in_pools("prefork")
 @pytest.mark.parametrize("name_of_signal", ["SIGTERM", "SIGKILL"])
-def test_terminate_frees(
-    tasks: Any, pool: str, locks: redis.Redis, name: str, hold: Any, name_of_signal: str
-) -> None:
+def test_terminate_frees(tasks, pool, locks, name, hold, name_of_signal):
     """revoke(terminate=True): the process dies, and the lock is free long before its lease ends."""
     held = hold(tasks.work, pool, name, singleton=LONG)
     held.result.revoke(terminate=True, signal=name_of_signal)
@@ -71,9 +62,7 @@ def test_terminate_frees(
 
 
 @in_pools("prefork")
-def test_terminate_keeps_the_lock_of_a_process_that_lives_on(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis, gates: Any, name: str, hold: Any
-) -> None:
+def test_terminate_keeps_the_lock_of_a_process_that_lives_on(tasks, pool, journal, locks, gates, name, hold):
     """A body that ignores SIGTERM is still running, so nobody else gets its lock."""
     held = hold(tasks.stubborn, pool, name)
     held.result.revoke(terminate=True, signal="SIGTERM")
@@ -85,9 +74,7 @@ def test_terminate_keeps_the_lock_of_a_process_that_lives_on(
 
 
 @in_pools("gevent", "eventlet")
-def test_terminate_releases(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_terminate_releases(tasks, pool, journal, locks, name, hold):
     """The greenlet is ended in mid-body, and gives its lock back."""
     held = hold(tasks.work, pool, name, singleton=LONG)
     held.result.revoke(terminate=True)
@@ -97,9 +84,7 @@ def test_terminate_releases(
 
 
 @in_pools("gevent", "eventlet")
-def test_terminate_of_a_greenlet_is_no_error(
-    tasks: Any, pool: str, journal: Journal, worker_of: Any, name: str, hold: Any
-) -> None:
+def test_terminate_of_a_greenlet_is_no_error(tasks, pool, journal, worker_of, name, hold):
     """The worker does not take Celery's number of a greenlet for the pid of a process."""
     held = hold(tasks.work, pool, name)
     held.result.revoke(terminate=True)
@@ -109,9 +94,7 @@ def test_terminate_of_a_greenlet_is_no_error(
 
 
 @in_pools("solo", "threads")
-def test_terminate_changes_nothing(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis, gates: Any, name: str, hold: Any
-) -> None:
+def test_terminate_changes_nothing(tasks, pool, journal, locks, gates, name, hold):
     """Celery cannot end these bodies: they run on, under their lock."""
     held = hold(tasks.work, pool, name)
     held.result.revoke(terminate=True)
@@ -123,9 +106,7 @@ def test_terminate_changes_nothing(
     assert journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
 
 
-def test_killed_child_is_freed_by_its_parent(
-    tasks: Any, locks: redis.Redis, start_worker: Any, hold: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_child_is_freed_by_its_parent(tasks, locks, start_worker, hold, capsys):
     """kill -9 of a pool child, lease 30 s: free for a rival without proof, median under a second."""
     worker = start_worker(concurrency=KILLS, queues="doomed")
     calls = [hold(tasks.work, "doomed", f"gated-{number}", singleton=LONG) for number in range(KILLS)]
@@ -146,15 +127,8 @@ def test_killed_child_is_freed_by_its_parent(
 
 @in_pools("prefork")
 def test_killed_child_never_costs_the_next_holder_its_lock(
-    tasks: Any,
-    pool: str,
-    observer: str,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    name: str,
-    hold: Any,
-) -> None:
+    tasks, pool, observer, journal, gates, locks, name, hold
+):
     """A same-host rival that was faster than the parent keeps the lock that it took over."""
     held = hold(tasks.work, pool, name, singleton=LONG)
     rivals = [
@@ -177,16 +151,8 @@ def test_killed_child_never_costs_the_next_holder_its_lock(
 @pytest.mark.parametrize("pool_of_the_dead", ["prefork", "solo", "threads", "gevent", "eventlet"])
 @in_pools("prefork")
 def test_killed_worker_is_taken_over_at_once_with_proof(
-    tasks: Any,
-    pool: str,
-    observer: str,
-    journal: Journal,
-    gates: Any,
-    start_worker: Any,
-    name: str,
-    hold: Any,
-    pool_of_the_dead: str,
-) -> None:
+    tasks, pool, observer, journal, gates, start_worker, name, hold, pool_of_the_dead
+):
     """kill -9 of a whole worker, lease 30 s: a same-host rival does not wait; another one is told held."""
     doomed = start_worker(pool=pool_of_the_dead, queues="doomed")
     held = hold(tasks.work, "doomed", name, singleton=LONG)
@@ -203,8 +169,8 @@ def test_killed_worker_is_taken_over_at_once_with_proof(
 
 
 def test_killed_worker_is_taken_over_only_at_the_deadline_without_proof(
-    tasks: Any, observer: str, journal: Journal, gates: Any, start_worker: Any, name: str, hold: Any
-) -> None:
+    tasks, observer, journal, gates, start_worker, name, hold
+):
     """setnx_same_host=False: told held until the dead holder's deadline, and then in at once."""
     doomed = start_worker(queues="doomed")
     held = hold(tasks.work, "doomed", name, singleton={"lease": 8})

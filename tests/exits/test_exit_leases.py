@@ -1,9 +1,5 @@
 """The lease is renewed while the body runs, in every pool, whatever the body does to its process."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import redis
 
 from celery_setnx import SetnxLock
@@ -26,9 +22,7 @@ def assert_held_until(journal: Journal, locks: redis.Redis, key: str, what: str,
 
 
 @every_pool
-def test_lease_is_renewed_while_pure_python_computes(
-    tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_lease_is_renewed_while_pure_python_computes(tasks, pool, journal, gates, locks, name, hold):
     """Two and a half leases without a yield: the keeper is a real thread also where threads are greenlets."""
     held = hold(tasks.computing, pool, name, LEASES * tasks.LEASE_S)
     gates(name)
@@ -39,9 +33,7 @@ def test_lease_is_renewed_while_pure_python_computes(
 
 
 @every_pool
-def test_lease_is_renewed_while_a_fork_of_the_process_lives(
-    tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_lease_is_renewed_while_a_fork_of_the_process_lives(tasks, pool, journal, gates, locks, name, hold):
     """The parent's lock stays its own, and a lock that the fork takes is renewed by the fork's own keeper."""
     held = hold(tasks.forking, pool, name)
     gates(name)

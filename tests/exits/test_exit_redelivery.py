@@ -1,13 +1,10 @@
 """Delivered twice while alive: never side by side. Delivered again after a crash: not locked out by it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
 
 import pytest
-import redis
 
 from celery_setnx.process import has_ended
 from tests.exits import in_pools
@@ -19,7 +16,7 @@ LONG = {"lease": 30}
 
 # A solo worker does not fetch a second delivery while a body runs.
 @pytest.fixture(params=["prefork", "threads", "gevent", "eventlet"])
-def impatient_pool(request: pytest.FixtureRequest, tasks: Any, impatient: Any) -> str:
+def impatient_pool(request, tasks, impatient) -> str:
     """A worker of this pool that gets what it has not acknowledged within 2 s again; its queue."""
     impatient(pool=request.param, concurrency=3, queues="again")
     if request.param in ("gevent", "eventlet"):
@@ -44,15 +41,8 @@ def side_by_side(journal: Journal, task_id: str) -> bool:
 
 
 def test_delivered_twice_waits_and_is_dropped_after_success(
-    tasks: Any,
-    impatient_pool: str,
-    impatient_broker: Any,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    name: str,
-    hold: Any,
-) -> None:
+    tasks, impatient_pool, impatient_broker, journal, gates, locks, name, hold
+):
     """The second delivery waits while the first runs; its result is SUCCESS, so it does not run again."""
     options = {"on_conflict": "raise", "max_wait": 0, "retry_delay": 1, "retry_delay_max": 1}
     held = delivered_twice(journal, hold, tasks.late, name, connection=impatient_broker, singleton=options)
@@ -68,8 +58,8 @@ def test_delivered_twice_waits_and_is_dropped_after_success(
 
 @pytest.mark.parametrize("impatient_pool", ["prefork"], indirect=True)
 def test_delivered_twice_leaves_the_result_to_the_first(
-    tasks: Any, impatient_pool: str, impatient_broker: Any, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+    tasks, impatient_pool, impatient_broker, journal, gates, name, hold
+):
     """A waiting delivery stores no state: it could overwrite the SUCCESS that the first is about to store."""
     held = delivered_twice(journal, hold, tasks.late, name, connection=impatient_broker)
     journal.wait_for("postrun", task_id=held.result.id)
@@ -81,8 +71,8 @@ def test_delivered_twice_leaves_the_result_to_the_first(
 
 @pytest.mark.parametrize("impatient_pool", ["prefork"], indirect=True)
 def test_delivered_twice_runs_again_after_a_failure(
-    tasks: Any, impatient_pool: str, impatient_broker: Any, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+    tasks, impatient_pool, impatient_broker, journal, gates, name, hold
+):
     """Only SUCCESS drops the second delivery: after a failure it runs, when the first has ended."""
     held = delivered_twice(journal, hold, tasks.late_failure, name, connection=impatient_broker)
     gates(name)
@@ -94,8 +84,8 @@ def test_delivered_twice_runs_again_after_a_failure(
 
 @pytest.mark.parametrize("impatient_pool", ["prefork", "gevent"], indirect=True)
 def test_delivered_twice_with_ignore_result_runs_again(
-    tasks: Any, impatient_pool: str, impatient_broker: Any, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+    tasks, impatient_pool, impatient_broker, journal, gates, name, hold
+):
     """Nobody knows how the first ended: the second runs after it."""
     held = delivered_twice(journal, hold, tasks.resultless, name, connection=impatient_broker)
     gates(name)
@@ -108,9 +98,7 @@ def test_delivered_twice_with_ignore_result_runs_again(
 
 @in_pools("prefork")
 @pytest.mark.parametrize("kind", ["requeued_if_lost", "retried_if_lost"])
-def test_redelivered_after_a_killed_child_runs_at_once(
-    tasks: Any, pool: str, journal: Journal, gates: Any, name: str, hold: Any, kind: str
-) -> None:
+def test_redelivered_after_a_killed_child_runs_at_once(tasks, pool, journal, gates, name, hold, kind):
     """reject_on_worker_lost and retry_on_worker_lost: not locked out by its own dead run, lease 30 s."""
     held = hold(getattr(tasks, kind), pool, name, singleton=LONG)
     os.kill(held.pid, signal.SIGKILL)
@@ -126,16 +114,8 @@ def test_redelivered_after_a_killed_child_runs_at_once(
 
 @pytest.mark.parametrize(("same_host", "lease"), [("yes", 600), ("no", 1)])
 def test_redelivered_after_a_killed_worker_takes_over(
-    tasks: Any,
-    impatient: Any,
-    impatient_broker: Any,
-    journal: Journal,
-    gates: Any,
-    name: str,
-    hold: Any,
-    same_host: str,
-    lease: float,
-) -> None:
+    tasks, impatient, impatient_broker, journal, gates, name, hold, same_host, lease
+):
     """acks_late, the whole worker killed: the call is delivered again, and not locked out by its dead run."""
     doomed = impatient(queues="again")
     options = {"lease": lease}

@@ -1,14 +1,11 @@
 """self.retry(), autoretry, replace(): released, or kept with hold_on_retry; the successor never skips."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis
 
 from celery_setnx import is_skipped
 from celery_setnx.process import has_ended
@@ -20,7 +17,7 @@ HELD_BACK = {"hold_on_retry": True}
 
 
 @pytest.fixture
-def rival(tasks: Any, observer: str) -> Callable[[str], Any]:
+def rival(tasks, observer) -> Callable[[str], Any]:
     """The result of a call of the same key in another worker."""
     return lambda name: tasks.work.apply_async([name], queue=observer).get(timeout=10)
 
@@ -30,7 +27,7 @@ def fences(journal: Journal, task_id: str) -> list[int]:
 
 
 @every_pool
-def test_retry_releases(tasks: Any, pool: str, journal: Journal) -> None:
+def test_retry_releases(tasks, pool, journal):
     """self.retry() at once: each attempt acquires anew, with a larger fence."""
     result = tasks.retrying.apply_async(["a", 3], queue=pool)
     assert result.get(timeout=10) == 2
@@ -41,9 +38,7 @@ def test_retry_releases(tasks: Any, pool: str, journal: Journal) -> None:
 
 
 @every_pool
-def test_retry_lets_others_in_while_it_waits(
-    tasks: Any, pool: str, journal: Journal, rival: Callable[[str], Any]
-) -> None:
+def test_retry_lets_others_in_while_it_waits(tasks, pool, journal, rival):
     """Without hold_on_retry the lock is free between two attempts."""
     result = tasks.retrying.apply_async(["a", 2, WAIT_S], queue=pool)
     journal.wait_for("retry", task_id=result.id)
@@ -53,9 +48,7 @@ def test_retry_lets_others_in_while_it_waits(
 
 @in_pools("prefork", "threads", "gevent", "eventlet")
 @pytest.mark.parametrize("options", [{}, HELD_BACK], ids=["", "hold_on_retry"])
-def test_retry_that_comes_early_waits_for_its_predecessor(
-    tasks: Any, pool: str, journal: Journal, gates: Any, name: str, hold: Any, options: Any
-) -> None:
+def test_retry_that_comes_early_waits_for_its_predecessor(tasks, pool, journal, gates, name, hold, options):
     """The body goes on after self.retry(): the next attempt waits, whatever on_conflict says."""
     held = hold(tasks.lingering, pool, name, singleton={"on_conflict": "raise", "max_wait": 0, **options})
     conflicts = journal.wait_for("conflict", count=2, task_id=held.result.id)
@@ -67,7 +60,7 @@ def test_retry_that_comes_early_waits_for_its_predecessor(
 
 
 @every_pool
-def test_autoretry_releases(tasks: Any, pool: str, journal: Journal, rival: Callable[[str], Any]) -> None:
+def test_autoretry_releases(tasks, pool, journal, rival):
     """autoretry_for: free while the retry waits, acquired anew by it."""
     result = tasks.autoretried.apply_async(["a"], queue=pool)
     journal.wait_for("retry", task_id=result.id)
@@ -78,7 +71,7 @@ def test_autoretry_releases(tasks: Any, pool: str, journal: Journal, rival: Call
 
 
 @every_pool
-def test_replace_releases(tasks: Any, pool: str, journal: Journal) -> None:
+def test_replace_releases(tasks, pool, journal):
     """The replacement, with the same task id and key, runs under a lock of its own."""
     result = tasks.replaced.apply_async(["a", pool], queue=pool)
     assert result.get(timeout=10) == "return"
@@ -88,9 +81,7 @@ def test_replace_releases(tasks: Any, pool: str, journal: Journal) -> None:
 
 
 @in_pools("prefork", "threads", "gevent", "eventlet")
-def test_replacement_that_comes_early_waits_for_its_predecessor(
-    tasks: Any, pool: str, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+def test_replacement_that_comes_early_waits_for_its_predecessor(tasks, pool, journal, gates, name, hold):
     """replace() publishes inside the body: its call waits, whatever on_conflict says."""
     held = hold(tasks.replaced_early, pool, name, pool)
     conflicts = journal.wait_for("conflict", count=2, task_id=held.result.id)
@@ -103,9 +94,7 @@ def test_replacement_that_comes_early_waits_for_its_predecessor(
 
 
 @every_pool
-def test_retry_with_hold_on_retry_keeps_the_lock(
-    tasks: Any, pool: str, journal: Journal, gates: Any, name: str, rival: Callable[[str], Any]
-) -> None:
+def test_retry_with_hold_on_retry_keeps_the_lock(tasks, pool, journal, gates, name, rival):
     """A rival is told held_for_retry for longer than a lease; the retry resumes with the same fence."""
     options = {**HELD_BACK, "lease": 1}
     gates(name)
@@ -128,9 +117,7 @@ def test_retry_with_hold_on_retry_keeps_the_lock(
 
 
 @every_pool
-def test_autoretry_with_hold_on_retry_keeps_the_lock(
-    tasks: Any, pool: str, journal: Journal, rival: Callable[[str], Any]
-) -> None:
+def test_autoretry_with_hold_on_retry_keeps_the_lock(tasks, pool, journal, rival):
     """A rival is told held_for_retry; the retry resumes with the same fence."""
     result = tasks.autoretried.apply_async(["a"], queue=pool, singleton=HELD_BACK)
     journal.wait_for("retry", task_id=result.id)
@@ -141,7 +128,7 @@ def test_autoretry_with_hold_on_retry_keeps_the_lock(
 
 
 @every_pool
-def test_several_retries_with_hold_on_retry_keep_one_fence(tasks: Any, pool: str, journal: Journal) -> None:
+def test_several_retries_with_hold_on_retry_keep_one_fence(tasks, pool, journal):
     """Retries that come at once, before or after the lock is held for them."""
     result = tasks.retrying.apply_async(["a", 5], queue=pool, singleton=HELD_BACK)
     assert result.get(timeout=10) == 4
@@ -150,9 +137,7 @@ def test_several_retries_with_hold_on_retry_keep_one_fence(tasks: Any, pool: str
 
 
 @every_pool
-def test_revoked_retry_frees_the_held_lock(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis
-) -> None:
+def test_revoked_retry_frees_the_held_lock(tasks, pool, journal, locks):
     """The waiting retry is revoked: free as soon as Celery drops it, not after the queue lease."""
     result = tasks.retrying.apply_async(["a", 2, 4], queue=pool, singleton=HELD_BACK)
     held = journal.wait_for("released", task_id=result.id)[0]
@@ -165,9 +150,7 @@ def test_revoked_retry_frees_the_held_lock(
 
 
 @every_pool
-def test_expired_retry_frees_the_held_lock(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis
-) -> None:
+def test_expired_retry_frees_the_held_lock(tasks, pool, journal, locks):
     """The waiting retry expires: free as soon as Celery drops it, not after the queue lease."""
     result = tasks.retrying.apply_async(["a", 2, 4], queue=pool, singleton=HELD_BACK, expires=3)
     held = journal.wait_for("released", task_id=result.id)[0]
@@ -177,7 +160,7 @@ def test_expired_retry_frees_the_held_lock(
 
 
 @every_pool
-def test_giving_up_frees_the_held_lock(tasks: Any, pool: str, journal: Journal, locks: redis.Redis) -> None:
+def test_giving_up_frees_the_held_lock(tasks, pool, journal, locks):
     """max_retries exceeded: the last attempt fails, and releases."""
     result = tasks.retrying.apply_async(["a", 9, 1, 1], queue=pool, singleton=HELD_BACK)
     with pytest.raises(ZeroDivisionError):
@@ -188,9 +171,7 @@ def test_giving_up_frees_the_held_lock(tasks: Any, pool: str, journal: Journal, 
 
 
 @in_pools("prefork")
-def test_held_lock_outlives_the_process_that_held_it(
-    tasks: Any, pool: str, journal: Journal, start_worker: Any
-) -> None:
+def test_held_lock_outlives_the_process_that_held_it(tasks, pool, journal, start_worker):
     """A dead process proves nothing of a lock that is held for a retry: the retry waits in the broker."""
     node = f"{start_worker(queues='doomed').name}@test"
     result = tasks.retrying.apply_async(["a", 2, 5], queue="doomed", singleton=HELD_BACK)

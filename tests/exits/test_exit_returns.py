@@ -1,24 +1,16 @@
 """Returns, raises, soft time limit, Ignore, Reject: released in `__call__`, before Celery goes on."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-import redis
 from celery import chain
 
 from celery_setnx import is_skipped
 from tests.exits import every_pool, in_pools
-from tests.harness import Journal
 
 RUN = ["acquired", "start", "end", "released", "postrun"]
 
 
 @every_pool
-def test_returns_releases(
-    tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_returns_releases(tasks, pool, journal, gates, locks, name, hold):
     """Whoever sees the result finds the lock free."""
     held = hold(tasks.work, pool, name)
     assert locks.exists(held.key)
@@ -30,7 +22,7 @@ def test_returns_releases(
 
 
 @every_pool
-def test_returns_releases_before_the_next_step_is_published(tasks: Any, pool: str, journal: Journal) -> None:
+def test_returns_releases_before_the_next_step_is_published(tasks, pool, journal):
     """A chain of equal calls never meets its own lock."""
     step = tasks.work.si("equal").set(queue=pool, singleton={"on_conflict": "raise"})
     assert chain(*[step.clone() for _ in range(6)]).apply_async().get(timeout=10) == "return"
@@ -38,9 +30,7 @@ def test_returns_releases_before_the_next_step_is_published(tasks: Any, pool: st
 
 
 @every_pool
-def test_raises_releases(
-    tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_raises_releases(tasks, pool, journal, gates, locks, name, hold):
     """Whoever sees the error finds the lock free."""
     held = hold(tasks.work, pool, name, "raise")
     gates(name)
@@ -53,9 +43,7 @@ def test_raises_releases(
 
 @every_pool
 @pytest.mark.parametrize("way", ["ignore", "reject"])
-def test_ignore_and_reject_release(
-    tasks: Any, pool: str, journal: Journal, gates: Any, locks: redis.Redis, name: str, hold: Any, way: str
-) -> None:
+def test_ignore_and_reject_release(tasks, pool, journal, gates, locks, name, hold, way):
     """Ignore, and Reject without requeue: released, and the body does not run again."""
     held = hold(tasks.work, pool, name, way)
     gates(name)
@@ -65,9 +53,7 @@ def test_ignore_and_reject_release(
 
 
 @every_pool
-def test_reject_with_requeue_releases_and_runs_again(
-    tasks: Any, pool: str, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+def test_reject_with_requeue_releases_and_runs_again(tasks, pool, journal, gates, name, hold):
     """acks_late: the second delivery finds the lock free, and has a larger fence."""
     held = hold(tasks.late, pool, name, "requeue")
     gates(name)
@@ -80,9 +66,7 @@ def test_reject_with_requeue_releases_and_runs_again(
 
 
 @in_pools("prefork")
-def test_soft_time_limit_releases(
-    tasks: Any, pool: str, journal: Journal, locks: redis.Redis, name: str, hold: Any
-) -> None:
+def test_soft_time_limit_releases(tasks, pool, journal, locks, name, hold):
     """Whoever sees the error finds the lock free."""
     held = hold(tasks.work, pool, name, soft_time_limit=3)
     with pytest.raises(Exception, match="SoftTimeLimitExceeded"):
@@ -93,9 +77,7 @@ def test_soft_time_limit_releases(
 
 
 @every_pool
-def test_at_least_for_rests_after_the_end(
-    tasks: Any, pool: str, observer: str, journal: Journal, locks: redis.Redis
-) -> None:
+def test_at_least_for_rests_after_the_end(tasks, pool, observer, journal, locks):
     """The lock rests, also for calls in other workers, and comes free by itself."""
     result = tasks.work.apply_async(["short"], queue=pool, singleton={"at_least_for": 4})
     result.get(timeout=10)
@@ -111,9 +93,7 @@ def test_at_least_for_rests_after_the_end(
 
 
 @every_pool
-def test_at_most_for_ends_the_lock(
-    tasks: Any, pool: str, observer: str, journal: Journal, gates: Any, name: str, hold: Any
-) -> None:
+def test_at_most_for_ends_the_lock(tasks, pool, observer, journal, gates, name, hold):
     """Renewal stops: the loss is told once, another takes over, and its lock is left alone."""
     held = hold(tasks.careful, pool, name, singleton={"at_most_for": 0.2})
     rival = tasks.careful.apply_async([name], queue=observer, singleton={"on_conflict": "retry"})

@@ -1,10 +1,7 @@
 """Warm, soft and cold shutdown, max_tasks_per_child: held while the body runs, free when it has ended."""
 
-from __future__ import annotations
-
 import signal
 import time
-from typing import Any
 
 import pytest
 import redis
@@ -12,7 +9,7 @@ import redis
 from celery_setnx import SetnxLock
 from celery_setnx.process import has_ended
 from tests.exits import POOLS, in_pools
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 
 LEASES = 1.5
 LONG = {"lease": 30}
@@ -31,15 +28,8 @@ def wait_for_end(worker: Worker) -> None:
 
 @pytest.mark.parametrize("own_pool", POOLS)
 def test_warm_shutdown_keeps_the_lock_until_the_body_has_ended(
-    tasks: Any,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    start_worker: Any,
-    name: str,
-    hold: Any,
-    own_pool: str,
-) -> None:
+    tasks, journal, gates, locks, start_worker, name, hold, own_pool
+):
     """SIGTERM: the lease is renewed while the worker waits for the body, which then releases."""
     worker = start_worker(pool=own_pool, queues="leaving")
     held = hold(tasks.careful, "leaving", name)
@@ -54,15 +44,8 @@ def test_warm_shutdown_keeps_the_lock_until_the_body_has_ended(
 
 @pytest.mark.parametrize("own_pool", ["prefork", "threads", "gevent", "eventlet"])
 def test_soft_shutdown_keeps_the_lock_until_the_body_has_ended(
-    tasks: Any,
-    journal: Journal,
-    gates: Any,
-    locks: redis.Redis,
-    start_worker: Any,
-    name: str,
-    hold: Any,
-    own_pool: str,
-) -> None:
+    tasks, journal, gates, locks, start_worker, name, hold, own_pool
+):
     """SIGQUIT with worker_soft_shutdown_timeout: renewed in that time; a body that ends in it releases."""
     worker = start_worker(pool=own_pool, queues="leaving", environment={"EXITS_SOFT_SHUTDOWN_S": "20"})
     held = hold(tasks.careful, "leaving", name)
@@ -77,15 +60,8 @@ def test_soft_shutdown_keeps_the_lock_until_the_body_has_ended(
 
 @pytest.mark.parametrize("soft_s", ["0", "1"], ids=["cold", "soft"])
 def test_cold_shutdown_lets_the_next_delivery_in(
-    tasks: Any,
-    journal: Journal,
-    gates: Any,
-    start_worker: Any,
-    locks: redis.Redis,
-    name: str,
-    hold: Any,
-    soft_s: str,
-) -> None:
+    tasks, journal, gates, start_worker, locks, name, hold, soft_s
+):
     """acks_late, lease 30 s, no proof of death: requeued, and not locked out by its own ended run."""
     worker = start_worker(queues="leaving", environment={"EXITS_SOFT_SHUTDOWN_S": soft_s})
     held = hold(tasks.late, "leaving", name, singleton=LONG)
@@ -103,16 +79,7 @@ def test_cold_shutdown_lets_the_next_delivery_in(
 
 @pytest.mark.parametrize("own_pool", ["solo", "threads", "gevent", "eventlet"])
 @in_pools("prefork")
-def test_cold_shutdown_shuts_nobody_out(
-    tasks: Any,
-    pool: str,
-    journal: Journal,
-    gates: Any,
-    start_worker: Any,
-    name: str,
-    hold: Any,
-    own_pool: str,
-) -> None:
+def test_cold_shutdown_shuts_nobody_out(tasks, pool, journal, gates, start_worker, name, hold, own_pool):
     """SIGQUIT, lease 30 s, pools whose bodies Celery ends, waits for or leaves: the next call is let in."""
     worker = start_worker(pool=own_pool, queues="leaving")
     held = hold(tasks.work, "leaving", name, singleton=LONG)
@@ -125,9 +92,7 @@ def test_cold_shutdown_shuts_nobody_out(
     assert journal.entries(what="lost") == []
 
 
-def test_max_tasks_per_child_releases_before_the_process_ends(
-    tasks: Any, journal: Journal, locks: redis.Redis, start_worker: Any
-) -> None:
+def test_max_tasks_per_child_releases_before_the_process_ends(tasks, journal, locks, start_worker):
     """Every call has a process of its own, and never meets the lock of the one before."""
     start_worker(queues="leaving", arguments=("--max-tasks-per-child", "1"))
     results = [

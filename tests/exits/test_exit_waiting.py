@@ -1,7 +1,5 @@
 """Calls that wait in line, in the pools of greenlets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@
 `book`, the work that the pages leave open, journals its start and end; gates hold it open.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

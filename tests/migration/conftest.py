@@ -1,20 +1,15 @@
 """A shop to migrate: one empty database for broker, results and locks, and its processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import redis
 
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal
 from tests.migration.deploy import DB, HANDED, STOP, Deploy
 
 
 @pytest.fixture
-def shop(server: EmbeddedServer) -> Iterator[redis.Redis]:
+def shop(server) -> Iterator[redis.Redis]:
     """A client of the shop's empty database. Afterwards every key of ours must have a TTL."""
     with redis.Redis.from_url(server.url(DB), decode_responses=True) as client:
         client.flushdb()
@@ -25,9 +20,7 @@ def shop(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def deploy_of(
-    server: EmbeddedServer, shop: redis.Redis, journal: Journal, logs: Path
-) -> Iterator[Callable[[str], Deploy]]:
+def deploy_of(server, shop, journal, logs) -> Iterator[Callable[[str], Deploy]]:
     """Call it with a page: the deploy that the page describes."""
     deploys: list[Deploy] = []
     with redis.Redis.from_url(server.url(0), decode_responses=True) as control:

@@ -1,7 +1,5 @@
 """A rolling deploy: workers and producers of any stage on one Redis, and what the journal says of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The code of the migration pages: what the tests run is what the reader copies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 With arguments it publishes one call: an account and a queue. It prints the id that it was handed.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

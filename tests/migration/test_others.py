@@ -1,14 +1,9 @@
 """The troubles of `test_troubles` with celery-heimdall and with the `cache.add` recipe, beside ours."""
 
-from __future__ import annotations
-
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
-import pytest
-import redis
 from celery import chord
 
 from celery_setnx import is_skipped
@@ -34,9 +29,7 @@ def take_from(worker: Worker, tasks: Any, queue: str) -> None:
     tasks.app.control.add_consumer(queue, destination=[f"{worker.name}@test"], reply=True)
 
 
-def test_killed_worker_leaves_its_lock_until_the_timeout(
-    tasks: Any, shop: redis.Redis, journal: Journal, logs: Path
-) -> None:
+def test_killed_worker_leaves_its_lock_until_the_timeout(tasks, shop, journal, logs):
     """Until then heimdall hands out the dead call, and the recipe skips; ours is taken over."""
     worker = Worker(logs, APP, concurrency=6)
     name = "gated-dead"
@@ -75,9 +68,7 @@ def test_killed_worker_leaves_its_lock_until_the_timeout(
         worker.kill()
 
 
-def test_run_of_heimdall_longer_than_its_timeout(
-    busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal, gates: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_heimdall_longer_than_its_timeout(busy, tasks, shop, journal, gates, monkeypatch):
     """A second one starts beside it, and its lock is deleted by the end of the first."""
     name, task = "gated-long-heimdall", tasks.heimdall_brief
     first = task.delay(name)
@@ -96,9 +87,7 @@ def test_run_of_heimdall_longer_than_its_timeout(
     assert second.get(timeout=20) == name
 
 
-def test_heimdall_task_that_retries_itself(
-    busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal
-) -> None:
+def test_heimdall_task_that_retries_itself(busy, tasks, shop, journal):
     """It is never sent: its own lock is in the way."""
     lost = tasks.heimdall["retrying"].delay("again")
     journal.wait_for("postrun", task_id=lost.id)
@@ -108,7 +97,7 @@ def test_heimdall_task_that_retries_itself(
     assert tasks.heimdall["retrying"].delay("again").id == lost.id
 
 
-def test_recipe_task_that_retries_itself(tasks: Any, journal: Journal, logs: Path) -> None:
+def test_recipe_task_that_retries_itself(tasks, journal, logs):
     """It runs, if the run that asked for it has left the lock: with one process always."""
     worker = Worker(logs, APP, concurrency=1, queues=ALONE)
     try:
@@ -120,9 +109,7 @@ def test_recipe_task_that_retries_itself(tasks: Any, journal: Journal, logs: Pat
         worker.kill()
 
 
-def test_retry_that_starts_before_its_run_has_ended(
-    busy: Worker, tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_retry_that_starts_before_its_run_has_ended(busy, tasks, journal, gates):
     """The recipe skips it, for its own run's lock, and says success; ours runs it afterwards."""
     name = "untidy-cached"
     lost = tasks.cached_tidying.delay(name)
@@ -146,9 +133,7 @@ def test_retry_that_starts_before_its_run_has_ended(
     assert words == ["start", "end", "tidying", "tidied"] * 2, "one after the other"
 
 
-def test_chord_of_members_that_are_equal(
-    busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_chord_of_members_that_are_equal(busy, tasks, shop, journal, gates):
     """Heimdall's hangs; the recipe's ends, with None for the member that was skipped; ours runs both."""
     name = "gated-equal-heimdall"
     work = tasks.heimdall["work"]
@@ -181,7 +166,7 @@ def test_chord_of_members_that_are_equal(
     assert len(journal.entries(what="start", name=repr(name))) == 2
 
 
-def test_expired_call_of_heimdall_and_of_the_recipe(busy: Worker, tasks: Any, shop: redis.Redis) -> None:
+def test_expired_call_of_heimdall_and_of_the_recipe(busy, tasks, shop):
     """Heimdall's lock stays; the recipe has taken none."""
     late, expires_s = f"late-{uuid.uuid4().hex}", 0.3
     kinds = (tasks.heimdall["work"], tasks.cached, tasks.ours["work"])
@@ -198,9 +183,7 @@ def test_expired_call_of_heimdall_and_of_the_recipe(busy: Worker, tasks: Any, sh
     assert tasks.cached.delay("late").get(timeout=20) == "late"
 
 
-def test_call_of_heimdall_by_its_name_only(
-    busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_call_of_heimdall_by_its_name_only(busy, tasks, shop, journal, gates):
     """The second is skipped when it starts, but deletes the lock of the first: a third runs beside that."""
     name = "gated-named-heimdall"
     first = tasks.app.send_task("heimdall.work", (name,))
@@ -219,7 +202,7 @@ def test_call_of_heimdall_by_its_name_only(
     assert [first.get(timeout=20), third.get(timeout=20)] == [name, name]
 
 
-def test_third_call_by_its_name_only(busy: Worker, tasks: Any, journal: Journal, gates: Any) -> None:
+def test_third_call_by_its_name_only(busy, tasks, journal, gates):
     """The recipe and ours skip the third as well."""
     for task, skips in (("cached.work", lambda answer: answer is None), ("ours.work", is_skipped)):
         name = f"gated-third-{task}"
@@ -235,9 +218,7 @@ def test_third_call_by_its_name_only(busy: Worker, tasks: Any, journal: Journal,
         assert first.get(timeout=20) == name
 
 
-def test_call_of_heimdall_that_is_published_during_the_run(
-    busy: Worker, tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_call_of_heimdall_that_is_published_during_the_run(busy, tasks, journal, gates):
     """It is not published: the caller gets the run that began before."""
     name = "gated-during-heimdall"
     first = tasks.heimdall["work"].delay(name)
@@ -249,9 +230,7 @@ def test_call_of_heimdall_that_is_published_during_the_run(
     assert len(journal.entries(what="start", name=repr(name))) == 1
 
 
-def test_call_of_the_recipe_that_is_published_during_the_run(
-    busy: Worker, tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journal, gates):
     """It is skipped if a worker takes it during the run; it runs if one takes it afterwards."""
     name, late = "gated-during-cached", f"late-{uuid.uuid4().hex}"
     first = tasks.cached.delay(name)

@@ -1,8 +1,5 @@
 """The rolling deploys of the migration pages: old and new code, workers and producers, on one Redis."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -43,9 +40,7 @@ def roll(deploy: Deploy) -> None:
 
 
 @pytest.mark.parametrize("page", PEERS)
-def test_rolling_deploy_never_overlaps_and_loses_nothing(
-    page: str, deploy_of: Callable[[str], Deploy]
-) -> None:
+def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
     """In no step do two bodies of a key run at once; every call has its answer; no lock is left."""
     deploy = deploy_of(page)
     roll(deploy)
@@ -68,7 +63,7 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(
     assert len(deploy.old_locks()) == 1, "that of the other package"
 
 
-def test_rolling_deploy_from_cache_add_never_overlaps(deploy_of: Callable[[str], Deploy]) -> None:
+def test_rolling_deploy_from_cache_add_never_overlaps(deploy_of):
     """In no step do two bodies of a key run at once; every call has its answer; no lock is left."""
     deploy = deploy_of(pages.CACHE)
     roll(deploy)
@@ -107,9 +102,7 @@ def answer_beside(deploy: Deploy, stage: str, other: str, account: str, gates: A
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_old_worker_beside_a_new_one_overlaps(
-    page: str, deploy_of: Callable[[str], Deploy], gates: Any
-) -> None:
+def test_old_worker_beside_a_new_one_overlaps(page, deploy_of, gates):
     """Without the step in between two bodies run at once, and the check of the other tests sees it."""
     deploy = deploy_of(page)
     deploy.workers_of("before", "after")
@@ -122,9 +115,7 @@ def test_old_worker_beside_a_new_one_overlaps(
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_worker_of_the_step_between_excludes_a_new_one(
-    page: str, deploy_of: Callable[[str], Deploy], gates: Any
-) -> None:
+def test_worker_of_the_step_between_excludes_a_new_one(page, deploy_of, gates):
     """While a body runs on one, a call of its key that comes to the other does not run beside it."""
     deploy = deploy_of(page)
     new = "step-2" if page in PEERS else "after"
@@ -137,7 +128,7 @@ def test_worker_of_the_step_between_excludes_a_new_one(
 
 
 @pytest.mark.parametrize("page", PEERS)
-def test_old_producers_are_refused_without_leaving(page: str, deploy_of: Callable[[str], Deploy]) -> None:
+def test_old_producers_are_refused_without_leaving(page, deploy_of):
     """A call that a new worker has run to its end keeps the old lock."""
     deploy = deploy_of(page)
     deploy.edits = [("base=Leaving", "base=SingletonTask")]
@@ -148,7 +139,7 @@ def test_old_producers_are_refused_without_leaving(page: str, deploy_of: Callabl
     assert len(deploy.old_locks()) == 1
 
 
-def test_unlock_before_run_through_the_deploy(deploy_of: Callable[[str], Deploy], gates: Any) -> None:
+def test_unlock_before_run_through_the_deploy(deploy_of, gates):
     """What is published during a run, by old code or new, is accepted, and runs after it."""
     deploy = deploy_of(pages.ONCE)
     deploy.edits = [
@@ -170,7 +161,7 @@ def test_unlock_before_run_through_the_deploy(deploy_of: Callable[[str], Deploy]
     assert overlaps(deploy.journal.entries()) == []
 
 
-def test_crash_in_the_middle_of_the_deploy(deploy_of: Callable[[str], Deploy], gates: Any) -> None:
+def test_crash_in_the_middle_of_the_deploy(deploy_of, gates):
     """A killed worker of the step between is taken over by the new code, which frees the old lock, too."""
     deploy = deploy_of(pages.SINGLETON)
     deploy.edits = [('"on_conflict": "retry"', '"on_conflict": "retry", "lease": 1')]

@@ -1,12 +1,9 @@
 """The troubles that the migration pages name: what the old lock does, and what ours does, side by side."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +12,7 @@ from celery import chord, group
 from celery_once import AlreadyQueued
 
 from celery_setnx import is_skipped
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Worker, wait_until
 from tests.migration import pages, test_rolling
 
 APP = "tests.migration.troublesapp"
@@ -24,7 +20,7 @@ NOWHERE = "nowhere"
 
 
 @pytest.fixture(scope="module")
-def busy(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
+def busy(server, logs) -> Iterator[Worker]:
     """A worker for all tests that kill none."""
     worker = Worker(logs, APP, concurrency=4)
     yield worker
@@ -32,7 +28,7 @@ def busy(server: EmbeddedServer, logs: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def tasks(shop: redis.Redis, journal: Journal) -> Any:
+def tasks(shop, journal) -> Any:
     """The module of tasks, with clean databases."""
     from tests.migration import troublesapp
 
@@ -54,9 +50,7 @@ def received(worker: Worker, result: Any) -> int:
     return worker.log_text().count(f"[{result.id}] received")
 
 
-def test_killed_worker_leaves_its_lock(
-    tasks: Any, shop: redis.Redis, journal: Journal, logs: Path, gates: Any
-) -> None:
+def test_killed_worker_leaves_its_lock(tasks, shop, journal, logs, gates):
     """Theirs refuses, or skips, every further call; ours is taken over."""
     worker = Worker(logs, APP, concurrency=4)
     name = "gated-killed"
@@ -88,9 +82,7 @@ def test_killed_worker_leaves_its_lock(
         worker.kill()
 
 
-def test_run_longer_than_the_timeout(
-    busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal, gates: Any
-) -> None:
+def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates):
     """Theirs lets a second one start beside it, and deletes its lock; ours lasts as long as the run."""
 
     def publish(kind: str, name: str, timeout_s: int) -> Any:
@@ -142,7 +134,7 @@ def test_run_longer_than_the_timeout(
     assert first.get(timeout=20) == name
 
 
-def test_task_that_retries_itself(busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal) -> None:
+def test_task_that_retries_itself(busy, tasks, shop, journal):
     """celery-singleton's is never sent; celery-once's and ours run."""
     lost = tasks.lone["retrying"].delay("again")
     wait_until(lambda: lost.state == "RETRY", "the state of a retry")
@@ -155,7 +147,7 @@ def test_task_that_retries_itself(busy: Worker, tasks: Any, shop: redis.Redis, j
         assert received(busy, result) == 2
 
 
-def test_chord_of_equal_members(busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal) -> None:
+def test_chord_of_equal_members(busy, tasks, shop, journal):
     """celery-singleton's hangs, celery-once's breaks off in the middle, ours counts both members."""
     hangs = chord([tasks.lone["work"].s("equal"), tasks.lone["work"].s("equal")])(tasks.total.s())
     journal.wait_for("postrun", task_id=hangs.parent.results[0].id)
@@ -171,7 +163,7 @@ def test_chord_of_equal_members(busy: Worker, tasks: Any, shop: redis.Redis, jou
     assert counted.get(timeout=20) == 2
 
 
-def test_call_that_expires_in_the_queue(busy: Worker, tasks: Any, shop: redis.Redis) -> None:
+def test_call_that_expires_in_the_queue(busy, tasks, shop):
     """Their lock stays; our mark is freed."""
     late, expires_s = f"late-{uuid.uuid4().hex}", 0.3
     kinds = (tasks.once, tasks.lone, tasks.ours)
@@ -186,7 +178,7 @@ def test_call_that_expires_in_the_queue(busy: Worker, tasks: Any, shop: redis.Re
     assert lock_of(shop, "SINGLETONLOCK_*") is not None
 
 
-def test_task_that_is_ignored(busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal) -> None:
+def test_task_that_is_ignored(busy, tasks, shop, journal):
     """Their lock stays; ours is released."""
     for kind in (tasks.once, tasks.lone, tasks.ours):
         result = kind["ignored"].delay("quiet")
@@ -197,7 +189,7 @@ def test_task_that_is_ignored(busy: Worker, tasks: Any, shop: redis.Redis, journ
     assert not tasks.ours["ignored"].apply_async(("quiet",), queue=NOWHERE).deduplicated
 
 
-def test_argument_that_json_changes(busy: Worker, tasks: Any, shop: redis.Redis, journal: Journal) -> None:
+def test_argument_that_json_changes(busy, tasks, shop, journal):
     """celery-once's lock of a tuple stays after the end; ours is that of the list."""
     for kind in (tasks.once, tasks.ours):
         result = kind["work"].delay((1, 2))
@@ -209,9 +201,7 @@ def test_argument_that_json_changes(busy: Worker, tasks: Any, shop: redis.Redis,
     assert tasks.ours["work"].lock_key((1, 2)) == tasks.ours["work"].lock_key([1, 2])
 
 
-def test_call_that_is_published_during_the_run(
-    busy: Worker, tasks: Any, journal: Journal, gates: Any
-) -> None:
+def test_call_that_is_published_during_the_run(busy, tasks, journal, gates):
     """With unlock_before_run both bodies run at once; with until_started the second waits."""
     name = "gated-early"
     for task, starts in ((tasks.once_early, 2), (tasks.ours_early, 1)):
@@ -230,7 +220,7 @@ def test_call_that_is_published_during_the_run(
         assert [first.get(timeout=20), second.get(timeout=20)] == [name, name]
 
 
-def test_call_by_its_name_only(busy: Worker, tasks: Any, journal: Journal, gates: Any) -> None:
+def test_call_by_its_name_only(busy, tasks, journal, gates):
     """send_task asks neither peer: two bodies run at once. Ours meets the lock when it starts."""
     for kind in ("once", "lone"):
         name = f"gated-named-{kind}"
@@ -248,7 +238,7 @@ def test_call_by_its_name_only(busy: Worker, tasks: Any, journal: Journal, gates
     assert first.get(timeout=20) == name
 
 
-def test_call_by_keyword(tasks: Any) -> None:
+def test_call_by_keyword(tasks):
     """celery-singleton makes two keys of one call; we make one."""
     options = {"queue": NOWHERE}
     lone, ours = tasks.lone["work"], tasks.ours["work"]
@@ -256,7 +246,7 @@ def test_call_by_keyword(tasks: Any) -> None:
     assert ours.apply_async(("a",), **options).id == ours.apply_async((), {"name": "a"}, **options).id
 
 
-def test_number_and_text(tasks: Any) -> None:
+def test_number_and_text(tasks):
     """celery-once makes one key of 1 and "1"; we make two."""
     tasks.once["work"].apply_async((1,), queue=NOWHERE)
     with pytest.raises(AlreadyQueued):
@@ -265,7 +255,7 @@ def test_number_and_text(tasks: Any) -> None:
     assert not tasks.ours["work"].apply_async(("1",), queue=NOWHERE).deduplicated
 
 
-def test_argument_that_is_no_json(tasks: Any) -> None:
+def test_argument_that_is_no_json(tasks):
     """celery-singleton has no key for a UUID; we have."""
     account = uuid.uuid4()
     with pytest.raises(TypeError):
@@ -274,7 +264,7 @@ def test_argument_that_is_no_json(tasks: Any) -> None:
     assert tasks.ours["work"].apply_async((account,), queue=NOWHERE).id == first.id
 
 
-def test_apply_beside_a_queued_call(tasks: Any, shop: redis.Redis) -> None:
+def test_apply_beside_a_queued_call(tasks, shop):
     """The end of an eager call deletes the queued call's lock of theirs; it leaves our mark alone."""
     for kind in (tasks.once, tasks.lone, tasks.ours):
         kind["work"].apply_async(("eager",), queue=NOWHERE)
@@ -288,7 +278,7 @@ def test_apply_beside_a_queued_call(tasks: Any, shop: redis.Redis) -> None:
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_every_test_that_a_page_names_is_here(page: str) -> None:
+def test_every_test_that_a_page_names_is_here(page):
     """What a page says is shown is shown."""
     named = set(re.findall(r"`(test_\w+)`", pages.text(page)))
     assert named

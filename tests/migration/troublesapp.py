@@ -1,7 +1,5 @@
 """The same bodies under celery-once, celery-singleton, celery-heimdall, cache.add and our own lock."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

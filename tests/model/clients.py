@@ -1,7 +1,5 @@
 """What clients do: tasks of ours, those who clean up after them, and the classic recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

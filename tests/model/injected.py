@@ -1,7 +1,5 @@
 """The real scripts on a clock of the test's own: the line that reads TIME reads a key instead."""
 
-from __future__ import annotations
-
 from hashlib import sha1
 from typing import Any
 

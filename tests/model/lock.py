@@ -4,8 +4,6 @@ Each says what the script of its name says, word for word; tests/test_differenti
 decision that a seeded mutant turns around is a method of its own.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any, NamedTuple

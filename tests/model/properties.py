@@ -1,7 +1,5 @@
 """What must be true of every step, and of every state that can be reached."""
 
-from __future__ import annotations
-
 from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, grant_in
 from tests.model.lock import MS, NUMBER, Lock, Record, purge, seconds, task_of

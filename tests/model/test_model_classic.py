@@ -1,7 +1,5 @@
 """Our lock beside the classic recipe: rule 5, and the conditions under which it suffices."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_lock_and_recipe_exclude_each_other(strict: bool) -> None:
+def test_lock_and_recipe_exclude_each_other(strict):
     """On a free key, and past either's death, ours and a prompt classic client never run together."""
     world = World(
         Ours("a", beats=1),
@@ -32,7 +30,7 @@ def test_lock_and_recipe_exclude_each_other(strict: bool) -> None:
     assert slowest_acquire(world.lock, result, 8) <= 8
 
 
-def test_lock_holds_beside_prompt_classic_losers() -> None:
+def test_lock_holds_beside_prompt_classic_losers():
     """Losers that do not pause may overwrite the value, if our lease <= their timeout + 1."""
     world = World(
         Ours("a", lease=4, beats=2),
@@ -49,7 +47,7 @@ def test_lock_holds_beside_prompt_classic_losers() -> None:
     assert slowest_acquire(world.lock, result, 8) <= 8
 
 
-def test_longer_lease_than_the_recipes_is_not_safe_beside_it() -> None:
+def test_longer_lease_than_the_recipes_is_not_safe_beside_it():
     """What is not promised: with lease > timeout + 1 a loser's value lets another classic client in."""
     world = World(Ours("a", lease=8), Classic(timeout=1), Classic(timeout=1), store=DEAD_CLASSIC, ticks=10)
     result = explore(world, [exclusion])
@@ -57,7 +55,7 @@ def test_longer_lease_than_the_recipes_is_not_safe_beside_it() -> None:
     assert result.broken == "exclusion"
 
 
-def test_pausing_classic_client_breaks_exclusion() -> None:
+def test_pausing_classic_client_breaks_exclusion():
     """What is not promised: a loser that pauses between clock and GETSET ends our lease early."""
     world = World(
         Ours("a", lease=4),
@@ -71,7 +69,7 @@ def test_pausing_classic_client_breaks_exclusion() -> None:
     assert result.broken == "exclusion"
 
 
-def test_recipe_alone_breaks_exclusion() -> None:
+def test_recipe_alone_breaks_exclusion():
     """F2: three classic clients with equal timeouts, one of which pauses, need nobody else."""
     world = World(
         Classic(timeout=1, pauses=True), Classic(timeout=1), Classic(timeout=1), store=DEAD_CLASSIC, ticks=8

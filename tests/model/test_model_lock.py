@@ -3,8 +3,6 @@
 `MODEL_SCALE=10` allows more time, crashes and lost replies.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -84,7 +82,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_lock_holds_in_every_interleaving(name: str) -> None:
+def test_lock_holds_in_every_interleaving(name):
     """No interleaving breaks a property, and from every state a lone client acquires in bounded time."""
     world = WORLDS[name]()
     result = explore(world, SAFETY)
@@ -93,7 +91,7 @@ def test_lock_holds_in_every_interleaving(name: str) -> None:
     assert slowest_acquire(world.lock, result, LONGEST) <= LONGEST
 
 
-def test_fences_rise_when_redis_loses_its_data() -> None:
+def test_fences_rise_when_redis_loses_its_data():
     """Fences rise across a loss of all data, though exclusion does not survive it."""
     result = explore(
         World(Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP), ticks=5, wipes=1 + DEEP),
@@ -103,7 +101,7 @@ def test_fences_rise_when_redis_loses_its_data() -> None:
     assert not result.broken, str(result)
 
 
-def test_exclusion_does_not_survive_a_loss_of_data() -> None:
+def test_exclusion_does_not_survive_a_loss_of_data():
     """What is not promised: two holders after Redis lost its data."""
     result = explore(World(Ours("a"), Ours("b"), ticks=3, wipes=1), SAFETY)
     assert result.broken == "exclusion"

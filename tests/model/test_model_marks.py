@@ -1,7 +1,5 @@
 """Marks: at most one call queued (or running), no mark outlives its lease, no call is dropped for a ghost."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 
@@ -35,7 +33,7 @@ def call(task: str, until_done: bool, **options: int) -> Call:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_marks_hold_in_every_interleaving(name: str) -> None:
+def test_marks_hold_in_every_interleaving(name):
     """Two calls, crashes, lost replies, lapsed marks: every property holds, and no mark blocks for long."""
     until_done, options = WORLDS[name]
     world = World(
@@ -55,7 +53,7 @@ def test_marks_hold_in_every_interleaving(name: str) -> None:
 
 
 @pytest.mark.parametrize("until_done", [False, True])
-def test_marks_hold_beside_calls_without_marks(until_done: bool) -> None:
+def test_marks_hold_beside_calls_without_marks(until_done):
     """A third call that has no mark excludes the others at run time, and leaves their marks alone."""
     world = World(
         call("a", until_done),
@@ -78,9 +76,7 @@ class NeverSent(Call):
 
 @pytest.mark.parametrize(("grace", "holds"), [(GRACE, True), (QUEUE_LEASE, False)])
 @pytest.mark.parametrize("until_done", [False, True])
-def test_publisher_that_dies_before_the_send_blocks_for_the_grace_lease(
-    until_done: bool, grace: int, holds: bool
-) -> None:
+def test_publisher_that_dies_before_the_send_blocks_for_the_grace_lease(until_done, grace, holds):
     """A mark whose message was never sent is gone after the grace lease; in one phase it would not be."""
     dead = NeverSent("a", until_done=until_done, queue_lease=QUEUE_LEASE, grace=grace)
     world = World(dead, ticks=2, crashes=1, losses=1)

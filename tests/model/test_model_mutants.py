@@ -1,7 +1,5 @@
 """Every property has teeth: each of these mistakes is found, by the property that it should break."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -660,7 +658,7 @@ WAITERS: dict[str, tuple[Property[Scene] | str, Waiters]] = {
 
 
 @pytest.mark.parametrize("name", WAITERS)
-def test_mutant_of_the_line_is_killed(name: str) -> None:
+def test_mutant_of_the_line_is_killed(name):
     """The mistake loses a call, runs it twice, or lets one overtake."""
     must_break, world = WAITERS[name]
     if isinstance(must_break, str):
@@ -673,7 +671,7 @@ def test_mutant_of_the_line_is_killed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_killed(name: str) -> None:
+def test_mutant_is_killed(name):
     """The mistake breaks its property."""
     must_break, world = MUTANTS[name]
     result = explore(world, [must_break])
@@ -681,7 +679,7 @@ def test_mutant_is_killed(name: str) -> None:
     assert result.broken == must_break.__name__
 
 
-def test_mutant_that_never_takes_over_is_killed() -> None:
+def test_mutant_that_never_takes_over_is_killed():
     """Without take-over a dead lock is not acquired within its lease."""
     lease = 3
     for lock, holds in ((Lock(), True), (NeverTakesOver(), False)):
@@ -690,7 +688,7 @@ def test_mutant_that_never_takes_over_is_killed() -> None:
 
 
 @pytest.mark.parametrize("until_done", [False, True])
-def test_mutant_that_marks_for_ever_is_killed(until_done: bool) -> None:
+def test_mutant_that_marks_for_ever_is_killed(until_done):
     """A mark without a lease blocks its key for ever once the call is lost."""
     world = World(*calls(until_done), lock=MarksForEver(), ticks=4, crashes=1)
     assert slowest_publish(world.lock, explore(world, []), 1_000, until_done=until_done) > 1_000

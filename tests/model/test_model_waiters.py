@@ -3,8 +3,6 @@
 `MODEL_SCALE=10` has more calls, more workers and more that goes wrong.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -49,7 +47,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_no_wake_is_lost_in_any_interleaving(name: str) -> None:
+def test_no_wake_is_lost_in_any_interleaving(name):
     """From every state every call may still end; on no way to that one runs twice or overtakes."""
     world = WORLDS[name]()
     result = explore(world, SAFE, goal=world.is_over)
@@ -58,7 +56,7 @@ def test_no_wake_is_lost_in_any_interleaving(name: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["", "a", *["ab"] * DEEP])
-def test_no_call_is_lost_when_its_worker_and_the_next_die(late: str) -> None:
+def test_no_call_is_lost_when_its_worker_and_the_next_die(late):
     """Whatever a call that is acknowledged late has begun before its worker died, it ends."""
     world = Waiters("ab", late=late, crashes=2)
     result = explore(world, [at_most_once], goal=world.all_end)
@@ -67,7 +65,7 @@ def test_no_call_is_lost_when_its_worker_and_the_next_die(late: str) -> None:
 
 
 @pytest.mark.parametrize("crashes", [0, 1])
-def test_no_call_is_lost_with_the_data(crashes: int) -> None:
+def test_no_call_is_lost_with_the_data(crashes):
     """When Redis loses its data every waiting call runs all the same, perhaps beside another or twice."""
     world = Waiters("ab", wipes=1 + DEEP, crashes=crashes)
     result = explore(world, [], goal=world.all_end)
@@ -77,7 +75,7 @@ def test_no_call_is_lost_with_the_data(crashes: int) -> None:
     assert explore(world, [at_most_once]).broken
 
 
-def test_no_call_is_lost_when_a_lease_ends_too_soon() -> None:
+def test_no_call_is_lost_when_a_lease_ends_too_soon():
     """A holder that stands still past its lease runs beside the next one; that loses or repeats no call."""
     world = Waiters("ab", lapses=1, crashes=1)
     result = explore(world, [at_most_once], goal=world.is_over)

@@ -5,8 +5,6 @@ length of every pause is covered, and there are few states however often a couri
 message at a time; a call is acknowledged when it is taken, or (`late`) when it has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple

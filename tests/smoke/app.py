@@ -1,7 +1,5 @@
 """The app that the worker containers run, and its tasks for any app. The journal is standard output."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -8,8 +8,6 @@ the wheel SMOKE_WHEEL, or one that is built now. Servers live for the whole run,
 test has queues and keys of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -29,7 +27,6 @@ from pytest_celery import (
     REDIS_CONTAINER_TIMEOUT,
     CeleryTestBackend,
     CeleryTestBroker,
-    CeleryTestSetup,
     CeleryTestWorker,
     CeleryWorkerCluster,
 )
@@ -82,7 +79,7 @@ def docker_client() -> docker.DockerClient:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     """The package as users get it."""
     if "SMOKE_WHEEL" in os.environ:
         return Path(os.environ["SMOKE_WHEEL"])
@@ -94,9 +91,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def worker_image(
-    docker_client: docker.DockerClient, wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def worker_image(docker_client, wheel, tmp_path_factory) -> Iterator[Any]:
     """The wheel, and of the tests only what a worker runs."""
     context = tmp_path_factory.mktemp("context")
     shutil.copy(wheel, context)
@@ -158,13 +153,13 @@ other_worker_container = worker_container()
 
 
 @pytest.fixture(params=BROKERS)
-def celery_broker(request: pytest.FixtureRequest) -> CeleryTestBroker:
+def celery_broker(request) -> CeleryTestBroker:
     """Each broker in turn. The locks live in `lock_server` whatever it is."""
     return request.getfixturevalue(f"celery_{request.param}_broker")
 
 
 @pytest.fixture
-def celery_backend(celery_redis_backend: CeleryTestBackend) -> CeleryTestBackend:
+def celery_backend(celery_redis_backend) -> CeleryTestBackend:
     """The Redis of results and gates."""
     return celery_redis_backend
 
@@ -183,7 +178,7 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def celery_setup_app(celery_setup_app: Any, settings: dict[str, Any], lock_server: RedisServer) -> Any:
+def celery_setup_app(celery_setup_app, settings, lock_server) -> Any:
     """The app of the test process."""
     celery_setup_app.conf.update({**settings, "setnx_url": lock_server.host_url})
     return celery_setup_app
@@ -195,7 +190,7 @@ def default_worker_container_cls() -> type[WorkerContainer]:
 
 
 @pytest.fixture
-def default_worker_command(settings: dict[str, Any]) -> list[str]:
+def default_worker_command(settings) -> list[str]:
     return [
         "celery", "-A", "tests.smoke.app", "worker", "-c", "2", "-l", "INFO",
         "-n", f"{WorkerContainer.worker_name()}@%h", "-Q", settings["task_default_queue"],
@@ -204,12 +199,7 @@ def default_worker_command(settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def default_worker_env(
-    default_worker_env: dict[str, str],
-    celery_backend: CeleryTestBackend,
-    settings: dict[str, Any],
-    lock_server: RedisServer,
-) -> dict[str, str]:
+def default_worker_env(default_worker_env, celery_backend, settings, lock_server) -> dict[str, str]:
     """Where the servers are, seen from a container."""
     conf = {**settings, "setnx_url": lock_server.url}
     if default_worker_env["CELERY_BROKER_URL"].startswith("redis:"):
@@ -219,20 +209,18 @@ def default_worker_env(
 
 
 @pytest.fixture
-def celery_worker(celery_setup_worker: CeleryTestWorker) -> CeleryTestWorker:
+def celery_worker(celery_setup_worker) -> CeleryTestWorker:
     return celery_setup_worker
 
 
 @pytest.fixture
-def celery_worker_cluster(
-    celery_worker: CeleryTestWorker, other_worker_container: WorkerContainer, default_worker_app: Any
-) -> CeleryWorkerCluster:
+def celery_worker_cluster(celery_worker, other_worker_container, default_worker_app) -> CeleryWorkerCluster:
     """Two workers of one queue."""
     return CeleryWorkerCluster(celery_worker, CeleryTestWorker(other_worker_container, default_worker_app))
 
 
 @pytest.fixture
-def workers(celery_setup: CeleryTestSetup) -> tuple[CeleryTestWorker, ...]:
+def workers(celery_setup) -> tuple[CeleryTestWorker, ...]:
     """Both workers, ready."""
     workers = celery_setup.worker_cluster.nodes
     for worker in workers:
@@ -241,26 +229,26 @@ def workers(celery_setup: CeleryTestSetup) -> tuple[CeleryTestWorker, ...]:
 
 
 @pytest.fixture
-def journal(workers: tuple[CeleryTestWorker, ...]) -> Logs:
+def journal(workers) -> Logs:
     """What happens in the test's workers, whatever is done to them."""
     return Logs(worker.container for worker in workers)
 
 
 @pytest.fixture
-def tasks(celery_setup: CeleryTestSetup, workers: tuple[CeleryTestWorker, ...]) -> Any:
+def tasks(celery_setup, workers) -> Any:
     """The tasks that the workers run."""
     return make_tasks(celery_setup.app)
 
 
 @pytest.fixture
-def control(celery_setup: CeleryTestSetup) -> Iterator[redis.Redis]:
+def control(celery_setup) -> Iterator[redis.Redis]:
     """The Redis in which bodies count and wait."""
     with redis.Redis.from_url(celery_setup.backend.container.host_url) as client:
         yield client
 
 
 @pytest.fixture
-def gates(control: redis.Redis) -> Callable[[str], None]:
+def gates(control) -> Callable[[str], None]:
     """Call it with a name to let one body of that name go on."""
 
     def open_gate(name: str) -> None:
@@ -271,7 +259,7 @@ def gates(control: redis.Redis) -> Callable[[str], None]:
 
 
 @pytest.fixture(autouse=True)
-def locks(lock_server: RedisServer) -> Iterator[redis.Redis]:
+def locks(lock_server) -> Iterator[redis.Redis]:
     """A client of the lock server; after every test all of its keys must have a TTL."""
     with redis.Redis.from_url(lock_server.host_url, decode_responses=True) as client:
         yield client
@@ -287,6 +275,6 @@ def name() -> str:
 
 
 @pytest.fixture
-def failovers(request: pytest.FixtureRequest) -> list[float]:
+def failovers(request) -> list[float]:
     """Seconds from a holder's end to the next body, under a lease of LEASE_S, for the table."""
     return request.config.stash[_FAILOVERS][request.node.callspec.params["celery_broker"]]

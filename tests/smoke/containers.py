@@ -1,7 +1,5 @@
 """The containers of these tests: servers that can be paused, and workers whose log is the journal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

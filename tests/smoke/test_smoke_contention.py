@@ -1,18 +1,12 @@
 """Two workers in two containers want the same lock."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from celery_setnx import is_skipped
-from tests.smoke.containers import Logs, call_on
+from tests.smoke.containers import call_on
 
 CALLS = 15
 
 
-def test_calls_of_two_workers_run_one_at_a_time(
-    tasks: Any, workers: Any, journal: Logs, control: Any, name: str
-) -> None:
+def test_calls_of_two_workers_run_one_at_a_time(tasks, workers, journal, control, name):
     """A number that bodies in both containers count up in two steps misses nobody."""
     results = [call_on(worker, tasks.count, name) for _ in range(CALLS) for worker in workers]
     for result in results:
@@ -23,9 +17,7 @@ def test_calls_of_two_workers_run_one_at_a_time(
     assert {entry["host"] for entry in counted} == {worker.container.id[:12] for worker in workers}
 
 
-def test_skipped_call_names_the_other_container(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
-) -> None:
+def test_skipped_call_names_the_other_container(tasks, workers, journal, gates, name):
     """The result of a call that is skipped says which container has the lock."""
     holder, other = workers
     first = call_on(holder, tasks.work, name)

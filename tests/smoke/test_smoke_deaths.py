@@ -1,13 +1,11 @@
 """The holder's container dies, or is restarted."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any
 
 from tests.harness import wait_until
-from tests.smoke.containers import Logs, call_on
+from tests.smoke.containers import call_on
 
 
 def started_on(workers: Any, start: dict[str, Any]) -> tuple[Any, Any]:
@@ -16,9 +14,7 @@ def started_on(workers: Any, start: dict[str, Any]) -> tuple[Any, Any]:
     return (first, second) if first.container.id.startswith(start["host"]) else (second, first)
 
 
-def test_second_call_takes_over_from_a_killed_container(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str, failovers: list[float]
-) -> None:
+def test_second_call_takes_over_from_a_killed_container(tasks, workers, journal, gates, name, failovers):
     """docker kill -9 of the holder: the call that waits takes its lock over, and names it."""
     holder, other = workers
     first = call_on(holder, tasks.work, name)
@@ -40,9 +36,7 @@ def test_second_call_takes_over_from_a_killed_container(
     assert journal.words(first.id) == ["acquired", "start"]
 
 
-def test_killed_containers_call_is_delivered_again(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
-) -> None:
+def test_killed_containers_call_is_delivered_again(tasks, workers, journal, gates, name):
     """docker kill -9 of the holder with acks_late: its call comes again, waits for its lock, ends once."""
     # Longer than Redis takes to deliver again, so that the lock is met on every broker.
     result = tasks.late.apply_async([name], singleton={"lease": 15})
@@ -61,9 +55,7 @@ def test_killed_containers_call_is_delivered_again(
     assert len(journal.wait_for("end", task_id=result.id)) == 1
 
 
-def test_warm_restart_lets_the_holder_end(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
-) -> None:
+def test_warm_restart_lets_the_holder_end(tasks, workers, journal, gates, name):
     """docker restart: the body ends first and gives its lock back; the call that waits runs next."""
     holder, other = workers
     first = call_on(holder, tasks.work, name)
@@ -89,9 +81,7 @@ def test_warm_restart_lets_the_holder_end(
     assert third.get(timeout=20) == name
 
 
-def test_impatient_restart_runs_the_call_once_more(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str, failovers: list[float]
-) -> None:
+def test_impatient_restart_runs_the_call_once_more(tasks, workers, journal, gates, name, failovers):
     """docker restart that kills after a second, with acks_late: the call runs again, and ends once."""
     result = tasks.late.delay(name)
     (start,) = journal.wait_for("start", task_id=result.id)

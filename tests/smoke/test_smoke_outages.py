@@ -1,7 +1,5 @@
 """A broker or the lock's Redis stands still, or the holder's container loses its network."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -14,8 +12,8 @@ from tests.smoke.containers import Logs, call_on
 
 
 def test_broker_pause_longer_than_the_lease_leaves_the_lock_alone(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str, celery_broker: Any
-) -> None:
+    tasks, workers, journal, gates, name, celery_broker
+):
     """docker pause of the broker: the lock lives elsewhere and is renewed; all calls end."""
     holder, other = workers
     first = call_on(holder, tasks.work, name)
@@ -35,8 +33,8 @@ def test_broker_pause_longer_than_the_lease_leaves_the_lock_alone(
 # Nothing of this goes by way of the broker.
 @pytest.mark.parametrize("celery_broker", ["redis"], indirect=True)
 def test_lock_servers_pause_shorter_than_the_lease_keeps_the_lock(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str, lock_server: Any
-) -> None:
+    tasks, workers, journal, gates, name, lock_server
+):
     """docker pause of the lock's Redis: a renewal fails and is repeated; the holder is never in doubt."""
     holder, _other = workers
     result = call_on(holder, tasks.work, name, singleton={"lease": 15})

@@ -1,19 +1,14 @@
 """A call is revoked: while it holds its lock, and while it is queued under its mark."""
 
-from __future__ import annotations
-
 import uuid
-from typing import Any
 
 from tests.harness import wait_until
-from tests.smoke.containers import Logs, call_on
+from tests.smoke.containers import call_on
 
 LEASE_S = 60
 
 
-def test_revoked_holder_frees_its_lock_at_once(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
-) -> None:
+def test_revoked_holder_frees_its_lock_at_once(tasks, workers, journal, gates, name):
     """revoke(terminate=True): the worker frees the lock long before its lease ends."""
     holder, other = workers
     first = call_on(holder, tasks.work, name, singleton={"lease": LEASE_S})
@@ -29,9 +24,7 @@ def test_revoked_holder_frees_its_lock_at_once(
     assert journal.entries(what="end", task_id=first.id) == []
 
 
-def test_revoked_queued_call_frees_its_mark(
-    tasks: Any, workers: Any, journal: Logs, gates: Any, name: str
-) -> None:
+def test_revoked_queued_call_frees_its_mark(tasks, workers, journal, gates, name):
     """A queued call is revoked: its mark is freed, so the next call is published, and runs."""
     blockers = [call_on(worker, tasks.work, f"gated-{uuid.uuid4().hex}") for worker in workers * 2]
     journal.wait_for("start", 4)  # every process of both workers is busy

@@ -1,7 +1,5 @@
 """`python -m tests.soak --seconds 60`: the soak, then every mutant, which must be caught."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

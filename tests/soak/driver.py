@@ -1,7 +1,5 @@
 """The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

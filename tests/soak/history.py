@@ -1,7 +1,5 @@
 """The history of a soak: one line per record, each appended by one write, in one file for all processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """One process of the soak: acquire, critical section, renew, release, for as long as it is let."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

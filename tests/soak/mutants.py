@@ -1,7 +1,5 @@
 """Seeded mutants of the lock: each one has a flaw that the soak must find."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 import time

@@ -1,7 +1,5 @@
 """`celery setnx` in a real terminal: what a person sees, types, and ends with Ctrl-C. Needs tmux."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -13,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import redis
 
 from celery_setnx.process import identity
 from examples.embedded import EmbeddedServer
@@ -84,14 +81,14 @@ def terminal() -> Iterator[Terminal]:
 
 
 @pytest.fixture
-def cli(locks: redis.Redis) -> ModuleType:
+def cli(locks) -> ModuleType:
     """The app that is asked about."""
     from tests import cliapp
 
     return cliapp
 
 
-def test_list_in_a_terminal(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+def test_list_in_a_terminal(terminal, cli, locks):
     """A table with a heading, a line for each lock, and their number."""
     held = hold(locks, cli.sync, 7)
     terminal.run("list")
@@ -102,9 +99,7 @@ def test_list_in_a_terminal(terminal: Terminal, cli: ModuleType, locks: redis.Re
     assert lines[2:4] == ["1 lock under t:{...}.", "code=0"]
 
 
-def test_watch_shows_locks_as_they_come_and_go(
-    terminal: Terminal, cli: ModuleType, locks: redis.Redis
-) -> None:
+def test_watch_shows_locks_as_they_come_and_go(terminal, cli, locks):
     """The table is drawn anew until Ctrl-C, which is no error."""
     terminal.run("watch", "--interval", "0.2")
     terminal.shows("TASK", "DEADLINE", "0 locks")
@@ -116,7 +111,7 @@ def test_watch_shows_locks_as_they_come_and_go(
     assert "Traceback" not in terminal.shows("code=0")
 
 
-def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal: Terminal, cli: ModuleType) -> None:
+def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
     """An operator who watches an outage sees it begin and end."""
     with EmbeddedServer() as server:
         terminal.run("watch", "--interval", "0.1", environment=f"SETNX_TEST_LOCK_URL={server.url()}")
@@ -129,7 +124,7 @@ def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal: Terminal, c
         terminal.shows("code=0")
 
 
-def test_watch_shows_what_fits_the_screen(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+def test_watch_shows_what_fits_the_screen(terminal, cli, locks):
     """The rest is counted."""
     for customer in range(HEIGHT + 10):
         hold(locks, cli.sync, customer)
@@ -139,7 +134,7 @@ def test_watch_shows_what_fits_the_screen(terminal: Terminal, cli: ModuleType, l
     terminal.shows("code=0")
 
 
-def test_watch_without_rich_names_the_extra(tmp_path: Path, cli: ModuleType) -> None:
+def test_watch_without_rich_names_the_extra(tmp_path, cli):
     """What to install."""
     (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -151,7 +146,7 @@ def test_watch_without_rich_names_the_extra(tmp_path: Path, cli: ModuleType) -> 
     assert done.returncode == 1
 
 
-def test_release_asks_in_a_terminal(terminal: Terminal, cli: ModuleType, locks: redis.Redis) -> None:
+def test_release_asks_in_a_terminal(terminal, cli, locks):
     """A typed n changes nothing; a typed y releases."""
     held = stale(locks, cli.sync, 7, where={**identity(), "host": "other"})
     terminal.run("release", held.key)

@@ -1,7 +1,5 @@
 """The app of these tests: for a worker as the environment says, and made anew for any topology."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

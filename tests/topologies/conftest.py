@@ -1,7 +1,5 @@
 """The topologies, workers whose locks live there, and a table at the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -13,8 +11,7 @@ from typing import Any, NoReturn
 import pytest
 from docker.errors import DockerException
 
-from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import Worker
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
 from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, tls_server
 
@@ -47,20 +44,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture
-def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def note(request) -> Callable[[str], None]:
     """Adds a line below the table."""
     return request.config.stash[_NOTES].append
 
 
 @pytest.fixture
-def failovers(request: pytest.FixtureRequest) -> list[float]:
+def failovers(request) -> list[float]:
     """Seconds of each failover of this module's topology, for the table."""
     topology = Path(request.path).stem.removeprefix("test_topology_")
     return request.config.stash[_FAILOVERS].setdefault(topology, [])
 
 
 @pytest.fixture(scope="session")
-def sentinels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentinels]:
+def sentinels(tmp_path_factory) -> Iterator[Sentinels]:
     """A master, two replicas and three Sentinels."""
     sentinels = Sentinels(tmp_path_factory.mktemp("sentinels"))
     try:
@@ -71,7 +68,7 @@ def sentinels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentinels]:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of three masters."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
@@ -82,13 +79,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+def certificates(tmp_path_factory) -> Certificates:
     """Made anew for every run."""
     return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
 
 
 @pytest.fixture(scope="session")
-def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[Server]:
+def secured(tmp_path_factory, certificates) -> Iterator[Server]:
     """A server that speaks nothing but TLS."""
     server = tls_server(tmp_path_factory.mktemp("secured"), certificates)
     if server is None:
@@ -122,7 +119,7 @@ def name() -> str:
 
 
 @pytest.fixture
-def tasks_of(server: EmbeddedServer, journal: Journal) -> Callable[..., Any]:
+def tasks_of(server, journal) -> Callable[..., Any]:
     """The tasks of an app with these settings, in this process. The journal is empty."""
 
     def tasks_of(**conf: Any) -> Any:
@@ -134,7 +131,7 @@ def tasks_of(server: EmbeddedServer, journal: Journal) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def work_with(tasks_of: Callable[..., Any], logs: Path) -> Iterator[Callable[..., Any]]:
+def work_with(tasks_of, logs) -> Iterator[Callable[..., Any]]:
     """Starts a worker with these settings; returns the same tasks in this process, and the worker."""
     workers: list[Worker] = []
 

@@ -1,7 +1,5 @@
 """A process that increments an unprotected counter under a lock: `python -m tests.topologies.incrementer`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """A RabbitMQ in a container, which dies with the test process; or the one that AMQP_URL names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sentinels, a cluster, and a server with TLS: real processes that die with the test process."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A worker whose user may do what the documentation names, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +9,6 @@ import redis
 from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.connection import client_for
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal
-from tests.topologies.servers import Cluster
 
 NEEDED = [
     *("eval", "evalsha", "time", "get", "exists", "set", "getset", "del", "pttl", "pexpire", "pexpireat"),
@@ -36,13 +32,13 @@ def limited() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def settings(limited: EmbeddedServer) -> dict[str, Any]:
+def settings(limited) -> dict[str, Any]:
     """Locks of that user, under the default prefix."""
     return {"setnx_url": limited.url().replace("redis://", "redis://locker:pw@"), "setnx_prefix": "setnx"}
 
 
 @pytest.fixture
-def refused(limited: EmbeddedServer) -> Callable[[], set[str]]:
+def refused(limited) -> Callable[[], set[str]]:
     """What the server has refused so far."""
 
     def refused() -> set[str]:
@@ -52,9 +48,7 @@ def refused(limited: EmbeddedServer) -> Callable[[], set[str]]:
     return refused
 
 
-def test_guarded_task_runs_with_the_needed_commands_alone(
-    work_with: Any, settings: Any, refused: Any, journal: Journal, gates: Any, name: str
-) -> None:
+def test_guarded_task_runs_with_the_needed_commands_alone(work_with, settings, refused, journal, gates, name):
     """Locked, marked, renewed and released by a user with eleven commands and one key pattern."""
     tasks = work_with(**settings)
     result = tasks.once.delay(name)
@@ -71,9 +65,7 @@ def test_guarded_task_runs_with_the_needed_commands_alone(
     assert "cannot lock" not in tasks.worker.log_text()
 
 
-def test_idle_connection_is_used_again_without_further_commands(
-    tasks_of: Any, settings: Any, refused: Any
-) -> None:
+def test_idle_connection_is_used_again_without_further_commands(tasks_of, settings, refused):
     """After its idle time the client tries a connection before it uses it."""
     tasks = tasks_of(**settings)
     assert tasks.work.locked("a") is None
@@ -85,7 +77,7 @@ def test_idle_connection_is_used_again_without_further_commands(
     assert "ping" not in refused()
 
 
-def test_another_database_needs_select(tasks_of: Any, limited: EmbeddedServer) -> None:
+def test_another_database_needs_select(tasks_of, limited):
     """The error names it."""
     url = limited.url(1).replace("redis://", "redis://locker:pw@")
     with pytest.raises(LockRefused, match="'select' command"):
@@ -93,7 +85,7 @@ def test_another_database_needs_select(tasks_of: Any, limited: EmbeddedServer) -
 
 
 @pytest.fixture
-def limit(cluster: Cluster) -> Iterator[Callable[[list[str]], str]]:
+def limit(cluster) -> Iterator[Callable[[list[str]], str]]:
     """The cluster's URL for a user who may do only that."""
 
     def limit(commands: list[str]) -> str:
@@ -106,7 +98,7 @@ def limit(cluster: Cluster) -> Iterator[Callable[[list[str]], str]]:
         node.ask("ACL", "DELUSER", "locker")
 
 
-def test_cluster_needs_two_commands_more(work_with: Any, limit: Any, journal: Journal) -> None:
+def test_cluster_needs_two_commands_more(work_with, limit, journal):
     """CLUSTER SLOTS and COMMAND, with which the client finds the nodes and the keys of a command."""
     tasks = work_with(setnx_url=limit(IN_CLUSTER), setnx_prefix="setnx")
     assert tasks.once.delay("a").get(timeout=10) == "a"
@@ -115,7 +107,7 @@ def test_cluster_needs_two_commands_more(work_with: Any, limit: Any, journal: Jo
 
 
 @pytest.mark.parametrize("missing", ["cluster|slots", "command", "evalsha"])
-def test_missing_command_of_a_cluster_is_named(tasks_of: Any, limit: Any, missing: str) -> None:
+def test_missing_command_of_a_cluster_is_named(tasks_of, limit, missing):
     """An error of ours that names what is missing."""
     url = limit([command for command in IN_CLUSTER if command != missing])
     app = tasks_of(setnx_url=url).app

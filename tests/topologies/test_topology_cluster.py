@@ -1,13 +1,10 @@
 """Locks on a Redis Cluster."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +14,14 @@ from celery_setnx.connection import client_for
 from celery_setnx.keeper import Keeper
 from celery_setnx.keys import mark_name, record_name
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
-from tests.harness import Journal, wait_until
+from tests.harness import wait_until
 from tests.topologies.servers import Cluster, Server
 
 PROCESSES, TIMES, MOVES = 4, 150, 20
 
 
 @pytest.fixture
-def settings(cluster: Cluster) -> Iterator[dict[str, Any]]:
+def settings(cluster) -> Iterator[dict[str, Any]]:
     """Locks on the empty cluster; afterwards every key of ours must have a TTL."""
     for node in cluster.nodes:
         node.ask("FLUSHALL")
@@ -35,14 +32,12 @@ def settings(cluster: Cluster) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def client(tasks_of: Callable[..., Any], settings: Any) -> Any:
+def client(tasks_of, settings) -> Any:
     """The client that the app's locks have."""
     return client_for(tasks_of(**settings).app)
 
 
-def test_tasks_are_locked_on_the_cluster(
-    work_with: Any, settings: Any, cluster: Cluster, journal: Journal, gates: Any, name: str
-) -> None:
+def test_tasks_are_locked_on_the_cluster(work_with, settings, cluster, journal, gates, name):
     """setnx_url=redis+cluster://..., a plain broker: locked, looked at, deduplicated, renewed, released."""
     tasks = work_with(**settings)
     result = tasks.once.delay(name)
@@ -58,9 +53,7 @@ def test_tasks_are_locked_on_the_cluster(
     assert [entry["outcome"] for entry in journal.entries(what="released")] == ["released"]
 
 
-def test_fan_out_over_the_cluster_sends_each_key_once(
-    work_with: Any, settings: Any, cluster: Cluster, journal: Journal
-) -> None:
+def test_fan_out_over_the_cluster_sends_each_key_once(work_with, settings, cluster, journal):
     """300 calls of 100 keys in one batch, on every node: 100 bodies, and no mark is left."""
     tasks = work_with(concurrency=4, **settings)
     counts = tasks.once.fan_out((f"k{number % 100}",) for number in range(300))
@@ -72,7 +65,7 @@ def test_fan_out_over_the_cluster_sends_each_key_once(
         assert list(node.client().scan_iter("t:*:holder"))
 
 
-def test_lock_lives_and_ends_on_the_cluster(client: Any) -> None:
+def test_lock_lives_and_ends_on_the_cluster(client):
     """acquire, held, renew, hold, resume, take over, release."""
     lock = SetnxLock(client, "t:{life}", lease=5)
     held = lock.acquire(token="id|0|aa").lock
@@ -88,7 +81,7 @@ def test_lock_lives_and_ends_on_the_cluster(client: Any) -> None:
     assert taken.lock.release() == taken.lock.release() == "released"
 
 
-def test_marks_of_many_slots_are_set_in_one_go(client: Any) -> None:
+def test_marks_of_many_slots_are_set_in_one_go(client):
     """Marked, found, extended and freed, the keys on all nodes."""
     marks = [Mark(f"t:{{mark:{number}}}", f"id{number}") for number in range(50)]
     found = mark_all(client, marks, dedupe="until_done", lease=10)
@@ -102,7 +95,7 @@ def test_marks_of_many_slots_are_set_in_one_go(client: Any) -> None:
     assert not any(client.exists(mark.name) for mark in marks)
 
 
-def test_keeper_renews_locks_of_many_slots(client: Any) -> None:
+def test_keeper_renews_locks_of_many_slots(client):
     """Thirty locks on three nodes stay ours for more than two leases."""
     keeper, lost, lease = Keeper(time.monotonic), [], 4
     locks = [SetnxLock(client, f"t:{{keep:{number}}}", lease=lease).acquire().lock for number in range(30)]
@@ -120,9 +113,7 @@ def test_keeper_renews_locks_of_many_slots(client: Any) -> None:
 @pytest.mark.parametrize(
     "scope", ["plain", "with space", "a:b", "ünï→✓", "new\nline", "*?[x]", "%s", "'\"\\"]
 )
-def test_keys_of_a_lock_share_a_slot(
-    tasks_of: Callable[..., Any], settings: Any, cluster: Cluster, scope: str
-) -> None:
+def test_keys_of_a_lock_share_a_slot(tasks_of, settings, cluster, scope):
     """Lock, record and mark, whatever the scope, the arguments and the prefix look like."""
     tasks = tasks_of(**settings, setnx_prefix="pre fix:é")
     for options in ({"scope": scope}, {"scope": scope, "key": ()}):
@@ -133,7 +124,7 @@ def test_keys_of_a_lock_share_a_slot(
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "{tag}rest", "a{tag}b", "a{b", "lock foo→"])
-def test_keys_of_a_named_lock_share_a_slot(client: Any, cluster: Cluster, name: str) -> None:
+def test_keys_of_a_named_lock_share_a_slot(client, cluster, name):
     """A lock that the user has named."""
     assert cluster.slot(name) == cluster.slot(record_name(name))
     with SetnxLock(client, name):
@@ -141,9 +132,7 @@ def test_keys_of_a_named_lock_share_a_slot(client: Any, cluster: Cluster, name: 
     client.delete(name, record_name(name))
 
 
-def test_nothing_is_lost_while_a_slot_moves(
-    settings: Any, cluster: Cluster, tmp_path: Path, note: Callable[[str], None]
-) -> None:
+def test_nothing_is_lost_while_a_slot_moves(settings, cluster, tmp_path, note):
     """Processes increment under a lock whose slot goes to and fro: no overlap, no error, rising fences."""
     counter = tmp_path / "counter"
     counter.write_text("0")
@@ -183,7 +172,7 @@ def test_nothing_is_lost_while_a_slot_moves(
 
 
 @pytest.fixture
-def fail(cluster: Cluster) -> Iterator[Callable[..., None]]:
+def fail(cluster) -> Iterator[Callable[..., None]]:
     """Kills nodes, or freezes them; they are well again afterwards."""
     failed: list[tuple[Server, str]] = []
 
@@ -207,9 +196,7 @@ def name_on(tasks: Any, cluster: Cluster, node: Server) -> str:
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_locks_of_a_dead_node_are_unavailable_soon_and_others_go_on(
-    client: Any, cluster: Cluster, fail: Callable[..., None], note: Callable[[str], None], how: str
-) -> None:
+def test_locks_of_a_dead_node_are_unavailable_soon_and_others_go_on(client, cluster, fail, note, how):
     """LockUnavailable within seconds, at once and later; locks of other nodes are served all the while."""
     on_dead = cluster.key_on(cluster.nodes[2], lambda n: f"t:{{dead:{n}}}")
     on_living = cluster.key_on(cluster.nodes[0], lambda n: f"t:{{living:{n}}}")
@@ -231,9 +218,7 @@ def test_locks_of_a_dead_node_are_unavailable_soon_and_others_go_on(
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_dead_node_does_not_fail_the_marks_of_others(
-    client: Any, cluster: Cluster, fail: Callable[..., None], how: str
-) -> None:
+def test_dead_node_does_not_fail_the_marks_of_others(client, cluster, fail, how):
     """One batch for all nodes: what the living ones have is marked."""
     marks = [Mark(f"t:{{batch:{n}}}", f"id{n}") for n in range(20)]
     assert not [m for m in mark_all(client, marks, dedupe="until_done", lease=30) if m.state != "marked"]
@@ -247,9 +232,7 @@ def test_dead_node_does_not_fail_the_marks_of_others(
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_locks_of_living_nodes_are_renewed_while_one_is_dead(
-    client: Any, cluster: Cluster, fail: Callable[..., None], how: str
-) -> None:
+def test_locks_of_living_nodes_are_renewed_while_one_is_dead(client, cluster, fail, how):
     """One keeper, locks on all nodes: only those of the dead node are lost."""
     lease = 6.0 if how == "kill" else 15.0  # what does not answer is waited for
     keeper, lost = Keeper(time.monotonic), set()
@@ -268,9 +251,7 @@ def test_locks_of_living_nodes_are_renewed_while_one_is_dead(
     assert lost == dead
 
 
-def test_worker_outlives_a_dead_node(
-    work_with: Any, settings: Any, cluster: Cluster, fail: Callable[..., None], journal: Journal
-) -> None:
+def test_worker_outlives_a_dead_node(work_with, settings, cluster, fail, journal):
     """Calls of its keys wait for it, the others run; when it is back they are done."""
     tasks = work_with(**settings)
     dead = cluster.nodes[2]
@@ -285,9 +266,7 @@ def test_worker_outlives_a_dead_node(
     assert waiting.get(timeout=30) == on_dead
 
 
-def test_worker_outlives_its_whole_cluster(
-    work_with: Any, settings: Any, cluster: Cluster, fail: Callable[..., None]
-) -> None:
+def test_worker_outlives_its_whole_cluster(work_with, settings, cluster, fail):
     """No node answers: a call waits for them, and is done when they are back."""
     tasks = work_with(**settings)
     assert tasks.work.delay("before").get(timeout=10) == "before"
@@ -300,9 +279,7 @@ def test_worker_outlives_its_whole_cluster(
     assert waiting.get(timeout=30) == "meanwhile"
 
 
-def test_cluster_that_goes_away_is_unavailable(
-    client: Any, cluster: Cluster, fail: Callable[..., None]
-) -> None:
+def test_cluster_that_goes_away_is_unavailable(client, cluster, fail):
     """The error of any unreachable Redis from every verb, and the same client serves again afterwards."""
     held = SetnxLock(client, "t:{away}", lease=60).acquire().lock
     fail("kill", *cluster.nodes)
@@ -317,9 +294,7 @@ def test_cluster_that_goes_away_is_unavailable(
     assert SetnxLock(client, "t:{away}").acquire().lock.release() == "released"
 
 
-def test_worker_starts_while_a_node_is_dead(
-    work_with: Any, settings: Any, fail: Callable[..., None], cluster: Cluster
-) -> None:
+def test_worker_starts_while_a_node_is_dead(work_with, settings, fail, cluster):
     """The other nodes name the slots, and the worker serves what they have."""
     fail("kill", cluster.nodes[2])
     tasks = work_with(**settings)
@@ -327,28 +302,26 @@ def test_worker_starts_while_a_node_is_dead(
     assert tasks.work.delay(name).get(timeout=10) == name
 
 
-def test_cluster_that_cannot_be_reached_is_unavailable(tasks_of: Callable[..., Any]) -> None:
+def test_cluster_that_cannot_be_reached_is_unavailable(tasks_of):
     """No node answers: the error of any unreachable Redis, at the first use and at a publish."""
     tasks = tasks_of(setnx_url="redis+cluster://127.0.0.1:1")
     with pytest.raises(LockUnavailable):
         tasks.work.locked("a")
 
 
-def test_call_is_published_while_the_cluster_cannot_be_reached(
-    tasks_of: Callable[..., Any], journal: Journal
-) -> None:
+def test_call_is_published_while_the_cluster_cannot_be_reached(tasks_of, journal):
     """Publishing goes on, because the run is guarded."""
     tasks = tasks_of(setnx_url="redis+cluster://127.0.0.1:1", task_default_queue="topologies-nowhere")
     assert not tasks.once.delay("a").deduplicated
 
 
-def test_worker_starts_without_its_cluster(work_with: Any) -> None:
+def test_worker_starts_without_its_cluster(work_with):
     """A warning, no refusal, as with any lock server that is down."""
     tasks = work_with(setnx_url="redis+cluster://127.0.0.1:1")
     assert "Until it answers, tasks do as their on_redis_error says" in tasks.worker.log_text()
 
 
-def test_worker_start_warns_of_a_node_that_evicts(work_with: Any, settings: Any, cluster: Cluster) -> None:
+def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):
     """One node of three is enough."""
     node = cluster.nodes[1]
     node.ask("CONFIG", "SET", "maxmemory", "50mb", "maxmemory-policy", "allkeys-lru")
@@ -359,7 +332,7 @@ def test_worker_start_warns_of_a_node_that_evicts(work_with: Any, settings: Any,
     assert log.count("maxmemory-policy allkeys-lru") == 1
 
 
-def test_worker_starts_in_silence_on_a_good_cluster(work_with: Any, settings: Any, cluster: Cluster) -> None:
+def test_worker_starts_in_silence_on_a_good_cluster(work_with, settings, cluster):
     """No warning of ours, and the check leaves no lock behind."""
     log = work_with(**settings).worker.log_text()
     assert "lock server" not in log

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import redis
 
-from examples.embedded import EmbeddedServer
 from tests.harness import Journal, wait_until
 from tests.topologies.servers import Sentinels
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.timeout(90 + 20 * FAILOVERS)
 
 
 @pytest.fixture
-def settings(sentinels: Sentinels) -> Iterator[dict[str, Any]]:
+def settings(sentinels) -> Iterator[dict[str, Any]]:
     """Locks on the Sentinels' empty master; afterwards all nodes are there again."""
     sentinels.master().ask("FLUSHALL")
     yield {"setnx_url": sentinels.url(), "setnx_transport_options": sentinels.transport_options}
@@ -94,7 +93,7 @@ class Load:
 
 
 @pytest.fixture
-def load_of(server: EmbeddedServer) -> Iterator[Callable[[Any], Load]]:
+def load_of(server) -> Iterator[Callable[[Any], Load]]:
     """Starts a load of an app's tasks; stops it in any case."""
     loads = []
     with redis.Redis.from_url(server.url(0)) as broker:

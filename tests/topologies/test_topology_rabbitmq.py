@@ -1,7 +1,5 @@
 """RabbitMQ as the broker: classic queues, and quorum queues with native delayed delivery."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading
@@ -9,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +44,7 @@ pytestmark = pytest.mark.skipif(celery.VERSION < (5, 5), reason="quorum queues n
 
 
 @pytest.fixture(scope="module")
-def settings_of(rabbitmq: RabbitMQ, server: EmbeddedServer) -> Iterator[Callable[..., dict[str, Any]]]:
+def settings_of(rabbitmq, server) -> Iterator[Callable[..., dict[str, Any]]]:
     """The settings of an app with queues of its own, of a kind."""
     queues: list[str] = []
 
@@ -68,20 +65,20 @@ def settings_of(rabbitmq: RabbitMQ, server: EmbeddedServer) -> Iterator[Callable
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request) -> str:
     """Of the queues."""
     return str(request.param)
 
 
 @pytest.fixture
-def settings(settings_of: Any, kind: str) -> dict[str, Any]:
+def settings(settings_of, kind) -> dict[str, Any]:
     """Of an app of the test's own."""
     settings: dict[str, Any] = settings_of(kind)
     return settings
 
 
 @pytest.fixture(scope="module")
-def shared(settings_of: Any, kind: str, logs: Path) -> Iterator[dict[str, Any]]:
+def shared(settings_of, kind, logs) -> Iterator[dict[str, Any]]:
     """The settings of an app whose worker serves two queues for this whole module."""
     settings: dict[str, Any] = settings_of(kind)
     queue = settings["task_default_queue"]
@@ -92,14 +89,14 @@ def shared(settings_of: Any, kind: str, logs: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def tasks(tasks_of: Any, shared: dict[str, Any], locks: redis.Redis) -> SimpleNamespace:
+def tasks(tasks_of, shared, locks) -> SimpleNamespace:
     """The tasks of the shared worker; no lock is held."""
     tasks: SimpleNamespace = tasks_of(**shared)
     return tasks
 
 
 @pytest.fixture
-def own_broker(rabbitmq: RabbitMQ) -> Iterator[RabbitMQ]:
+def own_broker(rabbitmq) -> Iterator[RabbitMQ]:
     """A broker that the test may kill, freeze and configure; afterwards it is there again."""
     if not rabbitmq.is_own:
         pytest.skip("the broker is not ours: AMQP_URL names it")
@@ -137,14 +134,14 @@ def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
     assert len(turns) == 2 * bodies
 
 
-def test_calls_of_one_key_run_one_at_a_time(tasks: Any, journal: Journal) -> None:
+def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
     """Four calls at once: the lock keeps them apart, and each ends with its own result."""
     results = [tasks.load.delay("a", 0.1) for _ in range(4)]
     assert [result.get(timeout=30) for result in results] == ["a"] * 4
     one_at_a_time(journal, "a", 4)
 
 
-def test_conflict_may_be_skipped(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_conflict_may_be_skipped(tasks, journal, gates, name):
     """The second call ends at once, successfully, and names the first."""
     first = tasks.work.delay(name)
     journal.wait_for("start", task_id=first.id)
@@ -155,9 +152,7 @@ def test_conflict_may_be_skipped(tasks: Any, journal: Journal, gates: Any, name:
     assert first.get(timeout=20) == name
 
 
-def test_call_that_waited_is_unchanged(
-    tasks: Any, kind: str, journal: Journal, gates: Any, name: str
-) -> None:
+def test_call_that_waited_is_unchanged(tasks, kind, journal, gates, name):
     """Headers, priority, expiry, time limits, shadow and key, and its own retries are not used up."""
     options: dict[str, Any] = {
         "headers": {"tenant": "acme"},
@@ -183,7 +178,7 @@ def test_call_that_waited_is_unchanged(
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
-def test_call_waits_again_and_again(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_call_waits_again_and_again(tasks, journal, gates, name):
     """A wait of 3 s takes two of the delaying queues, and the next wait the same two."""
     first = tasks.paced.delay(name)
     journal.wait_for("start", task_id=first.id)
@@ -195,9 +190,7 @@ def test_call_waits_again_and_again(tasks: Any, journal: Journal, gates: Any, na
     assert second.get(timeout=20) == name
 
 
-def test_call_waits_in_its_own_queue(
-    tasks: Any, shared: Any, journal: Journal, gates: Any, name: str
-) -> None:
+def test_call_waits_in_its_own_queue(tasks, shared, journal, gates, name):
     """A call that was sent to another than the default queue comes back there."""
     queue = other(shared["task_default_queue"])
     first = tasks.tell.apply_async([name], queue=queue)
@@ -210,7 +203,7 @@ def test_call_waits_in_its_own_queue(
     assert second.get(timeout=20)["queue"] == queue
 
 
-def test_max_wait_ends_the_waiting(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_max_wait_ends_the_waiting(tasks, journal, gates, name):
     """The waiting call fails with LockTimeout while the first still runs."""
     first = tasks.work.delay(name)
     journal.wait_for("start", task_id=first.id)
@@ -222,7 +215,7 @@ def test_max_wait_ends_the_waiting(tasks: Any, journal: Journal, gates: Any, nam
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])
-def test_retry_of_its_own(tasks: Any, journal: Journal, hold: bool) -> None:
+def test_retry_of_its_own(tasks, journal, hold):
     """Between its attempts another call runs; with hold_on_retry it is skipped."""
     result = tasks.again.apply_async(["a", 1, 6], singleton={"hold_on_retry": hold})
     journal.wait_for("released", task_id=result.id)
@@ -233,9 +226,7 @@ def test_retry_of_its_own(tasks: Any, journal: Journal, hold: bool) -> None:
     one_at_a_time(journal, "a", 2 if hold else 3)
 
 
-def test_call_marked_until_started_is_marked_through_its_countdown(
-    tasks: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_call_marked_until_started_is_marked_through_its_countdown(tasks, locks, journal, gates, name):
     """The mark lasts for the queue lease beyond the countdown, and ends with the start."""
     options = {"countdown": 2, "singleton": {"dedupe": "until_started"}}
     began = time.monotonic()
@@ -251,9 +242,7 @@ def test_call_marked_until_started_is_marked_through_its_countdown(
     assert first.get(timeout=20) == name
 
 
-def test_call_marked_until_done_is_marked_through_countdown_and_run(
-    tasks: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_call_marked_until_done_is_marked_through_countdown_and_run(tasks, locks, journal, gates, name):
     """An equal call is a duplicate until the end."""
     first = tasks.once.apply_async([name], countdown=2)
     assert tasks.once.delay(name).deduplicated
@@ -268,7 +257,7 @@ def test_call_marked_until_done_is_marked_through_countdown_and_run(
     assert afterwards.get(timeout=20) == name
 
 
-def test_revoked_call_frees_its_mark(tasks: Any, locks: redis.Redis, journal: Journal, name: str) -> None:
+def test_revoked_call_frees_its_mark(tasks, locks, journal, name):
     """When its countdown is over, and without running."""
     result = tasks.once.apply_async([name], countdown=5)
     assert locks.exists(f"{tasks.once.lock_key(name)}:queued")
@@ -279,16 +268,14 @@ def test_revoked_call_frees_its_mark(tasks: Any, locks: redis.Redis, journal: Jo
     assert journal.entries(what="start", task_id=result.id) == []
 
 
-def test_canvas_of_one_key_comes_to_its_end(tasks: Any, journal: Journal) -> None:
+def test_canvas_of_one_key_comes_to_its_end(tasks, journal):
     """A chord of a chain and a task, and its body, all of one key: every step runs, one after the other."""
     step = tasks.load.si("a", 0.3)
     assert chord([chain(step, step), step], step).apply_async().get(timeout=60) == "a"
     one_at_a_time(journal, "a", 4)
 
 
-def test_waiting_calls_run_in_order_and_are_woken_at_once(
-    tasks: Any, journal: Journal, gates: Any, name: str
-) -> None:
+def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates, name):
     """Four wait: first come, first served, each within less than the shortest delay of this broker."""
     calls = [tasks.work.apply_async([name], singleton={"lease": 60})]
     journal.wait_for("start", task_id=calls[0].id)
@@ -305,7 +292,7 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(
     assert max(hand_overs) < 1, hand_overs
 
 
-def test_call_that_was_woken_is_unchanged(tasks: Any, journal: Journal, gates: Any, name: str) -> None:
+def test_call_that_was_woken_is_unchanged(tasks, journal, gates, name):
     """Headers, priority, expiry, time limits, shadow and key; it came undelayed, the way it came at first."""
     options: dict[str, Any] = {
         "headers": {"tenant": "acme"},
@@ -328,8 +315,8 @@ def test_call_that_was_woken_is_unchanged(tasks: Any, journal: Journal, gates: A
 
 
 def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+    work_with, settings, locks, journal, gates, name
+):
     """A worker that serves no other queue: it comes a second apart at least, and mends a lost line."""
     queue = other(settings["task_default_queue"])
     tasks = work_with(queues=queue, **settings)
@@ -359,9 +346,7 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
     one_at_a_time(journal, name, 2)
 
 
-def test_waiting_call_runs_after_the_death_of_its_holder(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, locks, journal, gates, name):
     """kill -9 of the only worker; without acks_late its call is lost, and the courier wakes the other."""
     tasks = work_with(**settings)
     first = tasks.work.delay(name)
@@ -379,9 +364,7 @@ def test_waiting_call_runs_after_the_death_of_its_holder(
     assert len(journal.entries(what="start", name=name)) == 2
 
 
-def test_joining_calls_end_with_the_result_of_the_first(
-    tasks: Any, journal: Journal, gates: Any, name: str
-) -> None:
+def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, name):
     """Three join one that runs: a single body, and every call has its result."""
     first = tasks.work.delay(name)
     journal.wait_for("start", task_id=first.id)
@@ -393,7 +376,7 @@ def test_joining_calls_end_with_the_result_of_the_first(
     wait_until(lambda: tasks.work.locked(name) is None, "a free lock")
 
 
-def test_fan_out_sends_each_key_once(tasks: Any, locks: redis.Redis, journal: Journal) -> None:
+def test_fan_out_sends_each_key_once(tasks, locks, journal):
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
     counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
     assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
@@ -402,9 +385,7 @@ def test_fan_out_sends_each_key_once(tasks: Any, locks: redis.Redis, journal: Jo
     wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
 
 
-def test_redelivered_call_takes_over_from_its_dead_process(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_redelivered_call_takes_over_from_its_dead_process(work_with, settings, locks, journal, gates, name):
     """kill -9 of the worker: the message is there at once, and on the same host the lock too."""
     lease_s = 120
     tasks = work_with(**settings, **LATE, setnx_same_host=True)
@@ -423,8 +404,8 @@ def test_redelivered_call_takes_over_from_its_dead_process(
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
 def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+    work_with, settings, locks, journal, gates, name
+):
     """setnx_same_host=False, as if on another host: it comes back until its dead lock's lease has ended."""
     lease_s = 6
     tasks = work_with(**settings, **LATE, setnx_same_host=False)
@@ -441,9 +422,7 @@ def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
-def test_outage_of_the_lock_server_spends_no_deliveries(
-    work_with: Any, settings: Any, journal: Journal
-) -> None:
+def test_outage_of_the_lock_server_spends_no_deliveries(work_with, settings, journal):
     """A call that finds no lock server is sent anew, so that a delivery limit of 1 does not matter."""
     with EmbeddedServer() as lock_server:
         queues = {settings["task_default_queue"]: quorum_queue(settings, limit=1)}
@@ -502,9 +481,7 @@ def quorum_queue(settings: dict[str, Any], limit: int | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def broken(
-    tasks_of: Any, settings_of: Any, own_broker: RabbitMQ, locks: redis.Redis
-) -> Iterator[SimpleNamespace]:
+def broken(tasks_of, settings_of, own_broker, locks) -> Iterator[SimpleNamespace]:
     """Two fan-outs, with and without publisher confirms, to a broker that froze and was killed."""
     never = {"max_retries": 0}
     plain = tasks_of(**settings_of("classic", broker_transport_options={}, task_publish_retry_policy=never))
@@ -544,7 +521,7 @@ def marked(locks: redis.Redis, tasks: Any, letter: str) -> int:
     return sum(locks.exists(f"{tasks.once.lock_key(name)}:queued") for (name,) in names(letter))
 
 
-def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken: Any, locks: redis.Redis) -> None:
+def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken, locks):
     """With confirms: the call that was on its way is uncertain, the rest not sent, and none is marked.
 
     Without: the documented limit. All were accepted, all are lost, and marked for the queue lease.

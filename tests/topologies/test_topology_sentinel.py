@@ -1,9 +1,7 @@
 """Locks on the master that Sentinels name."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +14,13 @@ from tests.topologies.servers import Sentinels
 
 
 @pytest.fixture
-def settings(sentinels: Sentinels) -> dict[str, Any]:
+def settings(sentinels) -> dict[str, Any]:
     """Locks on the Sentinels' master."""
     return {"setnx_url": sentinels.url(), "setnx_transport_options": sentinels.transport_options}
 
 
 @pytest.fixture
-def locks(sentinels: Sentinels) -> Iterator[redis.Redis]:
+def locks(sentinels) -> Iterator[redis.Redis]:
     """A client of the empty master; afterwards every key of ours must have a TTL."""
     with sentinels.master().client() as client:
         client.flushall()
@@ -30,9 +28,7 @@ def locks(sentinels: Sentinels) -> Iterator[redis.Redis]:
         assert not [key for key in client.scan_iter("t:*") if client.pttl(key) == -1]
 
 
-def test_tasks_are_locked_on_the_master(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_tasks_are_locked_on_the_master(work_with, settings, locks, journal, gates, name):
     """setnx_url=sentinel://...: a lock with its record while the body runs; locked() names the holder."""
     tasks = work_with(**settings)
     result = tasks.work.delay(name)
@@ -46,9 +42,7 @@ def test_tasks_are_locked_on_the_master(
     assert locks.exists(start["key"]) == 0
 
 
-def test_lease_is_renewed_on_the_master(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_lease_is_renewed_on_the_master(work_with, settings, locks, journal, gates, name):
     """The keeper moves the deadline while the body runs, and the lock is ours at its end."""
     tasks = work_with(**settings)
     result = tasks.careful.delay(name)
@@ -61,9 +55,7 @@ def test_lease_is_renewed_on_the_master(
     assert [entry["outcome"] for entry in journal.entries(what="released")] == ["released"]
 
 
-def test_calls_are_deduplicated_over_sentinels(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal, gates: Any, name: str
-) -> None:
+def test_calls_are_deduplicated_over_sentinels(work_with, settings, locks, journal, gates, name):
     """The second call of a running one is not published."""
     tasks = work_with(**settings)
     result = tasks.once.delay(name)
@@ -74,9 +66,7 @@ def test_calls_are_deduplicated_over_sentinels(
     assert again.get(timeout=10) == name
 
 
-def test_fan_out_over_sentinels_sends_each_key_once(
-    work_with: Any, settings: Any, locks: redis.Redis, journal: Journal
-) -> None:
+def test_fan_out_over_sentinels_sends_each_key_once(work_with, settings, locks, journal):
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
     tasks = work_with(**settings)
     counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
@@ -130,7 +120,7 @@ def test_one_dead_sentinel_of_three_is_no_problem(
         sentinels.wait_until_whole()
 
 
-def test_missing_master_name_is_said_at_once(tasks_of: Callable[..., Any], sentinels: Sentinels) -> None:
+def test_missing_master_name_is_said_at_once(tasks_of, sentinels):
     """An error that names the setting."""
     tasks = tasks_of(setnx_url=sentinels.url())
     with pytest.raises(OptionError, match=r"setnx_transport_options = .*master_name"):
@@ -145,9 +135,7 @@ def test_missing_master_name_is_said_at_once(tasks_of: Callable[..., Any], senti
         ({"sentinel_kwargs": {}}, "No master found|Authentication required"),
     ],
 )
-def test_wrong_name_or_password_is_an_error_that_says_so(
-    tasks_of: Callable[..., Any], sentinels: Sentinels, wrong: dict[str, Any], message: str
-) -> None:
+def test_wrong_name_or_password_is_an_error_that_says_so(tasks_of, sentinels, wrong, message):
     """No master of that name, or a Sentinel that lets nobody in."""
     options = {**sentinels.transport_options, **wrong}
     tasks = tasks_of(setnx_url=sentinels.url(), setnx_transport_options=options)
@@ -155,7 +143,7 @@ def test_wrong_name_or_password_is_an_error_that_says_so(
         tasks.work.locked("a")
 
 
-def test_password_of_the_nodes_is_that_of_the_url(tasks_of: Callable[..., Any], sentinels: Sentinels) -> None:
+def test_password_of_the_nodes_is_that_of_the_url(tasks_of, sentinels):
     """Without it the master refuses."""
     tasks = tasks_of(
         setnx_url=sentinels.url(password=None), setnx_transport_options=sentinels.transport_options
@@ -164,9 +152,7 @@ def test_password_of_the_nodes_is_that_of_the_url(tasks_of: Callable[..., Any], 
         tasks.work.locked("a")
 
 
-def test_sentinels_may_be_named_by_one_url(
-    tasks_of: Callable[..., Any], sentinels: Sentinels, locks: redis.Redis
-) -> None:
+def test_sentinels_may_be_named_by_one_url(tasks_of, sentinels, locks):
     """sentinel://host;host;host/db, the scheme and the password once."""
     first, *others = [f"127.0.0.1:{sentinel.port}" for sentinel in sentinels.sentinels]
     url = ";".join([f"sentinel://:{sentinels.PASSWORD}@{first}", *others]) + "/0"
@@ -174,9 +160,7 @@ def test_sentinels_may_be_named_by_one_url(
     assert tasks.work.locked("a") is None
 
 
-def test_lock_is_held_for_a_retry_on_the_master(
-    tasks_of: Callable[..., Any], settings: Any, locks: redis.Redis
-) -> None:
+def test_lock_is_held_for_a_retry_on_the_master(tasks_of, settings, locks):
     """acquire, renew, hold, look and release over Sentinels."""
     app = tasks_of(**settings).app
     lock = SetnxLock(client_for(app), "t:{sentinel}", lease=5)

@@ -1,9 +1,6 @@
 """What `celery setnx` sees on a Redis Cluster."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +11,12 @@ from celery_setnx.line import Place, park
 from celery_setnx.lock import SetnxLock
 from celery_setnx.marks import Mark, mark_all
 from celery_setnx.survey import drop, look, survey, waiters
-from tests.topologies.servers import Cluster
 
 LOCKS = 300
 
 
 @pytest.fixture
-def client(tasks_of: Callable[..., Any], cluster: Cluster) -> Any:
+def client(tasks_of, cluster) -> Any:
     """The client that the app's locks have, on the empty cluster."""
     for node in cluster.nodes:
         node.ask("FLUSHALL")
@@ -34,7 +30,7 @@ def hold(client: Any, number: int) -> str:
     return key
 
 
-def test_survey_asks_every_primary(client: Any, cluster: Cluster) -> None:
+def test_survey_asks_every_primary(client, cluster):
     """Each lock once, with its mark and its line, wherever its slot is."""
     keys = [hold(client, number) for number in range(LOCKS)]
     assert len({cluster.owner(cluster.slot(key)).port for key in keys}) == 3
@@ -49,7 +45,7 @@ def test_survey_asks_every_primary(client: Any, cluster: Cluster) -> None:
     assert [waiter.task_id for waiter in waiters(client, keys[20], time.time())] == ["waits"]
 
 
-def test_survey_follows_a_slot_that_has_moved(client: Any, cluster: Cluster) -> None:
+def test_survey_follows_a_slot_that_has_moved(client, cluster):
     """A client that knows the old places only finds all locks."""
     keys = [hold(client, number) for number in range(LOCKS)]
     slot = cluster.slot(keys[0])
@@ -59,7 +55,7 @@ def test_survey_follows_a_slot_that_has_moved(client: Any, cluster: Cluster) -> 
     assert look(client, keys[0]).holder is not None
 
 
-def test_drop_on_a_cluster(client: Any) -> None:
+def test_drop_on_a_cluster(client):
     """Lock and record share a slot, and go together."""
     key = hold(client, 7)
     seen = look(client, key)

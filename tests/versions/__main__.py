@@ -4,8 +4,6 @@ The lowest versions are resolved by uv, the newest by pip. `WHEEL` is the wheel 
 `PYTHON` the interpreter (this one if not given). Debian's Redis is the `redis-server` on the PATH.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What a test needs that not every version has; the reason says which one brought it."""
 
-from __future__ import annotations
-
 import kombu
 import pytest
 from packaging.version import Version

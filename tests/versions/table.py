@@ -1,7 +1,5 @@
 """The README's compatibility table as data: its rows, their cells, and whether an environment is one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from importlib import metadata
