@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,32 @@ def gates(server) -> Iterator[Any]:
 def logs(tmp_path_factory) -> Path:
     """Where workers log to."""
     return tmp_path_factory.mktemp("workers")
+
+
+def _workers(logs: Path) -> Iterator[Callable[..., Worker]]:
+    """Starts workers, as `Worker` takes them; those that are left in the end are killed."""
+    started: list[Worker] = []
+
+    def start(app: str = "tests.workerapp", **options: Any) -> Worker:
+        started.append(Worker(logs, app, **options))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.kill()
+
+
+@pytest.fixture
+def start_worker(server, logs) -> Iterator[Callable[..., Worker]]:
+    """Starts workers of the test's own, to be killed or shut down."""
+    yield from _workers(logs)
+
+
+@pytest.fixture(scope="module")
+def module_worker(server, logs) -> Iterator[Callable[..., Worker]]:
+    """Starts workers for all tests of a module. Not to be killed by a test."""
+    yield from _workers(logs)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import redis
 Value = TypeVar("Value")
 
 DEADLINE_S = 20.0
+CONF = "SETNX_TEST_CONF"
 
 
 def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
@@ -32,7 +33,7 @@ def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DE
 
 
 class Journal:
-    """What happened in the workers, in order: written by `tests.workerapp`, read by tests."""
+    """What happened in the workers, in order: written by `tests.app`, read by tests."""
 
     KEY = "journal"
 
@@ -40,7 +41,9 @@ class Journal:
         self._client = client
 
     def write(self, what: str, **details: Any) -> None:
-        self._client.rpush(self.KEY, json.dumps({"what": what, "pid": os.getpid(), **details}))
+        """Add an entry, with this process's id and times by the host's two clocks."""
+        about = {"pid": os.getpid(), "at": time.monotonic(), "time": time.time()}
+        self._client.rpush(self.KEY, json.dumps({"what": what, **about, **details}))
 
     def apart(self) -> Journal:
         """The same journal by a connection of its own, for a thread that must share none with greenlets."""
@@ -68,7 +71,7 @@ class Journal:
 
 
 class Worker:
-    """A `celery worker` process, started and ready."""
+    """A `celery worker` process, started and ready; `conf` goes over the settings of an app of `tests.app`."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Worker:
         concurrency: int = 2,
         pool: str = "prefork",
         queues: str = "celery",
+        conf: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         arguments: tuple[str, ...] = (),
     ) -> None:
@@ -94,7 +98,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, CONF: json.dumps(conf or {}), **(environment or {})},
                 start_new_session=True,
             )
         wait_until(self._is_ready, f"worker ready; its log: {self.log}", 60)
