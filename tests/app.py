@@ -1,7 +1,7 @@
 """What every app of the tests is made of: its settings, its journal, its gates.
 
-A worker's environment says the rest: `SETNX_TEST_URL` is the server of the tests, `SETNX_TEST_CONF` has settings
-in JSON that go over those of the app (`Worker(conf=...)` sets it).
+A worker's environment says the rest: `SETNX_TEST_URL` is the server of the tests, `SETNX_TEST_CONF` has
+settings in JSON that go over those of the app (`Worker(conf=...)` sets it).
 """
 
 import json

@@ -71,7 +71,7 @@ class Journal:
 
 
 class Worker:
-    """A `celery worker` process, started and ready; `conf` goes over the settings of an app of `tests.app`."""
+    """A `celery worker` process, started and ready; `conf` goes over the settings of its app."""
 
     def __init__(
         self,
