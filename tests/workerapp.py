@@ -242,6 +242,6 @@ def overlong(self: Any, name: str) -> Any:
     self.lock.ensure()
 
 
-@app.task(base=SingletonTask, singleton={**NAMED, "at_least_for": 600})
+@app.task(base=SingletonTask, singleton={**NAMED, "at_least_for": 4})
 def resting(name: str) -> str:
     return body(name)
