@@ -76,24 +76,28 @@ class Stage:
                 assert not beside, f"{body} beside {running}: {entries}"
                 running = body if what == "start" else None
 
-    def redeliver(self, queue: str) -> None:
-        """What a living worker does once the visibility timeout is over: what the dead workers of a queue
-        have not acknowledged is delivered again. It comes at once, whatever its eta."""
-        broker = self.journal._client
-        for tag, packed in broker.hgetall("unacked").items():
-            message, _exchange, routing_key = json.loads(packed)
-            if routing_key == queue:
-                message["headers"].update(redelivered=True, eta=None)
-                message["properties"]["delivery_info"]["redelivered"] = True
-                broker.hdel("unacked", tag)
-                broker.zrem("unacked_index", tag)
-                broker.lpush(queue, json.dumps(message))
+    def redeliver(self) -> None:
+        """Have the messages of a dead worker, whose queue is named after the key, delivered again."""
+        redeliver(self.journal._client, self.key)
 
     def messages(self) -> list[str]:
         """The messages that name the key, or its lock, and that no worker has acknowledged."""
         broker, lock = self.journal._client, self.tasks.work.lock_key(self.key)
         texts = [*broker.hvals("unacked"), *broker.lrange("celery", 0, -1), *broker.lrange(self.key, 0, -1)]
         return [text for text in texts if self.key in text or lock in text]
+
+
+def redeliver(broker: Any, queue: str, to: str = "") -> None:
+    """What a living worker does once the visibility timeout is over: what the dead workers of a queue did not
+    acknowledge is delivered again, there or to another queue. It comes at once, whatever its eta."""
+    for tag, packed in broker.hgetall("unacked").items():
+        message, _exchange, routing_key = json.loads(packed)
+        if routing_key == queue:
+            message["headers"].update(redelivered=True, eta=None)
+            message["properties"]["delivery_info"]["redelivered"] = True
+            broker.hdel("unacked", tag)
+            broker.zrem("unacked_index", tag)
+            broker.lpush(to or queue, json.dumps(message))
 
 
 class Parked:

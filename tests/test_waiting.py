@@ -284,7 +284,7 @@ def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, doomed
     adopt()
     stage.open()
     stage.have_run([first, *results])
-    stage.redeliver(stage.key)
+    stage.redeliver()
     wait_until(lambda: not stage.tasks.work.locked(stage.key), "nobody has the lock")
     wait_until(lambda: len(stage.messages()) <= 1, "their couriers have found nothing to do; one watches")
     assert len(stage.starts()) == 1 + 3
@@ -305,7 +305,7 @@ def test_line_goes_on_past_a_call_that_no_worker_takes(stage, journal, doomed, a
     pass_time(HAND_OVER_S, stage.tasks.work, stage.key)
     assert third.get(timeout=30) == [stage.key, "y", 0]
     adopt()
-    stage.redeliver(stage.key)
+    stage.redeliver()
     stage.have_run([second, third], in_order=False)
 
 
@@ -315,7 +315,7 @@ def test_killed_worker_of_holder_line_and_couriers_loses_nobody(stage, doomed, a
     results = stage.line_up(3, queue=stage.key)
     doomed.kill()
     adopt()
-    stage.redeliver(stage.key)
+    stage.redeliver()
     stage.have_run(results, in_order=False)
 
 
@@ -339,7 +339,7 @@ def test_flushed_lock_server_runs_no_ended_call_again(stage, locks, doomed, adop
     stage.open()
     stage.have_run(results)
     locks.flushdb()
-    stage.redeliver(stage.key)
+    stage.redeliver()
     wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
     assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
     stage.tasks.work.delay(stage.key).get(timeout=30)
