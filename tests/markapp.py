@@ -38,21 +38,12 @@ def done(name: str) -> str:
     return body(name)
 
 
-@app.task(base=SingletonTask, bind=True, singleton=STARTED)
-def started_twice(self: Any, name: str) -> str:
-    """Retries itself once, by way of a queue that nobody consumes."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
-    return name
-
-
 @app.task(base=SingletonTask, bind=True, singleton=DONE)
-def done_twice(self: Any, name: str) -> str:
+def done_twice(self: Any, name: str, countdown: int = 0) -> str:
     """Retries itself once, by way of a queue that nobody consumes."""
     body(name)
     if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
+        raise self.retry(countdown=countdown, queue="parked")
     return name
 
 
@@ -69,22 +60,6 @@ def done_autoretried(name: str) -> str:
     return name
 
 
-@app.task(base=SingletonTask, bind=True, singleton={**DONE, "hold_on_retry": True})
-def done_held(self: Any, name: str) -> str:
-    """Retries itself once, by way of a queue that nobody consumes, and keeps its lock."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
-    return name
-
-
-@app.task(base=SingletonTask, bind=True, singleton=DONE)
-def done_later(self: Any, name: str) -> str:
-    """Retries itself in two hours."""
-    body(name)
-    raise self.retry(countdown=7200, queue="parked")
-
-
 @app.task(base=SingletonTask, bind=True, singleton=DONE)
 def done_page(self: Any, name: str) -> str:
     """Retries itself with another argument, and so with another key."""
@@ -94,27 +69,9 @@ def done_page(self: Any, name: str) -> str:
     return name
 
 
-@app.task(base=SingletonTask, bind=True, singleton={**DONE, "hold_on_retry": True})
-def held_page(self: Any, name: str) -> str:
-    """Retries itself with another argument, and keeps its lock."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(args=["next"], countdown=0)
-    return name
-
-
 @app.task(base=SingletonTask, bind=True, singleton=DONE)
 def done_lingering(self: Any, name: str) -> str:
     """Publishes its retry, and takes its time to end."""
-    try:
-        raise self.retry(countdown=0)
-    finally:
-        body(name)
-
-
-@app.task(base=SingletonTask, bind=True, singleton={**DONE, "hold_on_retry": True})
-def held_lingering(self: Any, name: str) -> str:
-    """Publishes its retry, takes its time to end, and keeps its lock."""
     try:
         raise self.retry(countdown=0)
     finally:

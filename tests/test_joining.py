@@ -61,8 +61,9 @@ def test_joiner_takes_no_lock(stage, journal):
 
 def test_holders_error_is_the_joiners_too(stage):
     """A failed holder's exception, with its arguments, is raised in every joiner."""
-    first = held(stage, task=stage.tasks.joined_failing)
-    results = join(stage, 3, task=stage.tasks.joined_failing)
+    options = {"task": stage.tasks.failing, "singleton": {"on_conflict": "join"}}
+    first = held(stage, **options)
+    results = join(stage, 3, **options)
     stage.open()
     for result in [first, *results]:
         with pytest.raises(ZeroDivisionError, match=stage.key):
@@ -174,7 +175,7 @@ def test_joiners_hold_no_pool_slot(stage, single):
     """A worker with one process runs other tasks while five of its calls wait for a result elsewhere."""
     first = held(stage)
     results = join(stage, 5, queue=stage.key)
-    assert stage.tasks.beside.apply_async([7], queue=stage.key).get(timeout=30) == 7
+    assert stage.tasks.plain.apply_async([7], queue=stage.key).get(timeout=30) == 7
     assert stage.tasks.joined.locked(stage.key).waiting == 5
     stage.open()
     assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 5

@@ -74,11 +74,15 @@ def revoke(stage: Stage, result: Any) -> None:
 
 
 def test_waiting_calls_run_in_order_of_arrival_over_two_workers(stage, worker, second):
-    """First come, first served: the order of the line is that of the bodies, whichever worker runs them."""
+    """First come, first served: the order of the line is that of the bodies, whichever worker runs them.
+
+    max_retries=0, and a call that waits eight times still runs, as its first attempt.
+    """
     first = stage.held()
     results = stage.line_up(8)
     stage.open()
     stage.have_run([first, *results])
+    assert {result.get()[2] for result in results} == {0}
     for each in (worker, second):
         assert any(result.id in each.log_text() for result in results)
 
@@ -101,14 +105,6 @@ def test_waiting_call_meets_waits_is_woken_and_runs(stage, journal):
     (woken,) = journal.entries(what="woken")
     assert 0 < woken["waited_s"] <= woken["at"] - sent + 0.5
     assert journal.entries(what="conflict")[0]["policy"] == "wait"
-
-
-def test_waiting_uses_up_no_retries(stage):
-    """max_retries=0, and a call that waits twice still runs, as its first attempt."""
-    stage.held()
-    results = stage.line_up(2)
-    stage.open()
-    assert [result.get(timeout=30)[2] for result in results] == [0, 0]
 
 
 def test_call_leaves_the_line_at_max_wait(stage):
@@ -159,25 +155,6 @@ def test_workflow_of_waiting_calls_goes_on(stage, journal, kind):
     if kind != "group":
         assert len(journal.wait_for("arrival")) == 1
     stage.assert_one_at_a_time()
-
-
-def test_waiting_keeps_everything_the_message_had(stage, journal):
-    """Headers, priority, expiry, time limits, shadow and link survive the line."""
-    inspected = stage.tasks.inspected
-    stage.held(task=inspected)
-    options = {"priority": 3, "expires": 60, "time_limit": 50, "soft_time_limit": 40, "shadow": "shadowed"}
-    link = stage.tasks.arrival.si("linked")
-    second = stage.parked(task=inspected, headers={"tenant": "acme"}, link=link, **options)
-    stage.open()
-    assert second.get(timeout=30) == {
-        "tenant": "acme",
-        "priority": 3,
-        "expires": True,
-        "timelimit": [50, 40],
-        "shadow": "shadowed",
-        "retries": 0,
-    }
-    assert len(journal.wait_for("arrival")) == 1
 
 
 MOMENT = datetime.datetime(2024, 5, 6, tzinfo=datetime.timezone.utc)
@@ -237,30 +214,28 @@ def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
     assert stage.starts().count(first.id) == 2
 
 
-def test_killed_worker_of_the_holder_is_taken_over_at_its_deadline(stage, journal, doomed, second):
-    """kill -9 of the holder's worker, no call comes, and nobody proves the death: the lease ends the wait."""
+@pytest.mark.parametrize("proof", ["deadline", "death"])
+def test_killed_worker_of_the_holder_is_taken_over(stage, journal, doomed, worker, second, proof):
+    """kill -9 of the holder's worker, and no call comes: the lease ends the wait, or a courier that can prove
+    the holder dead."""
+    queue, of_couriers, said = {
+        "deadline": ("second", second, "and was not renewed"),
+        "death": ("first", worker, "its process on this host is dead"),
+    }[proof]
     first = stage.held(queue=stage.key)
-    results = stage.line_up(3, queue="second", singleton=SOON)
+    results = stage.line_up(3, queue=queue, singleton=SOON)
     doomed.kill()
     wait_until(lambda: has_ended(stage.holder_pid()), "the process has ended")
-    assert stage.tasks.work.locked(stage.key).task_id == first.id
-    pass_time(600, stage.tasks.work, stage.key)
+    if proof == "deadline":
+        assert stage.tasks.work.locked(stage.key).task_id == first.id
+        pass_time(600, stage.tasks.work, stage.key)
     stage.have_run(results, in_order=False)
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
-    second.wait_for_log(f"The courier of {APP}.work[{taken['task_id']}] took over t:{{")
-
-
-def test_killed_worker_on_this_host_is_taken_over_when_its_courier_comes(stage, journal, doomed, worker):
-    """A courier that can prove the holder dead does not wait for its deadline."""
-    first = stage.held(queue=stage.key)
-    results = stage.line_up(3, queue="first", singleton=SOON)
-    doomed.kill()
-    stage.have_run(results, in_order=False)
-    (taken,) = journal.wait_for("taken_over")
-    assert taken["holder"]["task_id"] == first.id
-    worker.wait_for_log(f"[{first.id}] on {doomed.name}@test")
-    assert "its process on this host is dead" in worker.log_text().partition(f"[{first.id}] on")[2]
+    told = f"The courier of {APP}.work[{taken['task_id']}] took over t:{{"
+    log = of_couriers.wait_for_log(told).partition(told)[2]
+    assert f"[{first.id}] on {doomed.name}@test" in log
+    assert said in log
 
 
 @pytest.mark.parametrize("who", ["child", "worker"])
@@ -419,34 +394,22 @@ def copy_of(stage: Stage, locks: Any, task: Any, result: Any) -> Signature:
     return _unpacked(stage.tasks.app, locks.hget(line_names(task.lock_key(stage.key))[1], result.id))
 
 
-def said_of(result: Any) -> str:
-    return f"{APP}.work[{result.id}] has been started by another message"
-
-
-def test_late_copy_of_a_call_changes_nothing(stage, locks, worker):
-    """A second wake-up of a call that has run is dropped: no second run, and the result stands."""
-    stage.held()
-    second = stage.parked("x", queue="first")
-    copy = copy_of(stage, locks, stage.tasks.work, second)
-    stage.open()
-    assert second.get(timeout=30) == [stage.key, "x", 0]
-    _send_again(copy)
-    worker.wait_for_log(said_of(second))
-    assert second.state == "SUCCESS"
-    assert stage.starts().count(second.id) == 1
-
-
-def test_late_copy_of_a_running_call_changes_nothing(stage, journal, gates, locks, worker):
-    """A second wake-up of a call that runs is dropped, and the one behind it still waits its turn."""
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_late_copy_of_a_call_changes_nothing(stage, journal, gates, locks, worker, has_ended):
+    """A second wake-up of a call that runs, or has run, is dropped, and the one behind waits its turn."""
     stage.held()
     second = stage.parked(f"{stage.gate}-x", queue="first")
     copy = copy_of(stage, locks, stage.tasks.work, second)
     third = stage.parked("y")
     stage.open()
     journal.wait_for("start", task_id=second.id)
+    if has_ended:
+        gates(f"{stage.gate}-x")
+        stage.have_run([second, third])
     _send_again(copy)
-    worker.wait_for_log(said_of(second))
-    gates(f"{stage.gate}-x")
+    worker.wait_for_log(f"{APP}.work[{second.id}] has been started by another message")
+    if not has_ended:
+        gates(f"{stage.gate}-x")
     stage.have_run([second, third])
 
 
@@ -462,7 +425,7 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(stage, journal, loc
     assert copy.options["expires"]
     copy.options["expires"] = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=1)
     _send_again(copy)
-    assert stage.tasks.beside.apply_async([1], queue="single").get(timeout=30) == 1  # it has come after it
+    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=30) == 1  # it has come after it
     assert second.state == "FAILURE"
     assert journal.entries(what="revoked") == []
     assert stage.starts().count(second.id) == 1
@@ -483,7 +446,7 @@ def test_courier_of_an_ended_call_stores_nothing_and_starts_nothing(stage, journ
         with pytest.raises(ZeroDivisionError):
             result.get(timeout=30)
     wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
-    assert stage.tasks.beside.apply_async([1], queue="single").get(timeout=30) == 1  # after what they sent
+    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=30) == 1  # after what they sent
     assert [result.state for result in (first, second, third)] == ["FAILURE"] * 3
     assert stage.starts() == [first.id, second.id, third.id]
 
@@ -533,22 +496,6 @@ def test_task_that_sends_itself_does_not_deadlock(stage, journal):
     stage.tasks.again.apply_async([stage.key, 3])
     journal.wait_for("end", name="left-0")
     assert [entry["name"] for entry in journal.entries(what="start")] == [f"left-{n}" for n in (3, 2, 1, 0)]
-    stage.assert_one_at_a_time()
-
-
-def test_chain_of_one_key_does_not_deadlock(stage):
-    """Each step of a chain has the lock that the step before it had."""
-    alone = stage.tasks.alone
-    assert chain(alone.si(1), alone.si(2), alone.si(3)).delay().get(timeout=30) == 3
-    stage.assert_one_at_a_time()
-
-
-def test_group_of_one_key_does_not_deadlock(stage):
-    """Members that exclude each other run one after another, and a chord over them has its callback."""
-    members = [stage.tasks.alone.s(n) for n in range(5)]
-    assert group(members).delay().get(timeout=30) == [0, 1, 2, 3, 4]
-    assert chord(members, stage.tasks.total.s()).delay().get(timeout=30) == 10
-    assert len(stage.starts()) == 10
     stage.assert_one_at_a_time()
 
 

@@ -88,34 +88,34 @@ def test_retry_runs_after_the_holder(tasks, journal, gates, holding):
     assert starts[0]["fence"] < starts[1]["fence"]
 
 
-def test_retry_keeps_everything_the_message_had(tasks, journal, gates):
-    """Headers, link, priority, expiry, time limits and the call's own options survive lock waits."""
+@pytest.mark.parametrize("on_conflict", ["retry", "wait"])
+def test_waiting_keeps_everything_the_message_had(tasks, journal, gates, on_conflict):
+    """Headers, link, priority, expiry, time limits, shadow and the call's own options come back with it."""
     first = tasks.inspected.delay("gated")
     journal.wait_for("start", task_id=first.id)
     second = tasks.inspected.apply_async(
         ["gated"],
         headers={"tenant": "acme"},
-        link=tasks.journal_arrival.si("linked"),
+        link=tasks.arrival.si("linked"),
         priority=3,
         expires=60,
         time_limit=50,
         soft_time_limit=40,
         shadow="shadowed",
-        singleton={"on_conflict": "retry"},
+        singleton={"on_conflict": on_conflict},
     )
-    journal.wait_for("conflict", count=2, task_id=second.id)
+    journal.wait_for("postrun", count=2 if on_conflict == "retry" else 1, task_id=second.id)
     gates("gated", 2)
     assert first.get(timeout=30)["headers"]["tenant"] is None
-    seen = second.get(timeout=30)
-    assert seen.pop("expires") is not None
-    assert seen == {
-        "headers": {"tenant": "acme", "options": {"on_conflict": "retry"}},
+    assert second.get(timeout=30) == {
+        "headers": {"tenant": "acme", "options": {"on_conflict": on_conflict}},
         "priority": 3,
+        "expires": True,
         "timelimit": [50, 40],
         "shadow": "shadowed",
         "retries": 0,
     }
-    assert len(journal.wait_for("arrival", name="linked")) == 1
+    assert len(journal.wait_for("arrival", values=["linked"])) == 1
 
 
 def test_raise_fails_the_task_with_the_holder(tasks, holding, worker):
@@ -343,26 +343,25 @@ def test_direct_call_inside_a_body_is_not_guarded(tasks, journal):
 # Workflows with equal members: nothing hangs, nothing is lost
 
 
-@pytest.mark.parametrize(
-    ("workflow", "result", "members"),
-    [
-        (lambda tasks: chain(tasks.crowded.si(n) for n in range(4)), 3, 4),
-        (lambda tasks: chord([tasks.crowded.s(n) for n in range(6)], tasks.total.s()), 15, 6),
-    ],
-    ids=["chain", "chord"],
-)
-def test_every_step_of_equal_key_has_its_turn(tasks, journal, workflow, result, members):
+@pytest.mark.parametrize("on_conflict", ["auto", "wait"])
+@pytest.mark.parametrize("kind", ["chain", "chord"])
+def test_every_step_of_equal_key_has_its_turn(tasks, journal, kind, on_conflict):
     """The steps of a chain and the members of a chord wait for each other: each one runs, and counts."""
-    assert workflow(tasks).delay().get(timeout=30) == result
-    assert len(journal.entries(what="start", name="crowded")) == members
+    steps = [tasks.crowded.si(n).set(singleton={"on_conflict": on_conflict}) for n in range(5)]
+    workflow, result = (chain(steps), 4) if kind == "chain" else (chord(steps, tasks.total.s()), 10)
+    assert workflow.delay().get(timeout=30) == result
+    assert len(journal.entries(what="start", name="crowded")) == 5
     assert_one_at_a_time(journal, "crowded")
 
 
-def test_group_of_equal_members_answers_for_each(tasks, journal):
-    """Every member of a group has a result: it ran, or it was skipped."""
-    results = group(tasks.crowded.s(n) for n in range(6)).delay().get(timeout=30)
-    assert len(results) == 6
-    assert any(not is_skipped(result) for result in results)
+@pytest.mark.parametrize("on_conflict", ["auto", "wait"])
+def test_group_of_equal_members_answers_for_each(tasks, journal, on_conflict):
+    """Every member of a group has a result: it ran, or it was skipped; if they wait, all run."""
+    members = [tasks.crowded.s(n).set(singleton={"on_conflict": on_conflict}) for n in range(5)]
+    results = group(members).delay().get(timeout=30)
+    ran = [result for result in results if not is_skipped(result)]
+    assert len(results) == 5
+    assert ran == [0, 1, 2, 3, 4] if on_conflict == "wait" else ran
     assert_one_at_a_time(journal, "crowded")
 
 
@@ -396,27 +395,27 @@ def test_chord_member_that_raises_fails_the_chord(tasks, holding):
 def test_mutable_link_waits_for_a_result_to_hand_on(tasks, journal, gates, holding):
     """A call whose link takes its result retries: the link never gets a skip_result."""
     with holding(tasks.work):
-        second = tasks.work.apply_async(["gated"], link=tasks.journal_arrival.s())
+        second = tasks.work.apply_async(["gated"], link=tasks.arrival.s())
         journal.wait_for("retry", task_id=second.id)
     again(gates, second)
-    assert journal.wait_for("arrival")[0]["name"] == "gated"
+    assert journal.wait_for("arrival")[0]["values"] == ["gated"]
 
 
 def test_immutable_link_of_a_skipped_call_still_runs(tasks, journal, holding):
     """A skipped call succeeds, so what was linked to it happens."""
     with holding(tasks.work):
-        second = tasks.work.apply_async(["gated"], link=tasks.journal_arrival.si("linked"))
+        second = tasks.work.apply_async(["gated"], link=tasks.arrival.si("linked"))
         assert is_skipped(second.get(timeout=30))
-        journal.wait_for("arrival", name="linked")
+        journal.wait_for("arrival", values=["linked"])
 
 
 def test_link_error_of_a_raising_call_runs(tasks, journal, holding):
     """A call that fails with AlreadyRunning calls its errback."""
-    options = {"link_error": tasks.journal_arrival.si("failed"), "singleton": {"on_conflict": "raise"}}
+    options = {"link_error": tasks.arrival.si("failed"), "singleton": {"on_conflict": "raise"}}
     with holding(tasks.work):
         with pytest.raises(AlreadyRunning):
             tasks.work.apply_async(["gated"], **options).get(timeout=30)
-        journal.wait_for("arrival", name="failed")
+        journal.wait_for("arrival", values=["failed"])
 
 
 def test_map_and_starmap_call_the_body_without_a_lock(tasks, journal):

@@ -96,11 +96,15 @@ def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates):
     assert journal.entries(what="lapsed") == []
 
 
-@pytest.mark.parametrize("name", ["done_twice", "done_autoretried", "done_held"])
-def test_call_is_not_done_between_its_attempts(tasks, journal, parked, locks, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("done_twice", {}), ("done_autoretried", {}), ("done_twice", {"hold_on_retry": True})],
+    ids=["retried", "autoretried", "held"],
+)
+def test_call_is_not_done_between_its_attempts(tasks, journal, parked, locks, name, options):
     """until_done: while the task's own retry is queued, calls are duplicates of it, and nothing lapses."""
     task = getattr(tasks, name)
-    first = task.delay("a")
+    first = task.apply_async(["a"], singleton=options)
     journal.wait_for("released", task_id=first.id)
     assert len(parked) == 1
     assert [task.delay("a").id for _time in range(2)] == [first.id] * 2
@@ -128,17 +132,17 @@ def test_mark_of_a_retry_is_not_shortened_by_a_slow_publisher(tasks, journal, lo
 
     after_task_publish.connect(slow)
     try:
-        tasks.done_later.delay("a")
+        tasks.done_twice.delay("a", 7200)
     finally:
         after_task_publish.disconnect(slow)
-    assert 10_700_000 < locks.pttl(mark_of(tasks.done_later, "a")) <= 10_800_000
+    assert 10_700_000 < locks.pttl(mark_of(tasks.done_twice, "a")) <= 10_800_000
 
 
-@pytest.mark.parametrize("name", ["done_page", "held_page"])
-def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, locks, name):
+@pytest.mark.parametrize("options", [{}, {"hold_on_retry": True}], ids=["done", "held"])
+def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, locks, options):
     """self.retry(args=...) is queued under its new key; once it is done the old key is free."""
-    task = getattr(tasks, name)
-    result = task.delay("a")
+    task = tasks.done_page
+    result = task.apply_async(["a"], singleton=options)
     assert result.get(timeout=30) == "next"
     journal.wait_for("released", count=2, task_id=result.id)
     assert not locks.exists(mark_of(task, "a"), task.lock_key("a"))
@@ -146,9 +150,10 @@ def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, lo
 
 def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(tasks, journal, parked):
     """until_started: a task that has started makes no duplicates, not even by its retry."""
-    first = tasks.started_twice.delay("a")
+    options = {"dedupe": "until_started"}
+    first = tasks.done_twice.apply_async(["a"], singleton=options)
     journal.wait_for("released", task_id=first.id)
-    second = tasks.started_twice.delay("a")
+    second = tasks.done_twice.apply_async(["a"], singleton=options)
     assert not second.deduplicated
     wait_until(lambda: len(parked) == 2, "both retries are queued")
     parked.move()
@@ -384,16 +389,16 @@ def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, has_header)
     wait_until_freed(locks, task)
 
 
-@pytest.mark.parametrize("name", ["done_lingering", "held_lingering"])
+@pytest.mark.parametrize("options", [{}, {"hold_on_retry": True}], ids=["done", "held"])
 def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
-    tasks, journal, gates, locks, worker, name
+    tasks, journal, gates, locks, worker, options
 ):
     """What the first attempt leaves for a retry that was thrown away already must not stay."""
-    task = getattr(tasks, name)
-    result = task.delay("gated")
+    task = tasks.done_lingering
+    result = task.apply_async(["gated"], singleton=options)
     journal.wait_for("start", task_id=result.id)
     result.revoke()
-    worker.wait_for_log(f"Discarding revoked task: tests.markapp.{name}[{result.id}]")
+    worker.wait_for_log(f"Discarding revoked task: {task.name}[{result.id}]")
     # By the end of these the worker's parent has freed what there was to free.
     for other in ("a", "b", "c"):
         tasks.started.delay(other).get(timeout=30)

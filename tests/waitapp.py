@@ -12,9 +12,9 @@ from celery import Celery
 from celery.signals import worker_process_init
 
 from celery_setnx import Conflict, SingletonTask, run
-from tests.workerapp import BROKER_DB, app, body, control, journal
+from tests.workerapp import app, arrival, body, control, journal, plain
 
-__all__ = ["BROKER_DB", "app", "control"]
+__all__ = ["app", "arrival", "plain"]
 
 
 @worker_process_init.connect
@@ -63,21 +63,6 @@ def failing(name: str, gate: str = "") -> None:
     raise ZeroDivisionError(gate)
 
 
-@app.task(base=SingletonTask, bind=True, singleton=WAITS)
-def inspected(self: Any, name: str, gate: str = "") -> dict[str, Any]:
-    """Returns what its message said."""
-    body(gate)
-    request = self.request
-    return {
-        "tenant": request.headers.get("tenant"),
-        "priority": request.delivery_info.get("priority"),
-        "expires": request.expires is not None,
-        "timelimit": list(request.timelimit),
-        "shadow": request.shadow,
-        "retries": request.retries,
-    }
-
-
 def types_of(name: str, value: Any, gate: str = "") -> list[str]:
     """Tells the types of what it was given."""
     body(gate)
@@ -116,13 +101,6 @@ def again(self: Any, name: str, left: int) -> int:
     return left
 
 
-@app.task(base=SingletonTask, singleton={**WAITS, "key": ()})
-def alone(number: int) -> int:
-    """One at a time, whatever its argument."""
-    body("alone")
-    return number
-
-
 @app.task(base=SingletonTask, singleton={"key": "name", "lease": 600, "dedupe": "until_started"})
 def pending(name: str, gate: str = "") -> str:
     """One running and one pending, without any other option."""
@@ -146,12 +124,6 @@ def joined(self: Any, name: str, gate: str = "") -> list[str]:
     return [name, self.request.id]
 
 
-@app.task(base=SingletonTask, singleton=JOINS)
-def joined_failing(name: str, gate: str = "") -> None:
-    body(gate)
-    raise ZeroDivisionError(name)
-
-
 @app.task(base=SingletonTask, bind=True, max_retries=1, singleton=JOINS)
 def joined_retrying(self: Any, name: str, gate: str = "") -> list[Any]:
     """Retries itself once before it has a result."""
@@ -159,21 +131,3 @@ def joined_retrying(self: Any, name: str, gate: str = "") -> list[Any]:
     if self.request.retries == 0:
         raise self.retry(countdown=0.3)
     return [self.request.id, self.request.retries]
-
-
-@app.task
-def arrival(*values: Any) -> Any:
-    """What follows: journals its arguments."""
-    journal.write("arrival", values=list(values))
-    return list(values)
-
-
-@app.task
-def total(numbers: list[int]) -> int:
-    return sum(numbers)
-
-
-@app.task
-def beside(value: Any) -> Any:
-    """No lock at all."""
-    return value

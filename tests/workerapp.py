@@ -155,16 +155,18 @@ def inspected(self: Any, name: str) -> dict[str, Any]:
     return {
         "headers": {"tenant": request.headers.get("tenant"), "options": header.get("options")},
         "priority": request.delivery_info.get("priority"),
-        "expires": request.expires,
-        "timelimit": request.timelimit,
+        "expires": request.expires is not None,
+        "timelimit": list(request.timelimit),
         "shadow": request.shadow,
         "retries": request.retries,
     }
 
 
 @app.task
-def journal_arrival(name: str) -> None:
-    journal.write("arrival", name=name)
+def arrival(*values: Any) -> Any:
+    """What follows: journals its arguments."""
+    journal.write("arrival", values=list(values))
+    return list(values)
 
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "depth", "on_conflict": "raise"})
