@@ -94,11 +94,14 @@ def test_chord_of_joiners_has_its_callback(stage, journal):
     assert len(journal.entries(what="arrival")) == 1
 
 
-def test_joiners_wait_for_the_holders_last_attempt(stage):
+def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
     """A holder that retries has no result yet: its joiners end with that of its last attempt."""
     first = held(stage, task=stage.tasks.joined_retrying)
     results = join(stage, 3, task=stage.tasks.joined_retrying)
-    stage.open(2)
+    stage.open()
+    for result in results:  # woken by the end of the first attempt, they find the second, and wait for that
+        journal.wait_for("waiting", 2, task_id=result.id)
+    stage.open()
     for result in [first, *results]:
         assert result.get(timeout=30) == [first.id, 1]
     assert stage.starts() == [first.id, first.id]

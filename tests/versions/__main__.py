@@ -36,7 +36,6 @@ SUBSET = (
     "tests/test_fanout.py::test_broker_that_dies_between_messages_leaves_exact_counts",
     "tests/test_worker_conflicts.py",
     "tests/test_worker_crash.py",
-    "tests/test_worker_canvas.py",
 )
 DEADLINE_S = 1200.0
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
