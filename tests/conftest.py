@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from celery.result import AsyncResult
 
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker
+from tests.stage import Parked, Stage
 from tests.versions.conditions import LOSES_RESULTS
 
 LOCK_DB = 1
@@ -137,15 +139,29 @@ def journal(server) -> Iterator[Journal]:
 
 
 @pytest.fixture
-def gates(server) -> Iterator[Any]:
-    """Call it with a name to let one body of that name go on."""
-    with redis.Redis.from_url(server.url(0)) as client:
+def gates(journal) -> Callable[..., None]:
+    """Call it with a name to let one body of that name go on, or as many as are given."""
 
-        def open_gate(name: str) -> None:
-            client.rpush(f"gate:{name}", "open")
-            client.expire(f"gate:{name}", 60)
+    def open_gate(name: str, times: int = 1) -> None:
+        journal._client.rpush(f"gate:{name}", *["open"] * times)
+        journal._client.expire(f"gate:{name}", 60)
 
-        yield open_gate
+    return open_gate
+
+
+@pytest.fixture
+def holding(journal, gates) -> Callable[..., AbstractContextManager[Any]]:
+    """`with holding(task) as first`: the body of a call has started, and ends with its name afterwards."""
+
+    @contextmanager
+    def holding(task: Any, name: str = "gated", **options: Any) -> Iterator[Any]:
+        first = task.apply_async([name], **options)
+        journal.wait_for("start", task_id=first.id)
+        yield first
+        gates(name)
+        assert first.get(timeout=30) == name
+
+    return holding
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +199,9 @@ def module_worker(server, logs) -> Iterator[Callable[..., Worker]]:
 @pytest.fixture(scope="session")
 def worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes that lives for the whole run. Not to be killed."""
-    worker = Worker(logs, concurrency=4)
+    worker = Worker(
+        logs, concurrency=4, queues="celery,first", conf={"include": ["tests.waitapp", "tests.markapp"]}
+    )
     yield worker
     worker.stop()
 
@@ -195,3 +213,20 @@ def tasks(worker, locks, journal) -> Any:
 
     workerapp.app.set_current()  # for its shared tasks, whatever app another test has made the current one
     return workerapp
+
+
+@pytest.fixture
+def stage(worker, locks, journal, gates) -> Iterator[Stage]:
+    """The tasks of `tests.waitapp` that the worker runs too, with clean databases."""
+    from tests import waitapp
+
+    stage = Stage(waitapp, journal, gates)
+    yield stage
+    ended = {entry["task_id"] for entry in journal.entries(what="end")}
+    stage.open(1 + sum(entry["task_id"] not in ended for entry in journal.entries(what="start")))
+
+
+@pytest.fixture
+def parked(journal) -> Parked:
+    """The queue that no worker consumes, empty."""
+    return Parked(journal._client)

@@ -1,30 +1,15 @@
 """The app of `tests.workerapp` with tasks that are deduplicated when they are published."""
 
-import os
 from typing import Any
 
 from celery import current_task
 from celery.signals import task_prerun
 
-from celery_setnx import Conflict, SingletonTask, signals
-from tests.workerapp import URL, app, body, control, journal, record
+from celery_setnx import Conflict, SingletonTask
+from tests.workerapp import app, body, control, journal
 
-DONE = {"key": "name", "lease": 2, "retry_delay": 0.1, "dedupe": "until_done"}
+DONE = {"key": "name", "lease": 600, "retry_delay": 0.1, "dedupe": "until_done"}
 STARTED = {**DONE, "dedupe": "until_started"}
-
-if "SETNX_TEST_BROKER_DB" in os.environ:
-    app.conf.broker_url = f"{URL}/{os.environ['SETNX_TEST_BROKER_DB']}"
-    app.conf.broker_transport_options = {"visibility_timeout": 1}
-
-signals.uniqueness_lapsed.connect(record("lapsed"), weak=False)
-signals.lock_waiting.connect(record("waiting"), weak=False)
-
-
-class Marked(SingletonTask):
-    """Goes to a queue of its own, which only the workers of these tests consume."""
-
-    abstract = True
-    queue = "marks"
 
 
 @task_prerun.connect
@@ -35,44 +20,35 @@ def stand_still(task_id: str, kwargs: Any, **_details: Any) -> None:
         control.blpop([f"gate:{task_id}"], timeout=30)
 
 
-@app.task(base=Marked, singleton=STARTED)
+@app.task(base=SingletonTask, singleton=STARTED)
 def started(name: str, stands: bool = False) -> str:
     """At most one is queued."""
     return body(name)
 
 
-@app.task(base=Marked, acks_late=True, singleton=STARTED)
+@app.task(base=SingletonTask, acks_late=True, singleton=STARTED)
 def late(name: str, stands: bool = False) -> str:
     """At most one is queued; acknowledged when it is done."""
     return body(name)
 
 
-@app.task(base=Marked, singleton=DONE)
+@app.task(base=SingletonTask, singleton=DONE)
 def done(name: str) -> str:
     """At most one is queued or running."""
     return body(name)
 
 
-@app.task(base=Marked, bind=True, singleton=STARTED)
-def started_twice(self: Any, name: str) -> str:
+@app.task(base=SingletonTask, bind=True, singleton=DONE)
+def done_twice(self: Any, name: str, countdown: int = 0) -> str:
     """Retries itself once, by way of a queue that nobody consumes."""
     body(name)
     if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
-    return name
-
-
-@app.task(base=Marked, bind=True, singleton=DONE)
-def done_twice(self: Any, name: str) -> str:
-    """Retries itself once, by way of a queue that nobody consumes."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
+        raise self.retry(countdown=countdown, queue="parked")
     return name
 
 
 @app.task(
-    base=Marked,
+    base=SingletonTask,
     autoretry_for=(ZeroDivisionError,),
     retry_kwargs={"max_retries": 1, "countdown": 0, "queue": "parked"},
     singleton=DONE,
@@ -84,23 +60,7 @@ def done_autoretried(name: str) -> str:
     return name
 
 
-@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
-def done_held(self: Any, name: str) -> str:
-    """Retries itself once, by way of a queue that nobody consumes, and keeps its lock."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(countdown=0, queue="parked")
-    return name
-
-
-@app.task(base=Marked, bind=True, singleton=DONE)
-def done_later(self: Any, name: str) -> str:
-    """Retries itself in two hours."""
-    body(name)
-    raise self.retry(countdown=7200, queue="parked")
-
-
-@app.task(base=Marked, bind=True, singleton=DONE)
+@app.task(base=SingletonTask, bind=True, singleton=DONE)
 def done_page(self: Any, name: str) -> str:
     """Retries itself with another argument, and so with another key."""
     body(name)
@@ -109,27 +69,9 @@ def done_page(self: Any, name: str) -> str:
     return name
 
 
-@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
-def held_page(self: Any, name: str) -> str:
-    """Retries itself with another argument, and keeps its lock."""
-    body(name)
-    if not self.request.retries:
-        raise self.retry(args=["next"], countdown=0)
-    return name
-
-
-@app.task(base=Marked, bind=True, singleton=DONE)
+@app.task(base=SingletonTask, bind=True, singleton=DONE)
 def done_lingering(self: Any, name: str) -> str:
     """Publishes its retry, and takes its time to end."""
-    try:
-        raise self.retry(countdown=0)
-    finally:
-        body(name)
-
-
-@app.task(base=Marked, bind=True, singleton={**DONE, "hold_on_retry": True})
-def held_lingering(self: Any, name: str) -> str:
-    """Publishes its retry, takes its time to end, and keeps its lock."""
     try:
         raise self.retry(countdown=0)
     finally:
@@ -140,6 +82,6 @@ def busy(conflict: Conflict) -> Any:
     return {"busy": conflict.holder.task_id}
 
 
-@app.task(base=Marked, singleton={**DONE, "on_conflict": busy})
+@app.task(base=SingletonTask, singleton={**DONE, "on_conflict": busy})
 def done_own_policy(name: str) -> Any:
     return body(name)

@@ -1,7 +1,8 @@
 """A worker in the test's own process (celery.contrib.testing), as users' test suites run it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -22,31 +23,33 @@ class User(BaseModel):
 class Gate:
     """Bodies that wait in the test's own process."""
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Close it, and forget who waited."""
-        self.entered = threading.Semaphore(0)
-        self.open = threading.Semaphore(0)
+    def close(self) -> None:
+        """Forget who waited."""
+        self.entered, self.opened = threading.Semaphore(0), threading.Semaphore(0)
 
     def wait(self) -> None:
+        """Let a body wait."""
         self.entered.release()
-        assert self.open.acquire(timeout=20)
-
-    def wait_for_body(self) -> None:
-        """Return once a body is waiting."""
-        assert self.entered.acquire(timeout=20)
+        assert self.opened.acquire(timeout=60)
 
 
 GATE = Gate()
 
 
 @pytest.fixture
-def gate(locks) -> Gate:
-    """Holds the bodies of one test open."""
-    GATE.reset()
-    return GATE
+def holding(locks) -> Callable[..., AbstractContextManager[Any]]:
+    """`with holding(task, ...) as first`: the body of a call waits, and afterwards has a result."""
+    GATE.close()
+
+    @contextmanager
+    def holding(task: Task, *args: Any) -> Iterator[Any]:
+        first = task.delay(*args)
+        assert GATE.entered.acquire(timeout=60)
+        yield first
+        GATE.opened.release()
+        first.get(timeout=60)
+
+    return holding
 
 
 @pytest.fixture(scope="module")
@@ -84,54 +87,46 @@ def app(server) -> Iterator[Any]:
         yield app
 
 
-def test_bound_task_sees_its_own_request_and_lock(app, gate):
+def test_bound_task_sees_its_own_request_and_lock(app, locks):
     """Also where Celery does not protect its request stack, `self.request` is the call."""
     result = app.tasks["bound"].delay(False)
-    task_id, fence = result.get(timeout=20)
+    task_id, fence = result.get(timeout=60)
     assert task_id == result.id
     assert fence > 0
 
 
-def test_threads_of_one_process_exclude_each_other(app, gate):
+def test_threads_of_one_process_exclude_each_other(app, holding):
     """Two calls in two threads of one worker: one body."""
-    first = app.tasks["bound"].delay(True)
-    gate.wait_for_body()
-    assert is_skipped(app.tasks["bound"].delay(True).get(timeout=20))
-    gate.open.release()
-    assert first.get(timeout=20)[0] == first.id
+    with holding(app.tasks["bound"], True) as first:
+        assert is_skipped(app.tasks["bound"].delay(True).get(timeout=60))
+    assert first.get()[0] == first.id
 
 
-def test_nested_direct_call_is_not_guarded(app, gate):
+def test_nested_direct_call_is_not_guarded(app, locks):
     """A body that calls its own task as a function does not meet its own lock."""
-    assert app.tasks["nested"].delay(1).get(timeout=20)[0] == 1
+    assert app.tasks["nested"].delay(1).get(timeout=60)[0] == 1
 
 
-def test_decorated_function_is_guarded_in_threads(app, gate):
+def test_decorated_function_is_guarded_in_threads(app, holding):
     """The decorator alone."""
-    first = app.tasks["plain"].delay(True)
-    gate.wait_for_body()
-    assert is_skipped(app.tasks["plain"].delay(False).get(timeout=20))
-    gate.open.release()
-    assert first.get(timeout=20) == "setnx:{plain}"
+    with holding(app.tasks["plain"], True) as first:
+        assert is_skipped(app.tasks["plain"].delay(False).get(timeout=60))
+    assert first.get() == "setnx:{plain}"
 
 
 @needs_dumped_models
-def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app, gate):
+def test_pydantic_argument_is_keyed_alike_by_producer_and_worker(app, holding):
     """A model, its dumped form, and a message sent by name have one key."""
     task = app.tasks["modelled"]
-    first = task.delay(User(id=5))
-    gate.wait_for_body()
-    assert is_skipped(task.delay({"id": 5}, note="other").get(timeout=20))
-    assert is_skipped(app.send_task("modelled", [{"id": 5}]).get(timeout=20))
-    gate.open.release()
-    assert first.get(timeout=20)[0] == 5
+    with holding(task, User(id=5)) as first:
+        assert is_skipped(task.delay({"id": 5}, note="other").get(timeout=60))
+        assert is_skipped(app.send_task("modelled", [{"id": 5}]).get(timeout=60))
+    assert first.get()[0] == 5
 
 
-def test_retry_waits_on_any_broker(app, gate):
+def test_retry_waits_on_any_broker(app, holding):
     """A conflict with retry comes back through the in-memory broker."""
-    first = app.tasks["bound"].delay(True)
-    gate.wait_for_body()
-    second = app.tasks["bound"].apply_async([True], singleton={"on_conflict": "retry"})
-    gate.open.release(2)
-    fences = [result.get(timeout=20)[1] for result in (first, second)]
-    assert fences == sorted(fences)
+    with holding(app.tasks["bound"], True) as first:
+        second = app.tasks["bound"].apply_async([True], singleton={"on_conflict": "retry"})
+        GATE.opened.release()
+    assert first.get()[1] < second.get(timeout=60)[1]

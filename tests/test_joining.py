@@ -3,233 +3,220 @@
 
 import os
 import signal
-import time
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery, chain, chord
+from celery.states import READY_STATES
 
 from celery_setnx import LockTimeout, OptionError, SingletonTask
-from tests.harness import Journal, Worker, wait_until
+from examples.embedded import EmbeddedServer
+from tests.harness import Worker, wait_until
+from tests.stage import SOON, Stage
 
 APP = "tests.waitapp"
-ENVIRONMENT = {"C_FORCE_ROOT": "1"}  # it accepts pickles, whoever runs the tests
-
-
-@pytest.fixture(scope="module")
-def crew(server, logs) -> Iterator[Worker]:
-    """A worker with four processes. Not to be killed."""
-    worker = Worker(logs, APP, concurrency=4, environment=ENVIRONMENT)
-    yield worker
-    worker.stop()
 
 
 @pytest.fixture
-def single(server, logs) -> Iterator[Worker]:
-    """A worker with one process, and a queue of its own; it may be killed."""
-    worker = Worker(logs, APP, concurrency=1, queues="single", environment=ENVIRONMENT)
-    yield worker
-    if worker.process.poll() is None:
-        worker.stop()
+def single(stage, start_worker) -> Worker:
+    """A worker with one process, whose queue is named after the key; it may be killed."""
+    return start_worker(APP, concurrency=1, queues=stage.key)
 
 
-@pytest.fixture
-def tasks(crew, locks, journal) -> Iterator[Any]:
-    """The module of tasks that the worker runs, with clean databases."""
-    from tests import waitapp
-
-    yield waitapp
-    ended = {entry["task_id"] for entry in journal.entries(what="end")}
-    for entry in journal.entries(what="start"):  # of a test that has failed
-        if entry["task_id"] not in ended:
-            waitapp.control.rpush(f"gate:{entry['name']}", "open")
+def held(stage: Stage, **options: Any) -> Any:
+    """A call whose body has started and waits at the gate."""
+    return stage.held(**{"task": stage.tasks.joined, **options})
 
 
-@pytest.fixture
-def key() -> str:
-    """A key that is no other test's: its couriers may still be on their way."""
-    return uuid.uuid4().hex[:8]
-
-
-def held(journal: Journal, task: Any, name: str, **options: Any) -> Any:
-    """A call whose body has started and waits at the gate `gated-<name>`."""
-    result = task.apply_async([name, f"gated-{name}"], **options)
-    journal.wait_for("start", task_id=result.id)
-    return result
-
-
-def join(journal: Journal, task: Any, name: str, count: int, **options: Any) -> list[Any]:
+def join(stage: Stage, count: int = 1, **options: Any) -> list[Any]:
     """Calls that wait for the holder's result."""
-    results = [task.apply_async([name], **options) for _ in range(count)]
-    for result in results:
-        journal.wait_for("waiting", task_id=result.id)
-        journal.wait_for("postrun", task_id=result.id)
-    return results
+    return [stage.parked(**{"task": stage.tasks.joined, **options}) for _ in range(count)]
 
 
-def starters(journal: Journal) -> list[str]:
-    """Ids of the tasks whose bodies started, in order."""
-    return [entry["task_id"] for entry in journal.entries(what="start")]
-
-
-def test_ten_joiners_end_with_the_one_result(tasks, key, journal, gates):
+def test_ten_joiners_end_with_the_one_result(stage):
     """Ten equal calls while one runs: one run in all, and eleven results, all the holder's."""
-    first = held(journal, tasks.joined, key)
-    results = join(journal, tasks.joined, key, 10)
-    gates(f"gated-{key}")
+    first = held(stage)
+    results = join(stage, 10)
+    stage.open()
     for result in [first, *results]:
-        assert result.get(timeout=20) == [key, first.id]
+        assert result.get(timeout=30) == [stage.key, first.id]
         assert result.state == "SUCCESS"
-    assert starters(journal) == [first.id]
-    wait_until(lambda: tasks.joined.locked(key) is None, "nobody has the lock")
+    assert stage.starts() == [first.id]
+    wait_until(lambda: stage.tasks.joined.locked(stage.key) is None, "nobody has the lock")
 
 
-def test_joiner_takes_no_lock(tasks, key, journal, gates):
+def test_joiner_takes_no_lock(stage, journal):
     """The lifecycle of a joiner: it meets the lock, waits, and ends; it is never the holder."""
-    held(journal, tasks.joined, key)
-    (second,) = join(journal, tasks.joined, key, 1)
-    gates(f"gated-{key}")
-    second.get(timeout=20)
+    held(stage)
+    (second,) = join(stage)
+    stage.open()
+    second.get(timeout=30)
     postruns = journal.wait_for("postrun", count=2, task_id=second.id)
-    assert set(journal.words(second.id)) == {"conflict", "waiting", "postrun"}
+    words = set(journal.words(second.id)) - {"retry"}  # of asking again, until the result is stored
+    assert words == {"conflict", "waiting", "postrun"}
     assert {entry["state"] for entry in postruns[:-1]} <= {"IGNORED", "RETRY"}
     assert journal.entries(what="conflict", task_id=second.id)[0]["policy"] == "join"
 
 
-def test_holders_error_is_the_joiners_too(tasks, key, journal, gates):
+def test_holders_error_is_the_joiners_too(stage):
     """A failed holder's exception, with its arguments, is raised in every joiner."""
-    first = held(journal, tasks.joined_failing, key)
-    results = join(journal, tasks.joined_failing, key, 3)
-    gates(f"gated-{key}")
+    options = {"task": stage.tasks.failing, "singleton": {"on_conflict": "join"}}
+    first = held(stage, **options)
+    results = join(stage, 3, **options)
+    stage.open()
     for result in [first, *results]:
-        with pytest.raises(ZeroDivisionError, match=key):
-            result.get(timeout=20)
+        with pytest.raises(ZeroDivisionError, match=stage.key):
+            result.get(timeout=30)
         assert result.state == "FAILURE"
-    assert starters(journal) == [first.id]
+    assert stage.starts() == [first.id]
 
 
-def test_chain_of_a_joiner_goes_on_with_the_holders_result(tasks, key, journal, gates):
+def test_chain_of_a_joiner_goes_on_with_the_holders_result(stage, journal):
     """What follows a joiner gets the holder's result, once."""
-    first = held(journal, tasks.joined, key)
-    result = chain(tasks.joined.s(key), tasks.arrival.s("next")).delay()
+    first = held(stage)
+    result = chain(stage.tasks.joined.s(stage.key), stage.tasks.arrival.s("next")).delay()
     journal.wait_for("waiting")
-    gates(f"gated-{key}")
-    assert result.get(timeout=20) == [[key, first.id], "next"]
+    stage.open()
+    assert result.get(timeout=30) == [[stage.key, first.id], "next"]
     assert len(journal.entries(what="arrival")) == 1
 
 
-def test_chord_of_joiners_has_its_callback(tasks, key, journal, gates):
+def test_chord_of_joiners_has_its_callback(stage, journal):
     """Equal members of a chord are one run, and count as often as they are."""
-    result = chord([tasks.joined.s(key, f"gated-{key}") for _ in range(4)], tasks.arrival.s()).delay()
+    members = [stage.tasks.joined.s(stage.key, stage.gate) for _ in range(4)]
+    result = chord(members, stage.tasks.arrival.s()).delay()
     journal.wait_for("waiting", count=3)
-    gates(f"gated-{key}")
-    (runner,) = set(starters(journal))
-    assert result.get(timeout=20) == [[[key, runner]] * 4]
-    assert starters(journal) == [runner]
+    stage.open()
+    (runner,) = set(stage.starts())
+    assert result.get(timeout=30) == [[[stage.key, runner]] * 4]
+    assert stage.starts() == [runner]
     assert len(journal.entries(what="arrival")) == 1
 
 
-def test_joiners_wait_for_the_holders_last_attempt(tasks, key, journal, gates):
+def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
     """A holder that retries has no result yet: its joiners end with that of its last attempt."""
-    first = held(journal, tasks.joined_retrying, key)
-    results = join(journal, tasks.joined_retrying, key, 3)
-    gates(f"gated-{key}")
-    gates(f"gated-{key}")
+    first = held(stage, task=stage.tasks.joined_retrying)
+    results = join(stage, 3, task=stage.tasks.joined_retrying)
+    stage.open()
+    for result in results:  # woken by the end of the first attempt, they find the second, and wait for that
+        journal.wait_for("waiting", 2, task_id=result.id)
+    stage.open()
     for result in [first, *results]:
-        assert result.get(timeout=20) == [first.id, 1]
-    assert starters(journal) == [first.id, first.id]
+        assert result.get(timeout=30) == [first.id, 1]
+    assert stage.starts() == [first.id, first.id]
 
 
 @pytest.mark.parametrize("how", ["child", "worker"])
-def test_joiner_of_a_killed_holder_runs_itself(tasks, key, journal, gates, single, how):
+def test_joiner_of_a_killed_holder_runs_itself(stage, journal, single, how):
     """A holder that died has no result: the first of its joiners runs, and the others end with its result."""
-    first = held(journal, tasks.joined, key, queue="single")
-    results = join(journal, tasks.joined, key, 3, singleton={"retry_delay_max": 0.2})
+    first = held(stage, queue=stage.key)
+    results = join(stage, 3, singleton=SOON)
     if how == "child":
-        os.kill(journal.entries(what="start")[0]["pid"], signal.SIGKILL)
+        os.kill(stage.holder_pid(), signal.SIGKILL)
     else:
         single.kill()
-    found = [result.get(timeout=20) for result in results]
-    assert found[0] != [key, first.id]
+    found = [result.get(timeout=30) for result in results]
+    assert found[0] != [stage.key, first.id]
     assert found[0][1] in [result.id for result in results]
-    runs = starters(journal)[1:]
+    runs = stage.starts()[1:]
     assert len(runs) == len(set(runs))
     assert {runner for _name, runner in found} == set(runs)
+    fences = [entry["fence"] for entry in journal.entries(what="acquired")]
+    assert fences == sorted(fences)
 
 
-def test_joiner_of_a_forgotten_result_runs_itself(tasks, key, journal, gates):
+def test_joiner_of_a_holder_that_was_shut_down_cold_runs_itself(stage, single):
+    """Celery stores RETRY for what a cold shutdown cancels, and nobody sends it again: the next one runs."""
+    first = held(stage, queue=stage.key)
+    (second,) = join(stage, singleton=SOON)
+    os.kill(single.process.pid, signal.SIGQUIT)
+    assert second.get(timeout=30) == [stage.key, second.id]
+    assert stage.starts() == [first.id, second.id]
+
+
+def test_joiner_of_a_forgotten_result_runs_itself(stage):
     """A holder whose result is not stored leaves its joiners to themselves."""
-    first = held(journal, tasks.joined, key, ignore_result=True, singleton={"on_conflict": "wait"})
-    (second,) = join(journal, tasks.joined, key, 1, singleton={"retry_delay_max": 0.1})
-    gates(f"gated-{key}")
-    assert second.get(timeout=20) == [key, second.id]
-    assert starters(journal) == [first.id, second.id]
+    first = held(stage, ignore_result=True, singleton={"on_conflict": "wait"})
+    (second,) = join(stage, singleton={"retry_delay_max": 0.1})
+    stage.open()
+    assert second.get(timeout=30) == [stage.key, second.id]
+    assert stage.starts() == [first.id, second.id]
 
 
-def test_joiner_of_a_revoked_holder_runs_itself(tasks, key, journal, gates):
+def test_joiner_of_a_revoked_holder_runs_itself(stage):
     """A holder that was revoked while it ran has no result: its joiner runs."""
-    first = held(journal, tasks.joined, key)
-    (second,) = join(journal, tasks.joined, key, 1)
+    first = held(stage)
+    (second,) = join(stage)
     first.revoke(terminate=True, signal="SIGKILL")
-    assert second.get(timeout=20) == [key, second.id]
-    assert starters(journal) == [first.id, second.id]
+    assert second.get(timeout=30) == [stage.key, second.id]
+    assert stage.starts() == [first.id, second.id]
 
 
-def test_joiner_of_another_task_runs_itself(tasks, key, journal, gates):
+def test_joiner_of_another_task_runs_itself(stage):
     """The lock of a shared scope may be another task's, whose result is no result of this one."""
     options = {"scope": "shared"}
-    held(journal, tasks.work, key, singleton=options)
-    (second,) = join(journal, tasks.joined, key, 1, singleton=options)
-    gates(f"gated-{key}")
-    assert second.get(timeout=20) == [key, second.id]
+    held(stage, task=stage.tasks.work, singleton=options)
+    (second,) = join(stage, singleton=options)
+    stage.open()
+    assert second.get(timeout=30) == [stage.key, second.id]
 
 
-def test_call_after_the_holders_end_has_a_run_of_its_own(tasks, key, journal, gates):
+def test_call_after_the_holders_end_has_a_run_of_its_own(stage):
     """While joiners end with the old result a new call runs, and does not get it."""
-    first = held(journal, tasks.joined, key)
-    results = join(journal, tasks.joined, key, 10)
-    gates(f"gated-{key}")
-    assert first.get(timeout=20) == [key, first.id]
-    fresh = tasks.joined.delay(key)
-    assert fresh.get(timeout=20) == [key, fresh.id]
-    assert [result.get(timeout=20) for result in results] == [[key, first.id]] * 10
-    assert starters(journal) == [first.id, fresh.id]
+    first = held(stage)
+    results = join(stage, 10)
+    stage.open()
+    assert first.get(timeout=30) == [stage.key, first.id]
+    fresh = stage.tasks.joined.delay(stage.key)
+    assert fresh.get(timeout=30) == [stage.key, fresh.id]
+    assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 10
+    assert stage.starts() == [first.id, fresh.id]
 
 
-def test_joiners_hold_no_pool_slot(tasks, key, journal, gates, single):
+def test_joiners_hold_no_pool_slot(stage, single):
     """A worker with one process runs other tasks while five of its calls wait for a result elsewhere."""
-    first = held(journal, tasks.joined, key)
-    results = join(journal, tasks.joined, key, 5, queue="single")
-    assert tasks.beside.apply_async([7], queue="single").get(timeout=10) == 7
-    assert tasks.joined.locked(key).waiting == 5
-    gates(f"gated-{key}")
-    assert [result.get(timeout=20) for result in results] == [[key, first.id]] * 5
+    first = held(stage)
+    results = join(stage, 5, queue=stage.key)
+    assert stage.tasks.plain.apply_async([7], queue=stage.key).get(timeout=30) == 7
+    assert stage.tasks.joined.locked(stage.key).waiting == 5
+    stage.open()
+    assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 5
 
 
-def test_max_wait_ends_a_join(tasks, key, journal, gates):
-    """A joiner waits no longer than max_wait."""
-    first = held(journal, tasks.joined, key)
-    (second,) = join(journal, tasks.joined, key, 1, singleton={"max_wait": 0.5})
-    at = time.monotonic()
+def test_max_wait_ends_a_join(stage):
+    """A joiner waits no longer than max_wait, and not for its courier, which comes in ten minutes."""
+    first = held(stage)
+    (second,) = join(stage, singleton={"max_wait": 0.5})
     with pytest.raises(LockTimeout):
-        second.get(timeout=20)
-    assert time.monotonic() - at < 3
-    gates(f"gated-{key}")
-    assert first.get(timeout=20) == [key, first.id]
+        second.get(timeout=30)
+    stage.open()
+    assert first.get(timeout=30) == [stage.key, first.id]
 
 
-def test_join_with_ignore_result_is_refused(server):
+def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker):
+    """A woken call that the lock server cannot serve asks again, and ends once, with the holder's result."""
+    with EmbeddedServer() as locks, redis.Redis(port=locks.port) as client:
+        start_worker(APP, queues=stage.key, conf={"setnx_url": locks.url()})
+        options = {"queue": stage.key, "singleton": {"lease": 1}}
+        first = held(stage, **options)
+        (second,) = join(stage, **options)
+        client.config_set("maxmemory", 1)
+        stage.open()
+        journal.wait_for("released", task_id=first.id)
+        journal.wait_for("postrun", 2, task_id=second.id)  # after a lease of asking in place
+        client.config_set("maxmemory", 0)
+        journal.wait_for("postrun", task_id=second.id, state="SUCCESS")
+        states = [entry["state"] for entry in journal.entries(what="postrun", task_id=second.id)]
+        assert [state for state in states if state in READY_STATES] == ["SUCCESS"]
+        assert second.get(timeout=30) == [stage.key, first.id]
+
+
+def test_join_with_ignore_result_is_refused():
     """A task whose results are not stored cannot be joined."""
-    app = Celery(broker=server.url(6), backend=server.url(6), set_as_current=False)
+    app = Celery(set_as_current=False)
+    options = {"ignore_result": True, "singleton": {"on_conflict": "join"}}
     with pytest.raises(OptionError, match="ignore_result"):
 
-        @app.task(
-            base=SingletonTask,
-            lazy=False,
-            shared=False,
-            ignore_result=True,
-            singleton={"on_conflict": "join"},
-        )
+        @app.task(base=SingletonTask, lazy=False, shared=False, **options)
         def silent() -> None: ...

@@ -1,16 +1,20 @@
-"""What becomes of a call that waits when its broker or its lock server is gone: no worker needed."""
+"""Calls that wait, without a worker: their broker or lock server is gone, or their wake-up is late."""
 
 import logging
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 from celery.exceptions import Reject
 
 from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.lock import Heir, Holder
+from celery_setnx.line import Place, park
+from celery_setnx.lock import Heir, Holder, SetnxLock, task_token
 from celery_setnx.options import Options
+from celery_setnx.testing import _age
 from celery_setnx.waiting import COURIER, Parked, wait_in_line, wake
 
 KEY = "setnx:{t}"
@@ -100,3 +104,38 @@ def test_heir_that_cannot_be_woken_is_left_to_its_courier(task, caplog, call, sa
     wake(task.app, Heir("id-2", call), KEY)
     assert said in caplog.text
     assert "id-2" in caplog.text
+
+
+def waiting(locks: redis.Redis, key: str, task_id: str, since: float) -> None:
+    """A task that waits in line."""
+    park(locks, Place(key, task_id, 0, remember=6000), copy="0", since=since, call=f"call of {task_id}")
+
+
+def let_go(lock: SetnxLock) -> Any:
+    """Hand the lock to the first in line, as a courier does once the lock is free or its lease has ended."""
+    held = lock.acquire(token="courier").lock
+    assert held is not None
+    held.release()
+    assert lock.heir is not None
+    return lock.heir
+
+
+def test_woken_call_takes_a_lock_that_is_kept_for_another(locks):
+    """Its wake-up came after its turn was over: it runs now, before the other, and the other next."""
+    lock = SetnxLock(locks, "t:{late}", lease=600, line=True)
+    for since, task_id in enumerate(("first", "second"), 1):
+        waiting(locks, lock.name, task_id, since)
+    assert let_go(lock).task_id == "first"
+    _age(locks, lock=lock.name, by_s=600, living="")
+    assert let_go(lock).task_id == "second"  # the first's wake-up is on its way still
+    outcome = lock.acquire(token=task_token("first", 0, uuid.uuid4().hex), copy="woken", remember=6000)
+    assert outcome.acquired, outcome.holder
+    outcome.lock.release()
+    assert (lock.heir.task_id, lock.heir.call) == ("second", "call of second")
+
+
+@pytest.mark.parametrize("info", [{"task": COURIER}, {"task": "a", "task_id": "b"}, {}])
+def test_holder_says_who_it_is(info):
+    """Whatever it knows of itself: a courier names its task, and has no id."""
+    said = str(Holder("token", 1.0, 1, "running", 1.0, info))
+    assert said.endswith("running since 1970-01-01 00:00:01 UTC")

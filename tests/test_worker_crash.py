@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,78 +13,67 @@ from celery.exceptions import WorkerLostError
 from celery_setnx import LockLost, LockUnavailable, is_skipped
 from celery_setnx.process import has_ended
 from celery_setnx.survey import last_take_over
+from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
+from tests.stage import SOON
 
 
 @pytest.fixture
-def doomed(server, logs) -> Iterator[Worker]:
+def doomed(server, start_worker) -> Worker:
     """A worker of its own, to be killed."""
-    worker = Worker(logs, concurrency=1, queues="doomed")
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture
-def elsewhere(server, logs) -> Iterator[Worker]:
-    """A worker that proves nothing of other processes, as one on another host."""
-    worker = Worker(logs, concurrency=1, queues="elsewhere", environment={"SETNX_TEST_SAME_HOST": "no"})
-    yield worker
-    worker.stop()
+    return start_worker(concurrency=1, queues="doomed")
 
 
 @pytest.fixture(scope="module")
-def lock_server() -> Iterator[EmbeddedServer]:
-    """A server for locks alone, so that it can fail while the broker lives."""
+def far_away(module_worker) -> Iterator[Any]:
+    """A worker whose locks are on a server of their own, which can fail while the broker lives; and that."""
     with EmbeddedServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def far_worker(server, lock_server, logs) -> Iterator[Worker]:
-    """A worker whose locks are on the other server."""
-    environment = {"SETNX_TEST_LOCK_URL": lock_server.url()}
-    worker = Worker(logs, concurrency=2, queues="far", environment=environment)
-    yield worker
-    worker.stop()
+        conf = {"setnx_url": server.url(), "setnx_same_host": False}
+        yield SimpleNamespace(server=server, worker=module_worker(queues="far", conf=conf))
 
 
 @pytest.fixture
-def far(far_worker, lock_server, journal) -> Any:
-    """Tasks to be sent to the far worker's queue; its lock server is up and empty."""
-    lock_server.restart()
+def far(far_away, journal) -> Any:
+    """The far worker's tasks, how to send a call to it, and its lock server, which is up and empty."""
     from tests import workerapp
 
-    return workerapp
+    def send(task: Any = workerapp.work, name: str = "gated", **options: Any) -> Any:
+        result = task.apply_async([name], queue="far", singleton={"lease": 2, **options})
+        if name == "gated":
+            journal.wait_for("start", task_id=result.id)
+        return result
+
+    far_away.server.restart()
+    return SimpleNamespace(tasks=workerapp, send=send, **vars(far_away))
 
 
 def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
-    tasks, journal, gates, locks, doomed, elsewhere
+    tasks, journal, gates, locks, doomed, start_worker
 ):
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
-    first = tasks.work.apply_async(["gated"], queue="doomed", singleton={"lease": 8})
+    elsewhere = start_worker(concurrency=1, queues="elsewhere", conf={"setnx_same_host": False})
+    first = tasks.work.apply_async(["gated"], queue="doomed", singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)
     doomed.kill()
-    second = tasks.work.apply_async(["gated"], queue="elsewhere", singleton={"on_conflict": "retry"})
-    journal.wait_for("conflict", task_id=second.id)
+    wait_until(lambda: has_ended(started["pid"]), "the process has ended")
+    options = {"on_conflict": "retry", **SOON}
+    second = tasks.work.apply_async(["gated"], queue="elsewhere", singleton=options)
+    journal.wait_for("conflict", 2, task_id=second.id)
+    pass_time(600, tasks.work, "gated")
     (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken_over["holder"]["task_id"] == first.id
     assert taken_over["holder"]["pid"] == started["pid"]
     assert taken_over["holder"]["worker"] == f"{doomed.name}@test"
     assert taken_over["fence"] > started["fence"]
+    gates("gated", 2)  # the server may give one to the dead
+    assert second.get(timeout=30) == "gated"
     noted = last_take_over(locks, started["key"])
     assert noted is not None
     assert (noted.by, noted.holder["task_id"]) == (f"{tasks.work.name}[{second.id}]", first.id)
-    gates("gated")
-    assert second.get(timeout=10) == "gated"
-    journal.wait_for("postrun", count=journal.words(second.id).count("retry") + 1, task_id=second.id)
-    assert [word for word in journal.words(second.id) if word not in ("conflict", "retry", "postrun")] == [
-        "taken_over",
-        "acquired",
-        "start",
-        "end",
-        "released",
-    ]
+    journal.wait_for("postrun", task_id=second.id, state="SUCCESS")
+    words = [word for word in journal.words(second.id) if word not in ("conflict", "retry", "postrun")]
+    assert words == ["taken_over", "acquired", "start", "end", "released"]
     log = elsewhere.wait_for_log("took over t:{tests.workerapp.work:")
     assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
 
@@ -92,123 +82,109 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tasks, journa
     """A rival on the same host that proves the holder dead does not wait for the deadline."""
     first = tasks.work.apply_async(["gated-dead"], queue="doomed", singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)
-    assert is_skipped(tasks.work.delay("gated-dead").get(timeout=10))
+    assert is_skipped(tasks.work.delay("gated-dead").get(timeout=30))
     doomed.kill()
     wait_until(lambda: has_ended(started["pid"]), "the process has ended")
-    gates("gated-dead")
+    gates("gated-dead", 2)
     second = tasks.work.delay("gated-dead")
     (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken_over["holder"]["task_id"] == first.id
-    worker.wait_for_log("its process on this host is dead")
+    log = worker.wait_for_log(f"[{second.id}] took over").partition(f"[{second.id}] took over")[2]
+    assert "its process on this host is dead" in log
+    assert second.get(timeout=30) == "gated-dead"
 
 
-def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, doomed):
+def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, worker):
     """kill -9 of a pool process: its worker's parent gives the lock back long before the lease ends."""
-    first = tasks.work.apply_async(["gated-child"], queue="doomed", singleton={"lease": 600})
+    first = tasks.work.apply_async(["gated-child"], singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)
     os.kill(started["pid"], signal.SIGKILL)
     (freed,) = journal.wait_for("released", task_id=first.id)
     assert freed["outcome"] == "freed"
-    assert freed["pid"] != started["pid"]
+    assert freed["pid"] == worker.process.pid
     assert not locks.exists(started["key"])
     with pytest.raises(WorkerLostError):
-        first.get(timeout=20)
-    doomed.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
+        first.get(timeout=30)
+    worker.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
 
 
-def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(tasks, journal, locks):
+def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(tasks, journal, locks, parked):
     """A retry that will not come does not keep the lock until queue_lease is over."""
-    result = tasks.patient.apply_async(["a"], expires=3)
+    result = tasks.patient.apply_async(["a"], expires=600)
     (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
     assert locks.exists(held["key"])
+    parked.move(lambda message: message["headers"].update(expires="2024-05-06T00:00:00+00:00"))
     journal.wait_for("released", task_id=result.id, outcome="freed")
     assert not locks.exists(held["key"])
 
 
-def test_task_waits_in_place_for_an_unreachable_server(far, journal, lock_server):
+def test_task_waits_in_place_for_an_unreachable_server(far, journal):
     """Redis unreachable at acquire: the task waits for a lease, goes back to the broker, and runs at last."""
-    lock_server.stop()
-    result = far.work.apply_async(["a"], queue="far")
+    far.server.stop()
+    result = far.send(name="a")
     (retry,) = journal.wait_for("retry", task_id=result.id)
     assert retry["retries"] == 0
-    lock_server.start(lock_server.port)
-    assert result.get(timeout=20) == "a"
+    far.server.start(far.server.port)
+    assert result.get(timeout=30) == "a"
     assert journal.entries(what="conflict") == []
 
 
-def test_unreachable_server_fails_the_task_if_asked(far, lock_server):
+def test_unreachable_server_fails_the_task_if_asked(far):
     """on_redis_error="raise": LockUnavailable, and the body does not run."""
-    lock_server.stop()
-    result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "raise"})
+    far.server.stop()
     with pytest.raises(LockUnavailable, match="does not serve the lock"):
-        result.get(timeout=20)
-    lock_server.start(lock_server.port)
+        far.send(name="a", on_redis_error="raise").get(timeout=30)
 
 
-def test_unreachable_server_lets_the_body_run_if_asked(far, journal, far_worker, lock_server):
+def test_unreachable_server_lets_the_body_run_if_asked(far, journal):
     """on_redis_error="run": the body runs without a lock, and the log says so."""
-    lock_server.stop()
-    result = far.work.apply_async(["a"], queue="far", singleton={"on_redis_error": "run"})
-    assert result.get(timeout=20) == "a"
+    far.server.stop()
+    result = far.send(name="a", on_redis_error="run")
+    assert result.get(timeout=30) == "a"
     assert journal.entries(what="start")[0]["key"] is None
-    far_worker.wait_for_log(f"[{result.id}] runs unguarded")
-    lock_server.start(lock_server.port)
+    far.worker.wait_for_log(f"[{result.id}] runs unguarded")
 
 
-def test_result_stands_when_the_release_fails(far, journal, gates, far_worker, lock_server):
+def test_result_stands_when_the_release_fails(far, gates):
     """Redis dies during the body: the task still succeeds, and the log says that the lease ends the lock."""
-    result = far.work.apply_async(["gated"], queue="far")
-    journal.wait_for("start", task_id=result.id)
-    lock_server.stop()
+    result = far.send(lease=600)
+    far.server.stop()
     gates("gated")
-    assert result.get(timeout=20) == "gated"
-    key = far.work.lock_key("gated")
-    far_worker.wait_for_log(f"[{result.id}] has ended, but its lock {key} was not released")
-    lock_server.start(lock_server.port)
+    assert result.get(timeout=30) == "gated"
+    key = far.tasks.work.lock_key("gated")
+    far.worker.wait_for_log(f"[{result.id}] has ended, but its lock {key} was not released")
 
 
-def test_body_learns_that_redis_has_died(far, journal, gates, lock_server):
-    """Without an answer for a whole lease the lock counts as lost: a signal, and ensure() raises."""
-    result = far.careful.apply_async(["gated"], queue="far")
-    journal.wait_for("start", task_id=result.id)
-    lock_server.stop()
+@pytest.mark.parametrize("how", ["stop", "restart"])
+def test_body_learns_that_its_lock_server_died_or_lost_its_data(far, journal, gates, how):
+    """No answer for a lease, or a renewal that finds the lock gone: one signal, and ensure() raises."""
+    result = far.send(far.tasks.careful)
+    getattr(far.server, how)()
     (lost,) = journal.wait_for("lost", task_id=result.id)
-    assert "could not be reached" in lost["reason"]
+    assert ("could not be reached" in lost["reason"]) == (how == "stop")
     gates("gated")
     with pytest.raises(LockLost):
-        result.get(timeout=20)
-    lock_server.start(lock_server.port)
+        result.get(timeout=30)
     assert len(journal.entries(what="lost")) == 1
 
 
-def test_body_learns_that_redis_has_lost_its_data(far, journal, gates, lock_server):
-    """The next renewal finds the lock gone: a signal, and ensure() raises."""
-    result = far.careful.apply_async(["gated"], queue="far")
-    journal.wait_for("start", task_id=result.id)
-    lock_server.restart()
-    journal.wait_for("lost", task_id=result.id)
-    gates("gated")
-    with pytest.raises(LockLost):
-        result.get(timeout=20)
-
-
-def test_stopped_holder_never_touches_the_next_holders_lock(far, journal, gates, lock_server):
+def test_stopped_holder_never_touches_the_next_holders_lock(far, journal, gates):
     """A holder that slept past its lease: its release is refused, and the next one's lock stays."""
-    result = far.overlong.apply_async(["gated"], queue="far")
+    result = far.send(far.tasks.overlong, lease=1)
     (start,) = journal.wait_for("start", task_id=result.id)
     journal.wait_for("lost", task_id=result.id)
     # The holder gives its lock up a little before the server does: until then the second one comes back.
-    options = {"on_conflict": "retry", "lease": 30, "at_most_for": 30}
-    second = far.overlong.apply_async(["gated"], queue="far", singleton=options)
+    options = {"on_conflict": "retry", "lease": 600, "at_most_for": 600}
+    second = far.tasks.overlong.apply_async(["gated"], queue="far", singleton=options)
     (taken,) = journal.wait_for("taken_over", task_id=second.id)
     assert taken["fence"] > start["fence"]
-    with redis.Redis.from_url(lock_server.url(), decode_responses=True) as client:
+    with redis.Redis.from_url(far.server.url(), decode_responses=True) as client:
         before = client.get(start["key"])
         gates("gated")
         with pytest.raises(LockLost):
-            result.get(timeout=20)
+            result.get(timeout=30)
         assert client.get(start["key"]) == before
     gates("gated")
-    assert second.get(timeout=20) is None
+    assert second.get(timeout=30) is None
     words = journal.words(second.id)
     assert words[words.index("taken_over") :][:4] == ["taken_over", "acquired", "start", "end"]

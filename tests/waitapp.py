@@ -1,93 +1,39 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Tasks that wait in line, and the worker that dies between a release and the wake-up."""
+"""Tasks that wait in line, or for another's result, on the app of `tests.workerapp`.
+
+A worker may die between a release and the wake-up (the setting `dies_before_wake`: "child" or "worker").
+"""
 
 import os
 import signal
-import time
 from typing import Any
 
-import redis
-from celery import Celery, current_task
-from celery.signals import task_postrun, task_revoked
+from celery import Celery
+from celery.signals import worker_process_init
 
-from celery_setnx import Conflict, SingletonTask, current_lock, run, signals
-from tests.harness import Journal
+from celery_setnx import Conflict, SingletonTask, run
+from tests.workerapp import app, arrival, body, control, journal, plain
 
-CONTROL_DB, LOCK_DB, BROKER_DB = 0, 1, 6
-URL = os.environ["SETNX_TEST_URL"]
-
-app = Celery("waitapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}", set_as_current=False)
-app.conf.update(
-    setnx_url=f"{URL}/{LOCK_DB}",
-    setnx_prefix="t",
-    setnx_same_host=os.environ.get("SETNX_TEST_SAME_HOST") != "no",
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={"visibility_timeout": 3600},
-    accept_content=["json", "yaml", "pickle"],
-    worker_prefetch_multiplier=1,
-    result_expires=600,
-)
-
-control = redis.Redis.from_url(f"{URL}/{CONTROL_DB}", socket_timeout=None)
-journal = Journal(control)
+__all__ = ["app", "arrival", "plain"]
 
 
-def body(name: str) -> str:
-    """Journal the start, wait until the gate of this name opens, journal the end."""
-    lock = current_lock()
-    about = {"task_id": current_task.request.id, "name": name, "key": lock and lock.key}
-    journal.write("start", at=time.monotonic(), time=time.time(), **about)
-    if name.startswith("gated"):
-        control.blpop([f"gate:{name}"], timeout=60)
-    journal.write("end", at=time.monotonic(), time=time.time(), **about)
-    return name
-
-
-def record(word: str) -> Any:
-    def receiver(sender: Any, task_id: str, **details: Any) -> None:
-        shown = {k: v for k, v in details.items() if isinstance(v, (str, int, float))}
-        holder = details.get("holder")
-        if holder is not None:
-            shown["holder"] = holder.as_dict()
-        journal.write(word, task_id=task_id, at=time.monotonic(), **shown)
-
-    return receiver
-
-
-for name in ("acquired", "conflict", "waiting", "woken", "taken_over", "released", "lost"):
-    getattr(signals, f"lock_{name}").connect(record(name), weak=False)
-
-
-@task_postrun.connect
-def journal_postrun(task_id: str, state: str, **_details: Any) -> None:
-    journal.write("postrun", task_id=task_id, state=state)
-
-
-@task_revoked.connect
-def journal_revoked(request: Any, expired: bool, **_details: Any) -> None:
-    journal.write("revoked", task_id=request.id, expired=expired)
-
-
-def _die_before_wake() -> None:
+@worker_process_init.connect
+def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    wake = vars(run)["wake"]
-    whole_worker = os.environ["WAIT_DIES_BEFORE_WAKE"] == "worker"
+    who, wake = app.conf.get("dies_before_wake"), vars(run)["wake"]
 
     def die(app: Celery, heir: Any, key: str) -> None:
         if heir is not None and control.set("gate:died", "once", nx=True, ex=60):
             journal.write("died", key=key)
-            (os.killpg if whole_worker else os.kill)(
-                os.getpgid(0) if whole_worker else os.getpid(), signal.SIGKILL
-            )
+            os.kill(0 if who == "worker" else os.getpid(), signal.SIGKILL)  # 0: the process group
         wake(app, heir, key)
 
-    vars(run)["wake"] = die
+    if who:
+        vars(run)["wake"] = die
 
 
-if os.environ.get("WAIT_DIES_BEFORE_WAKE"):
-    _die_before_wake()
-
-WAITS = {"key": "name", "on_conflict": "wait", "lease": 2, "retry_delay": 0.1}
+WAITS = {"key": "name", "on_conflict": "wait", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 600}
+SOON = {**WAITS, "retry_delay_max": 0.3}
 JOINS = {**WAITS, "on_conflict": "join"}
 
 
@@ -110,26 +56,11 @@ def tardy(name: str, gate: str = "") -> str:
     return body(gate)
 
 
-@app.task(base=SingletonTask, track_started=True, singleton=WAITS)
+@app.task(base=SingletonTask, track_started=True, singleton=SOON)
 def failing(name: str, gate: str = "") -> None:
     """Fails, and Celery tells when it starts."""
     body(gate)
     raise ZeroDivisionError(gate)
-
-
-@app.task(base=SingletonTask, bind=True, singleton=WAITS)
-def inspected(self: Any, name: str, gate: str = "") -> dict[str, Any]:
-    """Returns what its message said."""
-    body(gate)
-    request = self.request
-    return {
-        "tenant": request.headers.get("tenant"),
-        "priority": request.delivery_info.get("priority"),
-        "expires": request.expires is not None,
-        "timelimit": list(request.timelimit),
-        "shadow": request.shadow,
-        "retries": request.retries,
-    }
 
 
 def types_of(name: str, value: Any, gate: str = "") -> list[str]:
@@ -147,17 +78,17 @@ typed = {
 }
 
 
-@app.task(base=SingletonTask, singleton={**WAITS, "at_least_for": 1})
+@app.task(base=SingletonTask, singleton={**WAITS, "at_least_for": 0.5})
 def resting(name: str, gate: str = "") -> str:
     return body(gate)
 
 
 @app.task(base=SingletonTask, bind=True, singleton={**WAITS, "hold_on_retry": True})
-def patient(self: Any, name: str, gate: str = "", countdown: float = 0.5) -> str:
+def patient(self: Any, name: str, gate: str = "", queue: str | None = None) -> str:
     """Retries itself once, and keeps its lock until then."""
     body(gate)
     if self.request.retries == 0 and gate:
-        raise self.retry(countdown=countdown)
+        raise self.retry(countdown=0, queue=queue)
     return gate
 
 
@@ -170,14 +101,7 @@ def again(self: Any, name: str, left: int) -> int:
     return left
 
 
-@app.task(base=SingletonTask, singleton={**WAITS, "key": ()})
-def alone(number: int) -> int:
-    """One at a time, whatever its argument."""
-    body("alone")
-    return number
-
-
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 2, "dedupe": "until_started"})
+@app.task(base=SingletonTask, singleton={"key": "name", "lease": 600, "dedupe": "until_started"})
 def pending(name: str, gate: str = "") -> str:
     """One running and one pending, without any other option."""
     return body(gate)
@@ -200,12 +124,6 @@ def joined(self: Any, name: str, gate: str = "") -> list[str]:
     return [name, self.request.id]
 
 
-@app.task(base=SingletonTask, singleton=JOINS)
-def joined_failing(name: str, gate: str = "") -> None:
-    body(gate)
-    raise ZeroDivisionError(name)
-
-
 @app.task(base=SingletonTask, bind=True, max_retries=1, singleton=JOINS)
 def joined_retrying(self: Any, name: str, gate: str = "") -> list[Any]:
     """Retries itself once before it has a result."""
@@ -213,21 +131,3 @@ def joined_retrying(self: Any, name: str, gate: str = "") -> list[Any]:
     if self.request.retries == 0:
         raise self.retry(countdown=0.3)
     return [self.request.id, self.request.retries]
-
-
-@app.task
-def arrival(*values: Any) -> Any:
-    """What follows: journals its arguments."""
-    journal.write("arrival", values=list(values))
-    return list(values)
-
-
-@app.task
-def total(numbers: list[int]) -> int:
-    return sum(numbers)
-
-
-@app.task
-def beside(value: Any) -> Any:
-    """No lock at all."""
-    return value

@@ -1,75 +1,23 @@
-"""The app that test workers run. Bodies and signals write to the journal; gates hold bodies open."""
+"""The app that most test workers run: a task per option and way to declare it; `name` is the key."""
 
-import os
 import time
 from typing import Any
 
-import redis
-from celery import Celery, Task, current_task, shared_task
-from celery.signals import task_postrun, task_retry
+from celery import Task, current_task, shared_task
 
-from celery_setnx import Conflict, SingletonTask, current_lock, signals, singleton
-from celery_setnx.waiting import COURIER
-from tests.harness import Journal
+from celery_setnx import Conflict, SingletonTask, current_lock, singleton
+from tests.app import BROKER_DB, LOCK_DB, URL, body, control, journal, make_app, record  # for the apps beside
 
-BROKER_DB, LOCK_DB = 0, 1
-URL = os.environ["SETNX_TEST_URL"]
+__all__ = ["BROKER_DB", "LOCK_DB", "URL", "app", "body", "control", "journal", "record"]
 
-app = Celery("workerapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}")
-app.conf.update(
-    setnx_url=os.environ.get("SETNX_TEST_LOCK_URL") or f"{URL}/{LOCK_DB}",
-    setnx_prefix="t",
-    setnx_same_host=os.environ.get("SETNX_TEST_SAME_HOST") != "no",
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={"visibility_timeout": 3600},
-    worker_prefetch_multiplier=1,
-    result_expires=600,
-)
+app = make_app("workerapp")
+app.set_current()  # for its shared task
 
-control = redis.Redis.from_url(f"{URL}/{BROKER_DB}", socket_timeout=None)
-journal = Journal(control)
+NAMED = {"key": "name", "lease": 6}
+KEYED = {**NAMED, "retry_delay": 0.1}
 
 
-def body(name: str) -> str:
-    """Journal the start, wait until the gate of this name opens, journal the end."""
-    task = current_task
-    lock = current_lock()
-    about = {"task_id": task.request.id, "name": name, "key": lock and lock.key, "fence": lock and lock.fence}
-    journal.write("start", at=time.monotonic(), **about)
-    if name.startswith("gated"):
-        control.blpop([f"gate:{name}"], timeout=60)
-    journal.write("end", at=time.monotonic(), **about)
-    return name
-
-
-def record(word: str) -> Any:
-    def receiver(sender: Any, task_id: str, **details: Any) -> None:
-        shown = {k: v for k, v in details.items() if isinstance(v, (str, int, float))}
-        holder = details.get("holder")
-        if holder is not None:
-            shown["holder"] = holder.as_dict()
-        writes_to = journal.apart() if word == "lost" else journal  # a loss is told by the keeper's thread
-        writes_to.write(word, task_id=task_id, **shown)
-
-    return receiver
-
-
-for signal in ("acquired", "conflict", "taken_over", "released", "lost"):
-    getattr(signals, f"lock_{signal}").connect(record(signal), weak=False)
-
-
-@task_retry.connect
-def journal_retry(request: Any, **_details: Any) -> None:
-    journal.write("retry", task_id=request.id, retries=request.retries)
-
-
-@task_postrun.connect
-def journal_postrun(sender: Any, task_id: str, state: str, **_details: Any) -> None:
-    if sender.name != COURIER:
-        journal.write("postrun", task_id=task_id, state=state)
-
-
-@app.task(base=SingletonTask, bind=True, singleton={"lease": 2, "retry_delay": 0.1, "key": "name"})
+@app.task(base=SingletonTask, bind=True, singleton=KEYED)
 def work(self: Any, name: str, *_rest: Any) -> str:
     """The task of most tests; `name` is the key."""
     assert self.lock is current_lock()
@@ -83,7 +31,7 @@ def everything(a: int, b: int = 2, *, c: Any = None) -> Any:
     return [a, b, c]
 
 
-@app.task(base=SingletonTask, singleton={"key": (), "lease": 2})
+@app.task(base=SingletonTask, singleton={"key": (), "lease": 6})
 def whole(name: str) -> str:
     """One lock for the whole task."""
     return body(name)
@@ -106,9 +54,7 @@ def stubborn(name: str) -> Any:
     return body(name)
 
 
-@app.task(
-    base=SingletonTask, bind=True, max_retries=2, singleton={"key": "name", "lease": 2, "retry_delay": 0.1}
-)
+@app.task(base=SingletonTask, bind=True, max_retries=2, singleton=KEYED)
 def flaky(self: Any, name: str, failures: int) -> Any:
     """Retries itself `failures` times."""
     body(name)
@@ -119,16 +65,16 @@ def flaky(self: Any, name: str, failures: int) -> Any:
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "name", "hold_on_retry": True})
 def patient(self: Any, name: str) -> Any:
-    """Retries itself in a few seconds, and keeps its lock until then."""
+    """Retries itself by way of a queue that nobody consumes, and keeps its lock until then."""
     body(name)
-    raise self.retry(countdown=5)
+    raise self.retry(countdown=0, queue="parked")
 
 
 @app.task(
     base=SingletonTask,
     autoretry_for=(Exception,),
     retry_kwargs={"max_retries": 1, "countdown": 0},
-    singleton={"key": "name", "lease": 2, "retry_delay": 0.1, "on_conflict": "raise"},
+    singleton={**KEYED, "on_conflict": "raise"},
 )
 def autoretried(name: str) -> Any:
     body(name)
@@ -136,7 +82,7 @@ def autoretried(name: str) -> Any:
 
 
 @app.task
-@singleton(key="name", lease=2, retry_delay=0.1)
+@singleton(**KEYED)
 def decorated(name: str) -> str:
     """Guarded by the decorator under Celery's own base class."""
     return body(name)
@@ -154,13 +100,13 @@ class Choosy(Task):
 
 
 @app.task(base=Choosy)
-@singleton(key="name", on_conflict="retry", lease=2, retry_delay=0.1)
+@singleton(**KEYED, on_conflict="retry")
 def choosy(name: str) -> str:
     return body(name)
 
 
 @app.task(bind=True)
-@singleton(key="name", lease=2)
+@singleton(**NAMED)
 def moving(self: Any, name: str, then: str) -> str:
     """Comes back once, by another name."""
     if name != then:
@@ -169,20 +115,20 @@ def moving(self: Any, name: str, then: str) -> str:
 
 
 @app.task(bind=True)
-@singleton(key="name", on_conflict="raise", lease=2)
+@singleton(**NAMED, on_conflict="raise")
 def decorated_bound(self: Any, name: str) -> str:
     assert self.request.id
     return body(name)
 
 
 @app.task(base=SingletonTask)
-@singleton(key="name", on_conflict="raise", lease=2)
+@singleton(**NAMED, on_conflict="raise")
 def decorated_singleton(name: str) -> str:
     """The decorator supplies the options of a SingletonTask."""
     return body(name)
 
 
-@shared_task(base=SingletonTask, singleton={"key": "name", "lease": 2})
+@shared_task(base=SingletonTask, singleton=NAMED)
 def shared(name: str) -> str:
     return body(name)
 
@@ -191,7 +137,7 @@ class Classy(SingletonTask):
     """A class-based task."""
 
     name = "tests.classy"
-    singleton = {"key": "name", "lease": 2}
+    singleton = NAMED
 
     def run(self, name: str) -> str:
         return body(name)
@@ -200,7 +146,7 @@ class Classy(SingletonTask):
 classy = app.register_task(Classy())
 
 
-@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2, "retry_delay": 0.1})
+@app.task(base=SingletonTask, bind=True, singleton=KEYED)
 def inspected(self: Any, name: str) -> dict[str, Any]:
     """Returns what its message said."""
     body(name)
@@ -209,16 +155,18 @@ def inspected(self: Any, name: str) -> dict[str, Any]:
     return {
         "headers": {"tenant": request.headers.get("tenant"), "options": header.get("options")},
         "priority": request.delivery_info.get("priority"),
-        "expires": request.expires,
-        "timelimit": request.timelimit,
+        "expires": request.expires is not None,
+        "timelimit": list(request.timelimit),
         "shadow": request.shadow,
         "retries": request.retries,
     }
 
 
 @app.task
-def journal_arrival(name: str) -> None:
-    journal.write("arrival", name=name)
+def arrival(*values: Any) -> Any:
+    """What follows: journals its arguments."""
+    journal.write("arrival", values=list(values))
+    return list(values)
 
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "depth", "on_conflict": "raise"})
@@ -230,9 +178,7 @@ def recursive(self: Any, depth: int) -> Any:
     return [depth, nested]
 
 
-@app.task(
-    base=SingletonTask, bind=True, max_retries=1, singleton={"key": "name", "lease": 2, "retry_delay": 0.1}
-)
+@app.task(base=SingletonTask, bind=True, max_retries=1, singleton=KEYED)
 def lingering(self: Any, name: str) -> Any:
     """Publishes its retry, and takes its time to end."""
     if self.request.retries:
@@ -243,7 +189,7 @@ def lingering(self: Any, name: str) -> Any:
         body(name)
 
 
-@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2, "on_conflict": "raise"})
+@app.task(base=SingletonTask, bind=True, singleton={**NAMED, "on_conflict": "raise"})
 def replacing(self: Any, name: str, times: int) -> Any:
     body(name)
     return self.replace(replacing.si(name, times - 1)) if times else name
@@ -279,7 +225,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-@app.task(base=SingletonTask, soft_time_limit=1, singleton={"key": "name", "lease": 2})
+@app.task(base=SingletonTask, soft_time_limit=1, singleton=NAMED)
 def limited(name: str) -> str:
     return body(name)
 
@@ -298,6 +244,6 @@ def overlong(self: Any, name: str) -> Any:
     self.lock.ensure()
 
 
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 2, "at_least_for": 4})
+@app.task(base=SingletonTask, singleton={**NAMED, "at_least_for": 4})
 def resting(name: str) -> str:
     return body(name)

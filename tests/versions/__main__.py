@@ -39,7 +39,6 @@ SUBSET = (
     "tests/test_fanout.py::test_broker_that_dies_between_messages_leaves_exact_counts",
     "tests/test_worker_conflicts.py",
     "tests/test_worker_crash.py",
-    "tests/test_worker_canvas.py",
 )
 WHOLE = ("-n", "3", "--dist", "loadfile")
 DEADLINE_S = 1200.0

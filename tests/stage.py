@@ -1,0 +1,122 @@
+"""Calls of one key, brought to where a test wants them: at a gate, in a line, or left at the broker."""
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from tests.harness import Journal, wait_until
+
+SOON = {"retry_delay_max": 0.3}
+"""Options of a call that waits: it is looked after every 0.3 s, and not every 30 s."""
+
+
+class Stage:
+    """The tasks of `tests.waitapp`, what they journal, and a key that is no other test's.
+
+    Couriers of other tests may still be on their way, so no test may use another's key.
+    """
+
+    def __init__(self, tasks: Any, journal: Journal, gates: Callable[..., None]) -> None:
+        self.tasks, self.journal, self._gates = tasks, journal, gates
+        self.key = uuid.uuid4().hex[:8]
+        self.gate = f"gated-{self.key}"
+
+    def open(self, times: int = 1) -> None:
+        """Let that many bodies go on that wait at the gate, now or later."""
+        self._gates(self.gate, times)
+
+    def held(self, *args: Any, task: Any = None, key: str = "", **options: Any) -> Any:
+        """A call whose body has started and waits at the gate."""
+        result = (task or self.tasks.work).apply_async([key or self.key, *args, self.gate], **options)
+        self.journal.wait_for("start", task_id=result.id)
+        return result
+
+    def parked(self, *args: Any, task: Any = None, **options: Any) -> Any:
+        """A call that waits in line behind another."""
+        result = (task or self.tasks.work).apply_async([self.key, *args], **options)
+        self.journal.wait_for("waiting", task_id=result.id)
+        self.journal.wait_for("postrun", task_id=result.id)
+        return result
+
+    def line_up(self, count: int, **options: Any) -> list[Any]:
+        """Calls that wait in line, in this order."""
+        return [self.parked(f"{self.key}-{number}", **options) for number in range(count)]
+
+    def holder_pid(self) -> int:
+        """The process whose body started first."""
+        return int(self.journal.entries(what="start")[0]["pid"])
+
+    def starts(self) -> list[str]:
+        """Ids of the calls whose bodies started, in order."""
+        return [entry["task_id"] for entry in self.journal.entries(what="start")]
+
+    def has_run(self, result: Any) -> None:
+        """Wait until a call has succeeded, and its worker has told so; its body has run once."""
+        result.get(timeout=60)
+        self.journal.wait_for("postrun", task_id=result.id, state="SUCCESS")
+        assert self.starts().count(result.id) == 1
+
+    def have_run(self, results: list[Any], *, in_order: bool = True) -> None:
+        """Wait until all have succeeded; no body of theirs ran twice, or beside another, or out of order."""
+        for result in results:
+            self.has_run(result)
+        self.assert_one_at_a_time()
+        ids = [result.id for result in results]
+        assert not in_order or [task_id for task_id in self.starts() if task_id in ids] == ids
+
+    def assert_one_at_a_time(self) -> None:
+        """No body started before the one before it with its key had ended; one that was killed has no end."""
+        entries = [entry for entry in self.journal.entries() if entry["what"] in ("start", "end")]
+        for key in {entry["key"] for entry in entries}:
+            running: Any = None
+            spans = [(e["what"], (e["task_id"], e["pid"])) for e in entries if e["key"] == key]
+            for number, (what, body) in enumerate(spans):
+                beside = what == "start" and ("end", running) in spans[number:]
+                assert not beside, f"{body} beside {running}: {entries}"
+                running = body if what == "start" else None
+
+    def redeliver(self) -> None:
+        """Have the messages of a dead worker, whose queue is named after the key, delivered again."""
+        redeliver(self.journal._client, self.key)
+
+    def messages(self) -> list[str]:
+        """The messages that name the key, or its lock, and that no worker has acknowledged."""
+        broker, lock = self.journal._client, self.tasks.work.lock_key(self.key)
+        texts = [*broker.hvals("unacked"), *broker.lrange("celery", 0, -1), *broker.lrange(self.key, 0, -1)]
+        return [text for text in texts if self.key in text or lock in text]
+
+
+def redeliver(broker: Any, queue: str, to: str = "") -> None:
+    """What a living worker does once the visibility timeout is over: what the dead workers of a queue did not
+    acknowledge is delivered again, there or to another queue. It comes at once, whatever its eta."""
+    for tag, packed in broker.hgetall("unacked").items():
+        message, _exchange, routing_key = json.loads(packed)
+        if routing_key == queue:
+            message["headers"].update(redelivered=True, eta=None)
+            message["properties"]["delivery_info"]["redelivered"] = True
+            broker.hdel("unacked", tag)
+            broker.zrem("unacked_index", tag)
+            broker.lpush(to or queue, json.dumps(message))
+
+
+class Parked:
+    """The queue `parked`, which no worker consumes: its messages are handed on when a test wants it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        client.delete("parked")
+
+    def __len__(self) -> int:
+        return int(self._client.llen("parked"))
+
+    def move(self, change: Callable[[dict[str, Any]], Any] = lambda message: None) -> None:
+        """Hand the oldest message to the workers, as if it had been sent to them, maybe changed."""
+        message = json.loads(wait_until(lambda: self._client.rpop("parked"), "a parked message"))
+        message["properties"]["delivery_info"]["routing_key"] = "celery"  # where it seems to come from
+        change(message)
+        self.send(message)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Hand a message to the workers."""
+        self._client.lpush("celery", json.dumps(message))
