@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import redis
 
+from celery_setnx import testing
+
 Value = TypeVar("Value")
 
 DEADLINE_S = 20.0
@@ -132,3 +134,8 @@ class Worker:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+def age(client: redis.Redis, key: str, seconds: float) -> None:
+    """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
+    testing._age(client, lock=key, by_s=seconds, living="")
