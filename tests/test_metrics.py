@@ -92,7 +92,7 @@ def measured(serving) -> Measured:
 
 @pytest.fixture(scope="module")
 def other(module_worker, tmp_path_factory) -> Iterator[Worker]:
-    """A worker of one process with a queue of its own, OpenTelemetry, and a port for metrics that is taken."""
+    """A worker of one process with a queue of its own and OpenTelemetry; its port for metrics is taken."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
