@@ -45,15 +45,12 @@ def wait_in_line(locks: redis.Redis, task_id: str, since: float) -> None:
 
 
 def fill(locks: redis.Redis, count: int) -> set[str]:
-    """So many held locks; their keys."""
-    deadline_us = int((time.time() + 60) * 1e6)
+    """So many held locks, without a TTL, to be flushed; their keys."""
+    deadline_us = int((time.time() + 600) * 1e6)
     keys = [key_name("t", "app.sync", digest([number])) for number in range(count)]
-    pipe = locks.pipeline(transaction=False)
-    for key in keys:
-        pipe.set(key, -(-deadline_us // 1_000_000), ex=120)
-        record = f"id|0|ab\n{deadline_us}\n{deadline_us}\nrunning\n{deadline_us}\n{{}}"
-        pipe.set(record_name(key), record, ex=120)
-    pipe.execute()
+    record = f"id|0|ab\n{deadline_us}\n{deadline_us}\nrunning\n{deadline_us}\n{{}}"
+    locks.mset(dict.fromkeys(keys, -(-deadline_us // 1_000_000)))
+    locks.mset(dict.fromkeys(map(record_name, keys), record))
     return set(keys)
 
 
@@ -171,10 +168,7 @@ def test_survey_sees_each_lock_once_while_the_server_rehashes(locks):
     keys = fill(locks, 3000)
     found = survey(locks, "t")
     first = next(found)
-    pipe = locks.pipeline(transaction=False)
-    for number in range(20_000):
-        pipe.set(f"other:{number}", "", ex=60)
-    pipe.execute()
+    locks.mset({f"other:{number}": "" for number in range(20_000)})
     seen = [first.key, *(sighting.key for sighting in found)]
     assert len(seen) == len(set(seen))
     assert set(seen) == keys
