@@ -1,7 +1,6 @@
 """The line beside a lock, as Redis keeps it: who is next, who may start, and what stays behind."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -318,19 +317,14 @@ def test_successor_passes_the_ticket_of_the_call_that_it_replaces(ended):
     assert ended.attempt("a", "a1").stale
 
 
-def test_retry_waits_in_a_place_of_its_own(ended):
-    """The ticket of a started attempt does not keep the next one from the line."""
+@pytest.mark.parametrize(("retries", "copy"), [(1, "b1"), (0, "a1")])
+def test_ticket_of_a_started_call_keeps_it_not_from_the_line(ended, retries, copy):
+    """The next attempt waits in a place of its own; the started copy may be delivered again after a crash."""
     other = ended.hold()
-    assert ended.wait("a", retries=1).place == 1
+    found = ended.wait("a", retries=retries, copy=ORIGINAL if retries else copy)
+    assert (found.state, found.place) == ("parked", 1)
     assert ended.hand_on(other) == A
-    assert ended.attempt("a", "b1", retries=1).acquired
-
-
-def test_started_call_that_was_delivered_again_may_wait(ended):
-    """The copy that has started may come again after a crash: it is not stale, and waits for its lock."""
-    other = ended.hold()
-    assert ended.wait("a", copy="a1").state == "parked"
-    assert ended.hand_on(other) == A
+    assert ended.attempt("a", copy, retries=retries).acquired
 
 
 def test_stale_call_is_not_put_in_line(handed):
@@ -500,47 +494,30 @@ def test_task_that_lingered_parks_in_its_place(line):
     assert line.hand_on() == A
 
 
-def test_foreign_line_stops_no_lock(locks):
-    """Another program's value under the line's name: acquire and release work, only waiting is refused."""
-    locks.set(LINE, "theirs", ex=60)
+@pytest.mark.parametrize("key", [LINE, CALLS])
+def test_foreign_line_stops_no_lock(locks, key):
+    """Another program's value in the place of the line: acquire and release work, only waiting is refused."""
+    locks.set(key, "theirs", ex=60)
     line = Line(locks)
     with pytest.raises(LockRefused, match="WRONGTYPE"):
         line.wait("a")
+    assert key == LINE or line.members() == []  # with nothing to be woken with nobody is in line
     assert line.hand_on() is None
-    assert locks.get(LINE) == "theirs"
+    assert locks.get(key) == "theirs"
 
 
-def test_foreign_calls_let_nobody_wait(locks, line):
-    """Nobody is put in line with nothing to be woken with."""
-    locks.set(CALLS, "theirs", ex=60)
-    with pytest.raises(LockRefused, match="WRONGTYPE"):
-        line.wait("a")
-    assert line.members() == []
-    line.hand_on()
-
-
-@pytest.fixture
-def full() -> Iterator[Line]:
-    """A lock for which two wait, on a server that has no memory left."""
+def test_line_goes_on_when_memory_is_full():
+    """Who waits already is served, and may leave: that needs no more memory than a release."""
     with EmbeddedServer() as server, redis.Redis.from_url(server.url(), decode_responses=True) as client:
         line = Line(client)
-        line.wait("a", 10.0)
-        line.wait("b", 20.0)
+        for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
+            line.wait(task_id, since)
         client.config_set("maxmemory", "1")
-        yield line
-
-
-def test_line_goes_on_when_memory_is_full(full):
-    """Who waits already is served: a hand-over needs no more memory than a release."""
-    assert full.hand_on() == A
-    assert full.visit("b", 20.0).state == "parked"
-    assert all(full.client.pttl(key) > 0 for key in full.client.scan_iter())
-
-
-def test_task_may_leave_when_memory_is_full(full):
-    """A revoked call does not keep its place because there is no memory to remember that it left."""
-    assert full.leave("a") == "left"
-    assert full.members() == ["b"]
+        assert line.hand_on() == A
+        assert line.visit("b", 20.0).state == "parked"
+        assert line.leave("c") == "left"
+        assert line.members() == ["b"]
+        assert all(client.pttl(key) > 0 for key in client.scan_iter())
 
 
 def test_woken_call_whose_place_is_refused_says_so(server, locks):

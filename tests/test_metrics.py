@@ -278,15 +278,8 @@ def test_worker_whose_port_is_taken_works_without_metrics(other, scene):
     other.wait_for_log("The metrics of this worker are not served")
 
 
-def test_prometheus_counts_every_figure(app, sender, registry):
-    """Each signal once, and its times; of an unknown time nothing."""
-    metrics.prometheus(app, registry=registry, waiters=False)
-    send_each(sender)
-    assert read(generate_latest(registry).decode()) == EACH
-
-
-def test_prometheus_twice_counts_once(app, sender, registry):
-    """As when `prometheus` and `serve` are both called."""
+def test_prometheus_twice_counts_every_figure_once(app, sender, registry):
+    """Each signal, and its times; of an unknown time nothing. As when `prometheus` and `serve` are called."""
     metrics.prometheus(app, registry=registry, waiters=False)
     metrics.prometheus(app, registry=registry, waiters=False)
     send_each(sender)
@@ -357,8 +350,11 @@ def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(other, scene):
         scene("free", "other")
         scene("take_over", "other")
         assert watchapp.measured.apply_async(queue="other").get(timeout=60) == {
-            "acquired": 1, "taken_over": 1, "released": 1,
-            "wait": 1, "hold": 1,
+            "acquired": 1,
+            "taken_over": 1,
+            "released": 1,
+            "wait": 1,
+            "hold": 1,
         }
 
 
