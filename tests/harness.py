@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import redis
 
-from celery_setnx import testing
-
 Value = TypeVar("Value")
 
 DEADLINE_S = 20.0
@@ -138,4 +136,6 @@ class Worker:
 
 def age(client: redis.Redis, key: str, seconds: float) -> None:
     """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
+    from celery_setnx import testing  # not in every worker
+
     testing._age(client, lock=key, by_s=seconds, living="")
