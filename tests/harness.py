@@ -132,3 +132,10 @@ class Worker:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+def age(client: redis.Redis, key: str, seconds: float) -> None:
+    """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
+    from celery_setnx import testing  # not in every worker
+
+    testing._age(client, lock=key, by_s=seconds, living="")

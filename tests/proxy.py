@@ -7,9 +7,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Literal
 
 Action = Literal[
@@ -29,14 +30,15 @@ class Fault:
         action: `cut_before` closes the connection instead of sending the command; `cut_after` sends it
             and closes at once; `drop_reply` waits for the reply and closes instead of passing it on, so
             the command was surely executed; `answer` replies with `reply` and sends nothing; `delay` and
-            `delay_reply` hold the command or its reply back for `seconds`; `stall` and `stall_reply`
-            leave the connection open, but nothing passes any more (half-open).
+            `delay_reply` hold the command or its reply back for `seconds`, and for as long as `meanwhile`
+            takes; `stall` and `stall_reply` leave the connection open, but nothing passes any more.
         containing: Bytes that the command must contain. Defaults to any command, including those with
             which a client sets up its connection.
         answered: Bytes that the reply must contain; for the three actions that wait for the reply.
         skip: Number of matching commands that pass unharmed first. Defaults to 0.
         times: Number of commands that are struck. Defaults to 1.
         seconds: Length of a delay.
+        meanwhile: What is done during a delay.
         reply: The raw reply of `answer`, such as `b"-LOADING not yet\\r\\n"`.
         struck: How many commands it has struck so far.
     """
@@ -47,15 +49,29 @@ class Fault:
     skip: int = 0
     times: int = 1
     seconds: float = 0.0
+    meanwhile: Callable[[], object] = bool
     reply: bytes = b""
     struck: int = 0
+
+    def strikes(self, command: bytes, reply: bytes | None) -> bool:
+        """Whether it strikes this command, or its reply, now; counted when it does."""
+        if (reply is not None) != (self.action in _AT_REPLY) or self.struck >= self.times:
+            return False
+        if self.containing not in command or self.answered not in (reply or b""):
+            return False
+        if self.skip > 0:
+            self.skip -= 1
+            return False
+        self.struck += 1
+        return True
+
+    def delay(self) -> None:
+        self.meanwhile()
+        time.sleep(self.seconds)
 
 
 class Proxy:
     """Listens on a free port of the loopback address and passes everything on, but for its faults.
-
-    Args:
-        port: The server's port on the loopback address.
 
     Example:
         >>> with Proxy(server.port) as proxy:   # doctest: +SKIP
@@ -71,7 +87,6 @@ class Proxy:
         self._links: set[_Link] = set()
         self._passes = threading.Event()
         self._passes.set()
-        self._closed = False
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
@@ -104,11 +119,7 @@ class Proxy:
         assert fault.struck, f"no command was struck by {fault}"
 
     def cut(self) -> int:
-        """Close every connection now; new ones are accepted.
-
-        Returns:
-            The number of connections closed.
-        """
+        """Close every connection now, and say how many; new ones are accepted."""
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -126,11 +137,7 @@ class Proxy:
 
     def close(self) -> None:
         """Refuse new connections and close the old ones."""
-        self._closed = True
-        # Wakes the accepting thread, which a mere close would leave asleep.
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        _close(self._listener)
         self._passes.set()
         self.cut()
 
@@ -141,87 +148,63 @@ class Proxy:
         self.close()
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
+        with suppress(OSError):  # until it is closed
+            while True:
                 client, _address = self._listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(self._server, timeout=5)
-            except OSError:
-                _reset(client)
-                continue
-            link = _Link(self, client, server)
-            with self._lock:
-                self._links.add(link)
-            link.start()
+                try:
+                    server = socket.create_connection(self._server, timeout=5)
+                except OSError:
+                    _reset(client)
+                else:
+                    _Link(self, client, server).start()
 
-    def _forget(self, link: _Link) -> None:
+    def _struck_by(self, command: bytes, reply: bytes | None = None) -> Fault | None:
+        """The first fault that strikes this command now."""
         with self._lock:
-            self._links.discard(link)
-
-    def _struck_by(self, command: bytes, reply: bytes | None) -> Fault | None:
-        """The first fault that strikes this command now; counted when it does."""
-        with self._lock:
-            for fault in self._faults:
-                if (reply is not None) != (fault.action in _AT_REPLY) or fault.struck >= fault.times:
-                    continue
-                if fault.containing not in command or fault.answered not in (reply or b""):
-                    continue
-                if fault.skip > 0:
-                    fault.skip -= 1
-                    continue
-                fault.struck += 1
-                return fault
-        return None
+            return next((fault for fault in self._faults if fault.strikes(command, reply)), None)
 
 
 class _Link:
     """One client's connection: a thread per direction, replies paired with commands in order."""
 
     def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
-        self._proxy = proxy
-        self._client = client
-        self._server = server
+        self._proxy, self._client, self._server = proxy, client, server
         self._pending: deque[bytes] = deque()
-        self._stalled = False
-        self._draining = False
+        self._stalled = self._draining = False
         self._paired = True
-        for end in (client, server):
-            end.settimeout(None)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def start(self) -> None:
-        for pump in (self._send, self._answer):
-            threading.Thread(target=self._run, args=(pump,), name="proxy-link", daemon=True).start()
+        with self._proxy._lock:
+            self._proxy._links.add(self)
+        for source, pump in ((self._client, self._send), (self._server, self._answer)):
+            source.settimeout(None)
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._run, args=(source, pump), name="proxy-link", daemon=True).start()
 
     def cut(self) -> None:
         """Close both ends; the client sees a reset."""
         _reset(self._client)
         _reset(self._server)
-        self._proxy._forget(self)
+        with self._proxy._lock:
+            self._proxy._links.discard(self)
 
-    def _run(self, pump: object) -> None:
-        with suppress(OSError):
-            pump()  # type: ignore[operator]
+    def _run(self, source: socket.socket, pump: Callable[[bytes], bool]) -> None:
+        with suppress(OSError), source.makefile("rb") as stream:
+            while frame := self._next(source, stream):
+                self._proxy._passes.wait()
+                if not self._stalled and not pump(frame):
+                    break
         # After `cut_after` the other thread still reads what the server says, so that nothing is reset early.
-        if not (self._draining and pump == self._send):
+        if not (self._draining and source is self._client):
             self.cut()
 
-    def _send(self) -> None:
-        buffer = b""
-        while data := self._client.recv(65536):
-            self._proxy._passes.wait()
-            if self._stalled:
-                continue
-            buffer += data
-            while (end := _frame_end(buffer, 0)) >= 0:
-                command, buffer = buffer[:end], buffer[end:]
-                if not self._pass(command):
-                    return
+    def _next(self, source: socket.socket, stream: BufferedReader) -> bytes:
+        whole = self._paired or source is self._client
+        return _frame(stream) if whole else stream.read1(65536)
 
-    def _pass(self, command: bytes) -> bool:
-        fault = self._proxy._struck_by(command, None)
+    def _send(self, command: bytes) -> bool:
+        """Pass a command on; False ends the connection."""
+        fault = self._proxy._struck_by(command)
         action = fault.action if fault else ""
         if action == "cut_before":
             return False
@@ -232,7 +215,7 @@ class _Link:
             self._client.sendall(fault.reply)
             return True
         if fault and action == "delay":
-            time.sleep(fault.seconds)
+            fault.delay()
         if any(word in command[:40].upper() for word in _UNPAIRED):
             self._paired = False
         self._pending.append(command)
@@ -246,56 +229,43 @@ class _Link:
         self._server.sendall(command)
         return True
 
-    def _answer(self) -> None:
-        buffer = b""
-        while data := self._server.recv(65536):
-            self._proxy._passes.wait()
-            if self._stalled or self._draining:
-                continue
-            buffer += data
-            while (end := len(buffer) if not self._paired else _frame_end(buffer, 0)) > 0:
-                reply, buffer = buffer[:end], buffer[end:]
-                if self._paired and reply[:1] != b">" and not self._judge(reply):
-                    return
-                if self._stalled:
-                    break
-                self._client.sendall(reply)
-
-    def _judge(self, reply: bytes) -> bool:
-        command = self._pending.popleft() if self._pending else b""
-        fault = self._proxy._struck_by(command, reply)
-        if fault is None:
+    def _answer(self, reply: bytes) -> bool:
+        """Pass a reply on; False ends the connection."""
+        if self._draining:
             return True
-        if fault.action == "delay_reply":
-            time.sleep(fault.seconds)
-        elif fault.action == "stall_reply":
-            self._stalled = True
-        return fault.action != "drop_reply"
+        if self._paired and reply[:1] != b">":
+            command = self._pending.popleft() if self._pending else b""
+            fault = self._proxy._struck_by(command, reply)
+            if fault and fault.action == "drop_reply":
+                return False
+            if fault and fault.action == "stall_reply":
+                self._stalled = True
+                return True
+            if fault:
+                fault.delay()
+        self._client.sendall(reply)
+        return True
 
 
-def _frame_end(data: bytes, start: int) -> int:
-    """Where the RESP value at `start` ends; -1 if it has not come in full."""
-    stop = data.find(b"\r\n", start)
-    if stop < 0:
-        return -1
-    kind, after = data[start : start + 1], stop + 2
-    if kind in (b"$", b"!", b"="):
-        length = int(data[start + 1 : stop])
-        end = after if length < 0 else after + length + 2
-        return end if end <= len(data) else -1
+def _frame(stream: BufferedReader) -> bytes:
+    """The next RESP value as it has come; nothing at the end."""
+    line = stream.readline()
+    kind, size = line[:1], line[1:-2]
+    if kind in (b"$", b"!", b"=") and int(size) >= 0:
+        return line + stream.read(int(size) + 2)
     if kind in _AGGREGATES:
-        parts = max(0, int(data[start + 1 : stop])) * _AGGREGATES[kind] + (kind == b"|")
-        for _part in range(parts):
-            after = _frame_end(data, after)
-            if after < 0:
-                return -1
-    return after
+        parts = int(size) * _AGGREGATES[kind] + (kind == b"|")
+        return line + b"".join(_frame(stream) for _ in range(parts))
+    return line
 
 
 def _reset(end: socket.socket) -> None:
     with suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        # A thread that waits in recv() is woken by the shutdown, not by the close.
+    _close(end)
+
+
+def _close(end: socket.socket) -> None:
+    with suppress(OSError):  # a thread that waits for it is woken by the shutdown, not by the close
         end.shutdown(socket.SHUT_RDWR)
-    with suppress(OSError):
-        end.close()
+    end.close()

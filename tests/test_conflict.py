@@ -25,6 +25,8 @@ from celery_setnx.delivery import (
 from celery_setnx.lock import ORIGINAL
 from celery_setnx.options import Options
 
+CALL = {"id": "id-1", "args": [], "kwargs": {}, "called_directly": False}
+
 
 def task_on(broker: str, **transport: Any) -> Any:
     app = Celery("conflicting", broker=broker, set_as_current=False)
@@ -40,8 +42,7 @@ def task_on(broker: str, **transport: Any) -> Any:
 def stranded() -> Iterator[Any]:
     """A running call whose broker is gone."""
     task = task_on("amqp://127.0.0.1:1//", max_retries=0)
-    headers = {"singleton": {"key": "setnx:{t}"}}
-    task.push_request(id="id-1", args=[], kwargs={}, retries=0, headers=headers, called_directly=False)
+    task.push_request(**CALL, retries=0, headers={"singleton": {"key": "setnx:{t}"}})
     yield task
     task.pop_request()
 
@@ -133,65 +134,56 @@ def test_policy_is_what_was_asked_for_and_auto_decides(options, chain, policy):
     assert policy_of(Options(**options), request) == policy
 
 
-@pytest.fixture
-def delivered() -> Iterator[Any]:
-    """Call it with what a message says of its waiting, to have a task whose request is that delivery."""
-    task = task_on("redis://h")
-    pushed = []
+class Delivery:
+    """A task whose request is a delivery, of which a message says how it has waited."""
 
-    def deliver(wait: Any = None, *, retries: int = 0, redelivered: bool = False) -> Any:
-        headers = {"singleton": {"key": "setnx:{t}", "marked": True, **({"wait": wait} if wait else {})}}
-        task.push_request(
-            id="id-1",
-            args=[],
-            kwargs={},
+    def __init__(self, wait: Any = None, *, retries: int = 0, redelivered: bool = False) -> None:
+        self.task = task_on("redis://h")
+        header = {"key": "setnx:{t}", "marked": True, **({"wait": wait} if wait else {})}
+        self.task.push_request(
+            **CALL,
             retries=retries,
-            headers=headers,
-            called_directly=False,
+            headers={"singleton": header},
             delivery_info={"redelivered": redelivered},
         )
-        pushed.append(1)
-        return task
+        self.request = self.task.request
 
-    yield deliver
-    for _ in pushed:
-        task.pop_request()
-
-
-def wait_in(signature: Any) -> Any:
-    return signature.options["headers"]["singleton"]["wait"]
+    def again(self, **wait: Any) -> Any:
+        """What the message of the same call says when it waits once more."""
+        return same_call(self.task, wait).options["headers"]["singleton"]
 
 
-def test_call_that_waits_again_stays_the_copy_that_it_is(delivered):
+def test_call_that_waits_again_stays_the_copy_that_it_is():
     """Only one of a call's messages starts it: one that comes back is no other message than before."""
-    task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"})
-    assert copy_of(task.request) == "c1"
-    again = same_call(task, {"count": 2, "since": 5.0})
-    assert wait_in(again) == {"count": 2, "since": 5.0, "retries": 0, "copy": "c1"}
-    header = again.options["headers"]["singleton"]
-    assert (header["key"], header["marked"]) == ("setnx:{t}", True)
+    delivery = Delivery({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"})
+    assert copy_of(delivery.request) == "c1"
+    assert delivery.again(count=2, since=5.0) == {
+        "key": "setnx:{t}",
+        "marked": True,
+        "wait": {"count": 2, "since": 5.0, "retries": 0, "copy": "c1"},
+    }
 
 
-def test_call_that_waits_for_the_first_time_is_the_original(delivered):
+def test_call_that_waits_for_the_first_time_is_the_original():
     """Its message names no copy until one is sent to wake it."""
-    task = delivered()
-    assert copy_of(task.request) == ORIGINAL
-    assert wait_in(same_call(task, {"count": 1, "since": 5.0})) == {"count": 1, "since": 5.0, "retries": 0}
+    delivery = Delivery()
+    assert copy_of(delivery.request) == ORIGINAL
+    assert delivery.again(count=1, since=5.0)["wait"] == {"count": 1, "since": 5.0, "retries": 0}
 
 
-def test_copy_belongs_to_one_attempt(delivered):
+def test_copy_belongs_to_one_attempt():
     """A task's own retry is a new call to be woken: what its last attempt was does not count."""
-    task = delivered({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, retries=1)
-    assert copy_of(task.request) == ORIGINAL
-    assert wait_in(same_call(task, {"count": 1, "since": 9.0})) == {"count": 1, "since": 9.0, "retries": 1}
+    delivery = Delivery({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, retries=1)
+    assert copy_of(delivery.request) == ORIGINAL
+    assert delivery.again(count=1, since=9.0)["wait"] == {"count": 1, "since": 9.0, "retries": 1}
 
 
-def test_second_delivery_stays_one_while_it_waits(delivered):
+def test_second_delivery_stays_one_while_it_waits():
     """The message that wakes it is delivered once, and may be that of a call which has succeeded."""
-    task = delivered(redelivered=True)
-    assert is_redelivered(task.request)
-    assert not has_met_itself(task.request)
-    assert wait_in(same_call(task, {"count": 1, "since": 5.0}))["own"] is True
+    delivery = Delivery(redelivered=True)
+    assert is_redelivered(delivery.request)
+    assert not has_met_itself(delivery.request)
+    assert delivery.again(count=1, since=5.0)["wait"]["own"] is True
 
 
 def test_end_of_a_call_that_waits_survives_the_way_to_the_workers_parent():

@@ -2,6 +2,7 @@
 
 import os
 import ssl
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,14 +60,6 @@ def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf, messag
         client_for(app_with(**conf))
 
 
-def test_user_password_and_database_are_decoded():
-    """ACL users and percent-encoded passwords."""
-    read = parameters(setnx_url="redis://bob:p%40ss%2Fword@host:6380/5")
-    assert (read["username"], read["password"], read["host"], read["port"], read["db"]) == (
-        "bob", "p@ss/word", "host", 6380, 5,
-    )  # fmt: skip
-
-
 def test_socket_timeouts_are_our_own():
     """Whatever the result backend waits for, a lock command answers soon or fails."""
     read = parameters(setnx_url="redis://h/0?socket_timeout=100", redis_socket_timeout=120)
@@ -74,17 +67,25 @@ def test_socket_timeouts_are_our_own():
     assert read["retry"]._retries == 1
 
 
-def test_unix_socket_is_reached_by_its_path():
-    """redis+socket:// with a database."""
-    read = parameters(setnx_url="redis+socket:///run/redis.sock?virtual_host=4")
-    assert (read["path"], read["db"]) == ("/run/redis.sock", 4)
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (
+            "redis://bob:p%40ss%2Fword@host:6380/5",
+            {"username": "bob", "password": "p@ss/word", "host": "host", "port": 6380, "db": 5},
+        ),
+        ("redis+socket:///run/redis.sock?virtual_host=4", {"path": "/run/redis.sock", "db": 4}),
+    ],
+)
+def test_all_parts_of_a_url_are_read(url, expected):
+    """ACL users and percent-encoded passwords; a socket's path and database."""
+    assert expected.items() <= parameters(setnx_url=url).items()
 
 
 def test_unix_socket_serves_locks(tmp_path):
     """A real server behind a real socket."""
     with EmbeddedServer(unixsocket=str(tmp_path / "r.sock")):
-        client = client_for(app_with(setnx_url=f"redis+socket://{tmp_path}/r.sock"))
-        assert client.ping()
+        assert client_for(app_with(setnx_url=f"redis+socket://{tmp_path}/r.sock")).ping()
 
 
 @pytest.mark.parametrize(
@@ -153,44 +154,42 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     """A good server: no word, and no lock, mark or line stays; what does lapses by itself."""
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
-    assert sorted(key.partition("}")[2] for key in locks.scan_iter()) == [
-        ":calls",
-        ":holder",
-        ":ticket:check",
-    ]
+    left = sorted(key.partition("}")[2] for key in locks.scan_iter())
+    assert left == [":calls", ":holder", ":ticket:check"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("eval|evalsha", "exists", "getset", "set", "del", "pttl", "pexpireat", "pexpire", "time"),
-        *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
-    ],
-)
-def test_worker_does_not_start_where_the_acl_forbids_a_command(server, locks, command, caplog):
-    """The missing permission is named before the first task needs it, a take-over's included."""
-    forbidden = [f"-{name}" for name in command.split("|")]
-    locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", "~*", "+@all", *forbidden)
-    url = server.url(1).replace("redis://", "redis://limited:pw@")
-    with pytest.raises(LockRefused, match="Redis refuses to serve the lock"):
-        start_worker_check(app_with(setnx_url=url))
-    assert "This worker cannot lock" in caplog.text
-    assert command.split("|")[-1] in caplog.text.lower()
+@pytest.fixture
+def allowed(server, locks) -> Iterator[Callable[..., Celery]]:
+    """Called with the rules for a user, it makes an app of that user."""
+
+    def app_of(db: int, keys: str, *rules: str) -> Celery:
+        locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", keys, *rules)
+        return app_with(setnx_url=server.url(db).replace("redis://", "redis://limited:pw@"))
+
+    yield app_of
     locks.execute_command("ACL", "DELUSER", "limited")
 
 
-def test_worker_starts_with_only_the_needed_commands(server, locks):
+NEEDED = [
+    *("eval", "evalsha", "time", "get", "exists", "set", "getset", "del", "pttl", "pexpire", "pexpireat"),
+    *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
+]
+
+
+@pytest.mark.parametrize("command", ["eval|evalsha", *(name for name in NEEDED[2:] if name != "get")])
+def test_worker_does_not_start_where_the_acl_forbids_a_command(allowed, command, caplog):
+    """The missing permission is named before the first task needs it, a take-over's included."""
+    app = allowed(1, "~*", "+@all", *[f"-{name}" for name in command.split("|")])
+    with pytest.raises(LockRefused, match="Redis refuses to serve the lock"):
+        start_worker_check(app)
+    assert "This worker cannot lock" in caplog.text
+    assert command.split("|")[-1] in caplog.text.lower()
+
+
+def test_worker_starts_with_only_the_needed_commands(allowed):
     """The permissions that the error message asks for are enough; INFO is not among them."""
-    needed = (
-        "eval evalsha time get exists set getset del pttl pexpire pexpireat "
-        "zadd zrem zrange zcard zrank hset hget hdel"
-    )
-    assert all(name in str(LockRefused("k", "")) for name in needed.upper().split())
-    locks.execute_command(
-        "ACL", "SETUSER", "least", "reset", "on", ">pw", "~setnx:*", *[f"+{name}" for name in needed.split()]
-    )
-    start_worker_check(app_with(setnx_url=server.url(0).replace("redis://", "redis://least:pw@")))
-    locks.execute_command("ACL", "DELUSER", "least")
+    assert all(name.upper() in str(LockRefused("k", "")) for name in NEEDED)
+    start_worker_check(allowed(0, "~setnx:*", *[f"+{name}" for name in NEEDED]))
 
 
 def test_client_sends_again_after_a_lost_reply(server, locks):

@@ -14,7 +14,7 @@ from tests.conftest import LOCK_DB
 
 PROCESSES = 16
 # The full count, for the soak's invocation: CONTENTION_INCREMENTS=20000.
-INCREMENTS = int(os.environ.get("CONTENTION_INCREMENTS", "2000"))
+INCREMENTS = int(os.environ.get("CONTENTION_INCREMENTS", "1000"))
 DIGITS = 12
 
 
@@ -72,7 +72,7 @@ def _count(increment: Any, url: str, counter: Counter, increments: int) -> None:
     processes = [forking.Process(target=increment, args=(url, counter, share, begin)) for share in shares]
     for process in processes:
         process.start()
-    give_up = time.monotonic() + 20 + increments * 0.02
+    give_up = time.monotonic() + 60 + increments * 0.02
     for process in processes:
         process.join(max(0.1, give_up - time.monotonic()))
     codes = [process.exitcode for process in processes]
@@ -93,5 +93,5 @@ def test_counter_under_the_lock_loses_no_increment(server, locks, tmp_path):
 def test_counter_without_the_lock_loses_increments(tmp_path):
     """The counter would not come out right by itself, so the test above can fail."""
     counter = Counter(tmp_path)
-    _count(_increment_unlocked, "", counter, 20_000)
-    assert counter.value() < 20_000
+    _count(_increment_unlocked, "", counter, 4_000)
+    assert counter.value() < 4_000

@@ -6,19 +6,23 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery.contrib.testing.worker import start_worker
+from celery import Celery
+from celery.contrib.testing.worker import start_worker as worker_of_this_process
 from celery.events.state import State
 
 from celery_setnx import events
 from tests.harness import Worker, wait_until
+from tests.test_logging import apart, scenes, watched
+
+__all__ = ["apart", "scenes", "watched"]  # fixtures
 
 EVENTS = {
     "skip": ["task-lock-conflict"],
+    "retry": ["task-lock-conflict", "task-lock-conflict"],
     "wait": ["task-lock-conflict", "task-lock-waiting", "task-lock-woken"],
     "take_over": ["task-lock-taken-over"],
     "lose": ["task-lock-lost"],
@@ -26,16 +30,8 @@ EVENTS = {
     "free": ["task-lock-freed"],
 }
 COMMON = {
-    "type",
-    "uuid",
-    "name",
-    "key",
-    "hostname",
-    "pid",
-    "clock",
-    "timestamp",
-    "utcoffset",
-    "local_received",
+    *("type", "uuid", "name", "key", "hostname", "pid"),
+    *("clock", "timestamp", "utcoffset", "local_received"),
 }
 FIELDS = {
     "task-lock-conflict": {"holder", "remaining_s", "policy"},
@@ -90,38 +86,6 @@ class Ear:
         self.state.event(event)
 
 
-@pytest.fixture(scope="module")
-def loud(server, logs) -> Iterator[Worker]:
-    """A worker with events."""
-    worker = Worker(logs, "tests.watchapp", concurrency=2, arguments=("-E",))
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture
-def quiet(server, logs) -> Iterator[Worker]:
-    """A worker whose events are off, with a queue of its own."""
-    worker = Worker(logs, "tests.watchapp", concurrency=2, queues="quiet")
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture
-def scenes(locks, journal, gates) -> Any:
-    """What may happen to a call."""
-    from tests import watchapp
-
-    return watchapp.Scenes(locks, gates)
-
-
-@pytest.fixture
-def apart(locks, journal, gates) -> Callable[[str], Any]:
-    """The same in the workers of another queue."""
-    from tests import watchapp
-
-    return lambda queue: watchapp.Scenes(locks, gates, queue)
-
-
 @pytest.fixture
 def ear(locks) -> Iterator[Ear]:
     """Hears what the workers of `tests.watchapp` say."""
@@ -132,36 +96,31 @@ def ear(locks) -> Iterator[Ear]:
 
 
 @pytest.mark.parametrize(("scene", "expected"), EVENTS.items())
-def test_events_are_sent_in_order_with_plain_values(loud, ear, scenes, scene, expected):
-    """Under the worker's name, with the task's id, name and key, as JSON."""
+def test_events_are_sent_in_order_with_plain_values(watched, ear, scenes, scene, expected):
+    """Under the worker's name, with the task's id, name and key, as JSON; conflicts name the holder.
+
+    Whatever state an event of ours gave the task in between, one that succeeds is shown as succeeded.
+    """
     call = getattr(scenes, scene)()
-    wait_until(lambda: ear.types(call.id) == expected, f"{expected}, not {ear.types(call.id)}")
+    # A call that retries may come back any number of times.
+    wait_until(lambda: ear.types(call.id)[: len(expected)] == expected, f"{expected} of {scene}")
     for event in ear.of(call.id):
+        assert event["type"] in expected
         assert set(event) == COMMON | FIELDS[event["type"]]
-        assert (event["key"], event["hostname"]) == (scenes.key, f"{loud.name}@test")
+        assert (event["key"], event["hostname"]) == (scenes.key, f"{watched.name}@test")
         assert event["name"] in ("tests.watchapp.work", "tests.watchapp.marked")
+        if event["type"] == "task-lock-conflict":
+            holder = event["holder"]
+            assert (event["policy"], holder["task"]) == (scene, "tests.watchapp.work")
+            assert holder["worker"] == f"{watched.name}@test"
         json.dumps(event)
+    if scene != "free":
+        wait_until(lambda: ear.state.tasks[call.id].state == "SUCCESS", "SUCCESS")
+        assert ear.state.tasks[call.id].name in ("tests.watchapp.work", "tests.watchapp.marked")
+    assert scene == "retry" or ear.types(call.id) == expected
 
 
-def test_events_name_the_holder(loud, ear, scenes):
-    """Its task, id, worker and pid; and what became of the call."""
-    call = scenes.skip()
-    (event,) = wait_until(lambda: ear.of(call.id), "the conflict")
-    assert event["policy"] == "skip"
-    assert event["holder"]["task"] == "tests.watchapp.work"
-    assert event["holder"]["worker"] == f"{loud.name}@test"
-
-
-@pytest.mark.parametrize("scene", ["skip", "retry", "wait", "take_over", "lapse", "lose"])
-def test_task_that_succeeds_is_shown_as_succeeded(loud, ear, scenes, scene):
-    """Whatever state an event of ours gave the task in between."""
-    call = getattr(scenes, scene)()
-    wait_until(lambda: ear.of(call.id), f"an event of {scene}")
-    wait_until(lambda: ear.state.tasks[call.id].state == "SUCCESS", "SUCCESS")
-    assert ear.state.tasks[call.id].name in ("tests.watchapp.work", "tests.watchapp.marked")
-
-
-def test_call_that_waits_in_line_is_shown_as_waiting(loud, ear, scenes, journal):
+def test_call_that_waits_in_line_is_shown_as_waiting(ear, scenes):
     """Until it is woken: Celery itself says nothing of a call that is parked."""
     holder, second = scenes.conflict("wait")
     wait_until(lambda: ear.types(second.id)[-1:] == ["task-lock-waiting"], "it waits")
@@ -171,27 +130,20 @@ def test_call_that_waits_in_line_is_shown_as_waiting(loud, ear, scenes, journal)
     scenes.end(second)
 
 
-def assert_loss_is_told(logs: Path, ear: Ear, apart: Callable[[str], Any], pool: str) -> None:
-    """A worker of this pool tells that a call has lost its lock."""
-    worker = Worker(logs, "tests.watchapp", pool=pool, queues=pool, arguments=("-E",))
-    try:
-        call = apart(pool).lose()
-        wait_until(lambda: ear.types(call.id) == ["task-lock-lost"], "the loss")
-    finally:
-        worker.stop()
-
-
-def test_loss_is_told_by_the_keepers_thread(logs, ear, apart):
-    """It sends by a connection of its own."""
-    assert_loss_is_told(logs, ear, apart, "threads")
-
-
-def test_task_that_is_revoked_by_kill_is_shown_as_freed(loud, ear, scenes):
+def test_task_that_is_revoked_by_kill_is_shown_as_freed(ear, scenes):
     """The parent frees its lock after Celery has said that it is revoked."""
     call = scenes.holder()
     call.revoke(terminate=True, signal="SIGKILL")
     wait_until(lambda: ear.types(call.id) == ["task-lock-freed"], "the freed lock")
     wait_until(lambda: ear.state.tasks[call.id].state == "LOCK-FREED", "LOCK-FREED")
+
+
+@pytest.fixture
+def quiet(start_worker) -> Iterator[Worker]:
+    """A worker whose events are off, with a queue of its own."""
+    worker = start_worker("tests.watchapp", queues="quiet")
+    yield worker
+    worker.stop()
 
 
 def test_no_event_is_sent_while_events_are_off(quiet, ear, apart):
@@ -201,17 +153,24 @@ def test_no_event_is_sent_while_events_are_off(quiet, ear, apart):
         assert [ear.of(call.id) for call in calls] == [[]] * 5
 
 
-def test_events_follow_the_remote_control(ear, apart, journal):
-    """On with `celery control enable_events`, off with `disable_events`, from the next delivery on."""
+def test_events_follow_the_remote_control(ear, apart):
+    """On with `celery control enable_events`, off with `disable_events`, from the next delivery on.
+
+    A worker of threads: of a lock that is lost the keeper's thread tells, by a connection of its own.
+    """
     options = {"pool": "threads", "concurrency": 3, "queues": ["remote"]}
-    with start_worker(ear.app, **options, perform_ping_check=False, without_heartbeat=False) as worker:
+    with worker_of_this_process(
+        ear.app, **options, perform_ping_check=False, without_heartbeat=False
+    ) as worker:
         heard = {}
         for command in (None, "enable_events", "disable_events"):
             if command:
                 ear.app.control.broadcast(command, reply=True, destination=[worker.hostname], timeout=2)
             call = apart("remote").skip()
+            lost = apart("remote").lose() if command == "enable_events" else None
             with Ear(ear.app):
                 heard[command] = ear.types(call.id)
+            assert lost is None or ear.types(lost.id) == ["task-lock-lost"]
     assert heard == {None: [], "enable_events": ["task-lock-conflict"], "disable_events": []}
 
 
@@ -238,13 +197,10 @@ def test_failing_broker_costs_one_attempt_and_one_line(caplog):
 
 def test_broker_that_is_away_is_not_waited_for():
     """Celery's own way would try for ever."""
-    from celery import Celery
-
     app = Celery("unheard", broker="redis://127.0.0.1:1/0", set_as_current=False)
     began = time.monotonic()
     try:
         events._send(app, "w@h", "task-lock-conflict", {"uuid": "id", "name": "task", "key": "k"})
-    finally:
         assert events._silent_until > began
+    finally:
         events._silent_until = 0.0
-    assert time.monotonic() - began < 5

@@ -1,172 +1,266 @@
 """The keeper: what is renewed, when it stops, and how a loss is told."""
 
 import os
-import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from celery_setnx import SetnxLock
+from celery_setnx import LockLost, SetnxLock, keeper
+from celery_setnx import lock as lock_module
 from celery_setnx.keeper import Keeper, keeper_for_process
+from celery_setnx.lock import HeldLock
 from examples.embedded import EmbeddedServer
-from tests.harness import wait_until
+from tests.conftest import LOCK_DB
+from tests.harness import age, wait_until
+from tests.proxy import Proxy
+
+LEASE_S, THIRD_S = 30.0, 10.0
+
+
+class Watch:
+    """A keeper on a clock that the test moves, with locks of 30 s, and the losses that were told."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.now = 1000.0
+        self.keeper = Keeper(self.clock)
+        self.locks: list[HeldLock] = []
+        self.losses: list[tuple[str, str]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def hold(self, name: str = "a", lease: float = LEASE_S, client: Any = None) -> HeldLock:
+        """A held lock, not watched yet."""
+        held = SetnxLock(client or self.client, name, lease=lease, clock=self.clock).acquire().lock
+        assert held is not None
+        self.locks.append(held)
+        return held
+
+    def tell(self, held: HeldLock, reason: str) -> None:
+        self.losses.append((held.key, reason))
+
+    def watch(self, held: HeldLock, **options: Any) -> HeldLock:
+        self.keeper.watch(held, options.pop("tell", self.tell), **options)
+        return held
+
+    def pass_time(self, seconds: float) -> None:
+        """For the server, for the locks, and for the keeper."""
+        for key in {held.key for held in self.locks}:
+            age(self.client, key, seconds)
+        self.tick(seconds)
+
+    def tick(self, seconds: float) -> None:
+        """Move the clock of this process; the keeper looks what is due."""
+        self.now += seconds
+        self.keeper._wake.put(LEASE_S)
+
+    def is_renewed(self, held: HeldLock) -> bool:
+        return held.remaining_s() > 0.98 * held.lease_s
+
+    def pass_leases(self, held: HeldLock, leases: int = 3) -> None:
+        """So much time that without renewals the lock would be another's."""
+        for _ in range(3 * leases):
+            self.pass_time(THIRD_S)
+            wait_until(lambda: self.is_renewed(held), f"{held.key} is renewed")
+            assert not SetnxLock(self.client, held.key).acquire().acquired
 
 
 @pytest.fixture
-def losses() -> list[tuple[str, str]]:
-    """Key and reason of every loss that was told."""
-    return []
+def watch(locks) -> Iterator[Watch]:
+    """A keeper, and locks on the server of the tests."""
+    watch = Watch(locks)
+    yield watch
+    for held in watch.locks:
+        watch.keeper.forget(held)
 
 
 @pytest.fixture
-def tell(losses) -> Any:
-    """The `on_lost` of the tests."""
-    return lambda held, reason: losses.append((held.key, reason))
+def proxy(server) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
 
 
-def held(client: redis.Redis, name: str, lease: float = 1.0) -> Any:
-    return SetnxLock(client, name, lease=lease).acquire().lock
+@pytest.fixture
+def far(proxy, watch) -> Iterator[redis.Redis]:
+    """A client by way of the proxy that sends nothing again."""
+    with redis.Redis.from_url(proxy.url(LOCK_DB), retry=Retry(NoBackoff(), 0), socket_timeout=20) as client:
+        yield client
 
 
-def renewals(client: redis.Redis) -> int:
-    """How many scripts the server has run."""
-    stats = client.info("commandstats")
-    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval"))
+@pytest.fixture
+def renewals(monkeypatch) -> list[int]:
+    """How many locks were renewed each time."""
+    sizes: list[int] = []
+    renew_all = keeper.renew_all
+
+    def counted(held: list[HeldLock], client: Any) -> Any:
+        sizes.append(len(held))
+        return renew_all(held, client)
+
+    monkeypatch.setattr(keeper, "renew_all", counted)
+    return sizes
 
 
-def test_watched_lock_outlives_its_lease(locks, losses, tell):
+def test_watched_lock_outlives_its_lease(locks, watch):
     """Many leases later it is still ours; forgotten, it ends."""
-    keeper = Keeper(time.monotonic)
-    lock = held(locks, "a")
-    keeper.watch(lock, tell)
-    give_up = time.monotonic() + 3
-    while time.monotonic() < give_up:
-        assert not SetnxLock(locks, "a").acquire().acquired
-    assert keeper.forget(lock)
-    wait_until(lambda: SetnxLock(locks, "a").acquire().acquired, "the lease ends")
-    assert losses == []
+    lock = watch.watch(watch.hold())
+    watch.pass_leases(lock)
+    assert watch.keeper.forget(lock)
+    watch.pass_time(LEASE_S)
+    assert SetnxLock(locks, "a").acquire().acquired
+    assert watch.losses == []
 
 
-def test_many_locks_are_renewed_in_few_round_trips(locks, tell):
+def test_many_locks_are_renewed_in_few_round_trips(watch, renewals):
     """All that are due go in one pipeline: connections and packets do not grow with the locks."""
-    keeper = Keeper(time.monotonic)
-    many = [held(locks, f"lock-{n}", lease=2) for n in range(200)]
-    for lock in many:
-        keeper.watch(lock, tell)
-    locks.config_resetstat()
-    wait_until(lambda: renewals(locks) >= 200, "all are renewed")
-    wait_until(lambda: all(lock.remaining_s() > 1 for lock in many), "their replies are read")
-    for lock in many:
-        keeper.forget(lock)
-        lock.release()
+    many = [watch.watch(watch.hold(f"lock-{n}")) for n in range(200)]
+    watch.pass_time(THIRD_S)
+    wait_until(lambda: all(watch.is_renewed(lock) for lock in many), "all are renewed")
+    assert renewals == [200]
 
 
-def test_short_locks_cost_no_renewal(tell):
+def test_short_locks_cost_no_renewal(watch, renewals):
     """A lock that is released before a third of its lease is never renewed."""
-    keeper = Keeper(time.monotonic)
-    # A server of its own: on the shared one others run scripts as well.
-    with EmbeddedServer() as server, redis.Redis.from_url(server.url()) as own:
-        held(own, "first").release()  # from now on the server knows the scripts
-        own.config_resetstat()
-        for _ in range(20):
-            lock = held(own, "short", lease=30)
-            keeper.watch(lock, tell)
-            keeper.forget(lock)
-            lock.release()
-        assert renewals(own) == 40
+    for _ in range(20):
+        lock = watch.watch(watch.hold("short"))
+        watch.pass_time(THIRD_S - 0.1)
+        watch.keeper.forget(lock)
+        lock.release()
+        watch.locks.clear()
+    watch.pass_leases(watch.watch(watch.hold()), leases=1)
+    assert renewals == [1, 1, 1]
 
 
-def test_vanished_lock_is_told_once(locks, losses, tell):
+def test_vanished_lock_is_told_once(locks, watch):
     """The loss is told once, and the lock is watched no more."""
-    keeper = Keeper(time.monotonic)
-    lock = held(locks, "a")
-    keeper.watch(lock, tell)
+    lock = watch.watch(watch.hold())
     locks.delete("a")
-    wait_until(lambda: losses, "told")
-    assert not keeper.forget(lock)
-    assert losses == [("a", "its key has vanished from Redis (deleted, evicted, or the data was lost)")]
-    assert lock.lost == losses[0][1]
+    watch.pass_time(THIRD_S)
+    wait_until(lambda: watch.losses, "told")
+    assert not watch.keeper.forget(lock)
+    assert watch.losses == [("a", "its key has vanished from Redis (deleted, evicted, or the data was lost)")]
+    assert lock.lost == watch.losses[0][1]
 
 
-def impatient(server: EmbeddedServer) -> redis.Redis:
-    """A client that soon finds out that the server does not answer."""
-    return redis.Redis(port=server.port, socket_timeout=0.3, socket_connect_timeout=0.3, retry=None)
-
-
-def test_dead_server_is_a_loss_at_the_deadline(losses, tell, caplog):
-    """Without an answer for a whole lease the lock is lost; the trouble is logged once."""
-    keeper = Keeper(time.monotonic)
-    with EmbeddedServer() as server:
-        lock = held(impatient(server), "a", lease=2)
-        server.stop()
-        keeper.watch(lock, tell)
-        wait_until(lambda: losses, "the lease ends")
-        assert losses == [("a", "Redis could not be reached for a whole lease of 2 s")]
-        assert caplog.text.count("renewing goes on") == 1
-
-
-def test_server_that_answers_again_in_time_saves_the_lock(losses, tell, caplog):
-    """A failed renewal is no loss: it is tried again while the lease lasts."""
-    keeper = Keeper(time.monotonic)
-    with EmbeddedServer() as server:
-        lock = held(impatient(server), "a", lease=3)
-        os.kill(server.pid, signal.SIGSTOP)
-        keeper.watch(lock, tell)
+@pytest.mark.parametrize("trouble", ["refused", "silent"])
+def test_dead_server_is_a_loss_at_the_deadline(proxy, watch, far, trouble, caplog):
+    """Without an answer for a whole lease the lock is lost, and told so once; the trouble is logged once."""
+    far.connection_pool.connection_kwargs["socket_timeout"] = 1 if trouble == "silent" else 20
+    lock = watch.watch(watch.hold(client=far))
+    with proxy.black_hole() if trouble == "silent" else nullcontext(proxy.close()):
+        watch.pass_time(THIRD_S)
         wait_until(lambda: "renewing goes on" in caplog.text, "a renewal fails")
-        assert 0 < lock.remaining_s() < 2.5
-        os.kill(server.pid, signal.SIGCONT)
-        wait_until(lambda: lock.remaining_s() > 2.5, "a renewal succeeds")
-        assert losses == []
-        keeper.forget(lock)
+        assert watch.losses == []
+        lock.ensure()
+        watch.pass_time(2 * THIRD_S)
+        wait_until(lambda: watch.losses, "the lease ends")
+    assert watch.losses == [("a", "Redis could not be reached for a whole lease of 30 s")]
+    assert caplog.text.count("renewing goes on") == 1
+    assert not watch.keeper.forget(lock)
+    with pytest.raises(LockLost):
+        lock.ensure()
 
 
-def test_at_most_for_lets_the_lease_run_out(locks, losses, tell):
+def test_server_that_answers_again_in_time_saves_the_lock(proxy, watch, far, caplog):
+    """A failed renewal is no loss: it is tried again while the lease lasts."""
+    lock = watch.watch(watch.hold(client=far))
+    with proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode()):
+        watch.pass_time(THIRD_S)
+        wait_until(lambda: "renewing goes on" in caplog.text, "a renewal fails")
+    assert 0 < lock.remaining_s() < 20
+    watch.pass_time(LEASE_S / 20)
+    wait_until(lambda: watch.is_renewed(lock), "a renewal succeeds")
+    assert watch.losses == []
+
+
+@pytest.mark.parametrize("verb", ["acquire", "renew"])
+def test_keeper_after_a_slow_reply_renews_before_the_deadline(proxy, watch, far, verb):
+    """A reply that took three quarters of the lease costs one renewal's time, not the lock."""
+    watch.hold(client=far).renew()  # from now on the server knows both scripts
+    watch.client.delete("a", "{a}:holder")
+    script = {"acquire": lock_module._ACQUIRE, "renew": lock_module._RENEW}[verb].sha.encode()
+    slow = {"containing": script, "meanwhile": lambda: watch.pass_time(22.5)}
+    if verb == "acquire":
+        with proxy.fault("delay_reply", **slow):
+            lock = watch.watch(watch.hold(client=far))
+    else:
+        lock = watch.watch(watch.hold(client=far))
+        with proxy.fault("delay_reply", **slow):
+            watch.pass_time(THIRD_S)
+            wait_until(lambda: 7 < lock.remaining_s() < 8, "the reply")
+    assert 7 < lock.remaining_s() < 8
+    watch.pass_time(4)
+    wait_until(lambda: watch.is_renewed(lock), "the next renewal")
+    watch.pass_leases(lock, leases=1)
+    assert watch.losses == []
+    assert watch.keeper.forget(lock)
+    assert lock.release() == "released"
+
+
+def test_keeper_on_a_full_server_holds_the_lock_for_many_leases():
+    """Heartbeats survive a full server."""
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url()) as client:
+        watch = Watch(client)
+        lock = watch.watch(watch.hold())
+        client.config_set("maxmemory", 1)
+        for _ in range(6):
+            before = client.get("{a}:holder")
+            watch.tick(THIRD_S)
+            wait_until(lambda: watch.is_renewed(lock), "it is renewed")
+            assert client.get("{a}:holder") != before
+        lock.ensure()
+        assert watch.losses == []
+        assert watch.keeper.forget(lock)
+        assert lock.release() == "released"
+
+
+def test_at_most_for_lets_the_lease_run_out(watch):
     """Renewal stops after at_most_for, and the end of the lease is told."""
-    keeper = Keeper(time.monotonic)
-    before = time.monotonic()
-    keeper.watch(held(locks, "a"), tell, at_most_for=0.5)
-    wait_until(lambda: losses, "told")
-    assert losses[0][1] == "its at_most_for is over, and its lease has ended"
-    assert 0.5 <= time.monotonic() - before < 10
+    lock = watch.watch(watch.hold(), at_most_for=15)
+    watch.pass_time(THIRD_S)
+    wait_until(lambda: watch.is_renewed(lock), "it is renewed")
+    watch.pass_time(THIRD_S)
+    assert watch.losses == []
+    watch.pass_time(2 * THIRD_S)
+    wait_until(lambda: watch.losses, "told")
+    assert watch.losses == [("a", "its at_most_for is over, and its lease has ended")]
 
 
-def test_failing_listener_does_not_stop_the_keeper(locks, caplog):
-    """An error in on_lost is logged; other locks are renewed all the same."""
+def test_failing_listener_does_not_stop_the_keeper(locks, watch, caplog):
+    """An error in on_lost is logged; other locks are renewed all the same, and no more is told."""
+    told = []
 
-    def failing(_held: Any, _reason: str) -> None:
+    def failing(held: Any, _reason: str) -> None:
+        told.append(held.key)
         raise ZeroDivisionError
 
-    keeper = Keeper(time.monotonic)
-    doomed, kept = held(locks, "doomed"), held(locks, "kept")
-    keeper.watch(doomed, failing)
-    keeper.watch(kept, failing)
+    watch.watch(watch.hold("doomed"), tell=failing)
+    kept = watch.watch(watch.hold("kept"), tell=failing)
     locks.delete("doomed")
-    wait_until(lambda: "told of the loss of doomed failed" in caplog.text, "logged")
-    give_up = time.monotonic() + 3
-    while time.monotonic() < give_up:
-        assert not SetnxLock(locks, "kept").acquire().acquired
-    keeper.forget(kept)
+    watch.pass_leases(kept)
+    assert "told of the loss of doomed failed" in caplog.text
+    assert told == ["doomed"]
 
 
-def test_idle_keeper_wakes_for_a_new_lock(locks, losses, tell):
+def test_idle_keeper_wakes_for_a_new_lock(watch):
     """A keeper that waits for a far renewal wakes earlier for a short lease."""
-    keeper = Keeper(time.monotonic)
-    far = held(locks, "far", lease=60)
-    keeper.watch(far, tell)
-    near = held(locks, "near", lease=1)
-    keeper.watch(near, tell)
-    give_up = time.monotonic() + 3
-    while time.monotonic() < give_up:
-        assert not SetnxLock(locks, "near").acquire().acquired
-    assert losses == []
-    keeper.forget(far)
-    keeper.forget(near)
+    watch.watch(watch.hold("far", lease=6000))
+    wait_until(lambda: watch.keeper._wakes_at > watch.now + 1000, "it sleeps")
+    near = watch.watch(watch.hold("near", lease=3))
+    watch.now += 1.5  # of which nobody tells the keeper
+    wait_until(lambda: watch.is_renewed(near), "it is renewed")
+    assert watch.losses == []
 
 
-def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(locks, tell, monkeypatch):
+def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(locks, monkeypatch):
     """Locks that are forgotten before the thread looks: a wake-up each would cost as much as they do."""
     sleeps: list[float] = []
     sleep = Keeper._sleep
@@ -179,17 +273,17 @@ def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(locks, tell
     keeper = Keeper(time.monotonic)
 
     def run(lease: float) -> None:
-        lock = held(locks, "short", lease)
-        keeper.watch(lock, tell)
+        lock = SetnxLock(locks, "short", lease=lease).acquire().lock
+        keeper.watch(lock, lambda *_: None)
         keeper.forget(lock)
         lock.release()
 
     run(lease=1)
     wait_until(lambda: sleeps[-1:] == [float("inf")], "asleep until it is woken")
     known = len(sleeps)
-    for _ in range(1000):
-        run(lease=30)
-    assert len(sleeps) - known < 500  # one, but for what comes before the thread gets a processor
+    for _ in range(300):
+        run(lease=60)
+    assert len(sleeps) - known < 150  # one, but for what comes before the thread gets a processor
 
 
 def test_process_has_one_keeper_and_a_fork_its_own():
@@ -202,40 +296,23 @@ def test_process_has_one_keeper_and_a_fork_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_keeper_runs_in_one_daemon_thread(locks, tell):
+def test_keeper_runs_in_one_daemon_thread(watch):
     """One thread however many locks, and it does not keep the process alive."""
-    keeper = Keeper(time.monotonic)
-    before = threading.active_count()
-    watched = [held(locks, f"n{n}", lease=30) for n in range(5)]
-    for lock in watched:
-        keeper.watch(lock, tell)
-    assert threading.active_count() == before + 1
-    assert next(t for t in threading.enumerate() if t.name == "celery_setnx-keeper").daemon
-    for lock in watched:
-        keeper.forget(lock)
+    before = set(threading.enumerate())
+    for number in range(5):
+        watch.watch(watch.hold(f"n{number}"))
+    (thread,) = [t for t in threading.enumerate() if t not in before and t.name == "celery_setnx-keeper"]
+    assert thread.daemon
 
 
-def test_unexpected_error_in_renewing_is_survived(locks, losses, tell, caplog):
-    """A client that raises what nobody foresaw: logged, tried again, and the lock is kept."""
-
-    class Faulty:
-        """Fails once, then works."""
-
-        failed = False
-
-        def pipeline(self, **options: Any) -> Any:
-            if not self.failed:
-                self.failed = True
-                raise ZeroDivisionError
-            return locks.pipeline(**options)
-
-    keeper = Keeper(time.monotonic)
-    lock = held(locks, "a")
-    lock.client = Faulty()
-    keeper.watch(lock, tell)
-    give_up = time.monotonic() + 3
-    while time.monotonic() < give_up:
-        assert not SetnxLock(locks, "a").acquire().acquired
-    assert "Renewing 1 leases failed" in caplog.text
-    assert losses == []
-    keeper.forget(lock)
+def test_unexpected_error_in_renewing_is_survived(watch, monkeypatch, caplog):
+    """What raises what nobody foresaw: logged, tried again, and the lock is kept."""
+    lock = watch.watch(watch.hold())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(keeper, "renew_all", lambda *_: 1 / 0)
+        watch.pass_time(THIRD_S)
+        wait_until(lambda: "Renewing 1 leases failed" in caplog.text, "a renewal fails")
+    watch.pass_time(LEASE_S / 20)
+    wait_until(lambda: watch.is_renewed(lock), "it is renewed")
+    watch.pass_leases(lock, leases=1)
+    assert watch.losses == []

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads, register_pickle
 from pydantic import BaseModel
+from redis.crc import key_slot
 
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction, canonical, digest, key_name, record_name
@@ -127,9 +128,11 @@ def test_canonical_form_keeps_types_apart(one, other):
 
 
 def test_positional_keyword_and_default_are_one_call():
-    """However the arguments are given, the call is the same."""
+    """However the arguments are given, the call is the same; what would run together as text is not."""
     same = {key()(1), key()(1, 2), key()(a=1), key()(a=1, b=2), key()(1, b=2, c=3), key()(1, c=3)}
     assert len(same) == 1
+    different = [key()("x_b-y", "z"), key()("x", "y_b-z"), key()("x", "y", "z"), key()("x", "y", z="z")]
+    assert len(set(different)) == len(different)
 
 
 def test_every_way_to_give_arguments_is_bound_as_python_binds_it():
@@ -151,12 +154,6 @@ def test_every_way_to_give_arguments_is_bound_as_python_binds_it():
                 assert made.digest(args, kwargs) == digest(list(expected.arguments.items()))
                 seen.add("bound")
     assert seen == {"refused", "bound"}
-
-
-def test_arguments_do_not_run_together():
-    """f("x_b-y", "z") and f("x", "y_b-z") differ, as do *rest and **more."""
-    different = [key()("x_b-y", "z"), key()("x", "y_b-z"), key()("x", "y", "z"), key()("x", "y", z="z")]
-    assert len(set(different)) == len(different)
 
 
 def test_key_name_is_a_parameter_never_a_constant():
@@ -182,52 +179,29 @@ def test_template_covers_typed_values_not_text():
 
 
 def test_template_dots_try_item_then_attribute():
-    """`{a.id}` finds the id of a mapping, of a model, and an index of a list."""
+    """`{a.id}` finds the id of a mapping, or of a model; a step of digits is an index of a list."""
     assert key("{a.id}")({"id": 5}) == key("{a.id}")(User(id=5))
     assert key("{a.items}")({"items": 1}) == key("{a.items}")({"items": 1.0})
-    with pytest.raises(UnkeyableCall, match="neither an item nor an attribute 'id' in a int"):
-        key("{a.id}")(5)
-
-
-def test_template_index_reaches_into_a_list():
-    """A step of digits is an index."""
     assert key("{a.1}")([7, 8]) == key("{a.1}")([9, 8]) != key("{a.1}")([7, 9])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{a",
-        "a}",
-        "{}",
-        "{0}",
-        "{a!r}",
-        "{a:>3}",
-        "{_a}",
-        "{a.__class__}",
-        "{a[0]}",
-        "{a.}",
-        "{nobody}",
-        "{{a}}",
-    ],
-)
-def test_broken_template_is_refused_when_bound(template):
-    """Formats, conversions, private names and unknown fields are refused."""
+BROKEN = [
+    *("{a", "a}", "{}", "{0}", "{a!r}", "{a:>3}", "{_a}", "{a.__class__}", "{a[0]}", "{a.}", "{nobody}"),
+    *("{{a}}", 5, 1.5, b"a", {"a": 1}),  # a key option is one of the five documented forms
+]
+
+
+@pytest.mark.parametrize("option", BROKEN)
+def test_broken_template_is_refused_when_bound(option):
+    """Formats, conversions, private names, unknown fields, and what is no key at all."""
     with pytest.raises(OptionError):
-        key(template, lambda a: None)
+        key(option, lambda a: None)
 
 
 def test_callable_gets_the_calls_arguments_with_defaults():
     """A key function sees the call as the task does."""
     made = key(lambda a, b, *rest, c, **more: (a, b, rest, c, more))
     assert made(1) == made(1, 2, c=3) != made(1, 3)
-
-
-@pytest.mark.parametrize("function", [lambda *a, **k: None, lambda *a, **k: 1 / 0, lambda *a, **k: object()])
-def test_callable_that_gives_no_key_fails_loudly(function):
-    """None, an error or an object without a canonical form is an UnkeyableCall."""
-    with pytest.raises(UnkeyableCall, match="a call of proj"):
-        key(function)(1)
 
 
 @pytest.mark.parametrize("option", [(), []])
@@ -237,58 +211,46 @@ def test_empty_key_is_one_lock_for_the_whole_task(option):
     assert key_name("setnx", "proj.call", "") == "setnx:{proj.call}"
 
 
-@pytest.mark.parametrize("option", [5, 1.5, b"a", {"a": 1}])
-def test_key_of_another_type_is_refused(option):
-    """A key option is one of the five documented forms."""
-    with pytest.raises(OptionError):
-        key(option)
-
-
 def test_key_of_a_caught_keyword_is_found():
-    """A name that only **more catches works, and is missed loudly."""
+    """A name that only **more catches works."""
     assert key("z")(1, z=1) != key("z")(1, z=2)
-    with pytest.raises(UnkeyableCall, match="needs argument 'z'"):
-        key("z")(1)
-
-
-def test_unkeyable_argument_is_named_with_its_type():
-    """The error names task, argument and type, and says what to do."""
-    with pytest.raises(UnkeyableCall, match=r"proj\.call: argument 'b' of type object: .*key=") as caught:
-        key()(1, object())
-    assert isinstance(caught.value, TypeError)
-
-
-def test_mapping_whose_keys_are_one_in_json_is_refused():
-    """{1: a, "1": b} would lose an entry on its way to the worker."""
-    with pytest.raises(UnkeyableCall, match="two keys of a mapping are one in JSON"):
-        key()({1: "a", "1": "b"})
-
-
-def test_call_that_does_not_fit_the_signature_is_refused():
-    """Missing and surplus arguments are named, with the signature."""
-    with pytest.raises(
-        UnkeyableCall,
-        match=r"missing a required argument: 'a'; its signature is \(a, b=2, \*rest, c=3, \*\*more\)",
-    ):
-        key()()
-
-
-def test_lock_name_keeps_scope_and_digest_in_one_slot():
-    """Lock and record share the tag."""
-    assert key_name("setnx", "proj.call", "00ff") == "setnx:{proj.call:00ff}"
-    assert record_name("setnx:{proj.call:00ff}") == "setnx:{proj.call:00ff}:holder"
 
 
 @pytest.mark.parametrize(
-    ("name", "record"),
-    [("lock.foo", "{lock.foo}:holder"), ("a{tag}b", "a{tag}b:holder"), ("a{b", "{a{b}:holder")],
+    ("option", "args", "message"),
+    [
+        (None, (1, object()), r"proj\.call: argument 'b' of type object: .*key="),
+        # it would lose an entry on its way to the worker
+        (None, ({1: "a", "1": "b"},), "two keys of a mapping are one in JSON"),
+        (None, (), r"missing a required argument: 'a'; its signature is \(a, b=2, \*rest, c=3, \*\*more\)"),
+        ("z", (1,), "needs argument 'z'"),
+        ("{a.id}", (5,), "neither an item nor an attribute 'id' in a int"),
+        (lambda *a, **k: None, (1,), "a call of proj"),
+        (lambda *a, **k: 1 / 0, (1,), "a call of proj"),
+        (lambda *a, **k: object(), (1,), "a call of proj"),
+    ],
 )
-def test_record_shares_the_cluster_slot_of_a_named_lock(name, record):
-    """A name without a tag becomes the tag of its record."""
-    from redis.crc import key_slot
+def test_call_without_a_key_is_refused(option, args, message):
+    """The error names task, argument and type, and says what to do."""
+    with pytest.raises(UnkeyableCall, match=message) as caught:
+        key(option)(*args)
+    assert isinstance(caught.value, TypeError)
 
-    assert record_name(name) == record
-    assert key_slot(name.encode()) == key_slot(record.encode())
+
+RECORDS = {
+    "setnx:{proj.call:00ff}": "setnx:{proj.call:00ff}:holder",
+    "lock.foo": "{lock.foo}:holder",
+    "a{tag}b": "a{tag}b:holder",
+    "a{b": "{a{b}:holder",
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_record_shares_the_cluster_slot_of_its_lock(name):
+    """By the tag of scope and digest; a name without a tag becomes the tag of its record."""
+    assert key_name("setnx", "proj.call", "00ff") in RECORDS
+    assert record_name(name) == RECORDS[name]
+    assert key_slot(name.encode()) == key_slot(RECORDS[name].encode())
 
 
 @pytest.mark.parametrize("name", ["a{}b", "a}b", "{}x", "}", "a{}{b}", ""])

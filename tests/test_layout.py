@@ -32,13 +32,12 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in mod
 SIDEWAYS = {("keys", "exceptions"), ("connection", "options")}
 
 
-def modules() -> dict[str, ast.Module]:
-    return {_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-
-
 def _name(path: Path) -> str:
     dotted = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return dotted.removesuffix(".__init__")
+
+
+MODULES = {_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -56,13 +55,13 @@ def imports(tree: ast.Module) -> set[str]:
 
 def test_every_module_has_a_level():
     """A new module must be given its place."""
-    assert set(modules()) == set(LEVEL)
+    assert set(MODULES) == set(LEVEL)
 
 
 @pytest.mark.parametrize("module", sorted(LEVEL))
 def test_imports_only_point_down(module):
     """exceptions, keys -> scripts -> lock -> marks, options -> conflict -> guard -> publish, run -> task."""
-    for imported in imports(modules()[module]):
+    for imported in imports(MODULES[module]):
         assert LEVEL[imported] < LEVEL[module] or (module, imported) in SIDEWAYS, (
             f"{module} imports {imported}"
         )
@@ -71,21 +70,16 @@ def test_imports_only_point_down(module):
 @pytest.mark.parametrize("module", ["exceptions", "keys", "scripts", "lock", "marks", "line"])
 def test_lock_knows_no_celery(module):
     """The lock is usable without Celery."""
-    for node in ast.walk(modules()[module]):
+    for node in ast.walk(MODULES[module]):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         assert not any(name.partition(".")[0] == "celery" for name in names)
 
 
-def test_every_module_says_what_it_is_for():
-    """A module opens with one sentence."""
-    for name, tree in modules().items():
+def test_every_module_says_what_it_is_for_and_asserts_nothing():
+    """A module opens with one sentence; an assert vanishes under -O."""
+    for name, tree in MODULES.items():
         assert ast.get_docstring(tree), name
-
-
-def test_no_assert_outside_tests():
-    """An assert vanishes under -O."""
-    for name, tree in modules().items():
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), name
 
 

@@ -1,7 +1,6 @@
 """SetnxLock without Celery, on a real server."""
 
 import gc
-import logging
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import redis
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
-from tests.harness import wait_until
+from tests.harness import age
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
 
@@ -24,23 +23,23 @@ def server_us(client: redis.Redis) -> int:
 def test_free_lock_is_acquired_with_a_fence(locks):
     """A free lock: acquired, nobody taken over, and the value is the second at which it ends."""
     before_us = server_us(locks)
-    outcome = SetnxLock(locks, NAME, lease=10).acquire()
+    outcome = SetnxLock(locks, NAME, lease=600).acquire()
     assert outcome.acquired
     assert outcome.taken_over_from is None
     assert outcome.lock is not None
     assert outcome.lock.fence > 0
-    assert 9 < outcome.lock.remaining_s() < 10
-    assert before_us / 1e6 + 10 <= int(locks.get(NAME)) < server_us(locks) / 1e6 + 11  # rounded up
+    assert 500 < outcome.lock.remaining_s() < 600
+    assert before_us / 1e6 + 600 <= int(locks.get(NAME)) < server_us(locks) / 1e6 + 601  # rounded up
 
 
 def test_held_lock_is_an_outcome_that_names_the_holder(locks):
     """Not getting the lock is a value: who holds it, since when, and for how long still."""
     info = {"task": "proj.report", "task_id": "id-1", "worker": "celery@web1", "pid": 4711}
-    SetnxLock(locks, NAME, lease=timedelta(seconds=10), info=info).acquire()
+    SetnxLock(locks, NAME, lease=timedelta(seconds=600), info=info).acquire()
     outcome = SetnxLock(locks, NAME).acquire()
     assert not outcome.acquired
     assert outcome.lock is None
-    assert 9 < outcome.remaining_s <= 10
+    assert 500 < outcome.remaining_s <= 600
     assert outcome.holder.task_id == "id-1"
     assert outcome.holder.info == info
     assert str(outcome.holder).startswith("proj.report[id-1] on celery@web1 (pid 4711), running since 20")
@@ -84,29 +83,24 @@ def test_lock_leaves_nothing_for_the_garbage_collector(locks):
 
 
 def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
-    """Past its deadline a lock is taken over; the outcome says from whom, and the fence has grown."""
-    dead = SetnxLock(locks, NAME, lease=1, info={"task": "t", "task_id": "dead"}).acquire().lock
-    outcome = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "taken over")
+    """The outcome says from whom, and the fence has grown; the old holder's release changes nothing."""
+    dead = SetnxLock(locks, NAME, info={"task": "t", "task_id": "dead"}).acquire().lock
+    age(locks, NAME, 30)
+    outcome = SetnxLock(locks, NAME).acquire()
+    assert outcome.acquired
     assert outcome.taken_over_from.token == dead.token
     assert outcome.taken_over_from.task_id == "dead"
     assert outcome.lock.fence > dead.fence
-
-
-def test_stale_release_changes_nothing(locks):
-    """The old holder's release of a lock that was taken over says lost, and leaves it alone."""
-    stale = SetnxLock(locks, NAME, lease=1).acquire().lock
-    wait_until(lambda: SetnxLock(locks, NAME, lease=10).acquire().acquired, "taken over")
-    before = locks.get(NAME), locks.get(RECORD)
-    assert stale.release() == "lost"
-    assert (locks.get(NAME), locks.get(RECORD)) == before
+    before = locks.mget(NAME, RECORD)
+    assert dead.release() == "lost"
+    assert locks.mget(NAME, RECORD) == before
 
 
 def test_renew_moves_the_deadline(locks):
     """Renewed in time, a lock outlives its lease."""
-    lock = SetnxLock(locks, NAME, lease=2)
-    held = lock.acquire().lock
-    give_up = time.monotonic() + 3
-    while time.monotonic() < give_up:
+    held = SetnxLock(locks, NAME).acquire().lock
+    for _ in range(3):
+        age(locks, NAME, 20)
         held.renew()
         assert not SetnxLock(locks, NAME).acquire().acquired
     assert held.release() == "released"
@@ -114,11 +108,10 @@ def test_renew_moves_the_deadline(locks):
 
 def test_expired_lease_is_not_renewed_back_to_life(locks):
     """Once its deadline has passed a lock is lost, though nobody has taken it."""
-    held = SetnxLock(locks, NAME, lease=1).acquire().lock
+    held = SetnxLock(locks, NAME).acquire().lock
+    age(locks, NAME, 30)
     before = locks.get(RECORD)
-    deadline_us = int(before.split("\n")[1])
-    wait_until(lambda: server_us(locks) >= deadline_us, "the lease is over")
-    with pytest.raises(LockLost, match=r"its lease of 1 s ended before it was renewed"):
+    with pytest.raises(LockLost, match=r"its lease of 30 s ended before it was renewed"):
         held.renew()
     assert locks.get(RECORD) == before
 
@@ -156,7 +149,7 @@ def test_lost_record_is_lost(locks):
 
 def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
     """The recipe's loser overwrites the value; while our record is unexpired the lock is ours."""
-    held = SetnxLock(locks, NAME, lease=10).acquire().lock
+    held = SetnxLock(locks, NAME, lease=600).acquire().lock
     locks.getset(NAME, int(time.time()) - 100)
     rival = SetnxLock(locks, NAME).acquire()
     assert not rival.acquired
@@ -168,50 +161,18 @@ def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
     assert locks.get(NAME) is None
 
 
-def test_text_under_a_held_lock_is_a_loss(locks, foreign_keys):
-    """Somebody who writes text over our lock wants it stopped: lost, and never overwritten."""
-    foreign_keys.add(NAME)
-    held = SetnxLock(locks, NAME).acquire().lock
-    locks.set(NAME, "maintenance")
-    with pytest.raises(LockLost, match="'maintenance'"):
-        held.renew()
-    assert held.release() == "lost"
-    assert locks.get(NAME) == "maintenance"
-
-
-@pytest.mark.parametrize("value", ["maintenance", "", "-5", "1e9", "0x10", "12 "])
-def test_foreign_text_is_held_and_never_overwritten(locks, foreign_keys, value):
-    """A value that is no number belongs to somebody else: held without an end."""
-    foreign_keys.add(NAME)
-    locks.set(NAME, value)
-    outcome = SetnxLock(locks, NAME).acquire()
-    assert not outcome.acquired
-    assert outcome.remaining_s is None
-    assert outcome.holder.state == "foreign"
-    assert locks.get(NAME) == value
-
-
-def test_foreign_key_of_another_type_is_held(locks, foreign_keys):
-    """A list under the lock's name is somebody's data."""
-    foreign_keys.add(NAME)
-    locks.rpush(NAME, "x")
-    outcome = SetnxLock(locks, NAME).acquire()
-    assert not outcome.acquired
-    assert "(not a string)" in str(outcome.holder)
-    assert locks.type(NAME) == "list"
-
-
 @pytest.mark.parametrize("offset", [0, 0.5])
 def test_foreign_second_is_respected_to_its_end(locks, foreign_keys, offset):
     """A value of the recipe, integer or fraction, is held until its second plus one."""
     foreign_keys.add(NAME)
-    value = locks.time()[0] + 1 + offset
+    value = locks.time()[0] + 500 + offset
     locks.set(NAME, f"{value:.1f}" if offset else int(value))
     outcome = SetnxLock(locks, NAME).acquire()
     assert not outcome.acquired
-    taken = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "taken over")
+    assert outcome.server_time + outcome.remaining_s == pytest.approx(value + 1, abs=0.001)
+    age(locks, NAME, 502)
+    taken = SetnxLock(locks, NAME).acquire()
     assert taken.taken_over_from.state == "foreign"
-    assert taken.server_time >= value + 1
     assert locks.ttl(NAME) > 0
 
 
@@ -227,30 +188,31 @@ def test_acquire_again_with_the_same_token_is_acquired(locks):
 
 
 def test_wait_ends_when_the_lock_is_released(locks):
-    """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline."""
-    held = SetnxLock(locks, NAME, lease=30).acquire().lock
-    waited: list[float] = []
+    """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline, at its next try."""
+    held = SetnxLock(locks, NAME, lease=600).acquire().lock
+    tries = []
 
     class ReleasingLock(SetnxLock):
         """Frees the lock of the other after a few tries."""
 
         def _acquire_once(self, *args: Any) -> Any:
-            waited.append(time.monotonic())
-            if len(waited) == 4:
+            tries.append(args)
+            if len(tries) == 4:
                 held.release()
             return super()._acquire_once(*args)
 
-    assert ReleasingLock(locks, NAME).acquire(wait=10).acquired
-    assert len(waited) == 4
-    assert waited[-1] - waited[0] < 5
+    assert ReleasingLock(locks, NAME).acquire(wait=60).acquired
+    assert len(tries) == 4
 
 
 def test_wait_gives_up_in_time(locks):
-    """acquire(wait=...) answers held when its time is over."""
-    SetnxLock(locks, NAME).acquire()
+    """acquire(wait=...) answers held when its time is over, long before the lock is free."""
+    SetnxLock(locks, NAME, lease=600).acquire()
     before = time.monotonic()
-    assert not SetnxLock(locks, NAME).acquire(wait=0.2).acquired
-    assert 0.2 <= time.monotonic() - before < 2
+    outcome = SetnxLock(locks, NAME).acquire(wait=0.2)
+    assert not outcome.acquired
+    assert time.monotonic() - before >= 0.2
+    assert outcome.remaining_s > 300
 
 
 def test_with_holds_and_releases(locks):
@@ -276,26 +238,22 @@ def test_with_releases_when_the_body_raises(locks):
     assert not locks.exists(NAME)
 
 
-def test_with_warns_of_a_lock_lost_on_the_way(locks, caplog):
-    """Losing the lock inside `with` is reported, not hidden."""
-    with caplog.at_level(logging.WARNING), SetnxLock(locks, NAME):
+def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatch):
+    """A lost lock is reported, not hidden; a failing release never hides the body's own error."""
+    with SetnxLock(locks, NAME):
         locks.delete(NAME)
     assert "was gone before it was released" in caplog.text
-
-
-def test_with_warns_when_the_release_fails(locks, caplog, monkeypatch):
-    """A failing release never hides the body's own error."""
     lock = SetnxLock(locks, NAME)
-    monkeypatch.setattr(lock, "_release", _unavailable)
-    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), lock:
+
+    def unavailable(*_args: Any) -> Any:
+        raise LockUnavailable(NAME, "gone away")
+
+    monkeypatch.setattr(lock, "_release", unavailable)
+    with pytest.raises(ZeroDivisionError), lock:
         raise ZeroDivisionError
     assert "was not released" in caplog.text
     monkeypatch.undo()
     assert lock.release() == "released"
-
-
-def _unavailable(*_args: Any) -> Any:
-    raise LockUnavailable(NAME, "gone away")
 
 
 def test_release_without_acquire_is_an_error(locks):
@@ -311,25 +269,12 @@ def test_lease_must_be_positive(locks, lease):
         SetnxLock(locks, NAME, lease=lease)
 
 
-def test_retention_must_not_be_negative(locks):
-    """A key that expires before its deadline would let a second holder in."""
+def test_bad_retention_and_token_are_refused(locks):
+    """A key that expires before its deadline would let a second holder in; the record is packed by lines."""
     with pytest.raises(ValueError, match="must be 0 seconds or more"):
         SetnxLock(locks, NAME, retention=-31)
-
-
-def test_token_with_a_line_break_is_refused(locks):
-    """The record is packed by lines."""
     with pytest.raises(ValueError, match="line break"):
         SetnxLock(locks, NAME).acquire(token="a\nb")
-
-
-def test_late_reply_is_not_an_acquisition(locks):
-    """A process that stood still for its whole lease must not start: the lock is given back."""
-    moments = iter([0.0])  # of the sending; then it stands still
-    lock = SetnxLock(locks, NAME, lease=10, clock=lambda: next(moments, 20.0))
-    with pytest.raises(LockUnavailable, match="the reply took longer than the lease of 10 s"):
-        lock.acquire()
-    assert not locks.exists(NAME)
 
 
 def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):
@@ -348,22 +293,18 @@ def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):
 
 
 def test_rest_keeps_the_lock_closed_then_opens_it(locks):
-    """release(at_least_for=...) lets a lock rest until then; its end is no crash."""
-    held = SetnxLock(locks, NAME, lease=10).acquire().lock
-    assert held.release(at_least_for=1) == "resting"
-    assert held.release(at_least_for=1) == "resting"
+    """release(at_least_for=...) lets a lock rest until then, and its end is no crash; past it, it frees."""
+    held = SetnxLock(locks, NAME).acquire().lock
+    assert [held.release(at_least_for=500), held.release(at_least_for=500)] == ["resting", "resting"]
     outcome = SetnxLock(locks, NAME).acquire()
     assert not outcome.acquired
     assert outcome.holder.state == "resting"
-    taken = wait_until(lambda: (o := SetnxLock(locks, NAME).acquire()).acquired and o, "rest over")
+    age(locks, NAME, 500)
+    taken = SetnxLock(locks, NAME).acquire()
+    assert taken.acquired
     assert taken.taken_over_from is None
     assert taken.lock.fence > held.fence
-
-
-def test_rest_that_is_over_is_a_plain_release(locks):
-    """A body longer than at_least_for frees the lock at once."""
-    held = SetnxLock(locks, NAME, lease=10).acquire().lock
-    assert held.release(at_least_for=1e-6) == "released"
+    assert taken.lock.release(at_least_for=1e-6) == "released"
 
 
 def test_own_rest_lets_the_same_task_pass(locks):
@@ -388,15 +329,4 @@ def test_client_that_returns_bytes_serves_as_well(server, locks):
         held = SetnxLock(client, NAME, info={"task": "t"}).acquire().lock
         held.renew()
         assert SetnxLock(client, NAME).acquire().holder.token == held.token
-        assert held.release() == "released"
-
-
-def test_script_flush_does_not_matter(locks):
-    """A server that has forgotten the scripts gets them again."""
-    for _ in range(2):
-        locks.script_flush()
-        held = SetnxLock(locks, NAME).acquire().lock
-        locks.script_flush()
-        held.renew()
-        locks.script_flush()
         assert held.release() == "released"

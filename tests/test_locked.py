@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
 from celery_setnx.delivery import HEADER
-from tests.harness import wait_until
+from celery_setnx.testing import pass_time
 from tests.versions.conditions import needs_dumped_models
 
 NOWHERE = "locked-nowhere"
@@ -39,6 +39,26 @@ def app(server, locks, broker) -> Celery:
     return app
 
 
+@pytest.fixture
+def declare(app) -> Any:
+    """Declares a SingletonTask of that app named `t.t`."""
+
+    def declare(function: Any, **options: Any) -> Any:
+        app.task(shared=False, base=SingletonTask, name="t.t", **options)(function)
+        return app.tasks["t.t"]
+
+    return declare
+
+
+@pytest.fixture
+def guarded(declare) -> Any:
+    """A task whose key is its argument."""
+
+    def t(a: int) -> None: ...
+
+    return declare(t, singleton={"key": "a"})
+
+
 def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, broker):
     """A free lock has no holder, and the glance leaves nothing behind."""
     before = locks.dbsize()
@@ -58,7 +78,7 @@ def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates
     assert holder.info["pid"] == start["pid"]
     assert tasks.work.locked("another") is None
     gates("gated-a")
-    result.get(timeout=10)
+    result.get(timeout=60)
     assert tasks.work.locked("gated-a") is None
 
 
@@ -69,67 +89,47 @@ def test_locked_sees_a_running_call_of_a_whole_task(tasks, journal, gates):
     assert tasks.whole.locked("whatever").task_id == result.id
     assert tasks.whole.lock_key("whatever") == "t:{tests.workerapp.whole}"
     gates("gated-b")
-    result.get(timeout=10)
+    result.get(timeout=60)
 
 
-def test_locked_is_resting_until_at_least_for_is_over(tasks):
-    """The task has ended, its lock rests, and then it is free."""
-    result = tasks.resting.delay("a")
-    result.get(timeout=10)
-    holder = tasks.resting.locked("a")
-    assert (holder.state, holder.task_id) == ("resting", result.id)
-    wait_until(lambda: tasks.resting.locked("a") is None, "the rest is over")
+@pytest.mark.parametrize("state", ["resting", "held_for_retry"])
+def test_locked_tells_a_lock_that_is_kept_without_a_run(guarded, locks, state):
+    """It rests until at_least_for is over, or waits for the task's own retry; then it is free."""
+    held = SetnxLock(locks, guarded.lock_key(1), info={"task_id": "id-1"}).acquire().lock
+    held.release(at_least_for=600) if state == "resting" else held.hold(600)
+    holder = guarded.locked(1)
+    assert (holder.state, holder.task_id) == (state, "id-1")
+    pass_time(601, guarded, 1)
+    assert guarded.locked(1) is None
 
 
-def test_locked_is_held_for_a_retry(tasks, locks):
-    """Between two attempts the lock is nobody else's."""
-    lock = SetnxLock(locks, tasks.patient.lock_key("a"), info={"task_id": "id-1"})
-    lock.acquire().lock.hold(60)
-    holder = tasks.patient.locked("a")
-    assert (holder.state, holder.task_id) == ("held_for_retry", "id-1")
-
-
-def test_locked_sees_a_foreign_lock(tasks, locks, foreign_keys):
-    """A lock that another program has set is held, by no task of ours."""
-    key = tasks.work.lock_key("a")
+def test_locked_sees_a_foreign_lock(guarded, locks, foreign_keys):
+    """A lock that another program has set is held, by no task of ours; past its second it is free."""
+    key = guarded.lock_key(1)
     foreign_keys.add(key)
     locks.setnx(key, int(time.time()) + 600)
-    holder = tasks.work.locked("a")
+    holder = guarded.locked(1)
     assert (holder.state, holder.task_id, holder.token, holder.since) == ("foreign", None, "", None)
     assert "a foreign client" in str(holder)
-    locks.delete(key)
-    assert tasks.work.locked("a") is None
+    locks.set(key, int(time.time()) - 10)
+    assert guarded.locked(1) is None
+    assert SetnxLock(locks, key).acquire().acquired
 
 
-def test_locked_is_none_after_an_expired_lease(tasks, locks):
-    """A dead holder's record is there still, but it holds the lock no longer."""
-    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=1)
+def test_locked_is_none_after_an_expired_lease(guarded, locks):
+    """A dead holder's record is there still, but it holds the lock no longer; a glance changes nothing."""
+    lock = SetnxLock(locks, guarded.lock_key(1))
     assert lock.acquire().acquired
-    assert tasks.work.locked("a").state == "running"
-    wait_until(lambda: tasks.work.locked("a") is None, "the lease is over")
-    assert locks.exists(lock.name, lock.record) == 2
-
-
-def test_locked_is_none_after_an_expired_foreign_lock(tasks, locks, foreign_keys):
-    """A foreign lock past its second is as good as free: the next call takes it over."""
-    key = tasks.work.lock_key("a")
-    foreign_keys.add(key)
-    locks.setnx(key, int(time.time()) - 10)
-    assert tasks.work.locked("a") is None
-    assert tasks.work.delay("a").get(timeout=10) == "a"
-
-
-def test_locked_does_not_renew_or_touch_the_lock(tasks, locks):
-    """Value, record and their time to live are what they were."""
-    lock = SetnxLock(locks, tasks.work.lock_key("a"), lease=30)
-    lock.acquire()
 
     def seen() -> list[Any]:
         return [locks.get(lock.name), locks.get(lock.record), locks.pexpiretime(lock.name)]
 
     before = seen()
-    assert tasks.work.locked("a") is not None
+    assert guarded.locked(1).state == "running"
     assert seen() == before
+    pass_time(30, guarded, 1)
+    assert guarded.locked(1) is None
+    assert locks.exists(lock.name, lock.record) == 2
 
 
 def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
@@ -148,72 +148,47 @@ def test_lock_key_of_a_bound_method_leaves_self_out(tasks, journal):
 
 
 @needs_dumped_models
-def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(app, broker):
+def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(declare, app, broker):
     """A model is dumped as Celery dumps it: the same key as in the message's header."""
 
-    @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet")
     def greet(user: User, times: int = 1) -> None: ...
 
-    task = app.tasks["t.greet"]
+    task = declare(greet, pydantic=True)
     task.delay(User(id=1))
     with app.connection() as connection:
-        message = connection.SimpleQueue(NOWHERE).get(timeout=5)
-    assert (
-        message.headers[HEADER]["key"] == task.lock_key(User(id=1)) == task.lock_key({"id": 1, "name": "x"})
-    )
-    assert task.lock_key(User(id=1)) != task.lock_key(User(id=2))
+        message = connection.SimpleQueue(NOWHERE).get(timeout=60)
+    key = task.lock_key(User(id=1))
+    assert message.headers[HEADER]["key"] == key == task.lock_key({"id": 1, "name": "x"})
+    assert key != task.lock_key(User(id=2))
 
 
-def test_locked_of_a_pydantic_model_names_the_holder(app, locks):
+def test_locked_of_a_pydantic_model_names_the_holder(declare, locks):
     """A model may be given where the worker locked what it was dumped to."""
 
-    @app.task(shared=False, base=SingletonTask, pydantic=True, name="t.greet", singleton={"key": "{user.id}"})
     def greet(user: User) -> None: ...
 
-    task = app.tasks["t.greet"]
+    task = declare(greet, pydantic=True, singleton={"key": "{user.id}"})
     with SetnxLock(locks, task.lock_key({"id": 1, "name": "y"}), info={"task_id": "id-1"}):
         assert task.locked(User(id=1)).task_id == "id-1"
         assert task.locked(user=User(id=2)) is None
 
 
 @needs_dumped_models
-def test_lock_key_hands_a_key_function_what_the_worker_sees(app):
+def test_lock_key_hands_a_key_function_what_the_worker_sees(declare):
     """A key function of a pydantic task gets the dumped model, as when the call is published."""
 
-    @app.task(
-        shared=False,
-        base=SingletonTask,
-        pydantic=True,
-        name="t.greet",
-        singleton={"key": lambda user: type(user).__name__},
-    )
     def greet(user: User) -> None: ...
 
-    task = app.tasks["t.greet"]
+    task = declare(greet, pydantic=True, singleton={"key": lambda user: type(user).__name__})
     assert task.lock_key(User(id=1)) == task.lock_key({"id": 1})
 
 
-def test_lock_key_needs_no_server(app):
-    """The name of a lock is computed, not asked for."""
+def test_locked_without_a_server_is_lock_unavailable(app, guarded):
+    """Not knowing is not None. The name of a lock is computed, not asked for."""
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
-
-    @app.task(shared=False, base=SingletonTask, name="t.t", singleton={"key": ()})
-    def t() -> None: ...
-
-    assert app.tasks["t.t"].lock_key() == "t:{t.t}"
-
-
-def test_locked_without_a_server_is_lock_unavailable(app):
-    """Not knowing is not None."""
-    app.conf.setnx_url = "redis://127.0.0.1:1/0"
-
-    @app.task(shared=False, base=SingletonTask, name="t.t", singleton={"key": "a"})
-    def t(a: int) -> None: ...
-
-    task = app.tasks["t.t"]
     with pytest.raises(LockUnavailable) as caught:
-        task.locked(1)
-    assert caught.value.key == task.lock_key(1)
+        guarded.locked(1)
+    assert caught.value.key == guarded.lock_key(1)
 
 
 @pytest.mark.parametrize("glance", ["locked", "lock_key"])
@@ -234,15 +209,14 @@ def test_celerys_own_tasks_have_no_lock(glance):
         getattr(builtin, glance)()
 
 
-def test_locked_works_inside_the_task_itself(app, locks):
+def test_locked_works_inside_the_task_itself(declare, locks):
     """A direct call has no lock of its own, and sees who has it."""
 
-    @app.task(shared=False, base=SingletonTask, bind=True, name="t.t", singleton={"key": "a"})
     def t(self: Any, a: int) -> Any:
         holder = self.locked(a)
         return holder and holder.task_id
 
-    task = app.tasks["t.t"]
+    task = declare(t, bind=True, singleton={"key": "a"})
     assert task(1) is None
     with SetnxLock(locks, task.lock_key(1), info={"task_id": "id-1"}):
         assert task(1) == "id-1"

@@ -15,19 +15,25 @@ LINE = re.compile(r"^\[\S+ \S+ (?P<level>[A-Z]+)/[^\]]+\] (?P<text>.*)$", re.MUL
 
 
 @pytest.fixture(scope="module")
-def watched(server, logs) -> Iterator[Worker]:
-    """A worker of `tests.watchapp`."""
-    worker = Worker(logs, "tests.watchapp", concurrency=2)
+def watched(module_worker) -> Iterator[Worker]:
+    """A worker of `tests.watchapp` whose events are on."""
+    worker = module_worker("tests.watchapp", arguments=("-E",))
     yield worker
     worker.stop()
 
 
 @pytest.fixture
-def scenes(watched, locks, journal, gates) -> Any:
-    """What may happen to a call of that worker."""
+def apart(server, locks, journal, gates) -> Any:
+    """What may happen to a call, in the workers of a queue."""
     from tests import watchapp
 
-    return watchapp.Scenes(locks, gates)
+    return lambda queue: watchapp.Scenes(locks, gates, queue)
+
+
+@pytest.fixture
+def scenes(watched, apart) -> Any:
+    """What may happen to a call of that worker."""
+    return apart("celery")
 
 
 def lines_about(worker: Worker, call: str, key: str) -> list[tuple[str, str]]:
@@ -38,12 +44,10 @@ def lines_about(worker: Worker, call: str, key: str) -> list[tuple[str, str]]:
 
 
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
+COMES_BACK = "Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
 SCENES = {
     "skip": [("INFO", "Skipped {call}: {key} is held by {holder}.")],
-    "retry": [
-        ("INFO", "Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait 1)"),
-        ("INFO", "Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait 2)"),
-    ],
+    "retry": [("INFO", COMES_BACK % 1), ("INFO", COMES_BACK % 2)],
     "wait": [
         ("INFO", "{call} waits in line, at place 1: {key} is held by {holder}."),
         ("INFO", "{call} has its turn: it waited {s} s for {key}."),
@@ -114,31 +118,26 @@ def test_call_that_fails_is_told_by_celery_alone(watched, scenes):
     assert re.search(PATTERNS["holder"], text)
 
 
-def test_duplicate_is_one_line_of_its_publisher(scenes, journal, caplog):
-    """Naming the task that is queued already."""
+@pytest.mark.parametrize(("level", "lines"), [(logging.INFO, 1), (logging.WARNING, 0)])
+def test_duplicate_is_one_line_of_its_publisher(apart, caplog, level, lines):
+    """Naming the task that is queued already; the level of the logger `celery_setnx` rules all lines."""
+    caplog.set_level(level, logger="celery_setnx")
+    scenes = apart("celery")
     call = scenes.duplicate()
-    (message,) = [m for m in caplog.messages if scenes.key in m]
-    assert message == (
+    assert [record.message for record in caplog.records if record.name.startswith("celery_setnx")] == [
         f"A call of {MARKED} is not published: the same call is queued already, as task {call.id} "
         f"(key {scenes.key})."
-    )
+    ][:lines]
 
 
-def test_fan_out_is_one_line_for_all_its_duplicates(scenes, caplog):
+def test_fan_out_is_one_line_for_all_its_duplicates(apart, caplog):
     """A million duplicates are no million lines."""
     from tests import watchapp
 
-    watchapp.marked.fan_out([(str(n % 2),) for n in range(10)], countdown=60, expires=30)
+    watchapp.marked.fan_out([(str(n % 2),) for n in range(10)], queue="nowhere")
     assert [m for m in caplog.messages if MARKED in m] == [
         f"8 of 10 calls of {MARKED} are not published: the same calls are queued or running already."
     ]
-
-
-def test_lines_are_quiet_at_the_level_of_our_logger(scenes, caplog):
-    """All lines go to the logger `celery_setnx`, so its level rules them."""
-    caplog.set_level(logging.WARNING, logger="celery_setnx")
-    scenes.duplicate()
-    assert [record for record in caplog.records if record.name.startswith("celery_setnx")] == []
 
 
 def test_all_modules_log_to_one_logger():

@@ -13,28 +13,30 @@ from celery_setnx.keys import mark_name
 from celery_setnx.lock import task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
 from tests.conftest import LOCK_DB
-from tests.harness import wait_until
+from tests.harness import age
 from tests.proxy import Proxy
 from tests.versions.conditions import needs_pipelines_sent_again
 
 KEY = "t:{marked}"
 NAME = "t:{marked}:queued"
 MODES = ("until_started", "until_done")
+MARKED = Marked("b", "marked")
 
 
-def mark(client: redis.Redis, task_id: str, dedupe: str = "until_started", lease: float = 30.0) -> Marked:
+def mark(client: redis.Redis, task_id: str, dedupe: str = "until_started", lease: float = 600.0) -> Marked:
     (marked,) = mark_all(client, [Mark(KEY, task_id)], dedupe=dedupe, lease=lease)
     assert isinstance(marked, Marked)
     return marked
 
 
-def a_lock(client: redis.Redis, **options: Any) -> SetnxLock:
-    return SetnxLock(client, KEY, mark=NAME, **options)
+def acquire(client: redis.Redis, task_id: str = "a", retries: int = 0) -> Any:
+    """A task's attempt to acquire the lock."""
+    return SetnxLock(client, KEY, mark=NAME).acquire(token=task_token(task_id, retries, "ab"))
 
 
-def run(client: redis.Redis, task_id: str, retries: int = 0, lease: float = 30.0) -> Any:
+def run(client: redis.Redis, task_id: str = "a", retries: int = 0) -> Any:
     """A running task's held lock."""
-    held = a_lock(client, lease=lease).acquire(token=task_token(task_id, retries, "ab")).lock
+    held = acquire(client, task_id, retries).lock
     assert held is not None
     return held
 
@@ -50,7 +52,7 @@ def shaky(proxy) -> Iterator[redis.Redis]:
     """A client by way of the proxy that sends again once."""
     # redis-py before 6 sends again after the errors that are named, and after no others.
     named = {"retry": Retry(NoBackoff(), 1), "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
-    with redis.Redis.from_url(proxy.url(LOCK_DB), **named, socket_timeout=5) as client:
+    with redis.Redis.from_url(proxy.url(LOCK_DB), **named, socket_timeout=20) as client:
         client.ping()
         yield client
 
@@ -62,29 +64,24 @@ def test_mark_lives_in_the_slot_of_its_lock():
 
 @pytest.mark.parametrize("dedupe", MODES)
 def test_first_is_marked(locks, dedupe):
-    """A free key is marked with the task's id, for the lease."""
+    """A free key is marked with the task's id, for the lease; the second is a duplicate, changing nothing."""
     marked = mark(locks, "a", dedupe)
     assert marked == Marked("a", "marked")
     assert not marked.is_duplicate
     assert locks.get(NAME) == "a"
-    assert 29_000 < locks.pttl(NAME) <= 30_000
-
-
-@pytest.mark.parametrize("dedupe", MODES)
-def test_second_is_a_duplicate_of_the_first(locks, dedupe):
-    """A marked key answers with the task that it is marked for, and nothing changes."""
-    mark(locks, "a", lease=10)
+    assert 500_000 < locks.pttl(NAME) <= 600_000
     marked = mark(locks, "b", dedupe, lease=3600)
     assert marked == Marked("a", "queued")
     assert marked.is_duplicate
     assert locks.get(NAME) == "a"
-    assert locks.pttl(NAME) <= 10_000
+    assert locks.pttl(NAME) <= 600_000
 
 
 def test_same_task_marks_again(locks):
-    """A mark that is sent twice is no duplicate of itself."""
-    mark(locks, "a")
-    assert mark(locks, "a") == Marked("a", "marked")
+    """A mark that is sent twice is no duplicate of itself, and leaves a longer lease that it was given."""
+    mark(locks, "a", lease=600)
+    assert mark(locks, "a", lease=10) == Marked("a", "marked")
+    assert locks.pttl(NAME) > 10_000
 
 
 @needs_pipelines_sent_again
@@ -110,7 +107,7 @@ def test_scripts_are_sent_again_after_a_script_flush(locks):
     locks.script_flush()
     assert mark_all(locks, marks, dedupe="until_done", lease=9) == [Marked("a", "marked")]
     locks.script_flush()
-    assert extend_all(locks, marks, [30]) is None
+    assert extend_all(locks, marks, [600]) is None
     assert locks.pttl(NAME) > 9_000
     locks.script_flush()
     assert free_all(locks, marks) is None
@@ -119,69 +116,47 @@ def test_scripts_are_sent_again_after_a_script_flush(locks):
 
 def test_running_task_makes_duplicates_only_until_done(locks):
     """until_done counts the running task, with its record; until_started does not."""
-    held = run(locks, "a")
+    held = run(locks)
     marked = mark(locks, "b", "until_done")
     assert (marked.task_id, marked.state) == ("a", "running")
     assert marked.holder is not None
     assert marked.holder.fence == held.fence
     assert not locks.exists(NAME)
-    assert mark(locks, "b", "until_started") == Marked("b", "marked")
+    assert mark(locks, "b", "until_started") == MARKED
 
 
 def test_lock_held_for_a_retry_makes_duplicates_until_done(locks):
     """A task that waits for its retry under its lock is not done."""
-    run(locks, "a").hold(30)
+    run(locks).hold(600)
     assert mark(locks, "b", "until_done").task_id == "a"
 
 
-def test_resting_lock_makes_no_duplicate(locks):
-    """at_least_for says when the next may run, not whether it may be queued."""
-    held = run(locks, "a")
-    assert held.release(at_least_for=20) == "resting"
-    assert mark(locks, "b", "until_done") == Marked("b", "marked")
+LEFT = {
+    "released": lambda locks: run(locks).release(),  # the record of a release is no holder
+    "resting": lambda locks: run(locks).release(at_least_for=600),  # that says when the next may run
+    "expired": lambda locks: run(locks) and age(locks, KEY, 30),  # dead, although lock and record are there
+    "foreign number": lambda locks: locks.setnx(KEY, "99999999999"),  # names nobody to wait for
+    "foreign text": lambda locks: locks.setnx(KEY, "maintenance"),
+    "no task": lambda locks: SetnxLock(locks, KEY).acquire(),  # has no task id to answer with
+}
 
 
-def test_released_lock_makes_no_duplicate(locks):
-    """The record of a release is no holder."""
-    assert run(locks, "a").release() == "released"
-    assert mark(locks, "b", "until_done") == Marked("b", "marked")
-
-
-def test_expired_holder_makes_no_duplicate(locks):
-    """A holder that is past its deadline is dead, although its lock and record are there still."""
-    run(locks, "a", lease=1)
-    wait_until(lambda: not mark(locks, "b", "until_done").is_duplicate, "the lease is over")
-    assert locks.exists(KEY)
-
-
-@pytest.mark.parametrize("value", ["99999999999", "maintenance"])
-def test_foreign_lock_makes_no_duplicate(locks, foreign_keys, value):
-    """A lock without a record of a task names nobody whose result could be waited for."""
-    foreign_keys.add(KEY)
-    assert locks.setnx(KEY, value)
-    assert mark(locks, "b", "until_done") == Marked("b", "marked")
-
-
-def test_holder_that_is_no_task_makes_no_duplicate(locks):
-    """A SetnxLock used by itself has no task id to answer with."""
-    SetnxLock(locks, KEY).acquire()
-    assert mark(locks, "b", "until_done") == Marked("b", "marked")
+@pytest.mark.parametrize("left", LEFT)
+def test_lock_without_a_task_that_runs_makes_no_duplicate(locks, foreign_keys, left):
+    """until_done counts what a caller could wait for."""
+    foreign_keys.update({KEY} if "foreign" in left else ())
+    LEFT[left](locks)
+    assert bool(locks.exists(KEY)) == (left != "released")
+    assert mark(locks, "b", "until_done") == MARKED
 
 
 def test_extended_mark_lasts_for_the_new_lease(locks):
     """Each mark gets its own lease, but none gets shorter: its retry may have been marked meanwhile."""
     marks = [Mark("t:{x}", "a"), Mark("t:{y}", "a")]
-    mark_all(locks, marks, dedupe="until_started", lease=30)
+    mark_all(locks, marks, dedupe="until_started", lease=600)
     assert extend_all(locks, marks, [3600, 5]) is None
-    assert 3_590_000 < locks.pttl(marks[0].name) <= 3_600_000
-    assert 25_000 < locks.pttl(marks[1].name) <= 30_000
-
-
-def test_marking_again_does_not_shorten(locks):
-    """A mark that is sent again late leaves the longer lease that was given meanwhile."""
-    mark(locks, "a", lease=60)
-    assert mark(locks, "a", lease=10) == Marked("a", "marked")
-    assert locks.pttl(NAME) > 10_000
+    assert 3_500_000 < locks.pttl(marks[0].name) <= 3_600_000
+    assert 500_000 < locks.pttl(marks[1].name) <= 600_000
 
 
 def test_extend_leaves_anothers_mark_and_creates_none(locks):
@@ -198,36 +173,26 @@ def test_free_ends_only_ones_own_mark(locks):
     mark(locks, "a")
     assert free_all(locks, [Mark(KEY, "b")]) is None
     assert locks.get(NAME) == "a"
-    assert free_all(locks, [Mark(KEY, "a")]) is None
-    assert free_all(locks, [Mark(KEY, "a")]) is None
-    assert not locks.exists(NAME)
+    for _ in range(2):
+        assert free_all(locks, [Mark(KEY, "a")]) is None
+        assert not locks.exists(NAME)
 
 
-def test_mark_ends_when_its_task_acquires(locks):
-    """Start and end of the mark are one step, and the outcome says that the mark was there."""
-    mark(locks, "a")
-    outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
-    assert outcome.acquired
-    assert outcome.mark == "a"
-    assert not locks.exists(NAME)
-
-
-def test_mark_of_another_stays_when_a_task_acquires(locks):
-    """A task that starts without its mark learns whose it is, and leaves it."""
-    mark(locks, "b")
-    outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
-    assert outcome.acquired
-    assert outcome.mark == "b"
-    assert locks.get(NAME) == "b"
+@pytest.mark.parametrize(("marked", "left"), [("a", None), ("b", "b")])
+def test_mark_ends_when_its_own_task_acquires(locks, marked, left):
+    """Start and end of the mark are one step, and the outcome says whose it was; another's stays."""
+    mark(locks, marked)
+    outcome = acquire(locks)
+    assert (outcome.acquired, outcome.mark) == (True, marked)
+    assert locks.get(NAME) == left
 
 
 def test_mark_stays_when_its_task_meets_a_held_lock(locks):
     """A task that has to wait is queued still."""
     run(locks, "other")
     mark(locks, "a")
-    outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
-    assert not outcome.acquired
-    assert outcome.mark == "a"
+    outcome = acquire(locks)
+    assert (outcome.acquired, outcome.mark) == (False, "a")
     assert locks.get(NAME) == "a"
 
 
@@ -236,41 +201,38 @@ def test_acquire_whose_reply_was_lost_still_knows_its_mark(locks, proxy, shaky):
     SetnxLock(shaky, "t:{warm}").acquire()
     mark(locks, "a")
     with proxy.fault("drop_reply", containing=NAME.encode()):
-        outcome = a_lock(shaky).acquire(token=task_token("a", 0, "ab"))
-    assert outcome.acquired
-    assert outcome.mark == "a"
+        outcome = acquire(shaky)
+    assert (outcome.acquired, outcome.mark) == (True, "a")
 
 
 def test_mark_of_the_wrong_type_never_keeps_a_task_from_running(locks, foreign_keys):
     """What is no text is no mark of ours, and stays."""
     foreign_keys.add(NAME)
     locks.lpush(NAME, "x")
-    outcome = a_lock(locks).acquire(token=task_token("a", 0, "ab"))
-    assert outcome.acquired
-    assert outcome.mark is None
+    outcome = acquire(locks)
+    assert (outcome.acquired, outcome.mark) == (True, None)
     (found,) = mark_all(locks, [Mark(KEY, "b")], dedupe="until_done", lease=9)
     assert isinstance(found, LockRefused)
 
 
-@pytest.mark.parametrize(("rest", "word"), [(0.0, "released"), (20.0, "resting")])
+@pytest.mark.parametrize(("rest", "word"), [(0.0, "released"), (600.0, "resting")])
 def test_release_marks_again_for_the_retry(locks, rest, word):
     """Lock and mark change in one step: no publisher can come between."""
-    held = run(locks, "a")
-    assert held.release(at_least_for=rest, mark_for=60) == word
+    assert run(locks).release(at_least_for=rest, mark_for=600) == word
     assert locks.get(NAME) == "a"
-    assert 59_000 < locks.pttl(NAME) <= 60_000
+    assert 500_000 < locks.pttl(NAME) <= 600_000
     assert mark(locks, "b", "until_done") == Marked("a", "queued")
 
 
 def test_release_without_a_retry_marks_nothing(locks):
     """A task that is done is not queued."""
-    run(locks, "a").release()
+    run(locks).release()
     assert not locks.exists(NAME)
 
 
 def test_release_leaves_anothers_mark(locks):
     """A call that was published meanwhile keeps its mark."""
-    held = run(locks, "a")
+    held = run(locks)
     mark(locks, "b", lease=10)
     held.release(mark_for=3600)
     assert locks.get(NAME) == "b"
@@ -280,22 +242,22 @@ def test_release_leaves_anothers_mark(locks):
 def test_resent_release_marks_once(locks, proxy, shaky):
     """The retry may have started by the time a lost release is sent again: its mark does not come back."""
     mark(locks, "a")
-    held = run(shaky, "a")
+    held = run(shaky)
     with proxy.fault("drop_reply", containing=NAME.encode()):
-        assert held.release(mark_for=60) == "released"
+        assert held.release(mark_for=600) == "released"
     assert locks.get(NAME) == "a"
-    retry = run(locks, "a", retries=1)
+    run(locks, retries=1)
     assert not locks.exists(NAME)
-    assert held.release(mark_for=60) in ("lost", "released")
+    assert held.release(mark_for=600) in ("lost", "released")
     assert not locks.exists(NAME)
-    retry.release()
 
 
 def test_lost_holder_marks_nothing(locks):
     """A holder whose lock is another's has no say in what is queued."""
-    held = run(locks, "a", lease=1)
-    wait_until(lambda: a_lock(locks).acquire(token=task_token("b", 0, "cd")).acquired, "taken over")
-    assert held.release(mark_for=60) == "lost"
+    held = run(locks)
+    age(locks, KEY, 30)
+    run(locks, "b")
+    assert held.release(mark_for=600) == "lost"
     assert not locks.exists(NAME)
 
 
@@ -310,9 +272,10 @@ def test_unreachable_server_is_an_answer_for_each(server):
     assert isinstance(free_all(dead, marks), LockUnavailable)
 
 
-def test_no_marks_take_no_round_trip():
+def test_no_marks_take_no_round_trip(server):
     """Nothing to do is done without a server."""
-    nowhere = redis.Redis(port=1)
+    with Proxy(server.port) as proxy:
+        nowhere = redis.Redis(port=proxy.port, retry=Retry(NoBackoff(), 0))
     assert mark_all(nowhere, [], dedupe="until_started", lease=30) == []
     assert extend_all(nowhere, [], []) is None
     assert free_all(nowhere, []) is None

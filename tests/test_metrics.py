@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from celery_setnx import metrics, signals
-from celery_setnx.exceptions import OptionError
 from celery_setnx.metrics import FIGURES
 from tests.harness import Worker, wait_until
 
@@ -46,46 +44,75 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Measured(Worker):
-    """A prefork worker that serves its metrics."""
+def scrape(port: int) -> Scrape:
+    """What is served at a port now."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        return read(reply.read().decode())
 
-    def __init__(self, logs: Path, files: Path, **options: Any) -> None:
+
+class Measured:
+    """A prefork worker with two processes that serves its metrics; what it has counted since a test began."""
+
+    def __init__(self, start: Callable[..., Worker], files: Path) -> None:
         self.port = free_port()
-        environment = {
-            "SETNX_TEST_METRICS_PORT": str(self.port),
-            "PROMETHEUS_MULTIPROC_DIR": str(files / "new"),
-        }
-        super().__init__(logs, "tests.watchapp", environment=environment, **options)
+        environment = {"PROMETHEUS_MULTIPROC_DIR": str(files / "new")}
+        self.worker = start("tests.watchapp", conf={"test_metrics_port": self.port}, environment=environment)
+        self.before: Scrape = {}
 
-    def scrape(self) -> Scrape:
-        """What it serves now."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
-            return read(reply.read().decode())
+    def counts(self) -> Scrape:
+        """By how much the figures have grown; those that have not are left out."""
+        now = scrape(self.port)
+        grown = {name: value - self.before.get(name, 0) for name, value in now.items()}
+        return {name: by for name, by in grown.items() if by or name not in self.before}
 
     def wait_for(self, expected: Scrape) -> Scrape:
-        """What it serves, once these figures are in it."""
+        """The counts, once these are among them."""
 
         def agrees() -> Scrape:
-            found = self.scrape()
+            found = self.counts()
             return found if expected.items() <= found.items() else {}
 
-        return wait_until(agrees, f"{expected}; it serves {self.scrape()}")
+        return wait_until(agrees, f"{expected}; it has counted {self.counts()}")
+
+
+@pytest.fixture(scope="module")
+def serving(module_worker, tmp_path_factory) -> Iterator[Measured]:
+    """That worker, for the whole module."""
+    measured = Measured(module_worker, tmp_path_factory.mktemp("metrics"))
+    yield measured
+    measured.worker.stop()
 
 
 @pytest.fixture
-def measured(server, logs, tmp_path) -> Iterator[Measured]:
-    """A worker with two processes, and counts that start at nothing."""
-    worker = Measured(logs, tmp_path, concurrency=2)
-    yield worker
-    worker.stop()
+def measured(serving) -> Measured:
+    """The same, and counts that start at nothing."""
+    serving.before = scrape(serving.port)
+    return serving
+
+
+@pytest.fixture(scope="module")
+def other(module_worker, tmp_path_factory) -> Iterator[Worker]:
+    """A worker of one process with a queue of its own and OpenTelemetry; its port for metrics is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        worker = module_worker(
+            "tests.watchapp",
+            concurrency=1,
+            queues="other",
+            conf={"test_metrics_port": taken.getsockname()[1], "test_opentelemetry": True},
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))},
+        )
+        yield worker
+        worker.stop()
 
 
 @pytest.fixture
-def scene(locks, journal, gates) -> Callable[[str], Any]:
-    """Plays a scene of `tests.watchapp`."""
+def scene(locks, journal, gates) -> Callable[..., Any]:
+    """Plays a scene of `tests.watchapp` in the workers of a queue."""
     from tests import watchapp
 
-    return lambda name: getattr(watchapp.Scenes(locks, gates), name)()
+    return lambda name, queue="celery": getattr(watchapp.Scenes(locks, gates, queue), name)()
 
 
 @pytest.fixture
@@ -145,13 +172,11 @@ def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene
     """The sum of its processes over HTTP; of a retry that comes back, every conflict."""
     for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse"):
         scene(name)
-    found = measured.wait_for({("released_total", MARKED, "released"): 1})
-    times = {
-        name: found.pop((name, task))
-        for name in ("wait_seconds_sum", "hold_seconds_sum")
-        for task in (WORK, MARKED)
-    }
-    assert all(seconds >= 0 for seconds in times.values())
+    found = measured.wait_for(
+        {("released_total", MARKED, "released"): 1, ("released_total", WORK, "released"): 6}
+    )
+    times = [name for name in found if name[0] in ("wait_seconds_sum", "hold_seconds_sum")]
+    assert all(found.pop(name) >= 0 for name in times)
     assert found == {
         ("acquired_total", WORK): 7,  # four holders, the woken one, the one that took over, the one that lost
         ("acquired_total", MARKED): 1,
@@ -192,9 +217,10 @@ def test_processes_of_the_pool_do_not_keep_the_port(measured, scene, journal):
     """Neither the first ones nor their successors: one that outlives its parent is in nobody's way."""
     scene("free")
     (killed,) = {entry["pid"] for entry in journal.entries(what="start")}
-    children = wait_until(lambda: _children_without(measured.process.pid, killed), "the successor")
+    parent = measured.worker.process.pid
+    children = wait_until(lambda: _children_without(parent, killed), "the successor")
     listening = _listening_socket(measured.port)
-    assert listening in _sockets(measured.process.pid)
+    assert listening in _sockets(parent)
     for child in children:
         wait_until(lambda child=child: listening not in _sockets(child), f"{child} has closed the port")
 
@@ -225,58 +251,35 @@ def test_waiters_are_asked_for_at_the_scrape(measured, locks, journal, gates):
     scenes = watchapp.Scenes(locks, gates)
     holder, second = scenes.conflict("wait")
     measured.wait_for({("waiters", WORK): 1})
-    scenes.end(holder)
-    scenes.end(second)
-    wait_until(lambda: ("waiters", WORK) not in measured.scrape(), "nobody waits")
+    scenes.end(holder, second)
+    wait_until(lambda: ("waiters", WORK) not in scrape(measured.port), "nobody waits")
 
 
-def test_prefork_worker_without_a_directory_does_not_start(server, logs):
+def test_prefork_worker_without_a_directory_does_not_start(start_worker):
     """Its processes would count for themselves; the error says what to set."""
-    environment = {"SETNX_TEST_METRICS_PORT": str(free_port())}
     with pytest.raises(AssertionError, match="PROMETHEUS_MULTIPROC_DIR"):
-        Worker(logs, "tests.watchapp", environment=environment)
+        start_worker("tests.watchapp", conf={"test_metrics_port": free_port()})
 
 
-def test_pool_of_threads_needs_no_directory(server, logs, scene):
+def test_pool_of_threads_needs_no_directory(start_worker, scene):
     """All in one process, so its registry is served."""
     port = free_port()
-    worker = Worker(
-        logs, "tests.watchapp", pool="threads", environment={"SETNX_TEST_METRICS_PORT": str(port)}
+    worker = start_worker(
+        "tests.watchapp", pool="threads", queues="threads", conf={"test_metrics_port": port}
     )
-    try:
-        scene("skip")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            assert read(reply.read().decode())["conflicts_total", WORK, "skip"] == 1
-    finally:
-        worker.stop()
+    scene("skip", "threads")
+    assert scrape(port)["conflicts_total", WORK, "skip"] == 1
+    worker.stop()
 
 
-def test_worker_whose_port_is_taken_works_without_metrics(server, logs, tmp_path, scene):
+def test_worker_whose_port_is_taken_works_without_metrics(other, scene):
     """The tasks matter more; the log says what to do."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        environment = {
-            "SETNX_TEST_METRICS_PORT": str(taken.getsockname()[1]),
-            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
-        }
-        worker = Worker(logs, "tests.watchapp", environment=environment)
-        try:
-            scene("skip")
-            worker.wait_for_log("The metrics of this worker are not served")
-        finally:
-            worker.stop()
+    scene("take_over", "other")
+    other.wait_for_log("The metrics of this worker are not served")
 
 
-def test_prometheus_counts_every_figure(app, sender, registry):
-    """Each signal once, and its times; of an unknown time nothing."""
-    metrics.prometheus(app, registry=registry, waiters=False)
-    send_each(sender)
-    assert read(generate_latest(registry).decode()) == EACH
-
-
-def test_prometheus_twice_counts_once(app, sender, registry):
-    """As when `prometheus` and `serve` are both called."""
+def test_prometheus_twice_counts_every_figure_once(app, sender, registry):
+    """Each signal, and its times; of an unknown time nothing. As when `prometheus` and `serve` are called."""
     metrics.prometheus(app, registry=registry, waiters=False)
     metrics.prometheus(app, registry=registry, waiters=False)
     send_each(sender)
@@ -339,21 +342,20 @@ def test_opentelemetry_counts_a_worker_of_this_process(server, locks, app):
     assert found == {"acquired": 5, "released": 5, "wait": 5, "hold": 5, "waiters": 2}
 
 
-def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(server, logs, scene):
+def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(other, scene):
     """With the provider that `worker_process_init` has set; a successor begins anew."""
     from tests import watchapp
 
-    environment = {"SETNX_TEST_OPENTELEMETRY": "yes"}
-    worker = Worker(logs, "tests.watchapp", concurrency=1, environment=environment)
-    try:
-        scene("take_over")
-        expected = {"acquired": 1, "taken_over": 1, "released": 1, "wait": 1, "hold": 1}
-        assert watchapp.measured.delay().get(timeout=10) == expected
-        scene("free")
-        scene("take_over")
-        assert watchapp.measured.delay().get(timeout=10) == expected
-    finally:
-        worker.stop()
+    for _ in range(2):
+        scene("free", "other")
+        scene("take_over", "other")
+        assert watchapp.measured.apply_async(queue="other").get(timeout=60) == {
+            "acquired": 1,
+            "taken_over": 1,
+            "released": 1,
+            "wait": 1,
+            "hold": 1,
+        }
 
 
 def test_labels_never_name_a_key():
@@ -370,15 +372,6 @@ def test_missing_extra_is_named(app, ask, extra, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"pip install 'celery_setnx\[{extra}\]'"):
         ask(app)
-
-
-def test_prefork_pool_is_refused_without_files(registry):
-    """In words that name the variable."""
-    import prometheus_client
-    from celery.concurrency.prefork import TaskPool
-
-    with pytest.raises(OptionError, match="PROMETHEUS_MULTIPROC_DIR"):
-        metrics._check_pool(prometheus_client, SimpleNamespace(pool_cls=TaskPool))
 
 
 def test_nothing_of_it_is_imported_unless_asked_for(server, locks):

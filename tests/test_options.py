@@ -13,25 +13,16 @@ def test_defaults_are_those_of_the_table():
     """Nothing given: a lease of 30 s, auto, all arguments as key."""
     options = merged("t")
     assert options == Options()
-    assert (options.lease, options.on_conflict, options.key, options.on_redis_error) == (
-        30,
-        "auto",
-        None,
-        "retry",
-    )
+    assert (options.lease, options.on_conflict) == (30, "auto")
+    assert (options.key, options.on_redis_error) == (None, "retry")
 
 
 def test_nearest_layer_wins():
-    """call > task > base class > app."""
-    options = merged(
-        "t", {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
-    )
+    """call > task > base class > app. Durations are seconds or timedelta."""
+    app, base, task = {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
+    options = merged("t", app, base, task)
     assert (options.lease, options.max_wait, options.scope) == (3, 2, "app")
-
-
-def test_timedelta_is_seconds():
-    """Durations are seconds or timedelta."""
-    assert merged("t", {"lease": timedelta(minutes=2)}).lease == 120
+    assert merged("t", task, {"lease": timedelta(minutes=2)}).lease == 120
 
 
 @pytest.mark.parametrize(
@@ -74,31 +65,31 @@ def test_bad_option_is_refused_by_name(layer, message):
         merged("proj.t", layer)
 
 
+NONE = {"max_wait": None, "at_most_for": None, "skip_result": None, "dedupe": None, "hold_on_retry": False}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_none_means_the_default(name):
+    """Switching an option off is allowed where the table says none."""
+    merged("t", {"max_wait": 1, "at_most_for": 1}, {name: NONE[name]})
+
+
+OTHERS = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
+
+
 @pytest.mark.parametrize(
-    "layer",
+    ("policy", "others"),
     [
-        {"max_wait": None},
-        {"at_most_for": None},
-        {"skip_result": None},
-        {"dedupe": None},
-        {"hold_on_retry": False},
+        *((policy, others) for policy in ("wait", "join") for others in OTHERS),
+        ("wait", {"dedupe": "until_started"}),
     ],
 )
-def test_none_means_the_default(layer):
-    """Switching an option off is allowed where the table says none."""
-    merged("t", {"max_wait": 1, "at_most_for": 1}, layer)
+def test_waiting_goes_with_any_max_wait_and_dedupe(policy, others):
+    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running.
 
-
-@pytest.mark.parametrize("policy", ["wait", "join"])
-@pytest.mark.parametrize("others", [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}])
-def test_waiting_goes_with_any_max_wait_and_until_done(policy, others):
-    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running."""
+    What is published during a run must run after it: with until_started it waits, and does not join.
+    """
     assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
-
-
-def test_one_running_and_one_waiting_is_until_started_with_wait():
-    """What is published during a run must run after it: it waits, or is a duplicate of the one that does."""
-    assert merged("t", {"dedupe": "until_started", "on_conflict": "wait"}).on_conflict == "wait"
 
 
 def test_callable_of_one_call_is_refused():
@@ -131,9 +122,8 @@ def test_bad_setting_is_refused(conf, message):
 def test_settings_are_read_under_celerys_namespace():
     """config_from_object(namespace="CELERY") gives CELERY_SETNX_PREFIX."""
     app = Celery("spaced", set_as_current=False)
-    app.config_from_object(
-        {"CELERY_SETNX_PREFIX": "prod", "CELERY_SETNX_DEFAULTS": {"lease": 5}}, namespace="CELERY"
-    )
+    conf = {"CELERY_SETNX_PREFIX": "prod", "CELERY_SETNX_DEFAULTS": {"lease": 5}}
+    app.config_from_object(conf, namespace="CELERY")
     read = settings(app.conf)
     assert (read.prefix, read.defaults, read.retention) == ("prod", {"lease": 5.0}, 86400)
 

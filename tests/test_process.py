@@ -1,5 +1,6 @@
 """Proof of death: given only for what is surely dead, never on a guess."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,93 +15,90 @@ from celery_setnx import process
 from celery_setnx.process import has_ended, identity, is_surely_dead
 from tests.harness import wait_until
 
-TELL = (
-    "import json,sys; from celery_setnx.process import identity; print(json.dumps(identity()), flush=True); "
+TELL = "import json,sys; from celery_setnx.process import identity; print(json.dumps(identity()), flush=True)"
+HALF_DEAD = (
+    "import threading,ctypes; threading.Thread(target=sys.stdin.read).start(); "
+    "ctypes.CDLL(None).pthread_exit(None)"
 )
 
 
-def start(code: str = "sys.stdin.read()") -> Any:
-    return subprocess.Popen(
-        [sys.executable, "-c", TELL + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+class Child:
+    """A process, and what it says of itself."""
+
+    def __init__(self, code: str = "sys.stdin.read()") -> None:
+        command = [sys.executable, "-c", f"{TELL}; {code}"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        self.identity: dict[str, Any] = json.loads(
+            str(self._process.stdout and self._process.stdout.readline())
+        )
+
+    def end(self) -> None:
+        """Kill it, and have nothing left of it."""
+        self._process.kill()
+        self._process.communicate()
 
 
 @pytest.fixture
-def living() -> Iterator[Any]:
-    """A process, and what it says of itself."""
-    child = start()
+def living() -> Iterator[Child]:
+    """A process that lives."""
+    child = Child()
     yield child
-    child.kill()
-    child.communicate()
+    child.end()
 
 
-def identity_of(child: Any) -> dict[str, Any]:
-    import json
-
-    return dict(json.loads(child.stdout.readline()))
+@pytest.fixture(scope="module")
+def dead() -> dict[str, Any]:
+    """What a process that is gone said of itself."""
+    child = Child()
+    child.end()
+    return child.identity
 
 
 def test_living_process_is_not_dead(living):
-    """Neither another process nor this one."""
-    assert not is_surely_dead(identity_of(living))
+    """Neither another process, which may stand still and go on, nor this one."""
+    assert not is_surely_dead(living.identity)
     assert not is_surely_dead(identity())
-
-
-def test_stopped_process_is_not_dead(living):
-    """A process that stands still may go on."""
-    found = identity_of(living)
     os.kill(living.pid, signal.SIGSTOP)
-    assert not is_surely_dead(found)
+    assert not is_surely_dead(living.identity)
     os.kill(living.pid, signal.SIGCONT)
 
 
-def test_reaped_process_is_dead():
+def test_reaped_process_is_dead(dead):
     """A pid that nobody has."""
-    child = start("")
-    found = identity_of(child)
-    child.communicate()
-    assert is_surely_dead(found)
+    assert is_surely_dead(dead)
 
 
 def test_zombie_is_dead(living):
     """A process that ended, though its parent has not looked yet."""
-    found = identity_of(living)
     os.kill(living.pid, signal.SIGKILL)
-    wait_until(lambda: is_surely_dead(found), "a zombie")
+    wait_until(lambda: is_surely_dead(living.identity), "a zombie")
     assert Path(f"/proc/{living.pid}/stat").exists()
 
 
 def test_zombie_with_a_living_thread_is_not_dead():
     """The main thread has ended, another computes on: not dead."""
-    code = (
-        "import threading,ctypes; threading.Thread(target=sys.stdin.read).start(); "
-        "ctypes.CDLL(None).pthread_exit(None)"
-    )
-    child = start(code)
-    found = identity_of(child)
+    child = Child(HALF_DEAD)
     stat = Path(f"/proc/{child.pid}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the main thread ended")
-    assert not is_surely_dead(found)
-    child.kill()
-    wait_until(lambda: is_surely_dead(found), "all of it")
-    child.communicate()
+    assert not is_surely_dead(child.identity)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: is_surely_dead(child.identity), "all of it")
+    child.end()
 
 
 def test_reused_pid_proves_the_first_ones_end(living):
     """Another start time: another process."""
-    found = identity_of(living)
-    assert is_surely_dead({**found, "start": found["start"] - 1})
+    assert is_surely_dead({**living.identity, "start": living.identity["start"] - 1})
 
 
-@pytest.mark.parametrize(
-    "other", [{"boot": "x"}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pid": "1"}]
-)
-def test_process_of_another_world_proves_nothing(other):
+OTHERS = [{"boot": "x"}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pid": "1"}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_process_of_another_world_proves_nothing(dead, other):
     """Another boot, pid namespace or host, or no pid at all: no verdict."""
-    child = start("")
-    found = identity_of(child)
-    child.communicate()
-    assert not is_surely_dead({**found, **other})
+    assert not is_surely_dead({**dead, **other})
 
 
 def test_record_without_an_identity_proves_nothing():
@@ -109,31 +107,28 @@ def test_record_without_an_identity_proves_nothing():
     assert not is_surely_dead({"pid": 2**22 + 1, "host": identity()["host"]})
 
 
-def test_machine_without_proc_proves_nothing(monkeypatch):
+def failing(error: type[Exception]) -> Any:
+    """A function that fails."""
+
+    def fail(*_args: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_machine_without_proc_proves_nothing(dead, monkeypatch):
     """Where there is no Linux /proc, nobody is declared dead."""
-    child = start("")
-    found = identity_of(child)
-    child.communicate()
     process._identity_of.cache_clear()
-    monkeypatch.setattr(process, "_state_and_start", lambda pid: (_ for _ in ()).throw(FileNotFoundError()))
+    monkeypatch.setattr(process, "_state_and_start", failing(FileNotFoundError))
     assert "boot" not in identity()
-    assert not is_surely_dead(found)
+    assert not is_surely_dead(dead)
     process._identity_of.cache_clear()
 
 
-def test_process_of_another_user_exists(monkeypatch):
-    """EPERM means alive: pid 1 as an ordinary user sees it."""
-
-    def forbidden(_pid: int, _signal: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", forbidden)
-    assert not has_ended(os.getpid())
-
-
-def test_unreadable_process_is_not_dead(monkeypatch):
-    """It exists, and nothing can be read of it: no verdict."""
-    monkeypatch.setattr(process, "_state_and_start", lambda pid: (_ for _ in ()).throw(PermissionError()))
+@pytest.mark.parametrize(("module", "name"), [(os, "kill"), (process, "_state_and_start")])
+def test_process_that_is_out_of_reach_is_not_dead(monkeypatch, module, name):
+    """EPERM means alive, as pid 1 is to an ordinary user; and what cannot be read gives no verdict."""
+    monkeypatch.setattr(module, name, failing(PermissionError))
     assert not has_ended(os.getpid())
 
 

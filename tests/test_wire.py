@@ -36,6 +36,11 @@ def client(own) -> Iterator[redis.Redis]:
         yield client
 
 
+def echo(client: redis.Redis, word: object) -> bool:
+    """Whether the client is answered what it asks."""
+    return bool(ask(client, (*ECHO, str(word))) == str(word).encode())
+
+
 @pytest.fixture
 def admin(own) -> Iterator[redis.Redis]:
     """Another client, which looks at the first one's connections."""
@@ -51,7 +56,7 @@ def others(admin: redis.Redis) -> int:
 def test_one_connection_serves_one_thread(client, admin):
     """Whatever is asked, and whatever the server has against it."""
     for number in range(20):
-        assert ask(client, (*ECHO, number)) == str(number).encode()
+        assert echo(client, number)
         with pytest.raises(ResponseError):
             ask(client, ("EVAL", "return redis.error_reply('NO')", 0))
     assert others(admin) == 1
@@ -64,17 +69,13 @@ def test_many_commands_have_each_their_reply_or_error(client):
     replies = ask_many(client, [(*ECHO, "a"), refused, (*ECHO, "b")])
     assert (replies[0], replies[2]) == (b"a", b"b")
     assert isinstance(replies[1], ResponseError)
-    assert ask(client, (*ECHO, "c")) == b"c"
+    assert echo(client, "c")
 
 
 def test_threads_never_get_each_others_replies(client, admin):
     """A connection is one exchange's alone; afterwards it is the next one's."""
-
-    def exchange(number: int) -> bool:
-        return bool(ask(client, (*ECHO, number)) == str(number).encode())
-
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(exchange, range(4000)))
+        assert all(threads.map(lambda number: echo(client, number), range(4000)))
     assert 1 <= others(admin) <= 8
 
 
@@ -88,7 +89,7 @@ def test_interrupted_exchange_leaves_no_reply_behind(client, own):
     def interrupt(*_: Any) -> None:
         raise Interrupt
 
-    assert ask(client, (*ECHO, "before")) == b"before"
+    assert echo(client, "before")
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         os.kill(own.pid, signal.SIGSTOP)
@@ -98,7 +99,7 @@ def test_interrupted_exchange_leaves_no_reply_behind(client, own):
     finally:
         os.kill(own.pid, signal.SIGCONT)
         signal.signal(signal.SIGUSR1, before)
-    assert ask(client, (*ECHO, "after")) == b"after"
+    assert echo(client, "after")
 
 
 def test_connection_that_was_closed_is_replaced(client, admin, own):
@@ -106,18 +107,18 @@ def test_connection_that_was_closed_is_replaced(client, admin, own):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: ask(client, (*ECHO, n)), range(400)))
     admin.client_kill_filter(_type="normal", skipme=True)
-    assert ask(client, (*ECHO, "again")) == b"again"
+    assert echo(client, "again")
     assert others(admin) == 1
     own.restart()
-    assert ask(client, (*ECHO, "restarted")) == b"restarted"
+    assert echo(client, "restarted")
 
 
 def test_client_that_sends_nothing_again_meets_no_closed_connection(own):
     """It looks before it sends, as redis-py does: what it sends once may have been received."""
     with redis.Redis(port=own.port, retry=Retry(NoBackoff(), 0)) as client:
-        assert ask(client, (*ECHO, "before")) == b"before"
+        assert echo(client, "before")
         own.restart()
-        assert ask(client, (*ECHO, "restarted")) == b"restarted"
+        assert echo(client, "restarted")
 
 
 def test_server_that_is_gone_is_an_error_in_time(client, own):
@@ -132,10 +133,9 @@ def test_server_that_is_gone_is_an_error_in_time(client, own):
 
 def test_forked_child_leaves_its_parents_connections_alone(client, admin):
     """Both ask at once, over and over, and each has its own replies."""
-    assert ask(client, (*ECHO, "parent")) == b"parent"
+    assert echo(client, "parent")
     child = os.fork()
-    who = b"parent" if child else b"child"
-    right = all(ask(client, (*ECHO, who)) == who for _ in range(2000))
+    right = all(echo(client, "parent" if child else "child") for _ in range(2000))
     if not child:
         os._exit(0 if right else 1)
     assert right
@@ -156,7 +156,7 @@ def test_client_of_another_kind_is_used_as_it_is(own, options):
     """What its author has added is still done, and its only connection stays the only one."""
     kind = redis.Redis if options else Tracing
     with kind(port=own.port, **options) as client:
-        assert ask(client, (*ECHO, "a")) == b"a"
+        assert echo(client, "a")
         assert ask_many(client, [(*ECHO, "b"), (*ECHO, "c")]) == [b"b", b"c"]
         with SetnxLock(client, "lock.kind") as held:
             held.renew()

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The app of the tests that watch: every signal goes to the journal, and then its receiver fails."""
 
 import os
@@ -7,43 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from celery import Celery, Task, current_task
-from celery.signals import task_postrun, worker_process_init
+from celery import Task
+from celery.signals import worker_process_init
 from celery.utils.dispatch import Signal
 from opentelemetry.metrics import set_meter_provider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from celery_setnx import SetnxLock, SingletonTask, current_lock, metrics, signals
+from celery_setnx import SetnxLock, SingletonTask, metrics, signals
 from celery_setnx.lock import task_token
 from celery_setnx.marks import Mark
-from tests.harness import Journal, wait_until
+from tests.app import body, journal, make_app
+from tests.harness import age
 
-CONTROL_DB, LOCK_DB, BROKER_DB = 0, 1, 11
-URL = os.environ["SETNX_TEST_URL"]
 SIGNALS = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
 
-app = Celery("watchapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}", set_as_current=False)
-app.conf.update(
-    setnx_url=f"{URL}/{LOCK_DB}",
-    setnx_prefix="t",
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={"visibility_timeout": 3600},
-    worker_prefetch_multiplier=1,
-    result_expires=600,
-)
-if "SETNX_TEST_METRICS_PORT" in os.environ:
-    metrics.serve(app, int(os.environ["SETNX_TEST_METRICS_PORT"]), "127.0.0.1")
-
-if "SETNX_TEST_OPENTELEMETRY" in os.environ:
+app = make_app("watchapp", 11)
+if "test_metrics_port" in app.conf:
+    metrics.serve(app, app.conf.test_metrics_port, "127.0.0.1")
+if "test_opentelemetry" in app.conf:
     metrics.opentelemetry(app)
 
-control = redis.Redis.from_url(f"{URL}/{CONTROL_DB}", socket_timeout=None)
-journal = Journal(control)
 reader: Any = None
 
 
-def record(name: str) -> Callable[..., None]:
+def record_and_fail(name: str) -> Callable[..., None]:
     """A receiver that writes down what it is given, and fails. Other apps' tasks are none of its business."""
 
     def receiver(sender: Any, signal: Any, **details: Any) -> None:
@@ -57,37 +44,24 @@ def record(name: str) -> Callable[..., None]:
 
 
 for _name, _signal in SIGNALS.items():
-    _signal.connect(record(_name), weak=False)
+    _signal.connect(record_and_fail(_name), weak=False)
 
 
-def body(name: str) -> str:
-    """Journal the start; a gated one waits until its gate opens."""
-    journal.write("start", task_id=current_task.request.id, name=name, key=current_lock().key)
-    if name.startswith("gated"):
-        control.blpop([f"gate:{name}"], timeout=30)
-    return name
-
-
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 1, "retry_delay": 0.1})
+@app.task(base=SingletonTask, singleton={"key": "name", "lease": 30, "retry_delay": 0.1})
 def work(name: str) -> str:
     return body(name)
 
 
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 2, "dedupe": "until_started"})
+@app.task(base=SingletonTask, singleton={"key": "name", "dedupe": "until_started"})
 def marked(name: str) -> str:
     """At most one is queued."""
     return body(name)
 
 
-@task_postrun.connect
-def journal_postrun(task_id: str, **_details: Any) -> None:
-    journal.write("postrun", task_id=task_id)
-
-
 @worker_process_init.connect
 def measure(**_details: Any) -> None:
     """Each process of the pool has a provider of its own."""
-    if "SETNX_TEST_OPENTELEMETRY" in os.environ:
+    if "test_opentelemetry" in app.conf:
         global reader
         reader = InMemoryMetricReader()
         set_meter_provider(MeterProvider([reader]))
@@ -122,9 +96,12 @@ class Scenes:
         self._name = f"gated-{time.monotonic_ns()}"
         self.key = work.lock_key(self._name)
 
-    def holder(self) -> Any:
+    def _saw(self, call: Any, signal: str, **details: Any) -> None:
+        journal.wait_for("signal", task_id=call.id, signal=signal, **details)
+
+    def holder(self, **options: Any) -> Any:
         """A call that has the lock until its gate opens."""
-        result = work.apply_async([self._name], queue=self._queue)
+        result = work.apply_async([self._name], queue=self._queue, singleton=options)
         journal.wait_for("start", task_id=result.id)
         return result
 
@@ -132,63 +109,62 @@ class Scenes:
         """The holder, and a call that meets it."""
         holder = self.holder()
         second = work.apply_async([self._name], queue=self._queue, singleton={"on_conflict": policy})
-        journal.wait_for("signal", signal="lock_conflict", task_id=second.id)
+        self._saw(second, "lock_conflict")
         return holder, second
 
     def skip(self) -> Any:
         """A call is skipped."""
         holder, second = self.conflict("skip")
-        second.get(timeout=10)
+        second.get(timeout=60)
         self.end(holder)
         return second
 
     def retry(self) -> Any:
         """A call comes back, and runs after the holder."""
         holder, second = self.conflict("retry")
-        journal.wait_for("signal", count=2, signal="lock_conflict", task_id=second.id)
-        self.end(holder)
-        self.end(second)
+        self._saw(second, "lock_conflict", count=2)
+        self.end(holder, second)
         return second
 
     def wait(self) -> Any:
         """A call waits in line, and is woken when the holder ends."""
         holder, second = self.conflict("wait")
-        journal.wait_for("signal", signal="lock_waiting", task_id=second.id)
+        self._saw(second, "lock_waiting")
         journal.wait_for("postrun", task_id=second.id)  # its event has been sent too
-        self.end(holder)
-        self.end(second)
+        self.end(holder, second)
         return second
 
     def fail(self) -> Any:
         """A call fails, because it meets a held lock."""
         holder, second = self.conflict("raise")
-        second.get(timeout=10, propagate=False)
+        second.get(timeout=60, propagate=False)
         self.end(holder)
         return second
 
     def take_over(self) -> Any:
         """A call takes the lock over from a holder that has died on another host."""
         info = {"task": work.name, "task_id": "dead", "worker": "gone@host", "host": "elsewhere", "pid": 7}
-        lock = SetnxLock(self._locks, self.key, lease=1, info=info)
-        lock.acquire(token=task_token("dead", 0, "0"))
-        wait_until(lambda: lock.holder() is None, "the lease of the dead holder has ended")
+        SetnxLock(self._locks, self.key, info=info).acquire(token=task_token("dead", 0, "0"))
+        age(self._locks, self.key, 31)
         call = self.holder()
         self.end(call)
         return call
 
     def lose(self) -> Any:
-        """The lock of a running call vanishes."""
-        call = self.holder()
+        """The lock of a running call vanishes, which its next renewal tells."""
+        call = self.holder(lease=4)
         self._locks.delete(self.key)
-        journal.wait_for("signal", signal="lock_lost", task_id=call.id)
+        self._saw(call, "lock_lost")
         self.end(call)
         return call
 
     def lapse(self) -> Any:
-        """The mark of a queued call vanishes."""
-        call = marked.apply_async([self._name], queue=self._queue, countdown=1)
+        """The mark of a queued call vanishes before a worker gets it."""
+        call = marked.apply_async([self._name], queue="aside")
         self.key = marked.lock_key(self._name)
         self._locks.delete(Mark(self.key, call.id).name)
+        with app.connection_for_write() as connection:
+            connection.default_channel.client.rpoplpush("aside", self._queue)
         self.end(call)
         return call
 
@@ -197,18 +173,18 @@ class Scenes:
         call = self.holder()
         (started,) = journal.wait_for("start", task_id=call.id)
         os.kill(started["pid"], 9)
-        journal.wait_for("signal", signal="lock_released", task_id=call.id, outcome="freed")
-        call.get(timeout=20, propagate=False)
+        self._saw(call, "lock_released", outcome="freed")
+        call.get(timeout=60, propagate=False)
         return call
 
     def duplicate(self) -> Any:
         """A call is not published, because its like is queued."""
-        # Whichever worker has it when its time has come throws it away.
-        marked.apply_async([self._name], countdown=60, expires=30)
+        marked.apply_async([self._name], queue="nowhere")
         self.key = marked.lock_key(self._name)
         return marked.delay(self._name)
 
-    def end(self, call: Any) -> None:
-        """Let a call that has the lock, or is about to have it, end."""
-        self._open(self._name)
-        call.get(timeout=20)
+    def end(self, *calls: Any) -> None:
+        """Let calls that have the lock, or are about to have it, end."""
+        for call in calls:
+            self._open(self._name)
+            call.get(timeout=60)
