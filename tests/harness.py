@@ -132,3 +132,9 @@ class Worker:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:
+    """Whether a call waits in line and has left its pool slot; one that lingers there has a mark "@"."""
+    call = locks.hget(f"{key}:calls", task_id)
+    return bool(call) and not str(call).startswith("@")
