@@ -40,7 +40,7 @@ from celery_setnx.testing import (
     pass_time,
     singleton_disabled,
 )
-from tests.harness import wait_until
+from tests.harness import is_parked, wait_until
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -56,23 +56,20 @@ def made(url: str, **conf: Any) -> Celery:
         **conf,
     )
 
-    @app.task(base=SingletonTask, bind=True, shared=False, name="work", singleton={"key": "name"})
     def work(self: Task, name: str, *_rest: Any) -> Any:
         return [name, self.lock and self.lock.fence]
 
-    @app.task(base=SingletonTask, bind=True, shared=False, name="whole", singleton={"key": (), "lease": 7})
     def whole(self: Task, then: Any = None) -> Any:
         return then and then()
 
-    @app.task(shared=False, name="plain")
     def plain(name: str) -> str:
         return name
 
-    @app.task(shared=False, name="decorated")
-    @singleton(key="name", on_conflict="raise")
-    def decorated(name: str) -> str:
-        return name
-
+    ours = {"base": SingletonTask, "bind": True, "shared": False}
+    app.task(**ours, name="work", singleton={"key": "name"})(work)
+    app.task(**ours, name="whole", singleton={"key": (), "lease": 7})(whole)
+    app.task(shared=False, name="plain")(plain)
+    app.task(shared=False, name="decorated")(singleton(key="name", on_conflict="raise")(plain))
     return app
 
 
@@ -120,23 +117,25 @@ def task_of(app: Celery, name: str = "", **options: Any) -> Any:
 # Without a server
 
 
-def test_eager_call_needs_no_server():
+@pytest.mark.parametrize("dedupe", [None, "until_started", "until_done"])
+def test_eager_call_needs_no_server(dedupe):
     """task_always_eager and .apply() ask no Redis, with dedupe neither."""
-    app = made(NOWHERE, task_always_eager=True)
-    for dedupe in (None, "until_started", "until_done"):
-        task = task_of(app, dedupe=dedupe)
-        assert task.delay("a").get() == 1
-        assert task.apply(["a"]).get() == 2
-        assert task.apply_async(["a"], singleton={"lease": 5}).deduplicated is False
+    task = task_of(made(NOWHERE, task_always_eager=True), dedupe=dedupe)
+    assert task.delay("a").get() == 1
+    assert task.apply(["a"]).get() == 2
+    assert task.apply_async(["a"], singleton={"lease": 5}).deduplicated is False
 
 
-def test_disabled_app_needs_no_server_to_publish():
-    """Publishing with dedupe marks nothing, and calls nothing a duplicate; a fan-out neither."""
+def test_disabled_app_needs_no_server():
+    """Publishing marks nothing, and calls nothing a duplicate; a worker in this process runs the body."""
     app = made(NOWHERE)
     task = task_of(app, dedupe="until_done")
     with singleton_disabled(app):
         assert [task.delay("a").deduplicated for _time in range(2)] == [False, False]
         assert task.fan_out([("a",), ("a",)]).accepted == 2
+        app.conf.setnx_url = None
+        with start_worker(app, perform_ping_check=False):
+            assert app.tasks["work"].delay("a").get(timeout=20) == ["a", None]
     app.close()
 
 
@@ -150,15 +149,6 @@ def test_disabled_app_publishes_duplicates(app, locks):
         task.delay("b")
     assert task.delay("a").deduplicated is True
     assert set(locks.scan_iter()) == keys
-
-
-def test_disabled_app_needs_no_server_to_run():
-    """A worker in this process starts, and runs the body, without any lock server."""
-    app = made(NOWHERE)
-    app.conf.setnx_url = None
-    with singleton_disabled(app), start_worker(app, perform_ping_check=False):
-        assert app.tasks["work"].delay("a").get(timeout=20) == ["a", None]
-    app.close()
 
 
 def test_disabled_app_runs_beside_a_held_lock(running, locks):
@@ -177,15 +167,16 @@ def test_disabling_one_app_leaves_the_others_alone(app, work):
         assert is_skipped(work.apply(["a"]).get())
 
 
-def test_disabling_is_a_decorator_too(app, work):
-    """The whole function runs without locks."""
+@pytest.mark.parametrize("is_disabled", [True, False], ids=["disabled", "guarded"])
+def test_switches_are_decorators_too(app, work, is_disabled):
+    """The whole function runs without locks; or has guarded eager calls."""
 
-    @singleton_disabled(app)
+    @guarded(app)
     def test() -> Any:
-        with guarded(app), hold(work, "a"):
+        with hold(work, "a"):
             return work.apply(["a"]).get()
 
-    assert test() == ["a", None]
+    assert singleton_disabled(app)(test)() == ["a", None] if is_disabled else is_skipped(test())
 
 
 # Eager calls, guarded
@@ -225,16 +216,6 @@ def test_guarding_is_for_the_named_app(app):
         assert other.tasks["work"].apply(["a"]).get() == ["a", None]
 
 
-def test_guarding_is_a_decorator_too(app, work):
-    """The whole function has guarded eager calls."""
-
-    @guarded(app)
-    def test() -> Any:
-        return work.apply(["a"]).get()
-
-    assert test()[1] > 0
-
-
 def test_guarding_a_proxy_of_the_app_is_guarding_the_app(app, work):
     """`celery.current_app` will do."""
     app.set_current()
@@ -248,13 +229,24 @@ def test_guarding_without_a_server_fails_at_once():
         pytest.fail("there is no server")
 
 
-@pytest.mark.parametrize("policy", ["retry", "wait", "join"])
-def test_guarded_eager_conflict_ends_in_state_retry(app, policy):
+@pytest.mark.parametrize(
+    ("options", "state", "error"),
+    [
+        ({"on_conflict": "retry"}, "RETRY", Retry),
+        ({"on_conflict": "wait"}, "RETRY", Retry),
+        ({"on_conflict": "join"}, "RETRY", Retry),
+        ({"on_conflict": lambda conflict: conflict.retry()}, "RETRY", Retry),
+        ({"on_conflict": lambda conflict: conflict.wait()}, "RETRY", Retry),
+        ({"on_conflict": "raise"}, "FAILURE", AlreadyRunning),
+        ({"on_conflict": "wait", "max_wait": 0}, "FAILURE", LockTimeout),  # it allows no wait at all
+    ],
+)
+def test_guarded_eager_conflict_ends_the_call(app, options, state, error):
     """Nothing is published, nothing tried again, nobody left in line."""
-    task = task_of(app, on_conflict=policy)
+    task = task_of(app, **options)
     with guarded(app), hold(task, "a") as held:
         result = task.apply(["a"])
-        assert (result.state, type(result.result), task.runs) == ("RETRY", Retry, [])
+        assert (result.state, type(result.result), task.runs) == (state, error, [])
         assert held.task_id in str(result.result)
         with app.connection() as connection:
             assert connection.SimpleQueue(app.conf.task_default_queue).qsize() == 0
@@ -287,32 +279,17 @@ def test_guarded_eager_call_does_not_care_who_is_queued(app):
         assert [task.apply(["a"]).state, task.delay("a").state] == ["RETRY", "RETRY"]
 
 
-def test_guarded_eager_call_past_max_wait_fails(app):
-    """max_wait=0 allows no wait at all."""
-    task = task_of(app, on_conflict="wait", max_wait=0)
-    with guarded(app), hold(task, "a"), pytest.raises(LockTimeout):
-        task.apply(["a"]).get()
-
-
-def test_guarded_eager_policy_may_retry(app):
-    """A callable's conflict.retry() and conflict.wait() end in state RETRY as well."""
-    for method in ("retry", "wait"):
-        task = task_of(app, on_conflict=lambda conflict, method=method: getattr(conflict, method)())
-        with guarded(app), hold(task, "a"):
-            assert task.apply(["a"]).state == "RETRY"
-
-
-def test_guarded_eager_call_marks_nothing(app, locks):
+@pytest.mark.parametrize("dedupe", ["until_started", "until_done"])
+def test_guarded_eager_call_marks_nothing(app, locks, dedupe):
     """There is no queue: after the run there is the small record of its release, and nothing else."""
-    for dedupe in ("until_started", "until_done"):
-        task = task_of(app, dedupe=dedupe)
-        with guarded(app), hold(task, "a"):
-            task.apply(["a"])
-            task.delay("b")
-        clear(app)
-        with guarded(app):
-            assert task.apply(["a"]).state == "SUCCESS"
-        assert list(locks.scan_iter()) == [f"{task.lock_key('a')}:holder"]
+    task = task_of(app, dedupe=dedupe)
+    with guarded(app), hold(task, "a"):
+        task.apply(["a"])
+        task.delay("b")
+    clear(app)
+    with guarded(app):
+        assert task.apply(["a"]).state == "SUCCESS"
+    assert list(locks.scan_iter()) == [f"{task.lock_key('a')}:holder"]
 
 
 @pytest.mark.parametrize("options", [{}, {"hold_on_retry": True}, {"dedupe": "until_done"}])
@@ -391,6 +368,7 @@ def test_held_lock_is_busy_for_a_worker(running, locks):
 def test_held_lock_is_that_of_the_call(work):
     """The handle says which lock it is, whose, and its fence."""
     with hold(work, name="a") as held:
+        assert isinstance(held, Held)  # public, to annotate with
         holder = work.locked("a")
         assert (held.key, held.task_id, held.fence) == (work.lock_key("a"), holder.task_id, holder.fence)
         assert held.lives
@@ -420,9 +398,8 @@ def test_held_lock_wakes_who_waits_when_released(running, locks):
     """It ends as a task does."""
     task = running.tasks["waiting"]
     with hold(task, "a"):
-        result, calls = task.delay("a"), f"{task.lock_key('a')}:calls"
-        # With "@" it only lingers in its pool slot.
-        wait_until(lambda: (locks.hget(calls, result.id) or "@")[0] != "@", "the call is parked")
+        result = task.delay("a")
+        wait_until(lambda: is_parked(locks, task.lock_key("a"), result.id), "the call is parked")
         assert task.runs == []
     assert result.get(timeout=20) == 1
 
@@ -434,23 +411,22 @@ def test_holding_a_held_lock_is_refused(work):
     assert work.locked("a") is None
 
 
-def test_holding_needs_a_lock(app, work):
-    """A plain task has none; a call that cannot be keyed neither."""
-    with pytest.raises(OptionError, match="plain has no lock"), hold(app.tasks["plain"], "a"):
+@pytest.mark.parametrize("name", ["plain", "celery.accumulate"])
+def test_holding_needs_a_lock(app, name):
+    """A plain task has none."""
+    with pytest.raises(OptionError, match=f"{name} has no lock"), hold(app.tasks[name], "a"):
         pytest.fail("no lock")
-    with (
-        pytest.raises(OptionError, match=r"celery\.accumulate has no lock"),
-        hold(app.tasks["celery.accumulate"]),
-    ):
-        pytest.fail("no lock")
+
+
+def test_holding_needs_a_key(work):
+    """A call that cannot be keyed has no lock."""
     with pytest.raises(UnkeyableCall), hold(work):
         pytest.fail("no key")
 
 
-def test_loss_of_a_held_lock_is_told(work, locks, caplog):
+def test_loss_of_a_held_lock_is_told(app, locks, caplog):
     """A test that deletes keys under its own holder is warned."""
-    short = work.app.tasks["work"]
-    with hold(task_of(short.app, lease=0.3), "a") as held:
+    with hold(task_of(app, lease=0.3), "a") as held:
         locks.delete(held.key)
         wait_until(lambda: "hold(), was lost" in caplog.text, "the warning")
         assert held.key in caplog.text
@@ -521,12 +497,12 @@ def test_resting_lock_has_rested_when_time_has_passed(app):
 
 def test_mark_lapses_when_time_has_passed(app):
     """A call whose worker never came is no duplicate's original for ever."""
-    task = task_of(app, dedupe="until_started", queue_lease=100)
+    task = task_of(app, dedupe="until_started", queue_lease=1000)
     first = task.delay("a")
     assert not first.deduplicated
-    pass_time(99, task, "a")
+    pass_time(900, task, "a")
     assert task.delay("a").id == first.id
-    pass_time(1, task, "a")
+    pass_time(100, task, "a")
     assert not task.delay("a").deduplicated
 
 
@@ -547,25 +523,19 @@ def test_waiters_grow_older(app, work, locks):
 
 
 def test_foreign_lock_grows_older(app, work, locks, foreign_keys):
-    """A lock of the classic recipe is taken over when its time has passed."""
-    key = work.lock_key("a")
-    foreign_keys.add(key)
-    now = int(locks.time()[0])
-    locks.set(key, now + 100)
-    pass_time(50, work, "a")
-    assert int(locks.get(key)) == now + 50
-    pass_time(100, work, "a")
-    with guarded(app):
-        assert work.apply(["a"]).get()[1] > 0
-
-
-def test_value_that_is_no_time_does_not_grow_older(work, locks, foreign_keys):
-    """Text in a lock's place stays what it is."""
+    """A lock of the classic recipe is taken over when its time has passed; text in its place stays."""
     key = work.lock_key("a")
     foreign_keys.add(key)
     locks.set(key, "by hand")
     pass_time(1e6, work, "a")
     assert locks.get(key) == "by hand"
+    now = int(locks.time()[0])
+    locks.set(key, now + 1000)
+    pass_time(50, work, "a")
+    assert int(locks.get(key)) == now + 950
+    pass_time(1000, work, "a")
+    with guarded(app):
+        assert work.apply(["a"]).get()[1] > 0
 
 
 def test_what_is_forgotten_is_gone_when_time_has_passed(app, work, locks):
@@ -591,14 +561,10 @@ def test_time_passes_for_all_locks(app, work, whole, of):
         assert (whole.locked() is None) == (of == "app")
 
 
-def test_time_does_not_pass_backwards(work):
-    """A negative time is refused."""
+def test_time_passes_forwards_and_for_nothing(work, locks):
+    """A negative time is refused; where there is no lock nothing happens."""
     with pytest.raises(ValueError, match="negative"):
         pass_time(-1, work, "a")
-
-
-def test_time_passes_for_nothing(work, locks):
-    """Where there is no lock nothing happens."""
     pass_time(60, work, "a")
     assert locks.dbsize() == 0
 
@@ -662,14 +628,16 @@ def test_released_takes_a_task_or_an_app(work):
         assert_released("work")  # type: ignore[arg-type]
 
 
-def test_clear_leaves_other_prefixes_alone(app, work, locks):
-    """Only keys under the app's own prefix are deleted: all of them."""
-    locks.set("setnx-other:{work}", "1", ex=60)
+@pytest.mark.parametrize(("prefix", "other"), [("setnx", "setnx-other"), ("s*", "star")])
+def test_clear_leaves_other_prefixes_alone(server, locks, prefix, other):
+    """Only keys under the app's own prefix are deleted: all of them. A prefix with a star is no pattern."""
+    app = made(server.url(1), setnx_prefix=prefix)
+    locks.set(f"{other}:{{work}}", "1", ex=60)
     locks.set("work", "1", ex=60)
-    with hold(work, "a"), guarded(app):
-        work.apply(["b"])
+    with hold(app.tasks["work"], "a"), guarded(app):
+        app.tasks["work"].apply(["b"])
         assert clear(app) == 3
-        assert sorted(locks.scan_iter()) == ["setnx-other:{work}", "work"]
+        assert sorted(locks.scan_iter()) == [f"{other}:{{work}}", "work"]
     assert clear(app) == 0
 
 
@@ -694,15 +662,6 @@ def test_clear_refuses_where_a_task_runs_on_another_host(app, work, locks):
     assert clear(app) > 0
 
 
-def test_clear_takes_a_prefix_at_its_word(server, locks):
-    """A prefix with a star is no pattern."""
-    app = made(server.url(1), setnx_prefix="s*")
-    locks.set("star:{work}", "1", ex=60)
-    locks.set("s*:{work}", "1", ex=60)
-    assert clear(app) == 1
-    assert locks.exists("star:{work}")
-
-
 def test_locks_on_another_server(app, work, locks, server):
     """An app's locks move for a while, and come back."""
     app.conf.setnx_url = NOWHERE
@@ -713,12 +672,6 @@ def test_locks_on_another_server(app, work, locks, server):
     assert app.conf.setnx_url == NOWHERE
     with pytest.raises(LockUnavailable):
         work.locked("a")
-
-
-def test_held_is_what_hold_yields(work):
-    """The class is public, to annotate with."""
-    with hold(work, "a") as held:
-        assert isinstance(held, Held)
 
 
 # Workers in other processes
