@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs import forks
+from tests import forks
 from tests.docs.commands import COMMANDS, PROJECT, Elsewhere, Run, of
 from tests.docs.pages import ROOT, blocks, commands, pages
 
@@ -56,8 +56,6 @@ def test_command_runs(line, command, empty_server, tmp_path):
         (tmp_path / f"{name}.py").write_text(PROJECT)
     celery, *arguments = shlex.split(line)
     assert celery == "celery"
-    code, said = forks.ended(
-        tmp_path / "said", forks.celery, *arguments, directory=str(tmp_path), SERVER=empty_server
-    )
+    code, said = forks.ended(tmp_path, forks.celery, *arguments, SERVER=empty_server)
     assert code == command.code, said
     assert re.search(command.says, said), said

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from tests.docs import forks, runner
+from tests import forks
+from tests.docs import runner
 from tests.docs.pages import DOCS, ROOT, anchors, blocks, links, pages
 from tests.docs.setups import SETUPS
 
@@ -29,7 +30,7 @@ def python_of(page: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in pages() if page not in PROJECTS and python_of(page)])
 def test_python_of_a_page_runs(page, empty_server, tmp_path):
     """Block after block in one namespace, in a process of its own."""
-    code, said = forks.ended(tmp_path / "said", runner.run, page, empty_server)
+    code, said = forks.ended(tmp_path, runner.run, page, empty_server)
     assert code == 0, f"{page}:\n{said[-6000:]}"
 
 
@@ -98,6 +99,6 @@ def test_every_page_stands_on_the_site_once():
 def test_a_wrong_page_is_found_out(page, says, empty_server, tmp_path):
     """The runner fails where a page is wrong, and names the page's own line."""
     (line,) = [n for n, text in enumerate(text_of(page).splitlines(), 1) if "a lock nobody has" in text]
-    code, said = forks.ended(tmp_path / "said", runner.run, page, empty_server)
+    code, said = forks.ended(tmp_path, runner.run, page, empty_server)
     assert code == 1
     assert says.format(line=line) in said
