@@ -1,37 +1,19 @@
 """The app that the command line is asked about: a task for each answer. No worker runs it."""
 
-import os
 from typing import Any
 
-from celery import Celery
-
 from celery_setnx import SingletonTask, singleton
+from tests.app import make_app
 
-URL = os.environ["SETNX_TEST_URL"]
-
-app = Celery("cliapp", broker=f"{URL}/0", backend=f"{URL}/0")
-app.conf.update(setnx_url=os.environ.get("SETNX_TEST_LOCK_URL") or f"{URL}/1", setnx_prefix="t")
+app = make_app("cliapp")
 
 
-@app.task(shared=False, base=SingletonTask)
-def sync(customer: Any, since: Any = None, *, deep: bool = False) -> None:
-    """Skips: the default."""
+def task(name: str, **options: Any) -> Any:
+    """A task with these options."""
 
+    def body(customer: Any) -> None: ...
 
-@app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "retry", "max_wait": 60})
-def retrying(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "wait"})
-def waiting(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "raise"})
-def raising(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"on_conflict": "join"})
-def joining(customer: Any) -> None: ...
+    return app.task(shared=False, base=SingletonTask, name=f"{__name__}.{name}", singleton=options)(body)
 
 
 def decide(conflict: Any) -> Any:
@@ -39,24 +21,20 @@ def decide(conflict: Any) -> Any:
     return conflict.skip()
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"on_conflict": decide})
-def deciding(customer: Any) -> None: ...
+@app.task(shared=False, base=SingletonTask)
+def sync(customer: Any, since: Any = None, *, deep: bool = False) -> None:
+    """Skips: the default."""
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_started"})
-def pending(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "on_duplicate": "raise"})
-def unique(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "throng"})
-def crowd_one(customer: Any) -> None: ...
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"dedupe": "until_done", "scope": "throng"})
-def crowd_two(customer: Any) -> None: ...
+retrying = task("retrying", on_conflict="retry", max_wait=60)
+waiting = task("waiting", on_conflict="wait")
+raising = task("raising", on_conflict="raise")
+joining = task("joining", on_conflict="join")
+deciding = task("deciding", on_conflict=decide)
+pending = task("pending", dedupe="until_started")
+unique = task("unique", dedupe="until_done", on_duplicate="raise")
+crowd_one = task("crowd_one", dedupe="until_done", scope="throng")
+crowd_two = task("crowd_two", dedupe="until_done", scope="throng")
 
 
 @app.task(shared=False)

@@ -139,3 +139,9 @@ def age(client: redis.Redis, key: str, seconds: float) -> None:
     from celery_setnx import testing  # not in every worker
 
     testing._age(client, lock=key, by_s=seconds, living="")
+
+
+def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:
+    """Whether a call waits in line and has left its pool slot; one that lingers there has a mark "@"."""
+    call = locks.hget(f"{key}:calls", task_id)
+    return bool(call) and not str(call).startswith("@")

@@ -5,30 +5,26 @@ argument begins with `gated` waits for its gate while it holds its lock.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
-import redis
 from celery import Celery, _state
 
 from celery_setnx import FanOutFailed, SingletonTask, signals
+from tests import app as tests_app
 from tests.docs.pages import DOCS, Block, blocks
-from tests.harness import Journal
 
-BROKER_DB, LOCK_DB = 13, 1
+BROKER_DB = 13
 PAGES = ("fan-out", "one-pending", "web")
-URL = os.environ.get("SETNX_TEST_URL", "redis://127.0.0.1:6379")
 TOUCHED = (3, 5, 3, 8, 5, 3, 3, 8)
 
-control = redis.Redis.from_url(f"{URL}/0", socket_timeout=None, decode_responses=True)
-journal = Journal(control)
+control, journal = tests_app.control, tests_app.journal
 
 
 def wait_for_gate(name: Any) -> None:
     """Wait until a test lets a body of this name go on."""
-    if str(name).startswith("gated") and control.blpop([f"gate:{name}"], timeout=60) is None:
-        raise TimeoutError(f"nobody opened the gate of {name}")
+    if str(name).startswith("gated"):
+        tests_app.wait_for_gate(name)
 
 
 class Table:
@@ -39,32 +35,22 @@ class Table:
 
     def __getitem__(self, row: Any) -> Any:
         """What is there now; a reader whose row is gated takes its time to go on with it."""
-        text = control.hget(self.name, row)
-        journal.write("read", table=self.name, row=row, value=text)
+        value = json.loads(control.hget(self.name, row) or "null")
+        journal.write("read", table=self.name, row=row, value=value)
         wait_for_gate(row)
-        return None if text is None else json.loads(text)
+        return value
 
     def __setitem__(self, row: Any, value: Any) -> None:
         control.hset(self.name, row, json.dumps(value))
 
     def all(self) -> dict[str, Any]:
         """Every row; nothing waits."""
-        return {row: json.loads(text) for row, text in control.hgetall(self.name).items()}
+        return {row.decode(): json.loads(text) for row, text in control.hgetall(self.name).items()}
 
 
-def make_app(broker: str = f"{URL}/{BROKER_DB}", locks: str = f"{URL}/{LOCK_DB}", **conf: Any) -> Celery:
-    """An app whose results are where its locks are."""
-    app = Celery("howto", broker=broker, backend=locks, set_as_current=False)
-    app.conf.update(
-        setnx_url=locks,
-        setnx_prefix="t",
-        task_default_queue="howto",
-        worker_prefetch_multiplier=1,
-        broker_connection_retry_on_startup=True,
-        result_expires=600,
-    )
-    app.conf.update(conf)
-    return app
+def make_app(**conf: Any) -> Celery:
+    """An app whose calls nobody consumes."""
+    return tests_app.make_app("howto", BROKER_DB, **{"task_default_queue": "parked", **conf})
 
 
 def python_blocks(page: str) -> Iterator[Block]:
@@ -106,7 +92,7 @@ def rest(page: str) -> list[Block]:
     return [block for block in python_blocks(page) if "def " not in block.text]
 
 
-app = make_app()
+app = make_app(task_default_queue="howto")
 NAMES = {page: defined(page, app) for page in PAGES}
 
 

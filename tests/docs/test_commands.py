@@ -1,15 +1,13 @@
 """Every command that a page shows works: it is run here, or somewhere that is named."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.docs.commands import COMMANDS, PROJECT, Elsewhere, Run, of
 from tests.docs.pages import ROOT, blocks, commands, pages
 
@@ -56,15 +54,8 @@ def test_command_runs(line, command, empty_server, tmp_path):
     """As it is shown, with the exit code and the words of the table."""
     for name in ("app", "proj", "shop"):
         (tmp_path / f"{name}.py").write_text(PROJECT)
-    bin_of_python = os.path.dirname(sys.executable)
-    run = subprocess.run(
-        shlex.split(line),
-        cwd=tmp_path,
-        env={**os.environ, "SERVER": empty_server, "PATH": f"{bin_of_python}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-    )
-    assert run.returncode == command.code, run.stdout + run.stderr
-    assert re.search(command.says, run.stdout + run.stderr), run.stdout + run.stderr
+    celery, *arguments = shlex.split(line)
+    assert celery == "celery"
+    code, said = forks.ended(tmp_path, forks.celery, *arguments, SERVER=empty_server)
+    assert code == command.code, said
+    assert re.search(command.says, said), said

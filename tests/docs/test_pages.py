@@ -1,12 +1,12 @@
 """The pages: their Python runs, their links lead somewhere, and each stands on the site once."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
+from tests import forks
+from tests.docs import runner
 from tests.docs.pages import DOCS, ROOT, anchors, blocks, links, pages
 from tests.docs.setups import SETUPS
 
@@ -17,7 +17,6 @@ LANGUAGES = {
 }  # fmt: skip
 # Pages whose blocks are the files of a project: the test that makes that project, and runs it.
 PROJECTS = {"docs/testing.md": ("tests/test_pytest_plugin.py", "test_examples_of_the_docs_pass")}
-DEADLINE_S = 60
 
 
 def text_of(page: str) -> str:
@@ -28,22 +27,11 @@ def python_of(page: str) -> list[str]:
     return [block.text for block in blocks(text_of(page)) if block.language == "python"]
 
 
-def run(page: str, server: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.docs.runner", page, server],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=DEADLINE_S,
-    )
-
-
 @pytest.mark.parametrize("page", [page for page in pages() if page not in PROJECTS and python_of(page)])
-def test_python_of_a_page_runs(page, empty_server):
+def test_python_of_a_page_runs(page, empty_server, tmp_path):
     """Block after block in one namespace, in a process of its own."""
-    ended = run(page, empty_server)
-    assert ended.returncode == 0, f"{page}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    code, said = forks.ended(tmp_path, runner.run, page, empty_server)
+    assert code == 0, f"{page}:\n{said[-6000:]}"
 
 
 @pytest.mark.parametrize("page", PROJECTS)
@@ -108,9 +96,9 @@ def test_every_page_stands_on_the_site_once():
         ("tests/docs/wrong_doctest.md", 'wrong_doctest.md", line {line}'),
     ],
 )
-def test_a_wrong_page_is_found_out(page, says, empty_server):
+def test_a_wrong_page_is_found_out(page, says, empty_server, tmp_path):
     """The runner fails where a page is wrong, and names the page's own line."""
     (line,) = [n for n, text in enumerate(text_of(page).splitlines(), 1) if "a lock nobody has" in text]
-    ended = run(page, empty_server)
-    assert ended.returncode != 0
-    assert says.format(line=line) in ended.stderr
+    code, said = forks.ended(tmp_path, runner.run, page, empty_server)
+    assert code == 1
+    assert says.format(line=line) in said

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.utils.dispatch import Signal
 
 import celery_setnx
@@ -63,13 +63,9 @@ def test_every_option_has_its_default_in_the_table():
 
 def test_every_option_has_a_section():
     """What the table's links lead to."""
-    assert [s for s in sections(page("options.md"), 3) if s in Options.__dataclass_fields__] == [
-        linked(row[0])
-        for row in sorted(
-            table(page("options.md"), "option", "type", "unit", "default"),
-            key=lambda row: page("options.md").index(f"### `{linked(row[0])}`"),
-        )
-    ]
+    listed = [linked(row[0]) for row in table(page("options.md"), "option", "type", "unit", "default")]
+    listed.sort(key=lambda name: page("options.md").index(f"### `{name}`"))
+    assert [s for s in sections(page("options.md"), 3) if s in Options.__dataclass_fields__] == listed
 
 
 @pytest.mark.parametrize(
@@ -86,17 +82,25 @@ def test_every_value_of_an_option_is_explained(option, values):
     assert [value for value in values if f'`"{value}"`' not in sections(page("options.md"), 3)[option]] == []
 
 
-@pytest.mark.parametrize(("options", "error"), table(page("options.md"), "options", "error"))
-def test_refused_options_are_refused_in_these_words(options, error):
-    """When the task is bound."""
+def refusal(base: type[Task], options: dict[str, Any]) -> str:
+    """Why a task with these options is refused when it is bound: as a base class, or decorated."""
     app = Celery("proj", set_as_current=False)
 
     def settle(account_id: int, reason: str) -> None: ...
 
-    app.task(shared=False, name="proj.settle", base=SingletonTask, singleton=literal(options))(settle)
+    if base is SingletonTask:
+        app.task(shared=False, name="proj.settle", base=base, singleton=options)(settle)
+    else:
+        app.task(shared=False, name="proj.settle")(singleton(**options)(settle))
     with pytest.raises(OptionError) as refused:
         app.finalize()
-    assert error.strip("`") in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("options", "error"), table(page("options.md"), "options", "error"))
+def test_refused_options_are_refused_in_these_words(options, error):
+    """When the task is bound."""
+    assert error.strip("`") in refusal(SingletonTask, literal(options))
 
 
 def test_other_refusals_are_in_the_words_of_the_code():
@@ -117,13 +121,7 @@ def test_other_refusals_are_in_the_words_of_the_code():
 )
 def test_what_needs_the_base_class_is_refused_without_it(option):
     """As the second table says."""
-    app = Celery("proj", set_as_current=False)
-
-    def settle(account_id: int) -> None: ...
-
-    app.task(shared=False, name="proj.settle")(singleton(**option)(settle))
-    with pytest.raises(OptionError, match="needs the base class: add base=SingletonTask"):
-        app.finalize()
+    assert "needs the base class: add base=SingletonTask" in refusal(Task, option)
 
 
 # settings.md

@@ -1,21 +1,19 @@
 """`celery setnx` in a real terminal: what a person sees, types, and ends with Ctrl-C. Needs tmux."""
 
-import os
+import json
 import shlex
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from celery_setnx.process import identity
 from examples.embedded import EmbeddedServer
-from tests.harness import wait_until
-from tests.test_cli import CELERY, hold, stale
+from tests import forks
+from tests.harness import CONF, wait_until
+from tests.test_cli import CELERY, Stage
 
 WIDTH, HEIGHT = 200, 30
 
@@ -43,9 +41,8 @@ class Terminal:
 
     def run(self, *arguments: str, environment: str = "") -> None:
         """Type a command; the shell prints its exit code after it."""
-        self.type(
-            f"clear; {environment} {CELERY} -A tests.cliapp setnx {shlex.join(arguments)}; echo code=$?"
-        )
+        command = f"{environment} {CELERY} -A tests.cliapp setnx {shlex.join(arguments)}"
+        self.type(f"clear; {command}; echo code=$?")
 
     def interrupt(self) -> None:
         """Ctrl-C."""
@@ -81,16 +78,14 @@ def terminal() -> Iterator[Terminal]:
 
 
 @pytest.fixture
-def cli(locks) -> ModuleType:
-    """The app that is asked about."""
-    from tests import cliapp
-
-    return cliapp
+def cli(locks, foreign_keys) -> Stage:
+    """The tasks that are asked about."""
+    return Stage(locks, foreign_keys)
 
 
-def test_list_in_a_terminal(terminal, cli, locks):
+def test_list_in_a_terminal(terminal, cli):
     """A table with a heading, a line for each lock, and their number."""
-    held = hold(locks, cli.sync, 7)
+    held = cli.hold()
     terminal.run("list")
     lines = terminal.shows("code=0").splitlines()
     assert lines[0].split()[:3] == ["TASK", "STATE", "AGE"]
@@ -99,11 +94,11 @@ def test_list_in_a_terminal(terminal, cli, locks):
     assert lines[2:4] == ["1 lock under t:{...}.", "code=0"]
 
 
-def test_watch_shows_locks_as_they_come_and_go(terminal, cli, locks):
+def test_watch_shows_locks_as_they_come_and_go(terminal, cli):
     """The table is drawn anew until Ctrl-C, which is no error."""
     terminal.run("watch", "--interval", "0.2")
     terminal.shows("TASK", "DEADLINE", "0 locks")
-    held = hold(locks, cli.sync, 7)
+    held = cli.hold()
     terminal.shows("tests.cliapp.sync", held.key, "running", "1 lock,")
     held.release()
     terminal.shows("0 locks")
@@ -114,7 +109,8 @@ def test_watch_shows_locks_as_they_come_and_go(terminal, cli, locks):
 def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
     """An operator who watches an outage sees it begin and end."""
     with EmbeddedServer() as server:
-        terminal.run("watch", "--interval", "0.1", environment=f"SETNX_TEST_LOCK_URL={server.url()}")
+        conf = shlex.quote(json.dumps({"setnx_url": server.url()}))
+        terminal.run("watch", "--interval", "0.1", environment=f"{CONF}={conf}")
         terminal.shows("0 locks")
         server.stop()
         terminal.shows(f"{server.url()} (setnx_url): ConnectionError:", "Asked again; Ctrl-C ends.")
@@ -124,31 +120,27 @@ def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
         terminal.shows("code=0")
 
 
-def test_watch_shows_what_fits_the_screen(terminal, cli, locks):
+def test_watch_shows_what_fits_the_screen(terminal, cli):
     """The rest is counted."""
     for customer in range(HEIGHT + 10):
-        hold(locks, cli.sync, customer)
+        cli.hold(customer=customer)
     terminal.run("watch", "--task", "tests.cliapp.sync")
     terminal.shows("TASK", f"{HEIGHT + 10} locks, 16 of them not shown")
     terminal.interrupt()
     terminal.shows("code=0")
 
 
-def test_watch_without_rich_names_the_extra(tmp_path, cli):
+def test_watch_without_rich_names_the_extra(server, tmp_path):
     """What to install."""
     (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", "from celery.__main__ import main; main()", "-A", "tests.cliapp"]
-    done = subprocess.run(
-        [*command, "setnx", "watch"], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.stderr == "Error: watch needs rich, which is not installed: pip install 'celery_setnx[cli]'\n"
-    assert done.returncode == 1
+    code, said = forks.ended(tmp_path, forks.celery, "-A", "tests.cliapp", "setnx", "watch")
+    assert said == "Error: watch needs rich, which is not installed: pip install 'celery_setnx[cli]'\n"
+    assert code == 1
 
 
 def test_release_asks_in_a_terminal(terminal, cli, locks):
     """A typed n changes nothing; a typed y releases."""
-    held = stale(locks, cli.sync, 7, where={**identity(), "host": "other"})
+    held = cli.stale()
     terminal.run("release", held.key)
     terminal.shows("is held by tests.cliapp.sync[t-1]", "Release it? [y/N]:")
     terminal.type("n")

@@ -1,0 +1,251 @@
+"""The tutorial and the page of the operator's lock: every file and every command as it is printed."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from examples.embedded import EmbeddedServer
+from tests.docs.pages import DOCS, Block, blocks
+from tests.harness import wait_until
+
+# With a wheel the tutorial's virtual environment is made as printed; else the suite's own plays its part.
+WHEEL = os.environ.get("TUTORIAL_WHEEL")
+INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
+# What differs from run to run, the longest first: a list's columns are as wide as what is in them.
+VARIES = (
+    (r"\[\d{4}-\d\d-\d\d [\d:,]+: (\w+)/[\w-]+\]", r"[\1]"),
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d( UTC)?", "TIME"),
+    (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID"),
+    (r"value '?\d{10}'?", "value UNIX"),
+    (r"celery@[\w.-]+", "WORKER"),
+    (r"by \S+ on [\w.-]+?\.? (?=It was)", "by USER. "),
+    (r"pid \d+", "pid PID"),
+    (r"redis://\S+", "URL"),
+    (r"(Redis|Valkey) \d[\d.]*", "SERVER"),
+    (r"\d[\d.]* (ms|s|min|h)\b( \d+ (s|min)\b)?", "SPAN"),
+    (r"succeeded in [\d.e-]+s", "succeeded in SPAN"),
+    (r"ahead of", "behind"),
+    (r"\(integer\) ", ""),
+    (r"[ \t]+", " "),
+)
+
+
+def alike(text: str) -> list[str]:
+    """Lines without what differs from run to run."""
+    for pattern, word in VARIES:
+        text = re.sub(pattern, word, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+class Reader:
+    """Who follows a page: writes its files, runs its commands, and compares what they say."""
+
+    def __init__(self, directory: Path, server: str) -> None:
+        self.directory = directory
+        self.log = directory / "worker.log"
+        self.worker: subprocess.Popen[str] | None = None
+        self.said = ""
+        self.ran: list[str] = []
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SETNX_TEST")},
+            "REDIS_URL": server,
+            "PATH": f"{_tools(directory / 'tools')}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        if WHEEL:
+            self.environment["PIP_FIND_LINKS"] = str(Path(WHEEL).resolve().parent)
+
+    def read(self, page: str) -> None:
+        """Do what the page says, from top to bottom."""
+        for block in blocks((DOCS / f"{page}.md").read_text()):
+            where = f"{page}.md, line {block.line}"
+            if block.language == "python":
+                self._write(block, where)
+            elif block.language == "sh":
+                self.said = ""
+                for command in block.text.splitlines():
+                    self.run(command, where)
+            elif block.language == "text" and "worker's log" in block.before:
+                self._compare_log(block, where)
+            elif block.language == "text":
+                self._compare(block, where)
+
+    def stop(self) -> None:
+        """End what still runs."""
+        if self.worker is not None and self.worker.poll() is None:
+            os.killpg(self.worker.pid, signal.SIGKILL)
+            self.worker.wait()
+
+    def log_text(self) -> str:
+        """All that the worker has logged since it was started last."""
+        return self.log.read_text(errors="replace")
+
+    def _write(self, block: Block, where: str) -> None:
+        name = re.fullmatch(r"(Add to )?`(\w+\.py)`:", block.before)
+        assert name is not None, f"{where}: a file without a name; the line before is {block.before!r}"
+        path = self.directory / name[2]
+        before = path.read_text() + "\n\n" if name[1] else ""
+        path.write_text(before + block.text)
+
+    def run(self, command: str, where: str = "beside the page") -> None:
+        """Run one command line; a worker is left running."""
+        self.ran.append(command)
+        if command.startswith(INSTALLS) and not WHEEL:
+            return
+        if " worker " in command:
+            self._start(command)
+            return
+        if command.startswith(". "):
+            self.environment["PATH"] = f"{self.directory}/.venv/bin:{self.environment['PATH']}"
+        said, code = self._ask(command)
+        self.said += said
+        assert code == 0, f"{where}: {command} ended with {code}:\n{said}"
+        if command.startswith("kill ") and self.worker is not None:
+            self.worker.wait(60)
+
+    def _begin(self, command: str, output: Any) -> subprocess.Popen[str]:
+        """A command line that has begun, in a process group of its own; both outputs go to one place."""
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _ask(self, command: str) -> tuple[str, int]:
+        """What a command says, and its exit code."""
+        process = self._begin(command, subprocess.PIPE)
+        try:
+            said, _ = process.communicate(timeout=100)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return said, process.returncode
+
+    def _start(self, command: str) -> None:
+        """A worker, in a terminal of its own."""
+        assert self.worker is None or self.worker.poll() is not None, "one worker at a time"
+        with self.log.open("wb") as log:
+            self.worker = worker = self._begin(f"exec {command}", log)
+
+        def is_ready() -> bool:
+            assert worker.poll() is None, f"the worker ended with {worker.returncode}:\n{self.log_text()}"
+            return " ready." in self.log_text()
+
+        wait_until(is_ready, f"worker ready: {self.log}", 60)
+
+    def _compare(self, block: Block, where: str) -> None:
+        """What the block before has said. A command that only looks is asked again until it sees it."""
+        wanted, command = alike(block.text), self.ran[-1]
+        if " setnx list" not in command:
+            assert alike(self.said) == wanted, f"{where}: {command} said:\n{self.said}"
+            return
+        wait_until(lambda: alike(self.said) == wanted or self._look(command), f"{where}: {command}: {wanted}")
+
+    def _look(self, command: str) -> None:
+        self.said, _code = self._ask(command)
+
+    def _compare_log(self, block: Block, where: str) -> None:
+        """The worker has logged these lines, in any order, between others."""
+        wanted = set(alike(block.text))
+        wait_until(lambda: wanted <= set(alike(self.log_text())), f"{where}: {wanted} in {self.log}")
+
+
+def _tools(directory: Path) -> Path:
+    """A redis-cli for machines that have none: it sends its words to the server, and prints the reply."""
+    directory.mkdir()
+    if shutil.which("redis-cli") is None:
+        tool = directory / "redis-cli"
+        tool.write_text(
+            f"#!{sys.executable}\n"
+            "import sys, redis\n"
+            "flag, url, *words = sys.argv[1:]\n"
+            "assert flag == '-u'\n"
+            "client = redis.Redis.from_url(url, decode_responses=True)\n"
+            "client.response_callbacks.clear()\n"
+            "reply = client.execute_command(*words)\n"
+            "print(*reply if isinstance(reply, list) else [reply], sep='\\n')\n"
+        )
+        tool.chmod(0o755)
+    return directory
+
+
+@contextlib.contextmanager
+def followed(page: str, directory: Path) -> Iterator[Reader]:
+    """Who has followed a page, on an empty server, from an empty directory; its worker still runs."""
+    with EmbeddedServer() as server:
+        reader = Reader(directory, server.url())
+        try:
+            reader.read(page)
+            yield reader
+        finally:
+            reader.stop()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Iterator[Reader]:
+    """Who has followed the page of the operator's lock."""
+    with followed("operators-lock", tmp_path_factory.mktemp("shop")) as reader:
+        yield reader
+
+
+@pytest.fixture
+def asked(shop) -> Iterator[redis.Redis]:
+    """A client of the page's server."""
+    with redis.Redis.from_url(shop.environment["REDIS_URL"], decode_responses=True) as client:
+        yield client
+
+
+def commands_of(page: str) -> list[str]:
+    """All command lines of a page."""
+    text = (DOCS / f"{page}.md").read_text()
+    return [line for block in blocks(text) if block.language == "sh" for line in block.text.splitlines()]
+
+
+@pytest.mark.timeout(400)  # with the wheel it makes an environment of its own
+def test_tutorial_goes_as_printed(tmp_path):
+    """From an empty directory to a deduplicated fan-out: every file, every command, every answer."""
+    with followed("tutorial", tmp_path) as reader:
+        assert reader.ran == commands_of("tutorial")
+
+
+def test_operators_lock_goes_as_printed(shop):
+    """Every command, every answer."""
+    assert shop.ran[: len(commands_of("operators-lock"))] == commands_of("operators-lock")
+
+
+def test_operators_lock_that_is_forgotten_is_taken_over(shop, asked):
+    """By a call that waits for it, and the log says so."""
+    assert asked.set("setnx:{ledger}", int(asked.time()[0]) + 1, nx=True)
+    shop.run("celery -A shop call shop.bill --args '[\"2026-11-23\"]'")
+    wait_until(lambda: "billed 2026-11-23" in shop.log_text(), f"the bill in {shop.log}")
+    took_over = r"WARNING.* shop\.bill\[.*\] took over setnx:\{ledger\} from a foreign client .*: it ended \d"
+    wait_until(lambda: re.search(took_over, shop.log_text()), f"{took_over} in {shop.log}")
+
+
+def test_operators_lock_of_a_keyed_task_is_for_one_key(shop, asked):
+    """`setnx:{shop.sync}` locks nothing; the name that `show` says locks one customer."""
+    shop.run("celery -A shop setnx show shop.sync 42")
+    shown = re.search(r"^key +(\S+)$", shop.said, re.MULTILINE)
+    assert shown is not None
+    until = int(asked.time()[0]) + 600
+    assert asked.set("setnx:{shop.sync}", until, nx=True)
+    assert asked.set(shown[1], until, nx=True)
+    for customer in (42, 43):
+        shop.run(f"celery -A shop call shop.sync --args '[{customer}]'")
+    wait_until(lambda: "'synced 43'" in shop.log_text(), f"customer 43 in {shop.log}")
+    wait_until(lambda: f"{shown[1]} is held by a foreign client" in shop.log_text(), "customer 42's skip")
+    assert "'synced 42'" not in shop.log_text()
