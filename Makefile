@@ -5,18 +5,21 @@ ARGS ?=
 # How the suite is run: MEASURE="-m coverage run" measures coverage, for `make coverage` to report.
 MEASURE ?=
 # Tests mostly wait for processes, so there are more of them than cores; JOBS=0 runs one after the other.
-JOBS ?= 3
+JOBS ?= 4
+RUNS ?= 5
 SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
 
-.PHONY: help demo test docs coverage lint soak chaos bench clean
+.PHONY: help demo test quick stress docs coverage lint soak chaos bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
 	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest, JOBS=0 keeps order"
+	@echo "make quick      in a minute: what needs no worker of its own, the model at small bounds"
+	@echo "make stress     make test RUNS=5 times beside processes that keep cores and disk busy"
 	@echo "make lint       ruff, mypy --strict, pyright"
 	@echo "make docs       the documentation as a site, in docs/_build"
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
@@ -30,6 +33,12 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python $(MEASURE) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+quick: $(VENV)/.test
+	MODEL_BOUNDS=small $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
+
+stress: $(VENV)/.test
+	$(BIN)/python -m tests.stress --runs $(RUNS) -- -q -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)

@@ -46,6 +46,45 @@ if LOSES_RESULTS:
     ask_for_results()
 
 
+CLOCK_RERUNS = 2
+"""How many tests of real time may run a second time in one run."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only what needs no worker of its own")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test marked `clock` may run a second time; `--quick` leaves out those that start workers."""
+    for item in items:
+        if item.get_closest_marker("clock"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("quick"):
+        starters = {"start_worker", "module_worker"}
+        slow = [item for item in items if starters & set(getattr(item, "fixturenames", ()))]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+def _rerun(config: pytest.Config) -> list[str]:
+    """The tests that ran a second time."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    return [report.nodeid for report in reporter.stats.get("rerun", ())] if reporter else []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """More than a few tests that needed a second run fail the whole: that is no accident any more."""
+    if len(_rerun(session.config)) > CLOCK_RERUNS and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    again = _rerun(config)
+    for nodeid in again:
+        terminalreporter.write_line(f"ran a second time: {nodeid}")
+    terminalreporter.write_line(f"tests of real time: {len(again)} ran a second time, {CLOCK_RERUNS} may")
+
+
 @pytest.fixture(autouse=True)
 def hear_us(caplog):
     """Our log lines are heard, whatever a worker in this process has done to logging."""

@@ -1,18 +1,22 @@
 """`python -m tests.versions`: the compatibility table of the README, each cell in an environment of its own.
 
-The lowest versions are resolved by uv, the newest by pip. `WHEEL` is the wheel to test (built if not given),
-`PYTHON` the interpreter (this one if not given). Debian's Redis is the `redis-server` on the PATH.
+The lowest versions are resolved by uv, the newest by pip. `WHEEL` is the wheel to test (built if not given).
+Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
+PATH, or one of pyenv's. Where there is none this one takes its place, as the printed table tells; in the CI
+of a machine that has pyenv it is a failure.
 """
 
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +25,6 @@ from packaging.version import Version
 from tests.versions.table import PACKAGES, README, Cell, cells, rows
 
 ROOT = README.parent
-PYTHON = os.environ.get("PYTHON", sys.executable)
 # What depends on the versions of Celery, kombu, redis-py and the server.
 SUBSET = (
     "tests/test_compatibility.py",
@@ -38,6 +41,7 @@ SUBSET = (
     "tests/test_worker_crash.py",
     "tests/test_worker_canvas.py",
 )
+WHOLE = ("-n", "3", "--dist", "loadfile")
 DEADLINE_S = 1200.0
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
 KOMBU = {"5.4": "~=5.4.0"}
@@ -88,11 +92,13 @@ def main() -> int:
     edge = parser.add_mutually_exclusive_group()
     edge.add_argument("--lowest", dest="edge", action="store_const", const="lowest", help="these cells only")
     edge.add_argument("--newest", dest="edge", action="store_const", const="newest", help="these cells only")
-    parser.add_argument("--all", action="store_true", help="the whole default suite instead of a subset")
+    parser.add_argument("--all", action="store_true", help="the whole default suite, also between the edges")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
+    table = rows(README.read_text())
     chosen = [
         cell
-        for cell in cells(rows(README.read_text()))
+        for cell in cells(table)
         if options.row in ("", cell.row.celery) and options.edge in (None, cell.edge)
     ]
     if not chosen:
@@ -103,19 +109,25 @@ def main() -> int:
         directory = Path(name)
         wheel = _wheel(directory)
         _lay_out_suite(directory / "suite")
-        _make_environment(directory / "tools", "uv")
-        results = []
-        for cell in chosen:
-            results.append(_run(cell, directory, wheel, [] if options.all else list(SUBSET)))
-            print(f"{cell}: {', '.join(results[-1].columns())}", flush=True)
+        _make_environment(sys.executable, directory / "tools", "uv")
+        edges = (table[0].celery, "lowest"), (table[-1].celery, "newest")
+
+        def run(cell: Cell) -> Result:
+            whole = options.all or (cell.row.celery, cell.edge) in edges
+            result = _run(cell, directory, wheel, WHOLE if whole else SUBSET)
+            print(f"{cell}: {', '.join(result.columns())}", flush=True)
+            return result
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(run, chosen))
     _print_table(results)
     return 1 if any(result.failures for result in results) else 0
 
 
-def _run(cell: Cell, directory: Path, wheel: Path, tests: list[str]) -> Result:
+def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Result:
     result, began = Result(cell), time.monotonic()
     try:
-        python = _install(cell, directory, wheel)
+        python = _install(cell, _interpreter(cell.row.python), directory, wheel)
         _check(result, python, directory / "suite")
         _test(result, [str(python), "-m", "pytest", "-q", *tests], directory / "suite")
     except Broken as error:
@@ -125,14 +137,34 @@ def _run(cell: Cell, directory: Path, wheel: Path, tests: list[str]) -> Result:
     return result
 
 
-def _install(cell: Cell, directory: Path, wheel: Path) -> Path:
+def _interpreter(minor: str) -> str:
+    """The CPython of this minor version; this one where there is none.
+
+    Raises:
+        Broken: There is none in the CI of a machine that has pyenv.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for python in (f"python{minor}", *sorted(map(str, pyenv.glob(f"versions/{minor}.*/bin/python")))):
+        try:
+            found = _call([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"])
+        except (Broken, OSError):  # what pyenv has on the PATH for it may lead to none
+            continue
+        if found.strip() == minor:
+            return python
+    if os.environ.get("CI") == "true" and pyenv.exists():
+        raise Broken(f"no CPython {minor}: pyenv install {minor}")
+    print(f"notice: no CPython {minor} here, {platform.python_version()} takes its place", flush=True)
+    return sys.executable
+
+
+def _install(cell: Cell, interpreter: str, directory: Path, wheel: Path) -> Path:
     """An environment in which the wheel, the cell's versions and what tests need are installed."""
     minor = cell.row.celery
     wanted = [f"celery[redis]~={minor}.0", f"kombu{KOMBU.get(minor, '')}", "redis", f"{wheel}[test]"]
     if cell.edge == "newest":
-        python = _make_environment(directory / str(cell), *wanted)
+        python = _make_environment(interpreter, directory / str(cell), *wanted)
     else:
-        python = _make_environment(directory / str(cell))
+        python = _make_environment(interpreter, directory / str(cell))
         uv = [str(directory / "tools" / "bin" / "uv"), "pip", "install", "--quiet"]
         _call([*uv, "--python", str(python), "--resolution", "lowest-direct", *wanted])
     _call([str(python), "-m", "pip", "check"])
@@ -161,8 +193,8 @@ def _test(result: Result, command: list[str], suite: Path) -> None:
     result.passed = int(re.findall(r"(\d+) passed", printed)[-1])
 
 
-def _make_environment(path: Path, *wanted: str) -> Path:
-    _call([PYTHON, "-m", "venv", str(path)])
+def _make_environment(interpreter: str, path: Path, *wanted: str) -> Path:
+    _call([interpreter, "-m", "venv", str(path)])
     python = path / "bin" / "python"
     if wanted:
         _call([str(python), "-m", "pip", "install", "--quiet", *wanted])

@@ -13,15 +13,16 @@ Edge = Literal["lowest", "newest"]
 README = Path(__file__).parents[2] / "README.md"
 PACKAGES = ("celery", "kombu", "redis")
 _SPAN = r"([\d.]+)(?: to ([\d.]+))?"
-_ROW = re.compile(rf"\| {_SPAN} \| {_SPAN} \| {_SPAN} \|")
+_ROW = re.compile(rf"\| {_SPAN} \| {_SPAN} \| {_SPAN} \| (3\.\d+) \|")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A minor version of Celery: its lowest and newest resolution."""
+    """A minor version of Celery: its lowest and newest resolution, and the CPython that tests both."""
 
     lowest: dict[str, Version]
     newest: dict[str, Version]
+    python: str
 
     @property
     def celery(self) -> str:
@@ -97,8 +98,10 @@ def _row(line: str) -> Row:
     found = _ROW.fullmatch(line)
     if found is None:
         raise ValueError(f"not a row of the compatibility table: {line}")
-    lowest, newest = found.groups()[::2], found.groups()[1::2]
+    *spans, python = found.groups()
+    lowest, newest = spans[::2], spans[1::2]
     return Row(
         {name: Version(low) for name, low in zip(PACKAGES, lowest)},
         {name: Version(new or low) for name, low, new in zip(PACKAGES, lowest, newest)},
+        python,
     )
