@@ -1,36 +1,17 @@
-"""The app of tests with several releases or producers: what its process knows is told by its environment.
+"""The app of tests with several releases or producers: what its process knows is told by its settings.
 
-SETNX_TEST_FORMAT_2: if set, this process has the newer release, which knows key format 2 as well.
-SETNX_TEST_KEY_VERSION: the process's `setnx_key_version`; unset, it is left alone.
+With `knows_format_2` its process has the newer release, which knows key format 2 as well.
 """
 
-import os
 from typing import Any
 
-from celery import Celery
-
 from celery_setnx import SingletonTask, keys
-from tests.workerapp import LOCK_DB, URL, body
-
-if os.environ.get("SETNX_TEST_FORMAT_2"):
-    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
-
-CONF = {
-    "broker_url": f"{URL}/0",
-    "result_backend": f"{URL}/0",
-    "setnx_url": f"{URL}/{LOCK_DB}",
-    "setnx_prefix": "t",
-    "broker_connection_retry_on_startup": True,
-    "worker_prefetch_multiplier": 1,
-    "result_expires": 600,
-}
-"""What every app of these tests is configured with, whether it has the code of the tasks or not."""
+from tests.app import body, make_app
 
 # Not the current app, and its tasks are not shared: other apps in a test's process must not know them.
-app = Celery("upgradeapp", set_as_current=False)
-app.conf.update(CONF)
-if os.environ.get("SETNX_TEST_KEY_VERSION"):
-    app.conf.setnx_key_version = int(os.environ["SETNX_TEST_KEY_VERSION"])
+app = make_app("upgradeapp")
+if app.conf.get("knows_format_2"):
+    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
 
 
 class Queued(SingletonTask):

@@ -110,6 +110,7 @@ class Deploy:
         self._start_worker = start_worker
         self._fleet = {} if edits else fleet
         self._results = Celery(backend=shop_url(), set_as_current=False)
+        self._consumers: list[Worker] = []
         self._pool = ThreadPoolExecutor()
         self._producers: dict[str, tuple[Event, Future[None]]] = {}
 
@@ -166,8 +167,9 @@ class Deploy:
             producer.result(TIMEOUT_S)
 
     def consume(self, stage: str) -> Worker:
-        """Have the worker of a stage take calls from the shop's queue as well."""
+        """Have the worker of a stage take calls from the shop's queue as well, until the deploy ends."""
         worker = self.worker(stage)
+        self._consumers.append(worker)
         control = _producer_of(self.page, stage, self.edits)[0].control
         assert control.add_consumer(
             "celery", destination=[f"{worker.name}@test"], reply=True, timeout=TIMEOUT_S
@@ -204,6 +206,9 @@ class Deploy:
         return {key for pattern in _OLD for key in self.shop.scan_iter(pattern)}
 
     def end(self) -> None:
-        """Stop what still publishes."""
+        """Stop what still publishes to the shop's queue, or takes from it."""
         self.stop_producers(*self._producers)
+        for worker in self._consumers:
+            if worker.process.poll() is None:
+                worker.kill()
         self._pool.shutdown()
