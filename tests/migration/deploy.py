@@ -176,6 +176,11 @@ class Deploy:
         )
         return worker
 
+    def retire(self, worker: Worker) -> None:
+        """Warm shutdown to its end, which may take more than 30 s: what the worker holds goes back."""
+        worker.process.terminate()
+        worker.process.wait(TIMEOUT_S)
+
     def wait_for(self, *pairs: tuple[str, str], count: int) -> None:
         """Wait until so many calls of each kind have run: (published by, run by)."""
 

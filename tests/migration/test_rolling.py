@@ -92,7 +92,7 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
         publishing.add(stage)
         # Without dedupe few calls of a key meet: there must be more of them.
         deploy.wait_for(*product(publishing, (before, stage)), count=4 if page in PEERS else 8)
-        workers[-2].stop()
+        deploy.retire(workers[-2])
     deploy.stop_producers(*publishing)
 
     answers = deploy.answers()
