@@ -105,22 +105,20 @@ def queued(broker) -> Callable[[], list[str]]:
 
 @pytest.fixture
 def seen() -> Iterator[Any]:
-    """What `before_task_publish` receivers see: call it with a function of no arguments to collect."""
-    receivers = []
+    """Call it with a function that makes an entry of each signal, by default of each call that is sent."""
+    with ExitStack() as stack:
 
-    def collect(look: Callable[[], Any]) -> list[Any]:
-        found: list[Any] = []
+        def collect(look: Callable[..., Any], signal: Any = before_task_publish) -> list[Any]:
+            found: list[Any] = []
 
-        def receiver(**_details: Any) -> None:
-            found.append(look())
+            def receiver(**details: Any) -> None:
+                found.append(look(**details))
 
-        before_task_publish.connect(receiver, weak=False)
-        receivers.append(receiver)
-        return found
+            signal.connect(receiver, weak=False)
+            stack.callback(signal.disconnect, receiver)
+            return found
 
-    yield collect
-    for receiver in receivers:
-        before_task_publish.disconnect(receiver)
+        yield collect
 
 
 def mark_of(task: Any, *args: Any) -> str:
@@ -223,15 +221,6 @@ def test_callable_sees_a_running_duplicate(locks, done):
     assert duplicate.holder.task_id == "runs"
 
 
-def test_one_call_may_opt_out(started, queued, locks):
-    """`dedupe` None for one call: it is sent, and the other's mark stays."""
-    first = started.delay("a")
-    second = started.apply_async(["a"], singleton={"dedupe": None})
-    assert not second.deduplicated
-    assert len(queued()) == 2
-    assert locks.get(mark_of(started, "a")) == first.id
-
-
 def test_one_call_may_opt_in(app, queued):
     """`dedupe` for one call of a task without it."""
     always, options = app.tasks["always"], {"dedupe": "until_started"}
@@ -268,11 +257,12 @@ def test_unknown_mode_is_refused(started, queued):
     [
         *({"task_id": "own"}, {"retries": 1}, {"group_id": "g"}, {"chord": {"task": "total"}}),
         *({"chain": [{}]}, {"link": Signature("total")}, {"link_error": Signature("total")}),
+        {"singleton": {"dedupe": None}},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_awaited_call_is_never_a_duplicate(started, queued, locks, options):
-    """A call that another one, its own past, or a callback waits for is sent whatever is queued, unmarked."""
+    """A call that another, its own past or a callback waits for is sent unmarked; so is one that opts out."""
     first = started.delay("a")
     result = started.apply_async(["a"], **options)
     assert not result.deduplicated
@@ -310,22 +300,9 @@ def test_first_call_with_callbacks_is_marked(app, started):
     assert started.delay("a").id == first.id
 
 
-@pytest.fixture
-def listen() -> Iterator[Callable[..., None]]:
-    """Connects a receiver to `call_deduplicated` until the end of the test."""
-    with ExitStack() as stack:
-
-        def connect(receiver: Any) -> None:
-            signals.call_deduplicated.connect(receiver, weak=False)
-            stack.callback(signals.call_deduplicated.disconnect, receiver)
-
-        yield connect
-
-
-def test_duplicate_is_signalled_and_logged(started, listen, caplog):
+def test_duplicate_is_signalled_and_logged(started, seen, caplog):
     """Both name task, key, and the call that is queued; the first call is in neither."""
-    heard: list[dict[str, Any]] = []
-    listen(lambda signal, **details: heard.append(details))
+    heard = seen(lambda signal, **details: details, signals.call_deduplicated)
     first = started.delay("a")
     assert (heard, caplog.messages) == ([], [])
     started.delay("a")
@@ -335,10 +312,10 @@ def test_duplicate_is_signalled_and_logged(started, listen, caplog):
     assert all(word in line for word in ("started", key, first.id, "queued"))
 
 
-def test_failing_receiver_changes_nothing(started, listen):
+def test_failing_receiver_changes_nothing(started, seen):
     """A listener's error is not the caller's."""
     first = started.delay("a")
-    listen(lambda **_details: 1 / 0)
+    seen(lambda **_details: 1 / 0, signals.call_deduplicated)
     assert started.delay("a").id == first.id
 
 
@@ -384,7 +361,7 @@ def test_beat_survives_a_refused_duplicate(app, started, queued, caplog):
 @pytest.mark.parametrize(("queue_lease", "grace"), [(3600, 10_000), (4, 4_000)])
 def test_mark_lasts_for_the_grace_lease_during_the_send(started, locks, seen, queue_lease, grace):
     """A publisher that dies before its message is sent costs ten seconds at most, or the queue lease."""
-    ttls = seen(lambda: locks.pttl(mark_of(started, "a")))
+    ttls = seen(lambda **_details: locks.pttl(mark_of(started, "a")))
     started.apply_async(["a"], singleton={"queue_lease": queue_lease})
     assert len(ttls) == 1
     assert grace - 2_000 < ttls[0] <= grace
@@ -445,7 +422,7 @@ def test_failed_send_frees_the_mark(apps, started, locks, seen, retry):
         broker_url=NOWHERE,
         broker_transport_options={"max_retries": 0, "socket_connect_timeout": 1},
     ).tasks["started"]
-    marks = seen(lambda: locks.get(mark_of(started, "a")))
+    marks = seen(lambda **_details: locks.get(mark_of(started, "a")))
     with pytest.raises(OperationalError):
         broken.apply_async(["a"], **retry)
     assert marks[0] is not None
@@ -507,7 +484,7 @@ def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
     """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
-        seen(proxy.close)
+        seen(lambda **_details: proxy.close())
         result = task.delay("a")
     assert queued() == [result.id]
     assert locks.pttl(mark_of(task, "a")) <= 10_000
