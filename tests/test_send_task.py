@@ -338,16 +338,13 @@ def test_send_task_of_a_task_that_the_worker_does_not_know_leaves_no_mark(produc
     assert "no_such_task" in far_worker.log_text()
 
 
-def test_send_task_deduplicates_a_decorated_task(producer, tasks, locks, journal, gates):
+def test_send_task_deduplicates_a_decorated_task(producer, locks, journal, gates):
     """@singleton under Celery's own base class cannot ask for dedupe; a call by send_task can."""
     options = {"key": "name", "dedupe": "until_done"}
-    calls = [
-        send_task(producer, "tests.workerapp.decorated", kwargs={"name": "gated-g"}, singleton=options)
-        for _ in range(2)
-    ]
+    calls = [send(producer, "decorated", options, name="gated-g") for _ in range(2)]
     assert [call.deduplicated for call in calls] == [False, True]
     (start,) = journal.wait_for("start", task_id=calls[0].id)
-    assert start["key"].startswith("t:{tests.workerapp.decorated:")
+    assert start["key"].startswith(f"t:{{{APP}.decorated:")
     gates("gated-g")
     assert calls[1].get(timeout=20) == "gated-g"
     assert not [*locks.scan_iter("*:queued")]

@@ -5,7 +5,7 @@ With `knows_format_2` its process has the newer release, which knows key format 
 
 from typing import Any
 
-from celery_setnx import SingletonTask, keys
+from celery_setnx import SingletonTask, keys, singleton
 from tests.app import body, make_app
 
 # Not the current app, and its tasks are not shared: other apps in a test's process must not know them.
@@ -76,6 +76,13 @@ def retrying(self: Any, name: str, reason: str = "") -> int:
 def telling(self: Any, name: str) -> Any:
     """Returns the options that came with its message."""
     return self.request.headers["singleton"].get("options")
+
+
+@app.task(shared=False)
+@singleton(key="name")
+def decorated(name: str) -> str:
+    """Under Celery's own base class."""
+    return body(name)
 
 
 @app.task(shared=False)
