@@ -18,7 +18,7 @@ class Queued(SingletonTask):
     """All tasks of this app recognise duplicates."""
 
     abstract = True
-    singleton = {"lease": 2, "retry_delay": 0.1, "dedupe": "until_done"}
+    singleton = {"lease": 600, "retry_delay": 0.1, "dedupe": "until_done"}
 
 
 @app.task(shared=False, base=Queued, singleton={"key": "name"})
@@ -57,13 +57,13 @@ def command(name: str, args: list[str], kwargs: Any = None) -> str:
     return body(name)
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 2, "on_conflict": "skip"})
+@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 600, "on_conflict": "skip"})
 def skipping(name: str) -> str:
     """Its policy cannot be combined with dedupe="until_started"."""
     return body(name)
 
 
-@app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 2})
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 600})
 def retrying(self: Any, name: str, reason: str = "") -> int:
     """Retries itself once. All arguments are its key, unless the call says otherwise."""
     body(name)
@@ -72,7 +72,7 @@ def retrying(self: Any, name: str, reason: str = "") -> int:
     return int(self.request.retries)
 
 
-@app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2})
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "name", "lease": 600})
 def telling(self: Any, name: str) -> Any:
     """Returns the options that came with its message."""
     return self.request.headers["singleton"].get("options")
