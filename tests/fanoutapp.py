@@ -63,7 +63,7 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         """At most one call of a name is queued or runs; it runs until its gate opens."""
         client = count(name)
         client.sadd(STARTED, str(name))
-        if client.blpop([f"{GATE}:{name}"], timeout=60) is None:
+        if client.blpop([f"{GATE}:{name}"], timeout=600) is None:
             raise TimeoutError(f"nobody opened the gate of {name}")
         return name
 
