@@ -4,11 +4,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from celery import Celery, chain, chord, current_task, group, signature
+from celery import chain, chord, current_task, group, signature
 
-from celery_setnx import SingletonTask, current_lock, signals
-from tests.workerapp import URL, control, journal, record
-from tests.workerapp import app as workerapp
+from celery_setnx import SingletonTask, current_lock
+from tests.app import journal, make_app, wait_for_gate
 
 MODES = ("until_started", "until_done")
 
@@ -17,41 +16,18 @@ LATER = "later"
 """A queue that nobody consumes, until a test lets the worker do so."""
 
 # A broker of its own: the other workers of a test run do not know these tasks.
-app = Celery("canvasapp", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}", set_as_current=False)
-app.conf.update(
-    setnx_url=workerapp.conf["setnx_url"],
-    setnx_prefix="t",
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={"polling_interval": 0.1},
-    worker_prefetch_multiplier=1,
-    result_expires=600,
-)
-
-
-def record_ours(word: str) -> Any:
-    """A receiver that journals what becomes of this app's own calls."""
-    write = record(word)
-
-    def receiver(sender: Any, **details: Any) -> None:
-        if getattr(sender, "app", None) is app:
-            write(sender, **details)
-
-    return receiver
-
-
-signals.call_deduplicated.connect(record_ours("deduplicated"), weak=False)
-signals.uniqueness_lapsed.connect(record_ours("lapsed"), weak=False)
+app = make_app("canvasapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 
 
 def turn(gate: str = "") -> None:
     """Journal the start, wait until the gate opens if one is named, journal the end."""
     request, lock = current_task.request, current_lock()
     about = {"task_id": request.id, "key": lock and lock.key, "task": current_task.name}
-    journal.write("start", at=time.monotonic(), retries=request.retries, **about)
+    journal.write("start", **about)
     if gate:
-        control.blpop([f"gate:{gate}"], timeout=30)
+        wait_for_gate(gate)
     time.sleep(0.01)  # a body must take time to be in the way
-    journal.write("end", at=time.monotonic(), **about)
+    journal.write("end", **about)
 
 
 @app.task(name="canvas.note")
@@ -75,20 +51,26 @@ def replaced(self: Any, by: Any) -> Any:
 def tasks_of(mode: str) -> SimpleNamespace:
     """The dedupe tasks of one mode; `name` is their key."""
 
-    def task(function: Any, **options: Any) -> Any:
-        singleton = {
-            "key": "name",
-            "scope": f"canvas.{mode}",
-            "dedupe": mode,
-            "lease": 5,
-            "retry_delay": 0.05,
-            "retry_delay_max": 0.1,
-            **options.pop("singleton", {}),
-        }
-        name = f"canvas.{mode}.{function.__name__}"
-        options = {"bind": True, "max_retries": 5, **options}
-        return app.task(base=SingletonTask, name=name, singleton=singleton, **options)(function)
+    options = {"key": "name", "scope": f"canvas.{mode}", "dedupe": mode}
+    options |= {"lease": 600, "retry_delay": 0.05, "retry_delay_max": 0.1}
+    tasks = SimpleNamespace(mode=mode)
 
+    def task(bind: bool = True, **more: Any) -> Any:
+        def decorate(function: Any) -> None:
+            name = function.__name__
+            made = app.task(
+                base=SingletonTask,
+                name=f"canvas.{mode}.{name}",
+                bind=bind,
+                max_retries=5,
+                singleton=options if bind else options | {"key": ()},
+                **more,
+            )
+            setattr(tasks, name, made(function))
+
+        return decorate
+
+    @task()
     def step(self: Any, x: int = 0, name: str = "same", *, failures: int = 0, gate: str = "") -> int:
         """Retries itself `failures` times, then adds one."""
         turn(gate)
@@ -96,27 +78,33 @@ def tasks_of(mode: str) -> SimpleNamespace:
             raise self.retry(countdown=0)
         return x + 1
 
+    @task(autoretry_for=(ConnectionError,), retry_kwargs={"max_retries": 5, "countdown": 0})
     def autoretried(self: Any, x: int = 0, name: str = "same", *, failures: int = 0) -> int:
         turn()
         if self.request.retries < failures:
             raise ConnectionError(name)
         return x + 1
 
+    @task()
     def failing(self: Any, name: str = "same") -> None:
         turn()
         raise ZeroDivisionError(name)
 
+    @task(bind=False)
     def mourn(request: Any, exc: Any, traceback: Any) -> None:
         turn()
 
+    @task()
     def collect(self: Any, results: Any, name: str = "same") -> Any:
         turn()
         return results
 
+    @task()
     def replacing(self: Any, by: Any, name: str = "same") -> Any:
         turn()
         return self.replace(signature(by, app=app))
 
+    @task()
     def repeating(self: Any, depth: int, name: str = "same") -> Any:
         """Publishes itself from inside its own body, `depth` times."""
         turn()
@@ -125,9 +113,10 @@ def tasks_of(mode: str) -> SimpleNamespace:
         again = self.delay(depth - 1, name)
         return {"id": again.id, "deduplicated": again.deduplicated}
 
+    @task()
     def starting(self: Any, gate: str = "", name: str = "same") -> list[str]:
         """Publishes workflows of its own key from inside its own body; their ids."""
-        step = app.tasks[f"canvas.{mode}.step"]
+        step = tasks.step
         turn()
         steps = chain(step.s(0), step.s(), step.s()).delay()
         members = group(step.si(n) for n in range(3)).delay()
@@ -135,19 +124,7 @@ def tasks_of(mode: str) -> SimpleNamespace:
         turn(gate)
         return [steps.id, numbers.id, *(member.id for member in members)]
 
-    return SimpleNamespace(
-        mode=mode,
-        step=task(step),
-        autoretried=task(
-            autoretried, autoretry_for=(ConnectionError,), retry_kwargs={"max_retries": 5, "countdown": 0}
-        ),
-        failing=task(failing),
-        mourn=task(mourn, bind=False, singleton={"key": ()}),
-        collect=task(collect),
-        replacing=task(replacing),
-        repeating=task(repeating),
-        starting=task(starting),
-    )
+    return tasks
 
 
 OF = {mode: tasks_of(mode) for mode in MODES}

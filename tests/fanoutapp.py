@@ -1,5 +1,7 @@
 """The app of the fan-out tests: for a worker as it stands, and made anew on any broker and lock server.
 
+It has nothing of `tests.app`, which listens to every signal: a fan-out would send one for each duplicate.
+
 `python -m tests.fanoutapp '{...}'` is a publisher in a process of its own: see `main`.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 import redis
 from celery import Celery
 
-from celery_setnx import SingletonTask, marks
+from celery_setnx import SingletonTask
 
 BROKER_DB, LOCK_DB = 3, 1
 QUEUE, PARKED = "fan", "parked"
@@ -48,47 +50,46 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         client.hincrby(BODIES, str(name), 1)
         return client
 
-    @app.task(
-        base=SingletonTask,
-        shared=False,
-        name="fan.once",
-        singleton={"key": "name", "dedupe": "until_started"},
-    )
+    def task(function: Any, **options: Any) -> Any:
+        name = f"fan.{function.__name__}"
+        return app.task(base=SingletonTask, shared=False, name=name, **options)(function)
+
     def once(name: Any, *rest: Any, **more: Any) -> Any:
         """At most one call of a name is queued."""
         count(name)
         return [name, *rest]
 
-    @app.task(
-        base=SingletonTask, shared=False, name="fan.gated", singleton={"key": "name", "dedupe": "until_done"}
-    )
     def gated(name: Any) -> Any:
         """At most one call of a name is queued or runs; it runs until its gate opens."""
         client = count(name)
         client.sadd(STARTED, str(name))
-        if client.blpop([f"{GATE}:{name}"], timeout=60) is None:
+        if client.blpop([f"{GATE}:{name}"], timeout=600) is None:
             raise TimeoutError(f"nobody opened the gate of {name}")
         return name
 
-    @app.task(base=SingletonTask, shared=False, name="fan.free", singleton={"key": "name"})
     def free(name: Any, *rest: Any) -> Any:
         """Not deduplicated."""
         count(name)
         return name
 
-    @app.task(base=SingletonTask, shared=False, name="fan.silent", ignore_result=True)
     def silent(name: Any) -> Any:
         """Its result is ignored."""
         count(name)
         return name
 
-    @app.task(base=SingletonTask, shared=False, name="fan.spread")
     def spread(count: int) -> list[int]:
         """A task that fans out itself."""
-        counts = once.fan_out((f"k{number}",) for number in range(count))
+        counts = app.tasks["fan.once"].fan_out((f"k{number}",) for number in range(count))
         return [counts.accepted, counts.duplicates, counts.failed]
 
-    return SimpleNamespace(app=app, once=once, gated=gated, free=free, silent=silent, spread=spread)
+    return SimpleNamespace(
+        app=app,
+        once=task(once, singleton={"key": "name", "dedupe": "until_started"}),
+        gated=task(gated, singleton={"key": "name", "dedupe": "until_done"}),
+        free=task(free, singleton={"key": "name"}),
+        silent=task(silent, ignore_result=True),
+        spread=task(spread),
+    )
 
 
 app = make_app(f"{URL}/{BROKER_DB}", f"{URL}/{LOCK_DB}")
@@ -96,30 +97,20 @@ tasks = make_tasks(app)
 
 
 def main(
-    *,
-    broker: str,
-    locks: str,
-    calls: int,
-    keys: int = 0,
-    seed: int = 0,
-    batch_size: int = 1000,
-    grace: float | None = None,
+    *, broker: str, locks: str, calls: int, keys: int = 0, seed: int = 0, batch_size: int = 1000
 ) -> dict[str, Any]:
     """Fan out `calls` calls, each of another name, or of `keys` names in all, once the start is given.
 
     Returns:
         The counts, and how many more objects were in use at most than after 20 % of the calls.
     """
-    if grace is not None:
-        marks.GRACE_S = grace
     chosen = random.Random(seed)
     in_use: list[int] = []
 
-    def drawn() -> Iterator[tuple[Any, ...]]:
-        names = random.Random(seed).sample(range(calls), calls) if not keys else None
+    def drawn() -> Iterator[tuple[int]]:
+        names = None if keys else chosen.sample(range(calls), calls)
         for index in range(calls):
-            name = names[index] if names else chosen.randrange(keys)
-            yield (name,)
+            yield (names[index] if names else chosen.randrange(keys),)
 
     def measure(counts: Any) -> None:
         if counts.total >= calls * 0.2:
@@ -131,12 +122,8 @@ def main(
         client.blpop(["start"], timeout=30)
     once = make_tasks(make_app(broker, locks)).once
     counts = once.fan_out(drawn(), batch_size=batch_size, progress=measure)
-    return {
-        "accepted": counts.accepted,
-        "duplicates": counts.duplicates,
-        "failed": counts.failed,
-        "grown": max(in_use) - in_use[0],
-    }
+    grown = max(in_use) - in_use[0]
+    return {"accepted": counts.accepted, "duplicates": counts.duplicates, "grown": grown}
 
 
 if __name__ == "__main__":

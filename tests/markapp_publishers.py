@@ -10,20 +10,13 @@ from celery.signals import before_task_publish
 
 from celery_setnx import SingletonTask
 
-QUEUE_LEASE_S = 2.0
-
 
 def task_of(broker: str, locks: str) -> Any:
     """A deduplicated task."""
     app = Celery("publishers", broker=broker, backend="cache+memory://", set_as_current=False)
     app.conf.update(setnx_url=locks, setnx_prefix="t")
 
-    @app.task(
-        base=SingletonTask,
-        shared=False,
-        name="published",
-        singleton={"dedupe": "until_started", "queue_lease": QUEUE_LEASE_S},
-    )
+    @app.task(base=SingletonTask, shared=False, name="published", singleton={"dedupe": "until_started"})
     def published(name: str) -> None: ...
 
     return app.tasks["published"]
@@ -33,7 +26,7 @@ def publish_many(broker: str, locks: str, name: str, times: int, begin: Any, ans
     """Publish one call many times, at the same time as others do."""
     task = task_of(broker, locks)
     begin.wait(60)
-    results = [task.apply_async([name], singleton={"queue_lease": 60}) for _time in range(times)]
+    results = [task.delay(name) for _time in range(times)]
     answers.put(({result.id for result in results}, sum(not result.deduplicated for result in results)))
 
 

@@ -24,41 +24,35 @@ PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
 
 
 @pytest.fixture(scope="module")
-def canvas_worker(server, logs) -> Iterator[Worker]:
+def canvas_worker(module_worker) -> Worker:
     """A prefork worker with four processes for the tasks of `tests.canvasapp`."""
-    worker = Worker(logs, app="tests.canvasapp", concurrency=4)
-    yield worker
-    worker.stop()
+    return module_worker("tests.canvasapp", concurrency=4)
 
 
 @pytest.fixture
-def broker(server) -> Iterator[redis.Redis]:
-    """The broker's own database."""
+def app(canvas_worker, locks, journal) -> Any:
+    """The app, and its tasks that have no lock."""
     from tests import canvasapp
 
-    with redis.Redis.from_url(server.url(canvasapp.BROKER_DB), decode_responses=True) as client:
+    return canvasapp
+
+
+@pytest.fixture
+def broker(server, app) -> Iterator[redis.Redis]:
+    """The broker's own database."""
+    with redis.Redis.from_url(server.url(app.BROKER_DB), decode_responses=True) as client:
         yield client
 
 
 @pytest.fixture(params=MODES)
-def tasks(request, canvas_worker, locks, journal, broker) -> Iterator[Any]:
+def tasks(request, app, locks, journal, broker) -> Iterator[Any]:
     """The dedupe tasks of one mode. After the test all messages are used up, and so are marks and locks."""
-    from tests import canvasapp
-
-    yield canvasapp.OF[request.param]
+    yield app.OF[request.param]
     wait_until(lambda: not messages(broker), "every message used up")
     wait_until(lambda: not marks(locks) and not held(locks), "no mark and no lock left")
     assert len(bodies(journal, what="end")) == len(bodies(journal))
     assert overlapping(journal) == {}
     assert journal.entries(what="lapsed") == []
-
-
-@pytest.fixture
-def app(tasks) -> Any:
-    """The app, and its tasks that have no lock."""
-    from tests import canvasapp
-
-    return canvasapp
 
 
 @pytest.fixture
@@ -78,11 +72,14 @@ def later(tasks, app, canvas_worker, broker) -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture
-def queued(tasks, app, locks, later) -> AsyncResult:
-    """A call with the key of all the others, which is queued until `later` is called."""
+def queued(tasks, app, locks, later) -> Iterator[AsyncResult]:
+    """A call with the key of all the others, which is queued during the test. Its mark stays, and it runs."""
     result = tasks.step.apply_async((40,), queue=app.LATER)
     assert marks(locks) == {result.id}
-    return result
+    yield result
+    assert marks(locks) == {result.id}
+    later()
+    assert result.get(timeout=TIMEOUT_S) == 41
 
 
 @pytest.fixture
@@ -159,14 +156,11 @@ def test_chain_beside_a_running_call_waits_for_it(tasks, journal, running):
     assert len(bodies(journal)) == 3
 
 
-def test_chain_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
+def test_chain_beside_a_queued_call_leaves_its_mark(tasks, journal, queued):
     """A chain runs to its end while an equal call is queued, which then runs as well."""
     result = chain(tasks.step.s(0), tasks.step.s()).delay()
     assert result.get(timeout=TIMEOUT_S) == 2
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 3
+    assert len(bodies(journal)) == 2
 
 
 def test_chain_of_retrying_steps_runs_to_its_end(tasks, journal):
@@ -211,12 +205,9 @@ def test_group_beside_a_running_call_answers_for_each(tasks, journal, running):
         assert answers(journal, members) == [1, 2, 3]
 
 
-def test_group_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
+def test_group_beside_a_queued_call_leaves_its_mark(tasks, journal, queued):
     """Members run though an equal call is queued, which then runs as well."""
     answers(journal, group(tasks.step.si(n) for n in range(3)).delay().results)
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
 def test_group_of_retrying_members_answers_for_each(tasks, journal):
@@ -247,14 +238,11 @@ def test_chord_beside_a_running_call_waits_for_it(tasks, journal, running):
     assert len(bodies(journal)) == 5
 
 
-def test_chord_beside_a_queued_call_leaves_its_mark(tasks, journal, locks, queued, later):
+def test_chord_beside_a_queued_call_leaves_its_mark(tasks, journal, queued):
     """Members and body run though an equal call is queued, which then runs as well."""
     result = chord([tasks.step.si(n) for n in range(3)], tasks.collect.s()).delay()
     assert sorted(result.get(timeout=TIMEOUT_S)) == [1, 2, 3]
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 5
+    assert len(bodies(journal)) == 4
 
 
 def test_chord_of_retrying_members_counts_each_once(tasks, journal):
@@ -283,15 +271,12 @@ def test_chord_of_members_that_hold_their_lock(tasks, journal):
     assert len(runs) == 7
 
 
-def test_canvas_of_one_member_is_published(tasks, journal, locks, queued, later):
+def test_canvas_of_one_member_is_published(tasks, journal, queued):
     """A chain, a group or a chord of a single call is never dropped, though an equal call is queued."""
     assert chain(tasks.step.si(0)).delay().get(timeout=TIMEOUT_S) == 1
     assert group([tasks.step.si(1)]).delay().get(timeout=TIMEOUT_S) == [2]
     assert chord([tasks.step.si(2)], tasks.collect.s()).delay().get(timeout=TIMEOUT_S) == [3]
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 5
+    assert len(bodies(journal)) == 4
 
 
 # Maps
@@ -306,14 +291,11 @@ def test_map_and_starmap_run_each_body_unguarded(tasks, journal, locks, running)
     running()
 
 
-def test_chunks_run_each_body_unguarded(tasks, journal, locks, queued, later):
+def test_chunks_run_each_body_unguarded(tasks, journal, queued):
     """Every chunk is a starmap; a queued call with the same key makes no difference."""
     result = tasks.step.chunks([(n, "same") for n in range(4)], 2).delay()
     assert result.get(timeout=TIMEOUT_S) == [[1, 2], [3, 4]]
     assert len(journal.entries(what="start", key=None)) == 4
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
 def test_map_in_a_chord_counts_as_one_member(tasks, journal):
@@ -333,12 +315,9 @@ def test_replace_by_a_dedupe_task_answers_under_the_first_id(tasks, app, journal
     assert len(bodies(journal, result)) == 1
 
 
-def test_replace_beside_a_queued_call_leaves_its_mark(tasks, app, locks, queued, later):
+def test_replace_beside_a_queued_call_leaves_its_mark(tasks, app, queued):
     """The successor is published and runs though an equal call is queued, which then runs as well."""
     assert app.replaced.delay(tasks.step.si(0)).get(timeout=TIMEOUT_S) == 1
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
 def test_replace_by_an_equal_call_waits_for_its_own_lock(tasks, journal):
@@ -389,15 +368,12 @@ def test_replace_inside_a_chain_and_a_chord_answers(tasks, journal):
 # Links
 
 
-def test_link_on_a_duplicate_publishes_it(tasks, app, journal, locks, queued, later):
+def test_link_on_a_duplicate_publishes_it(tasks, app, journal, queued):
     """A duplicate with a link is published and runs beside the queued call, so its callback runs."""
     linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
     assert not linked.deduplicated
     assert linked.get(timeout=TIMEOUT_S) == 1
     journal.wait_for("note", arguments=[1, "linked"])
-    assert marks(locks) == {queued.id}
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
 def test_link_on_a_call_beside_a_running_call_waits(tasks, app, journal, running):
@@ -409,15 +385,13 @@ def test_link_on_a_call_beside_a_running_call_waits(tasks, app, journal, running
     journal.wait_for("note", arguments=[1, "linked"])
 
 
-def test_link_error_on_a_duplicate_publishes_it(tasks, app, journal, queued, later):
+def test_link_error_on_a_duplicate_publishes_it(tasks, app, journal, queued):
     """A duplicate with a link_error is published, so its errback runs if it fails."""
     linked = tasks.failing.apply_async(link_error=app.note.si("failed"))
     assert not linked.deduplicated
     with pytest.raises(ZeroDivisionError):
         linked.get(timeout=TIMEOUT_S)
     journal.wait_for("note", arguments=["failed"])
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
 def test_link_on_a_canvas_runs_once(tasks, app, journal):
@@ -442,57 +416,47 @@ def test_link_to_its_own_key_runs(tasks, journal):
     assert len(bodies(journal)) == 2
 
 
-def test_link_that_is_a_duplicate_is_published(tasks, app, journal, queued, later):
+def test_link_that_is_a_duplicate_is_published(tasks, app, journal, queued):
     """A lone callback equal to a queued call is never dropped: it carries the first call's result."""
     first = app.note.apply_async((1,), link=tasks.step.s())
     assert first.get(timeout=TIMEOUT_S) == 1
     (callback,) = first.children
     assert callback.id != queued.id
     answers(journal, [callback])
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 2
+    assert len(bodies(journal)) == 1
 
 
-def test_link_with_on_duplicate_raise_leaves_its_parent_alone(tasks, app, journal, queued, later):
+def test_link_with_on_duplicate_raise_leaves_its_parent_alone(tasks, app, queued):
     """Celery would fail the parent, which has succeeded, and cut its chain: so a callback is not refused."""
     step = app.note.si(1)
     step.link(tasks.step.s().set(singleton={"on_duplicate": "raise"}))
     assert chain(step, app.note.si(2)).delay().get(timeout=TIMEOUT_S) == 2
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_links_of_one_call_are_all_published(tasks, app, journal, queued, later):
+def test_links_of_one_call_are_all_published(tasks, app, journal, queued):
     """Celery sends several callbacks of a call as a group, whose members are never dropped."""
     first = app.note.apply_async((1,), link=[tasks.step.s(), tasks.step.s()])
     assert first.get(timeout=TIMEOUT_S) == 1
     (callbacks,) = first.children
     answers(journal, callbacks.results)
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
 
 
-def test_link_to_a_canvas_runs_every_member(tasks, app, journal, queued, later):
+def test_link_to_a_canvas_runs_every_member(tasks, app, journal, queued):
     """A chain or chord as the callback is never dropped, though an equal call is queued."""
     app.note.apply_async((1,), link=chain(tasks.step.s(), tasks.step.s(), app.note.s("chain")))
     app.note.apply_async((1,), link=chord([tasks.step.s(), tasks.step.s()], app.note.s("chord")))
     journal.wait_for("note", arguments=[3, "chain"])
     journal.wait_for("note", arguments=[[2, 2], "chord"])
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 5
+    assert len(bodies(journal)) == 4
 
 
-def test_link_error_that_is_a_duplicate_is_published(tasks, journal, queued, later):
+def test_link_error_that_is_a_duplicate_is_published(tasks, journal, queued):
     """Celery sends errbacks as a group, so a dedupe task as the errback of a call is never dropped."""
     failed = tasks.failing.apply_async(link_error=tasks.collect.s())
     journal.wait_for("end", task=f"canvas.{tasks.mode}.collect")
     with pytest.raises(ZeroDivisionError):
         failed.get(timeout=TIMEOUT_S)
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41
-    assert len(bodies(journal)) == 3
+    assert len(bodies(journal)) == 2
 
 
 def test_link_error_with_three_parameters_is_called_unguarded(tasks, journal):
@@ -619,9 +583,7 @@ def test_page_has_a_row_for_every_test():
     assert {name for names in named for name in names} == tests - {"test_page_has_a_row_for_every_test"}
 
 
-def test_retrying_member_beside_a_queued_call_reports_no_lapse(tasks, journal, queued, later):
+def test_retrying_member_beside_a_queued_call_reports_no_lapse(tasks, journal, queued):
     """A member was never marked, so its retry misses no mark."""
     assert tasks.step.apply_async((0,), {"failures": 1}, task_id=uuid()).get(timeout=TIMEOUT_S) == 1
     assert journal.entries(what="lapsed") == []
-    later()
-    assert queued.get(timeout=TIMEOUT_S) == 41

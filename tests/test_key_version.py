@@ -16,31 +16,26 @@ from celery_setnx import OptionError, is_skipped, send_task
 from celery_setnx.doctor import examine
 from celery_setnx.keys import FORMATS
 from celery_setnx.options import settings
-from tests.harness import Journal, Worker
+from tests.harness import Journal
 
+APP = "tests.upgradeapp"
 NOWHERE = "upgrade-nowhere"
-WORK = "tests.upgradeapp.work"
+WORK = f"{APP}.work"
 
 # Each worker's queue, and what makes its process an old or a new release.
 RELEASES = {
     "old": {},
-    "pinned": {"SETNX_TEST_FORMAT_2": "yes", "SETNX_TEST_KEY_VERSION": "1"},
-    "unpinned": {"SETNX_TEST_FORMAT_2": "yes"},
+    "pinned": {"knows_format_2": True, "setnx_key_version": 1},
+    "unpinned": {"knows_format_2": True},
 }
+each_release = pytest.mark.parametrize("release", RELEASES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(server, logs) -> Iterator[dict[str, Worker]]:
+def workers(module_worker) -> None:
     """A worker of each release, on the queue of that name."""
-
-    def start(release: str) -> Worker:
-        environment = {"SETNX_TEST_FORMAT_2": "", "SETNX_TEST_KEY_VERSION": "", **RELEASES[release]}
-        return Worker(logs, "tests.upgradeapp", queues=release, environment=environment)
-
     with ThreadPoolExecutor() as pool:
-        started = dict(zip(RELEASES, pool.map(start, RELEASES)))
-        yield started
-        list(pool.map(Worker.stop, started.values()))
+        list(pool.map(lambda one: module_worker(APP, queues=one, conf=RELEASES[one]), RELEASES))
 
 
 @pytest.fixture
@@ -58,21 +53,28 @@ def upgrade(server, locks, journal) -> Iterator[Any]:
 @pytest.fixture
 def stranger(upgrade) -> Celery:
     """An app without the tasks' code: what it sends with Celery's own send_task has no header."""
-    app = Celery("stranger", set_as_current=False)
-    app.conf.update(upgrade.CONF)
-    return app
+    from tests.app import make_app
+
+    return make_app("stranger")
+
+
+@pytest.fixture
+def publish(upgrade, stranger) -> Any:
+    """Call it to publish with the code of a release: the call's id, and whether it was a duplicate."""
+
+    def publish(release: str, task: str, queue: str = NOWHERE, **kwargs: Any) -> list[Any]:
+        if release == "old":
+            result = upgrade.app.tasks[task].apply_async((), kwargs, queue=queue)
+            return [result.id, result.deduplicated]
+        relay = stranger.send_task(f"{APP}.relay", (task, kwargs, queue), queue=release)
+        return list(relay.get(timeout=20))
+
+    return publish
 
 
 def keys_of(journal: Journal, result: Any) -> list[str]:
     """The key of each attempt of a task, in order."""
     return [entry["key"] for entry in journal.entries(what="start", task_id=result.id)]
-
-
-def published_by(stranger: Celery, release: str, task: str, **kwargs: Any) -> tuple[str, bool]:
-    """Publish from within a worker of a release: the call's id, and whether it was a duplicate."""
-    relay = stranger.send_task("tests.upgradeapp.relay", (task, kwargs, NOWHERE), queue=release)
-    task_id, deduplicated = relay.get(timeout=10)
-    return task_id, deduplicated
 
 
 @pytest.mark.parametrize(("first_on", "second_on"), [("old", "pinned"), ("pinned", "old")])
@@ -82,10 +84,10 @@ def test_headerless_calls_exclude_each_other_across_releases(stranger, journal, 
     first = stranger.send_task(WORK, (name,), queue=first_on)
     journal.wait_for("start", task_id=first.id)
     second = stranger.send_task(WORK, (name, "other reason"), queue=second_on)
-    assert is_skipped(second.get(timeout=10))
+    assert is_skipped(second.get(timeout=20))
     assert second.get()["holder"]["task_id"] == first.id
     gates(name)
-    assert first.get(timeout=10) == name
+    assert first.get(timeout=20) == name
 
 
 def test_headerless_call_has_another_key_on_an_unpinned_worker(stranger, upgrade, journal, gates):
@@ -97,28 +99,24 @@ def test_headerless_call_has_another_key_on_an_unpinned_worker(stranger, upgrade
     assert keys_of(journal, first) == [upgrade.work.lock_key("gated-apart")] != keys_of(journal, second)
     gates("gated-apart")
     gates("gated-apart")
-    assert (first.get(timeout=10), second.get(timeout=10)) == ("gated-apart", "gated-apart")
+    assert (first.get(timeout=20), second.get(timeout=20)) == ("gated-apart", "gated-apart")
 
 
-def test_duplicate_of_an_old_producers_call_is_recognised_by_a_pinned_one(stranger, upgrade):
-    """The newer release finds the mark that the older one has left."""
-    first = upgrade.work.apply_async(("n",), queue=NOWHERE)
-    assert published_by(stranger, "pinned", WORK, name="n") == (first.id, True)
-
-
-def test_duplicate_of_a_pinned_producers_call_is_recognised_by_an_old_one(stranger, upgrade):
-    """The older release finds the mark that the newer one has left."""
-    task_id, deduplicated = published_by(stranger, "pinned", WORK, name="n")
-    second = upgrade.work.apply_async(("n",), queue=NOWHERE)
-    assert (deduplicated, second.deduplicated, second.id) == (False, True, task_id)
-
-
-def test_duplicate_is_not_recognised_by_an_unpinned_producer(stranger, upgrade):
-    """What the pin is for: without it each release has a mark of its own."""
-    first = upgrade.work.apply_async(("n",), queue=NOWHERE)
-    task_id, deduplicated = published_by(stranger, "unpinned", WORK, name="n")
+@pytest.mark.parametrize(
+    ("first_by", "second_by", "task", "is_recognised"),
+    [
+        ("old", "pinned", WORK, True),
+        ("pinned", "old", WORK, True),
+        pytest.param("old", "unpinned", WORK, False, id="what-the-pin-is-for"),
+        pytest.param("old", "unpinned", f"{APP}.whole", True, id="key-without-arguments-has-no-format"),
+    ],
+)
+def test_duplicate_is_recognised_across_releases(publish, first_by, second_by, task, is_recognised):
+    """Each of two pinned releases finds the mark that the other has left; one without a pin does not."""
+    first_id, deduplicated = publish(first_by, task, name="n")
+    second_id, is_duplicate = publish(second_by, task, name="n" if task == WORK else "m")
     assert not deduplicated
-    assert task_id != first.id
+    assert (is_duplicate, second_id == first_id) == (is_recognised, is_recognised)
 
 
 @pytest.mark.parametrize("release", ["pinned", "unpinned"])
@@ -130,10 +128,10 @@ def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, stran
     second = upgrade.work.apply_async((name,), queue=NOWHERE)
     assert (second.deduplicated, second.id) == (True, first.id)
     gates(name)
-    assert first.get(timeout=10) == name
+    assert first.get(timeout=20) == name
 
 
-@pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
+@each_release
 def test_doctor_finds_the_locks_of_an_unpinned_worker(stranger, journal, gates, release):
     """A process with another format than the doctor's holds a lock."""
     name = f"gated-doctor-{release}"
@@ -141,68 +139,54 @@ def test_doctor_finds_the_locks_of_an_unpinned_worker(stranger, journal, gates, 
     journal.wait_for("start", task_id=call.id)
     found = [finding.what for finding in examine(stranger) if finding.subject == "key_version"]
     gates(name)
-    assert call.get(timeout=10) == name
+    assert call.get(timeout=20) == name
     assert [call.id in what for what in found] == ([True] if release == "unpinned" else [])
 
 
-@pytest.mark.parametrize("release", ["old", "pinned", "unpinned"])
-def test_message_with_a_header_keeps_an_old_producers_key(upgrade, journal, release):
-    """Whichever release runs the call, its lock is the one that its producer named."""
+@each_release
+def test_message_with_a_header_keeps_an_old_producers_key(upgrade, locks, journal, release):
+    """Whichever release runs the call, its lock is the one that its producer named, and its mark ends."""
     result = upgrade.work.apply_async(("n",), queue=release)
-    result.get(timeout=10)
+    result.get(timeout=20)
     assert keys_of(journal, result) == [upgrade.work.lock_key("n")]
-
-
-def test_mark_of_an_old_producers_call_ends_on_a_newer_worker(upgrade, locks):
-    """Even an unpinned worker gives the mark up that the call was published with."""
-    upgrade.work.apply_async(("n",), queue="unpinned").get(timeout=10)
     assert not [*locks.scan_iter("*:queued")]
 
 
-def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(upgrade, stranger, journal):
+def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(upgrade, publish, journal):
     """An old worker locks a key of a format that it does not know."""
-    relay = stranger.send_task("tests.upgradeapp.relay", (WORK, {"name": "n"}, "old"), queue="unpinned")
-    task_id, _ = relay.get(timeout=10)
-    result = stranger.AsyncResult(task_id)
-    assert result.get(timeout=10) == "n"
+    task_id, _ = publish("unpinned", WORK, "old", name="n")
+    result = upgrade.app.AsyncResult(task_id)
+    assert result.get(timeout=20) == "n"
     (key,) = keys_of(journal, result)
-    assert key.startswith("t:{tests.upgradeapp.work:")
+    assert key.startswith(f"t:{{{WORK}:")
     assert key != upgrade.work.lock_key("n")
 
 
-@pytest.mark.parametrize("release", ["old", "pinned"])
-def test_retry_stays_on_the_pinned_key(upgrade, journal, release):
+@pytest.mark.parametrize(
+    ("sender", "release", "stays"),
+    [
+        ("producer", "old", True),
+        ("producer", "pinned", True),
+        ("stranger", "pinned", True),
+        pytest.param("producer", "unpinned", False, id="what-the-pin-is-for"),
+    ],
+)
+def test_retry_stays_on_the_pinned_key(upgrade, stranger, journal, sender, release, stays):
     """A worker computes the key of a retry again, in the format that it is told to use."""
-    result = upgrade.retrying.apply_async(("n",), queue=release)
-    assert result.get(timeout=10) == 1
-    assert keys_of(journal, result) == [upgrade.retrying.lock_key("n")] * 2
-
-
-def test_retry_leaves_its_key_on_an_unpinned_worker(upgrade, journal):
-    """What the pin is for: without it the second attempt has another lock than the first."""
-    result = upgrade.retrying.apply_async(("n",), queue="unpinned")
-    assert result.get(timeout=10) == 1
+    if sender == "producer":
+        result = upgrade.retrying.apply_async(("n",), queue=release)
+    else:  # without a header
+        result = stranger.send_task(f"{APP}.retrying", ("n",), queue=release)
+    assert result.get(timeout=20) == 1
     first, second = keys_of(journal, result)
-    assert first == upgrade.retrying.lock_key("n") != second
+    assert first == upgrade.retrying.lock_key("n")
+    assert (second == first) == stays
 
 
-def test_headerless_retry_stays_on_the_pinned_key(stranger, upgrade, journal):
-    """The key computed for a message without a header is that of its retry, too."""
-    result = stranger.send_task("tests.upgradeapp.retrying", ("n",), queue="pinned")
-    assert result.get(timeout=10) == 1
-    assert keys_of(journal, result) == [upgrade.retrying.lock_key("n")] * 2
-
-
-def test_whole_task_lock_is_the_same_in_every_format(stranger, upgrade):
-    """A key without arguments has no format: not even an unpinned release has another one."""
-    first = upgrade.whole.apply_async(("n",), queue=NOWHERE)
-    assert published_by(stranger, "unpinned", "tests.upgradeapp.whole", name="m") == (first.id, True)
-
-
-def test_worker_with_an_unknown_key_version_does_not_start(logs):
+def test_worker_with_an_unknown_key_version_does_not_start(start_worker):
     """An old release that is told to use format 2 says which ones it knows."""
     with pytest.raises(AssertionError, match="setnx_key_version must be one of 1, not 2"):
-        Worker(logs, "tests.upgradeapp", environment={"SETNX_TEST_KEY_VERSION": "2"})
+        start_worker(APP, conf={"setnx_key_version": 2})
 
 
 def test_send_task_with_an_unknown_key_version_is_refused(stranger):
@@ -221,16 +205,7 @@ def test_newer_release_may_be_told_either_format(monkeypatch):
         settings({"setnx_key_version": 3})
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        "1",
-        0,
-        "",
-        True,
-        [1],
-    ],
-)
+@pytest.mark.parametrize("version", ["1", 0, "", True, [1]])
 def test_key_version_that_is_no_known_number_is_refused(version):
     """A pin that does not pin must not pass for one."""
     with pytest.raises(OptionError, match="setnx_key_version must be one of 1, not"):

@@ -1,43 +1,24 @@
-"""The app of tests with several releases or producers: what its process knows is told by its environment.
+"""The app of tests with several releases or producers: what its process knows is told by its settings.
 
-SETNX_TEST_FORMAT_2: if set, this process has the newer release, which knows key format 2 as well.
-SETNX_TEST_KEY_VERSION: the process's `setnx_key_version`; unset, it is left alone.
+With `knows_format_2` its process has the newer release, which knows key format 2 as well.
 """
 
-import os
 from typing import Any
 
-from celery import Celery
-
-from celery_setnx import SingletonTask, keys
-from tests.workerapp import LOCK_DB, URL, body
-
-if os.environ.get("SETNX_TEST_FORMAT_2"):
-    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
-
-CONF = {
-    "broker_url": f"{URL}/0",
-    "result_backend": f"{URL}/0",
-    "setnx_url": f"{URL}/{LOCK_DB}",
-    "setnx_prefix": "t",
-    "broker_connection_retry_on_startup": True,
-    "worker_prefetch_multiplier": 1,
-    "result_expires": 600,
-}
-"""What every app of these tests is configured with, whether it has the code of the tasks or not."""
+from celery_setnx import SingletonTask, keys, singleton
+from tests.app import body, make_app
 
 # Not the current app, and its tasks are not shared: other apps in a test's process must not know them.
-app = Celery("upgradeapp", set_as_current=False)
-app.conf.update(CONF)
-if os.environ.get("SETNX_TEST_KEY_VERSION"):
-    app.conf.setnx_key_version = int(os.environ["SETNX_TEST_KEY_VERSION"])
+app = make_app("upgradeapp")
+if app.conf.get("knows_format_2"):
+    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
 
 
 class Queued(SingletonTask):
     """All tasks of this app recognise duplicates."""
 
     abstract = True
-    singleton = {"lease": 2, "retry_delay": 0.1, "dedupe": "until_done"}
+    singleton = {"lease": 600, "retry_delay": 0.1, "dedupe": "until_done"}
 
 
 @app.task(shared=False, base=Queued, singleton={"key": "name"})
@@ -76,13 +57,13 @@ def command(name: str, args: list[str], kwargs: Any = None) -> str:
     return body(name)
 
 
-@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 2, "on_conflict": "skip"})
+@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 600, "on_conflict": "skip"})
 def skipping(name: str) -> str:
     """Its policy cannot be combined with dedupe="until_started"."""
     return body(name)
 
 
-@app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 2})
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 600})
 def retrying(self: Any, name: str, reason: str = "") -> int:
     """Retries itself once. All arguments are its key, unless the call says otherwise."""
     body(name)
@@ -91,10 +72,17 @@ def retrying(self: Any, name: str, reason: str = "") -> int:
     return int(self.request.retries)
 
 
-@app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "name", "lease": 2})
+@app.task(shared=False, base=SingletonTask, bind=True, singleton={"key": "name", "lease": 600})
 def telling(self: Any, name: str) -> Any:
     """Returns the options that came with its message."""
     return self.request.headers["singleton"].get("options")
+
+
+@app.task(shared=False)
+@singleton(key="name")
+def decorated(name: str) -> str:
+    """Under Celery's own base class."""
+    return body(name)
 
 
 @app.task(shared=False)

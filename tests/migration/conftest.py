@@ -1,11 +1,13 @@
 """A shop to migrate: one empty database for broker, results and locks, and its processes."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
 
-from tests.migration.deploy import DB, HANDED, STOP, Deploy
+from tests.harness import Worker
+from tests.migration.deploy import DB, Deploy
 
 
 @pytest.fixture
@@ -19,18 +21,20 @@ def shop(server) -> Iterator[redis.Redis]:
         client.flushdb()
 
 
-@pytest.fixture
-def deploy_of(server, shop, journal, logs) -> Iterator[Callable[[str], Deploy]]:
-    """Call it with a page: the deploy that the page describes."""
-    deploys: list[Deploy] = []
-    with redis.Redis.from_url(server.url(0), decode_responses=True) as control:
-        control.delete(HANDED, *control.scan_iter(f"{STOP}:*"))
+@pytest.fixture(scope="module")
+def fleet() -> dict[tuple[str, str], Worker]:
+    """The workers of unchanged code, by page and stage: many tests have them, one may end them."""
+    return {}
 
-        def deploy_of(page: str) -> Deploy:
-            deploys.append(Deploy(page, server.url().rpartition("/")[0], logs, shop, control))
-            return deploys[-1]
+
+@pytest.fixture
+def deploy_of(shop, journal, fleet, module_worker, start_worker) -> Iterator[Callable[..., Deploy]]:
+    """Call it with a page, and edits of its code: the deploy that the page describes."""
+    with ExitStack() as stack:
+
+        def deploy_of(page: str, *edits: tuple[str, str]) -> Deploy:
+            deploy = Deploy(page, shop, journal, start_worker if edits else module_worker, fleet, edits)
+            stack.callback(deploy.end)
+            return deploy
 
         yield deploy_of
-        for deploy in deploys:
-            deploy.end()
-        control.delete(HANDED, *control.scan_iter(f"{STOP}:*"))

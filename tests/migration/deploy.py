@@ -1,28 +1,61 @@
 """A rolling deploy: workers and producers of any stage on one Redis, and what the journal says of it."""
 
-import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from threading import Event
 from typing import Any, NamedTuple
 
+import django.conf
 import redis
-from celery import Celery
+from celery import Celery, Task, _state
 from celery.result import AsyncResult
 
 from tests.harness import Journal, Worker, wait_until
+from tests.migration import pages
 
 DB = 4
 RETRY_DELAY_S = 0.2
-HANDED = "migration:handed"
-"""Redis set of the ids that producers were handed: each of them must have an answer in the end."""
-STOP = "migration:stop"
+TIMEOUT_S = 60
+ACCOUNTS = ("1", "2")
 
-ROOT = Path(__file__).parents[2]
 _OLD = ("qo_*", "SINGLETONLOCK_*", "*settle-lock-*")
-_STARTS, _ENDS = ("start",), ("end", "failed")
+
+
+def shop_url() -> str:
+    """The shop's database on the server of the tests."""
+    return f"{os.environ['SETNX_TEST_URL']}/{DB}"
+
+
+def use_django_cache() -> None:
+    """Have Django's cache in the shop's database."""
+    if not django.conf.settings.configured:
+        cache = {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": shop_url()}
+        django.conf.settings.configure(CACHES={"default": cache})
+
+
+def shop_of(page: str, stage: str, edits: Iterable[Any], book: Any = None) -> tuple[Celery, Task]:
+    """The app of one stage, and its task `settle`; no other app of this process knows the task."""
+    if page == pages.CACHE:
+        use_django_cache()
+    shared = set(_state._on_app_finalizers)
+    namespace = pages.load(page, stage, shop_url(), tuple(edits), book=book)
+    app = namespace["app"]
+    app.conf.update(
+        broker_connection_retry_on_startup=True,
+        result_expires=600,
+        setnx_defaults={"retry_delay": RETRY_DELAY_S},
+        worker_prefetch_multiplier=1,
+    )
+    app.finalize()
+    _state._on_app_finalizers.intersection_update(shared)
+    return app, namespace["settle"]
+
+
+_producer_of = cache(shop_of)
+"""A producer's view of a stage, made once: it never runs a body."""
 
 
 class Overlap(NamedTuple):
@@ -38,12 +71,12 @@ def overlaps(entries: list[dict[str, Any]]) -> list[Overlap]:
     running: dict[str, dict[str, str]] = {}
     found = []
     for entry in entries:
-        of_account = running.setdefault(entry["account"], {})
-        if entry["what"] in _STARTS:
+        if entry["what"] == "start":
+            of_account = running.setdefault(entry["account"], {})
             found += [Overlap(entry["account"], run_by, entry["run_by"]) for run_by in of_account.values()]
             of_account[entry["task_id"]] = entry["run_by"]
-        elif entry["what"] in _ENDS:
-            of_account.pop(entry["task_id"], None)
+        elif entry["what"] in ("end", "failed"):
+            running[entry["account"]].pop(entry["task_id"], None)
     return found
 
 
@@ -52,66 +85,110 @@ class Deploy:
 
     Args:
         page: The migration page whose code they run.
-        url: The server, without a database.
-        directory: Where the workers log to.
         shop: A client of the shop's database: broker, results and locks.
-        control: A client of the journal's database.
+        journal: What the workers write.
+        start_worker: Starts a worker, as `Worker` takes it.
+        fleet: The workers of unchanged code that run already, by page and stage.
+        edits: What is changed in the code: pairs of old and new text. Defaults to nothing.
     """
 
-    def __init__(self, page: str, url: str, directory: Path, shop: redis.Redis, control: redis.Redis) -> None:
+    def __init__(
+        self,
+        page: str,
+        shop: redis.Redis,
+        journal: Journal,
+        start_worker: Callable[..., Worker],
+        fleet: dict[tuple[str, str], Worker],
+        edits: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.page = page
-        self.url = url
         self.shop = shop
-        self.control = control
-        self.journal = Journal(control)
-        self._results = Celery(backend=f"{url}/{DB}", set_as_current=False)
-        self._directory = directory
-        self.workers: list[Worker] = []
-        self.producers: list[tuple[str, subprocess.Popen[str]]] = []
-        self.edits: list[tuple[str, str]] = []
+        self.journal = journal
+        self.edits = edits
+        self.handed: set[str] = set()
+        """Ids that producers were handed: each of them must have an answer in the end."""
+        self._start_worker = start_worker
+        self._fleet = {} if edits else fleet
+        self._results = Celery(backend=shop_url(), set_as_current=False)
+        self._consumers: list[Worker] = []
+        self._pool = ThreadPoolExecutor()
+        self._producers: dict[str, tuple[Event, Future[None]]] = {}
 
     def worker(self, stage: str) -> Worker:
-        """Start a worker with the code of a stage. A queue of the stage's name is its alone."""
-        worker = Worker(
-            self._directory,
-            "tests.migration.app",
-            queues=f"celery,{stage}",
-            environment=self._environment(stage),
-        )
-        self.workers.append(worker)
-        return worker
+        """The worker with the code of a stage: it takes the calls of a queue of its own."""
+        found = self._fleet.get((self.page, stage))
+        if found is None or found.process.poll() is not None:
+            shop = (self.page, stage, self.edits)
+            found = self._start_worker("tests.migration.app", queues=self.queue(stage), conf={"shop": shop})
+            self._fleet[self.page, stage] = found
+        return found
 
     def workers_of(self, *stages: str) -> list[Worker]:
-        """Start a worker of each stage, all at once."""
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(self.worker, stages))
+        """The workers of these stages, started all at once."""
+        return list(self._pool.map(self.worker, stages))
 
-    def producer(self, stage: str) -> None:
-        """Start a producer with the code of a stage."""
-        self.producers.append((stage, self._publisher(stage)))
+    def queue(self, stage: str) -> str:
+        """The queue that the worker of a stage alone consumes."""
+        return f"{self.page}-{stage}{'-edited' if self.edits else ''}"
 
-    def publish(self, stage: str, account: str, queue: str) -> str | None:
-        """Publish one call with the code of a stage: the id that it was handed."""
-        said, _ = self._publisher(stage, account, queue).communicate(timeout=30)
-        word = said.strip()
-        return None if word == "None" else word
+    def settle(self, stage: str) -> Any:
+        """The task, with the code of a stage."""
+        return _producer_of(self.page, stage, self.edits)[1]
+
+    def publish(self, stage: str, account: str, **options: Any) -> str | None:
+        """Publish one call with the code of a stage.
+
+        Returns the id that it was handed: its own call's, or that of the call that is queued or runs.
+        """
+        task_id: str | None = self.settle(stage).apply_async((account, stage), **options).id
+        if task_id is not None:
+            self.handed.add(task_id)
+        return task_id
+
+    def publish_to(self, worker: str, stage: str, account: str) -> str | None:
+        """Publish one call with the code of a stage, for the worker of another."""
+        return self.publish(stage, account, queue=self.queue(worker))
+
+    def start_producer(self, stage: str) -> None:
+        """Let a producer with the code of a stage publish to the shop's queue, until it is stopped."""
+        ends = Event()
+
+        def produce() -> None:
+            while not ends.wait(random.uniform(0, 0.03)):
+                self.publish(stage, random.choice(ACCOUNTS))
+
+        self._producers[stage] = ends, self._pool.submit(produce)
 
     def stop_producers(self, *stages: str) -> None:
         """Let the producers of these stages end."""
-        for stage in stages:
-            self.control.set(f"{STOP}:{stage}", 1)
-        for stage, process in self.producers:
-            if stage in stages:
-                assert process.wait(30) == 0, f"the producer with the code of {stage} failed"
+        for ends, _producer in (running := [self._producers.pop(stage) for stage in stages]):
+            ends.set()
+        for _ends, producer in running:
+            producer.result(TIMEOUT_S)
 
-    def wait_for(self, *pairs: tuple[str, str], count: int = 4) -> None:
+    def consume(self, stage: str) -> Worker:
+        """Have the worker of a stage take calls from the shop's queue as well, until the deploy ends."""
+        worker = self.worker(stage)
+        self._consumers.append(worker)
+        control = _producer_of(self.page, stage, self.edits)[0].control
+        assert control.add_consumer(
+            "celery", destination=[f"{worker.name}@test"], reply=True, timeout=TIMEOUT_S
+        )
+        return worker
+
+    def retire(self, worker: Worker) -> None:
+        """Warm shutdown to its end, which may take more than 30 s: what the worker holds goes back."""
+        worker.process.terminate()
+        worker.process.wait(TIMEOUT_S)
+
+    def wait_for(self, *pairs: tuple[str, str], count: int) -> None:
         """Wait until so many calls of each kind have run: (published by, run by)."""
 
         def seen() -> bool:
             ends = [(e["published_by"], e["run_by"]) for e in self.journal.entries(what="end")]
             return all(ends.count(pair) >= count for pair in pairs)
 
-        wait_until(seen, f"{pairs}, {count} times each", 40)
+        wait_until(seen, f"{pairs}, {count} times each", TIMEOUT_S)
 
     def result(self, task_id: str | None) -> AsyncResult:
         """The result of a call."""
@@ -119,15 +196,10 @@ class Deploy:
 
     def answers(self) -> dict[str, Any]:
         """What every id that was handed out has ended with, once all have."""
-        ids = self.control.smembers(HANDED)
-
-        def unanswered() -> list[str]:
-            return [i for i in ids if self.result(i).state not in ("SUCCESS", "FAILURE", "REVOKED")]
-
-        wait_until(lambda: not unanswered(), f"an answer for each of {len(ids)} ids", 30)
-        results = {i: self.result(i) for i in ids}
+        results = {task_id: self.result(task_id) for task_id in self.handed}
+        wait_until(lambda: all(r.ready() for r in results.values()), f"{len(results)} answers", TIMEOUT_S)
         assert {r.state for r in results.values()} == {"SUCCESS"}
-        return {i: r.result for i, r in results.items()}
+        return {task_id: r.result for task_id, r in results.items()}
 
     def locks_left(self) -> set[str]:
         """Keys that lock or mark something: theirs and ours, but not the records of released locks."""
@@ -139,29 +211,9 @@ class Deploy:
         return {key for pattern in _OLD for key in self.shop.scan_iter(pattern)}
 
     def end(self) -> None:
-        """Kill what is left."""
-        for worker in self.workers:
+        """Stop what still publishes to the shop's queue, or takes from it."""
+        self.stop_producers(*self._producers)
+        for worker in self._consumers:
             if worker.process.poll() is None:
                 worker.kill()
-        for _stage, process in self.producers:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    def _publisher(self, stage: str, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.migration.publisher", *arguments],
-            cwd=ROOT,
-            env={**os.environ, **self._environment(stage)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def _environment(self, stage: str) -> dict[str, str]:
-        return {
-            "MIGRATION_PAGE": self.page,
-            "MIGRATION_STAGE": stage,
-            "MIGRATION_EDITS": json.dumps(self.edits),
-            "SETNX_TEST_URL": self.url,
-        }
+        self._pool.shutdown()

@@ -1,9 +1,8 @@
-"""The troubles that the migration pages name: what the old lock does, and what ours does, side by side."""
+"""The troubles that the migration pages name: what the old locks do, and what ours does, side by side."""
 
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,23 @@ from celery import chord, group
 from celery_once import AlreadyQueued
 
 from celery_setnx import is_skipped
-from tests.harness import Worker, wait_until
+from celery_setnx.testing import pass_time
+from tests.harness import Journal, Worker, wait_until
 from tests.migration import pages, test_rolling
 
 APP = "tests.migration.troublesapp"
 NOWHERE = "nowhere"
+MORTAL, ALONE = "mortal", "alone"
+"""The queues of a worker that is killed, and of one with one process only."""
+
+ONCE, LONE, HEIMDALL, CACHED, OUR_MARK = "qo_*", "SINGLETONLOCK_*", "h-lock:*", "*cached-lock-*", "*:queued"
+"""The keys of their locks, and of our marks."""
 
 
 @pytest.fixture(scope="module")
-def busy(server, logs) -> Iterator[Worker]:
-    """A worker for all tests that kill none."""
-    worker = Worker(logs, APP, concurrency=4)
-    yield worker
-    worker.kill()
+def busy(module_worker) -> Worker:
+    """A worker for all tests."""
+    return module_worker(APP, concurrency=6)
 
 
 @pytest.fixture
@@ -42,6 +45,14 @@ def lock_of(shop: redis.Redis, pattern: str) -> str | None:
     return keys[0] if keys else None
 
 
+def lapse(shop: redis.Redis, pattern: str) -> None:
+    """Let the time of a lock pass at once, as its server does."""
+    key = lock_of(shop, pattern)
+    assert shop.pttl(key) > 0, "it has a time to live"
+    shop.pexpire(key, 1)
+    wait_until(lambda: not shop.exists(key), f"{key} has expired")
+
+
 def received(worker: Worker, result: Any) -> int:
     """How many messages of a call the worker has had, once all that was queued before now has reached it."""
     from tests.migration import troublesapp
@@ -50,231 +61,368 @@ def received(worker: Worker, result: Any) -> int:
     return worker.log_text().count(f"[{result.id}] received")
 
 
-def test_killed_worker_leaves_its_lock(tasks, shop, journal, logs, gates):
-    """Theirs refuses, or skips, every further call; ours is taken over."""
-    worker = Worker(logs, APP, concurrency=4)
+def take_from(worker: Worker, tasks: Any, queue: str) -> None:
+    """Have the worker take calls from one more queue."""
+    assert tasks.app.control.add_consumer(queue, destination=[f"{worker.name}@test"], reply=True, timeout=20)
+
+
+def started(journal: Journal, result: Any) -> int:
+    """How often the body of a call has started."""
+    return journal.words(result.id).count("start")
+
+
+def runs_still(journal: Journal, result: Any) -> bool:
+    """Whether the body of a call has started, once, and not ended."""
+    return [w for w in journal.words(result.id) if w in ("start", "end", "postrun")] == ["start"]
+
+
+def fresh(task: Any, name: str) -> Any:
+    """A call of ours that is no duplicate of a dead one."""
+
+    def accepted() -> Any:
+        result = task.delay(name)
+        return None if result.deduplicated else result
+
+    return wait_until(accepted, "a call that is no duplicate of the dead one")
+
+
+def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_worker):
+    """Theirs refuses, or skips, every further call, until its timeout if it has one; ours is taken over."""
+    victim = start_worker(APP, concurrency=5, queues=MORTAL)
     name = "gated-killed"
-    dead = [kind["work"].delay(name) for kind in (tasks.once, tasks.lone, tasks.ours)]
-    dead.append(tasks.cached.delay(name))
+    kinds = (tasks.once, tasks.lone, tasks.heimdall, tasks.cached, tasks.ours)
+    dead = [kind.work.apply_async((name,), queue=MORTAL) for kind in kinds]
     for result in dead:
         journal.wait_for("start", task_id=result.id)
-    worker.kill()
-    worker = Worker(logs, APP, concurrency=4)
-    try:
-        with pytest.raises(AlreadyQueued) as refused:
-            tasks.once["work"].delay(name)
-        assert refused.value.countdown > 3500
-        assert tasks.lone["work"].delay(name).id == dead[1].id
-        assert shop.pttl(lock_of(shop, "SINGLETONLOCK_*")) == -1
-        skipped = tasks.cached.delay(name)
-        assert skipped.get(timeout=20) is None
-        assert "start" not in journal.words(skipped.id)
+    victim.kill()
 
-        def accepted() -> Any:
-            result = tasks.ours["work"].delay(name)
-            return None if result.deduplicated else result
+    with pytest.raises(AlreadyQueued) as refused:
+        tasks.once.work.delay(name)
+    assert refused.value.countdown > 3500
+    assert tasks.lone.work.delay(name).id == dead[1].id
+    assert shop.pttl(lock_of(shop, LONE)) == -1
+    assert tasks.heimdall.work.delay(name).id == dead[2].id
+    assert received(busy, dead[2]) == 0
+    assert shop.pttl(lock_of(shop, HEIMDALL)) > 3_500_000, "an hour by default"
+    skipped = tasks.cached.work.delay(name)
+    assert skipped.get(timeout=20) is None
+    assert started(journal, skipped) == 0
+    assert shop.pttl(lock_of(shop, CACHED)) > 500_000
 
-        again = wait_until(accepted, "a call that is no duplicate of the dead one")
-        journal.wait_for("start", task_id=again.id)
+    lapse(shop, HEIMDALL)
+    lapse(shop, CACHED)
+    pass_time(tasks.LEASE_S, tasks.ours.work, name)
+    again = [tasks.heimdall.work.delay(name), tasks.cached.work.delay(name), fresh(tasks.ours.work, name)]
+    for result in again:
+        journal.wait_for("start", task_id=result.id)
         gates(name)
-        assert again.get(timeout=20) == name
-    finally:
-        worker.kill()
+    assert [result.get(timeout=20) for result in again] == [name] * 3
 
 
-def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates):
-    """Theirs lets a second one start beside it, and deletes its lock; ours lasts as long as the run."""
+@pytest.mark.clock
+def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypatch):
+    """Theirs lets a second one start beside it, and deletes its lock; ours lasts as long as the run.
 
-    def publish(kind: str, name: str, timeout_s: int) -> Any:
-        if kind == "once":
-            return tasks.once["work"].apply_async((name,), once={"timeout": timeout_s})
-        tasks.lone["work"].lock_expiry = timeout_s  # the publisher sets it
-        return tasks.lone["work"].delay(name)
+    Our keeper really renews: three leases of a second pass.
+    """
+    ours = tasks.ours.work.apply_async(("gated-ours",), singleton={"lease": 1})
+    journal.wait_for("start", task_id=ours.id)
+    began = tasks.ours.work.locked("gated-ours").since
 
-    for kind, pattern in (("once", "qo_*"), ("lone", "SINGLETONLOCK_*")):
+    monkeypatch.setattr(tasks.lone.work, "lock_expiry", 600)  # the publisher sets it
+    for kind, pattern in (("once", ONCE), ("lone", LONE), ("heimdall", HEIMDALL), ("cached", CACHED)):
         name = f"gated-long-{kind}"
-        first = publish(kind, name, 1)
+        task = getattr(tasks, kind).work
+        first = task.delay(name)
         journal.wait_for("start", task_id=first.id)
-        wait_until(lambda: lock_of(shop, pattern) is None, f"the lock of {kind} expired")  # noqa: B023
-        second = publish(kind, name, 600)
+        lapse(shop, pattern)
+        second = task.delay(name)
         journal.wait_for("start", task_id=second.id)
-        assert journal.words(first.id) == ["start"], "the first runs still"
+        assert runs_still(journal, first)
         assert lock_of(shop, pattern) is not None
         gates(name)
         journal.wait_for("postrun", task_id=first.id)
-        assert journal.words(second.id) == ["start"], "the second runs still"
-        assert lock_of(shop, pattern) is None, "and its lock has been deleted by the first"
+        assert runs_still(journal, second)
+        if kind != "cached":  # the recipe looks at the clock before it deletes
+            assert lock_of(shop, pattern) is None, "and its lock has been deleted by the first"
         gates(name)
-        second.get(timeout=20)
-
-    name = "gated-long-cached"
-    first = tasks.cached.delay(name, 1)
-    journal.wait_for("start", task_id=first.id)
-    wait_until(lambda: lock_of(shop, "*cached-lock-*") is None, "the cache's lock expired")
-    second = tasks.cached.delay(name, 1)
-    journal.wait_for("start", task_id=second.id)
-    assert journal.words(first.id) == ["start"]
-    gates(name)
-    gates(name)
-
-    name = "gated-long-ours"
-    first = tasks.ours["work"].delay(name)
-    journal.wait_for("start", task_id=first.id)
-    began = tasks.ours["work"].locked(name).since
+        assert second.get(timeout=20) == name
 
     def three_leases_old() -> bool:
         seconds, microseconds = shop.time()
-        return bool(seconds + microseconds / 1e6 > began + 3 * tasks.LEASE_S)
+        return bool(seconds + microseconds / 1e6 > began + 3)
 
     wait_until(three_leases_old, "three leases have passed")
-    assert tasks.ours["work"].delay(name).deduplicated
-    beside = tasks.ours["work"].apply_async((name,), task_id=uuid.uuid4().hex)  # published all the same
+    assert tasks.ours.work.delay("gated-ours").deduplicated
+    beside = tasks.ours.work.apply_async(("gated-ours",), task_id=uuid.uuid4().hex)  # published all the same
     assert is_skipped(beside.get(timeout=20))
-    gates(name)
-    assert first.get(timeout=20) == name
+    gates("gated-ours")
+    assert ours.get(timeout=20) == "gated-ours"
 
 
 def test_task_that_retries_itself(busy, tasks, shop, journal):
-    """celery-singleton's is never sent; celery-once's and ours run."""
-    lost = tasks.lone["retrying"].delay("again")
-    wait_until(lambda: lost.state == "RETRY", "the state of a retry")
-    assert received(busy, lost) == 1
-    assert lost.state == "RETRY"
-    assert shop.get(lock_of(shop, "SINGLETONLOCK_*")) == lost.id
-    for kind in (tasks.once, tasks.ours):
-        result = kind["retrying"].delay("again")
+    """celery-singleton's and heimdall's are never sent, for their own lock; celery-once's and ours run."""
+    for task, pattern in ((tasks.lone.retrying, LONE), (tasks.heimdall.retrying, HEIMDALL)):
+        lost = task.delay("again")
+        journal.wait_for("postrun", task_id=lost.id)
+        assert received(busy, lost) == 1
+        assert lost.state == "RETRY"
+        assert shop.get(lock_of(shop, pattern)) == lost.id
+        assert task.delay("again").id == lost.id
+    for task in (tasks.once.retrying, tasks.ours.retrying):
+        result = task.delay("again")
         assert result.get(timeout=20) == "again"
         assert received(busy, result) == 2
 
 
-def test_chord_of_equal_members(busy, tasks, shop, journal):
-    """celery-singleton's hangs, celery-once's breaks off in the middle, ours counts both members."""
-    hangs = chord([tasks.lone["work"].s("equal"), tasks.lone["work"].s("equal")])(tasks.total.s())
-    journal.wait_for("postrun", task_id=hangs.parent.results[0].id)
-    ids = {member.id: received(busy, member) for member in hangs.parent.results}
-    assert sum(ids.values()) == 1
-    assert hangs.state == "PENDING"
+def test_recipe_task_that_retries_itself(tasks, journal, start_worker):
+    """It runs, if the run that asked for it has left the lock: with one process always."""
+    start_worker(APP, concurrency=1, queues=ALONE)
+    for task in (tasks.cached.tidying, tasks.ours.tidying):
+        result = task.apply_async(("again",), queue=ALONE)
+        assert result.get(timeout=20) == "again"
+        assert started(journal, result) == 2
+
+
+def test_retry_that_starts_before_its_run_has_ended(busy, tasks, journal, gates):
+    """The recipe skips it, for its own run's lock, and says success; ours runs it afterwards."""
+    name = "untidy-cached"
+    lost = tasks.cached.tidying.delay(name)
+    journal.wait_for("tidying", task_id=lost.id)
+    assert lost.get(timeout=20) is None
+    journal.wait_for("postrun", task_id=lost.id)
+    gates(name)
+    journal.wait_for("postrun", 2, task_id=lost.id)
+    assert received(busy, lost) == 2
+    assert started(journal, lost) == 1
+    assert lost.get(timeout=20) is None
+
+    name = "untidy-ours"
+    result = tasks.ours.tidying.delay(name)
+    journal.wait_for("tidying", task_id=result.id)
+    wait_until(lambda: received(busy, result) >= 2, "the retry has reached the worker")
+    gates(name)
+    gates(name)
+    assert result.get(timeout=20) == name
+    words = [w for w in journal.words(result.id) if w in ("start", "end", "tidying", "tidied")]
+    assert words == ["start", "end", "tidying", "tidied"] * 2, "one after the other"
+
+
+def test_chord_of_equal_members(busy, tasks, shop, journal, gates):
+    """Singleton's and heimdall's hang, celery-once's breaks off, the recipe skips one, ours runs both."""
+
+    def begin(kind: str) -> tuple[Any, str]:
+        work = getattr(tasks, kind).work
+        return chord([work.s(f"gated-{kind}"), work.s(f"gated-{kind}")])(tasks.answers.s()), f"gated-{kind}"
+
+    for kind, pattern in (("lone", LONE), ("heimdall", HEIMDALL)):
+        hangs, name = begin(kind)
+        [entry] = journal.wait_for("start", name=name)
+        gates(name)
+        journal.wait_for("postrun", task_id=entry["task_id"])
+        sent = {member.id: received(busy, member) for member in hangs.parent.results}
+        assert sum(sent.values()) == sent[entry["task_id"]] == 1
+        assert received(busy, hangs) == 0
+        assert hangs.state == "PENDING"
+        assert lock_of(shop, pattern) is None, "nothing runs, and nothing will"
 
     with pytest.raises(AlreadyQueued):
-        group(tasks.once["work"].s("equal"), tasks.once["work"].s("equal")).apply_async(queue=NOWHERE)
+        group(tasks.once.work.s("equal"), tasks.once.work.s("equal")).apply_async(queue=NOWHERE)
     assert shop.llen(NOWHERE) == 1
 
-    counted = chord([tasks.ours["work"].s("equal"), tasks.ours["work"].s("equal")])(tasks.total.s())
-    assert counted.get(timeout=20) == 2
+    ends, name = begin("cached")
+    [entry] = journal.wait_for("start", name=name)
+    [skipped] = {member.id for member in ends.parent.results} - {entry["task_id"]}
+    journal.wait_for("postrun", task_id=skipped)
+    gates(name)
+    assert ends.get(timeout=20) in ([name, None], [None, name])
+    assert len(journal.entries(what="start", name=name)) == 1
+
+    counted, name = begin("ours")
+    gates(name)
+    gates(name)
+    assert counted.get(timeout=20) == [name, name]
+    assert received(busy, counted) == 1
+    assert len(journal.entries(what="start", name=name)) == 2
 
 
 def test_call_that_expires_in_the_queue(busy, tasks, shop):
-    """Their lock stays; our mark is freed."""
+    """The locks of three stay, the recipe has taken none; our mark is freed."""
     late, expires_s = f"late-{uuid.uuid4().hex}", 0.3
-    kinds = (tasks.once, tasks.lone, tasks.ours)
-    results = [kind["work"].apply_async(("late",), queue=late, expires=expires_s) for kind in kinds]
+    kinds = (tasks.heimdall, tasks.once, tasks.lone, tasks.cached, tasks.ours)
+    results = [kind.work.apply_async(("late",), queue=late, expires=expires_s) for kind in kinds]
     end = time.time() + expires_s
     wait_until(lambda: time.time() > end, "the calls have expired")
-    tasks.app.control.add_consumer(late, destination=[f"{busy.name}@test"], reply=True)
+    take_from(busy, tasks, late)
     wait_until(lambda: {r.state for r in results} == {"REVOKED"}, "they have been discarded")
-    wait_until(lambda: lock_of(shop, "*:queued") is None, "our mark has been freed")
-    assert not tasks.ours["work"].apply_async(("late",), queue=NOWHERE).deduplicated
-    assert lock_of(shop, "qo_*") is not None
-    assert lock_of(shop, "SINGLETONLOCK_*") is not None
+    wait_until(lambda: lock_of(shop, OUR_MARK) is None, "our mark has been freed")
+    assert not tasks.ours.work.apply_async(("late",), queue=NOWHERE).deduplicated
+    assert tasks.heimdall.work.apply_async(("late",), queue=NOWHERE).id == results[0].id
+    assert shop.llen(NOWHERE) == 1
+    assert shop.pttl(lock_of(shop, HEIMDALL)) > 3_500_000
+    assert lock_of(shop, ONCE) is not None
+    assert lock_of(shop, LONE) is not None
+    assert lock_of(shop, CACHED) is None
+    assert tasks.cached.work.delay("late").get(timeout=20) == "late"
 
 
 def test_task_that_is_ignored(busy, tasks, shop, journal):
     """Their lock stays; ours is released."""
     for kind in (tasks.once, tasks.lone, tasks.ours):
-        result = kind["ignored"].delay("quiet")
+        result = kind.ignored.delay("quiet")
         journal.wait_for("postrun", task_id=result.id)
-    assert lock_of(shop, "qo_*") is not None
-    assert lock_of(shop, "SINGLETONLOCK_*") is not None
-    assert tasks.ours["ignored"].locked("quiet") is None
-    assert not tasks.ours["ignored"].apply_async(("quiet",), queue=NOWHERE).deduplicated
+    assert lock_of(shop, ONCE) is not None
+    assert lock_of(shop, LONE) is not None
+    assert tasks.ours.ignored.locked("quiet") is None
+    assert not tasks.ours.ignored.apply_async(("quiet",), queue=NOWHERE).deduplicated
 
 
 def test_argument_that_json_changes(busy, tasks, shop, journal):
     """celery-once's lock of a tuple stays after the end; ours is that of the list."""
     for kind in (tasks.once, tasks.ours):
-        result = kind["work"].delay((1, 2))
+        result = kind.work.delay((1, 2))
         journal.wait_for("postrun", task_id=result.id)
-    assert lock_of(shop, "qo_*") is not None
+    assert lock_of(shop, ONCE) is not None
     with pytest.raises(AlreadyQueued):
-        tasks.once["work"].delay((1, 2))
-    assert not tasks.ours["work"].apply_async(((1, 2),), queue=NOWHERE).deduplicated
-    assert tasks.ours["work"].lock_key((1, 2)) == tasks.ours["work"].lock_key([1, 2])
+        tasks.once.work.delay((1, 2))
+    assert not tasks.ours.work.apply_async(((1, 2),), queue=NOWHERE).deduplicated
+    assert tasks.ours.work.lock_key((1, 2)) == tasks.ours.work.lock_key([1, 2])
 
 
-def test_call_that_is_published_during_the_run(busy, tasks, journal, gates):
+@pytest.mark.parametrize("kind", ["once_early", "ours_early"])
+def test_call_that_is_published_during_the_run(busy, tasks, journal, gates, kind):
     """With unlock_before_run both bodies run at once; with until_started the second waits."""
-    name = "gated-early"
-    for task, starts in ((tasks.once_early, 2), (tasks.ours_early, 1)):
-        first = task.delay(name)
-        journal.wait_for("start", task_id=first.id)
-        second = task.delay(name)
-        assert second.id != first.id
-        if starts == 2:
-            journal.wait_for("start", task_id=second.id)
-            assert journal.words(first.id) == ["start"]
-        else:
-            wait_until(lambda: tasks.ours_early.locked(name).waiting == 1, "the second waits in line")
-            assert journal.words(second.id) in ([], ["postrun"])
-        gates(name)
-        gates(name)
-        assert [first.get(timeout=20), second.get(timeout=20)] == [name, name]
-
-
-def test_call_by_its_name_only(busy, tasks, journal, gates):
-    """send_task asks neither peer: two bodies run at once. Ours meets the lock when it starts."""
-    for kind in ("once", "lone"):
-        name = f"gated-named-{kind}"
-        both = [tasks.app.send_task(f"{kind}.work", (name,)) for _ in range(2)]
-        for result in both:
-            journal.wait_for("start", task_id=result.id)
-        assert journal.entries(what="end", name=repr(name)) == []
-        gates(name)
-        gates(name)
-    name = "gated-named-ours"
-    first = tasks.app.send_task("ours.work", (name,))
+    task, name = getattr(tasks, kind).work, f"gated-{kind}"
+    first = task.delay(name)
     journal.wait_for("start", task_id=first.id)
-    assert is_skipped(tasks.app.send_task("ours.work", (name,)).get(timeout=20))
+    second = task.delay(name)
+    assert second.id != first.id
+    if kind == "once_early":
+        journal.wait_for("start", task_id=second.id)
+        assert runs_still(journal, first)
+    else:
+        wait_until(lambda: task.locked(name).waiting == 1, "the second waits in line")
+        assert started(journal, second) == 0
+    gates(name)
+    gates(name)
+    assert [first.get(timeout=20), second.get(timeout=20)] == [name, name]
+
+
+def test_call_of_heimdall_that_is_published_during_the_run(busy, tasks, journal, gates):
+    """It is not published: the caller gets the run that began before."""
+    name = "gated-during-heimdall"
+    first = tasks.heimdall.work.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    assert tasks.heimdall.work.delay(name).id == first.id
+    gates(name)
+    journal.wait_for("postrun", task_id=first.id)
+    assert received(busy, first) == 1
+    assert len(journal.entries(what="start", name=name)) == 1
+
+
+def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journal, gates):
+    """It is skipped if a worker takes it during the run; it runs if one takes it afterwards."""
+    name, late = "gated-during-cached", f"late-{uuid.uuid4().hex}"
+    task = tasks.cached.work
+    first = task.delay(name)
+    journal.wait_for("start", task_id=first.id)
+    queued = task.apply_async((name,), queue=late)
+    at_once = task.delay(name)
+    assert at_once.get(timeout=20) is None
+    assert started(journal, at_once) == 0
+    assert runs_still(journal, first)
     gates(name)
     assert first.get(timeout=20) == name
+    take_from(busy, tasks, late)
+    gates(name)
+    assert queued.get(timeout=20) == name
+    assert started(journal, queued) == 1
+
+
+@pytest.mark.parametrize("kind", ["once", "lone"])
+def test_call_by_its_name_only(busy, tasks, journal, gates, kind):
+    """send_task asks neither peer: two bodies run at once."""
+    name = f"gated-named-{kind}"
+    both = [tasks.app.send_task(f"{kind}.work", (name,)) for _ in range(2)]
+    for result in both:
+        journal.wait_for("start", task_id=result.id)
+    assert journal.entries(what="end", name=name) == []
+    gates(name)
+    gates(name)
+    assert [result.get(timeout=20) for result in both] == [name, name]
+
+
+@pytest.mark.parametrize(("kind", "skips"), [("cached", lambda answer: answer is None), ("ours", is_skipped)])
+def test_third_call_by_its_name_only(busy, tasks, journal, gates, kind, skips):
+    """The recipe and ours meet the lock when they start: they skip the second, and the third as well."""
+    name = f"gated-third-{kind}"
+    first = tasks.app.send_task(f"{kind}.work", (name,))
+    journal.wait_for("start", task_id=first.id)
+    for _ in range(2):
+        result = tasks.app.send_task(f"{kind}.work", (name,))
+        assert skips(result.get(timeout=20))
+        journal.wait_for("postrun", task_id=result.id)
+        assert started(journal, result) == 0
+    assert runs_still(journal, first)
+    gates(name)
+    assert first.get(timeout=20) == name
+
+
+def test_call_of_heimdall_by_its_name_only(busy, tasks, shop, journal, gates):
+    """The second is skipped when it starts, but deletes the lock of the first: a third runs beside that."""
+    name = "gated-named-heimdall"
+    first = tasks.app.send_task("heimdall.work", (name,))
+    journal.wait_for("start", task_id=first.id)
+    assert shop.get(lock_of(shop, HEIMDALL)) == first.id
+    second = tasks.app.send_task("heimdall.work", (name,))
+    assert second.get(timeout=20) is None
+    journal.wait_for("postrun", task_id=second.id)
+    assert started(journal, second) == 0
+    assert lock_of(shop, HEIMDALL) is None
+    third = tasks.app.send_task("heimdall.work", (name,))
+    journal.wait_for("start", task_id=third.id)
+    assert runs_still(journal, first)
+    gates(name)
+    gates(name)
+    assert [first.get(timeout=20), third.get(timeout=20)] == [name, name]
 
 
 def test_call_by_keyword(tasks):
     """celery-singleton makes two keys of one call; we make one."""
     options = {"queue": NOWHERE}
-    lone, ours = tasks.lone["work"], tasks.ours["work"]
+    lone, ours = tasks.lone.work, tasks.ours.work
     assert lone.apply_async(("a",), **options).id != lone.apply_async((), {"name": "a"}, **options).id
     assert ours.apply_async(("a",), **options).id == ours.apply_async((), {"name": "a"}, **options).id
 
 
 def test_number_and_text(tasks):
     """celery-once makes one key of 1 and "1"; we make two."""
-    tasks.once["work"].apply_async((1,), queue=NOWHERE)
+    tasks.once.work.apply_async((1,), queue=NOWHERE)
     with pytest.raises(AlreadyQueued):
-        tasks.once["work"].apply_async(("1",), queue=NOWHERE)
-    tasks.ours["work"].apply_async((1,), queue=NOWHERE)
-    assert not tasks.ours["work"].apply_async(("1",), queue=NOWHERE).deduplicated
+        tasks.once.work.apply_async(("1",), queue=NOWHERE)
+    tasks.ours.work.apply_async((1,), queue=NOWHERE)
+    assert not tasks.ours.work.apply_async(("1",), queue=NOWHERE).deduplicated
 
 
 def test_argument_that_is_no_json(tasks):
     """celery-singleton has no key for a UUID; we have."""
     account = uuid.uuid4()
     with pytest.raises(TypeError):
-        tasks.lone["work"].apply_async((account,), queue=NOWHERE)
-    first = tasks.ours["work"].apply_async((account,), queue=NOWHERE)
-    assert tasks.ours["work"].apply_async((account,), queue=NOWHERE).id == first.id
+        tasks.lone.work.apply_async((account,), queue=NOWHERE)
+    first = tasks.ours.work.apply_async((account,), queue=NOWHERE)
+    assert tasks.ours.work.apply_async((account,), queue=NOWHERE).id == first.id
 
 
 def test_apply_beside_a_queued_call(tasks, shop):
     """The end of an eager call deletes the queued call's lock of theirs; it leaves our mark alone."""
-    for kind in (tasks.once, tasks.lone, tasks.ours):
-        kind["work"].apply_async(("eager",), queue=NOWHERE)
-    assert lock_of(shop, "qo_*") is not None
-    assert lock_of(shop, "SINGLETONLOCK_*") is not None
-    for kind in (tasks.once, tasks.lone, tasks.ours):
-        kind["work"].apply(("eager",))
-    assert lock_of(shop, "qo_*") is None
-    assert lock_of(shop, "SINGLETONLOCK_*") is None
-    assert tasks.ours["work"].apply_async(("eager",), queue=NOWHERE).deduplicated
+    kinds = (tasks.once, tasks.lone, tasks.ours)
+    for kind in kinds:
+        kind.work.apply_async(("eager",), queue=NOWHERE)
+    assert None not in (lock_of(shop, ONCE), lock_of(shop, LONE))
+    for kind in kinds:
+        kind.work.apply(("eager",))
+    assert (lock_of(shop, ONCE), lock_of(shop, LONE)) == (None, None)
+    assert tasks.ours.work.apply_async(("eager",), queue=NOWHERE).deduplicated
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
