@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -21,9 +23,10 @@ from examples.embedded import EmbeddedServer
 from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
 from tests.harness import Worker, wait_until
-from tests.soak.history import History, Record
+from tests.soak.history import History, Record, of_kind
 
 LANES = 4
+LONG_S = 30.0
 PATIENCE_S = 20.0
 # A flaw often shows in a task that never ends: there is no need to wait long for it.
 _PATIENCE_WITH_A_FLAW_S = 5.0
@@ -31,6 +34,13 @@ _TICK_S = 0.005
 _TASKS = {"work": work, "late": late, "held": held}
 # A courier that comes as often as a call that polls would hide a wake-up that is not sent.
 _PACE = {policy: {"retry_delay_max": WAIT_PACE_S} for policy in ("wait", "join")}
+_REMEMBERED = re.compile(r":(holder|calls|taken_over)$|:ticket:|\{check:")
+_SHARED: dict[str, dict[str, Any]] = {
+    "va": {"concurrency": 3},
+    "vb": {"concurrency": 3},
+    "q": {"concurrency": 4},
+    "remote": {"concurrency": 3, "conf": {"setnx_same_host": False}},
+}
 _SHIM = Path(__file__).with_name("clock_shim.c")
 
 
@@ -69,7 +79,7 @@ class Log:
 
     def find(self, tid: str, kind: str) -> list[Record]:
         """The records of one kind of one task."""
-        return [record for record in self.of(tid) if record["kind"] == kind]
+        return of_kind(self.of(tid), kind)
 
     def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
         """The task's first record of one of the kinds that is later than `after`.
@@ -128,13 +138,15 @@ class Stage:
         mutant: Name of the flaw that every worker has. Defaults to none.
 
     Attributes:
-        directory: Where logs and the history are; removed at the end unless told to keep it.
+        directory: Where logs and the history are.
+        keep: Whether the directory stays in the end. Defaults to False.
     """
 
     def __init__(self, seed: int = 0, mutant: str = "") -> None:
         self.seed = seed
         self.directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.mutant = mutant
+        self.keep = False
         self.history = self.directory / "history"
         self._notes = History(self.history, 0)
         self.patience_s = _PATIENCE_WITH_A_FLAW_S if mutant else PATIENCE_S
@@ -143,12 +155,11 @@ class Stage:
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
         self._use_broker()
-        self._shared: dict[str, Worker] = {}
         self._workers: list[Worker] = []
         self._by_queue: dict[str, Worker] = {}
         self._lock = threading.Lock()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self) -> None:
         """Kill every worker, stop the servers, and remove the logs unless they are of use."""
         for worker in self._workers:
             if worker.process.poll() is None:
@@ -156,26 +167,23 @@ class Stage:
                     worker.kill()
         self.log.close()
         self._exits.close()
-        if not keep:
+        if not self.keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def note(self, kind: str, **details: Any) -> None:
         """Write what the driver does into the history."""
         self._notes.note(kind, **details)
 
-    def worker(self, queue: str, **options: Any) -> Worker:
+    def worker(self, queue: str, *, conf: dict[str, Any] | None = None, **options: Any) -> Worker:
         """Start a worker that serves one queue."""
+        broker = self.broker.url()
+        where = {"broker_url": broker, "result_backend": broker, "setnx_url": self.locks.url()}
         environment = {
-            "CHAOS_BROKER": self.broker.url(),
-            "CHAOS_LOCKS": self.locks.url(),
-            "CHAOS_HISTORY": str(self.history),
-            "CHAOS_MUTANT": self.mutant,
-            **options.pop("environment", {}),
-        }
+            "CHAOS_HISTORY": str(self.history), "CHAOS_FLAW": self.mutant, **options.pop("environment", {})
+        }  # fmt: skip
+        options |= {"queues": queue, "conf": {**where, **(conf or {})}, "environment": environment}
         try:
-            worker = Worker(
-                self.directory, "tests.chaos.app", queues=queue, environment=environment, **options
-            )
+            worker = Worker(self.directory, "tests.chaos.app", **options)
         except AssertionError as error:
             raise BrokenStage(str(error)) from error
         with self._lock:
@@ -185,38 +193,32 @@ class Stage:
 
     def workers(self, **queues: dict[str, Any]) -> dict[str, Worker]:
         """Start several at once: options by queue."""
-        with ThreadPoolExecutor(len(queues)) as starters:
+        with ThreadPoolExecutor(max(1, len(queues))) as starters:
             started = {
                 queue: starters.submit(self.worker, queue, **options) for queue, options in queues.items()
             }
         return {queue: worker.result() for queue, worker in started.items()}
 
-    def company(self) -> dict[str, Worker]:
-        """The workers that scenarios share: two whose tasks come to harm, two of rivals.
+    def company(self, *queues: str) -> None:
+        """Have those of the workers that scenarios share: two whose tasks come to harm, two of rivals.
 
         The worker of the queue `remote` behaves like one on another host: it proves nobody dead.
         """
-        remote = {"concurrency": 3, "environment": {"CHAOS_SAME_HOST": "no"}}
-        wanted = {
-            "va": {"concurrency": 3}, "vb": {"concurrency": 3}, "q": {"concurrency": 4}, "remote": remote,
-        }  # fmt: skip
-        dead = {queue: options for queue, options in wanted.items() if not self._lives(queue)}
-        if dead:
-            self._shared.update(self.workers(**dead))
-        return self._shared
+        dead = [queue for queue in queues if not self._lives(queue)]
+        self.workers(**{queue: _SHARED[queue] for queue in dead})
 
     def stop(self, queue: str) -> None:
         """Warm shutdown of a worker that is not shared."""
         self._by_queue[queue].stop()
 
     def _lives(self, queue: str) -> bool:
-        return queue in self._shared and self._shared[queue].process.poll() is None
+        return queue in self._by_queue and self._by_queue[queue].process.poll() is None
 
     def kill_child(self, pid: int, waiter: str = "") -> None:
         """kill -9 of a pool process."""
         before = time.monotonic()
         with suppress(ProcessLookupError):
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
         self.note("kill", victim_pid=pid, before=before, waiter=waiter)
 
     def kill_worker(self, worker: Worker, waiter: str = "") -> None:
@@ -234,6 +236,17 @@ class Stage:
         finally:
             name = f"{worker.name}@test" if worker else ""
             self.note("excuse", since=since, until=time.monotonic(), of_worker=name, of_pid=pid)
+
+    @contextmanager
+    def stopped(self, pid: int) -> Iterator[float]:
+        """For the length of a block a process stands still; since when."""
+        with self.excused(pid=pid):
+            since = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                yield since
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
     @contextmanager
     def data_lost(self) -> Iterator[None]:
@@ -326,6 +339,28 @@ class Play:
         )
         return tid
 
+    def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
+        """See `Log.wait`."""
+        return self.stage.log.wait(tid, *kinds, after=after, patience=patience)
+
+    def all_done(self, *tids: str, patience: float = 1.0) -> None:
+        """Wait until these tasks have ended, as they should."""
+        for tid in tids:
+            self.wait(tid, "done", patience=patience)
+
+    def holder(
+        self, name: str, seconds: float = LONG_S, queue: str = "q", **options: Any
+    ) -> tuple[str, Record]:
+        """Send a task, and wait until its body lives: its id, and the record of its start."""
+        tid = self.send(name, seconds, queue, **options)
+        return tid, self.wait(tid, "start")
+
+    def waiter(self, name: str, seconds: float = 0.05, queue: str = "q", *kinds: str, **options: Any) -> str:
+        """Send a task, and wait until it has met the lock (or one of these kinds has happened); its id."""
+        tid = self.send(name, seconds, queue, **options)
+        self.wait(tid, *(kinds or ("conflict",)))
+        return tid
+
     def crowd(self, name: str, chance: random.Random, queues: tuple[str, ...] = ("q", "va", "vb")) -> None:
         """A few short calls of a key, with one policy or another."""
         for _ in range(2):
@@ -401,8 +436,8 @@ class Play:
         give_up = time.monotonic() + 1.5 * self.stage.patience_s
         log = self.stage.log
         while tids and time.monotonic() < give_up:
-            tids = {tid for tid in tids if not any(record["kind"] in FINAL for record in log.of(tid))}
-            faults = [record for record in log.records if record["kind"] in ("kill", "cold")]
+            tids = {tid for tid in tids if not of_kind(log.of(tid), *FINAL)}
+            faults = of_kind(log.records, "kill", "cold")
             tids = {tid for tid in tids if not is_lost_with_its_worker(log.of(tid), faults)}
             if tids:
                 time.sleep(0.05)
@@ -413,12 +448,7 @@ class Play:
     def _locks_left(self, client: redis.Redis) -> list[str]:
         """Locks and lines, not what is only remembered; a worker that starts tries a lock of its own."""
         keys = client.scan_iter("chaos:*", count=1000)
-        remembered = (":holder", ":calls", ":taken_over")
-        return [
-            key
-            for key in keys
-            if not key.endswith(remembered) and ":ticket:" not in key and "{check:" not in key
-        ]
+        return [key for key in keys if not _REMEMBERED.search(key)]
 
 
 def find_compiler() -> str:

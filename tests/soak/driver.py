@@ -17,14 +17,15 @@ import redis
 
 from examples.embedded import EmbeddedServer
 from tests.proxy import Fault, Proxy
-from tests.soak import mutants
-from tests.soak.checker import Report, check
-from tests.soak.history import History, now_us, read
-from tests.soak.holder import UNMUTATED, Duty, LockMaker, fork
+from tests.soak.checker import check
+from tests.soak.history import History, Report, now_us, read
+from tests.soak.holder import UNMUTATED, Duty, fork
 
+MUTANT_S = 40.0
 _TICK_S = 0.005
 _LAG_S = 0.05
 _LOOK_EVERY_S = 0.7
+_ANSWERS = ("acquired", "taken_over", "released", "renewed")
 _DRIVER, _PROXY, _CLOSER = -1, -2, -3
 # A record that is lost while the lock is free, as it is when its retention ends.
 _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[2]) or 0"
@@ -35,7 +36,7 @@ class Scenario:
     """What a soak is made of. Rates are mean seconds between two events; 0 is never.
 
     Attributes:
-        mutate: Changes the lock in every process. Defaults to not at all.
+        flaw: What is wrong with the lock in every process. Defaults to nothing.
         processes: Number of processes.
         proxied: How many of them reach the server by way of the proxy.
         locks: Number of locks.
@@ -48,7 +49,7 @@ class Scenario:
         forget: The record of a free lock lost.
     """
 
-    mutate: Callable[[], LockMaker] = mutants.none
+    flaw: str = "none"
     processes: int = 8
     proxied: int = 4
     locks: int = 3
@@ -64,16 +65,16 @@ class Scenario:
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
 MUTANTS: dict[str, Scenario] = {
     "classic recipe, unequal timeouts": Scenario(
-        mutants.classic_recipe, proxied=0, locks=1, leases=(0.02, 0.16), kill=0.03, fault=0, full=0, forget=0
+        "classic_recipe", proxied=0, locks=1, leases=(0.02, 0.16), kill=0.03, fault=0, full=0, forget=0
     ),
-    "plain DEL": Scenario(mutants.plain_del),
-    "INCR fence": Scenario(mutants.incr_fence),
-    "no deadline check after acquire": Scenario(mutants.no_deadline_check, proxied=8, kill=0.5, fault=0.05),
-    "milliseconds floored": Scenario(mutants.floored_milliseconds),
-    "GETSET before PEXPIREAT": Scenario(mutants.getset_first, full=0.5),
-    "expired lease revived": Scenario(mutants.reviving_renewal, processes=4, proxied=0, locks=8, stop=0.1),
-    "renewal of another's lock": Scenario(mutants.careless_renewal, locks=2, kill=1.0, stop=0.08),
-    "take-over 10 ms early": Scenario(mutants.early_take_over),
+    "plain DEL": Scenario("plain_del"),
+    "INCR fence": Scenario("counting_fence"),
+    "no deadline check after acquire": Scenario("no_deadline_check", proxied=8, kill=0.5, fault=0.05),
+    "milliseconds floored": Scenario("floored_milliseconds"),
+    "GETSET before PEXPIREAT": Scenario("greedy_renewal", full=0.5),
+    "expired lease revived": Scenario("reviving_renewal", processes=4, proxied=0, locks=8, stop=0.1),
+    "renewal of another's lock": Scenario("careless_renewal", locks=2, kill=1.0, stop=0.08),
+    "take-over 10 ms early": Scenario("take_over_10_ms_early"),
 }
 
 
@@ -131,8 +132,9 @@ class Soak:
         self._started += 1
         port = self._port if direct else self._proxy.port
         uid = _CLOSER if once else self._started
-        duty = Duty(uid, port, direct, self._locks, self.scenario.leases, self.history, once)
-        process = _Process(fork(duty, self.scenario.mutate), duty)
+        scenario = self.scenario
+        duty = Duty(uid, port, direct, self._locks, scenario.leases, self.history, scenario.flaw, once)
+        process = _Process(fork(duty), duty)
         self._processes.append(process)
         return process
 
@@ -179,7 +181,7 @@ class Soak:
         os.kill(process.pid, signal.SIGKILL)
         _pid, status = os.waitpid(process.pid, 0)
         if os.waitstatus_to_exitcode(status) == UNMUTATED:
-            raise RuntimeError(f"{self.scenario.mutate.__name__} does not apply to the package any more")
+            raise RuntimeError(f"{self.scenario.flaw} does not apply to the package any more")
         self._notes.note("kill", victim=process.duty.uid, before=before, us=us)
         self._processes.remove(process)
         self._start(direct=process.duty.direct)
@@ -213,26 +215,15 @@ class Soak:
 
     def _break_connection(self) -> None:
         lease = max(self.scenario.leases)
-        self._proxy.arm(
-            self._random.choice(
-                [
-                    {"action": "cut_before"},
-                    {"action": "cut_after"},
-                    {"action": "drop_reply"},
-                    {"action": "drop_reply", "answered": "acquired"},
-                    {"action": "drop_reply", "answered": "taken_over"},
-                    {"action": "drop_reply", "answered": "released"},
-                    {"action": "drop_reply", "answered": "renewed"},
-                    {"action": "delay", "seconds": self._random.uniform(0, lease)},
-                    {
-                        "action": "delay_reply",
-                        "answered": self._random.choice(["acquired", "taken_over", "renewed"]),
-                        "seconds": self._random.uniform(0.3, 1.5) * lease,
-                    },
-                    {"action": "stall"},
-                ]
-            )
-        )
+        delay_s, reply_delay_s = self._random.uniform(0, lease), self._random.uniform(0.3, 1.5) * lease
+        delayed = self._random.choice(["acquired", "taken_over", "renewed"])
+        faults: list[dict[str, Any]] = [
+            *({"action": action} for action in ("cut_before", "cut_after", "drop_reply", "stall")),
+            *({"action": "drop_reply", "answered": verb} for verb in _ANSWERS),
+            {"action": "delay", "seconds": delay_s},
+            {"action": "delay_reply", "answered": delayed, "seconds": reply_delay_s},
+        ]
+        self._proxy.arm(self._random.choice(faults))
 
     def _flush(self) -> None:
         self._admin.script_flush()
@@ -263,7 +254,7 @@ class Soak:
         # Whoever was killed last is taken over now, within a lease.
         self._await_end(self._start(direct=True, once=True), time.monotonic() + 30)
         for key in self._admin.scan_iter():
-            if self._admin.pttl(key) == -1 and self.scenario.mutate is not mutants.classic_recipe:
+            if self._admin.pttl(key) == -1 and self.scenario.flaw != "classic_recipe":
                 self._notes.note("endless", key=key.decode())
         self._proxy.end()
 
@@ -343,7 +334,7 @@ def _serve(server_port: int, told: int, answer: int, history: History) -> None:
         history.note("proxy", struck=sum(fault.struck for fault in faults))
 
 
-def soak(scenario: Scenario, seconds: float, *, seed: int = 0, stop_at_violation: bool = False) -> Report:
+def soak(scenario: Scenario, seconds: float, seed: int = 0, *, stop_at_violation: bool = False) -> Report:
     """One soak whose history is thrown away, unless it shows a violation that was not wanted."""
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         history = Path(directory, "history")
@@ -353,3 +344,8 @@ def soak(scenario: Scenario, seconds: float, *, seed: int = 0, stop_at_violation
             kept.write_bytes(history.read_bytes())
             report.violations.append(f"the history is kept in {kept}")
         return report
+
+
+def catch(name: str, seed: int) -> list[str]:
+    """The violations by which a mutant is found out; none if it is not in time."""
+    return soak(MUTANTS[name], MUTANT_S, seed, stop_at_violation=True).violations
