@@ -68,7 +68,7 @@ class Log:
         self._note = note
         self._by_tid: dict[str, list[Record]] = defaultdict(list)
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self.given_up = False
         self._thread = threading.Thread(target=self._follow, name="chaos-log", daemon=True)
         self._thread.start()
 
@@ -98,10 +98,16 @@ class Log:
                     if record["kind"] in kinds and record["t"] > after:
                         return record
                 left = give_up - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self.given_up:
                     seen = [record["kind"] for record in self._by_tid[tid]]
                     raise AssertionError(f"{tid}: no {' or '.join(kinds)} within {patience_s:g} s: {seen}")
                 self._changed.wait(left)
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self.given_up = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop reading."""
@@ -378,7 +384,7 @@ class Play:
 
         def run(lane: int) -> None:
             for number in range(lane, self.count, lanes):
-                if self.failures and self.stage.mutant:
+                if self.stage.log.given_up or (self.failures and self.stage.mutant):
                     return
                 chance = random.Random(f"{self.stage.seed}/{self.name}/{number}")
                 try:
@@ -390,7 +396,11 @@ class Play:
                     self.fail(str(error))
 
         with ThreadPoolExecutor(min(lanes, self.count)) as pool:
-            list(pool.map(run, range(min(lanes, self.count))))
+            try:
+                list(pool.map(run, range(min(lanes, self.count))))
+            except BaseException:  # the end of the process, which is not to wait for lanes
+                self.stage.log.give_up()
+                raise
 
     def struck(self) -> None:
         """Count a fault."""

@@ -29,10 +29,8 @@ class Result:
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
-        recovery, hand_over = (
-            _median_and_max(self.report.recovery_s),
-            _median_and_max(self.report.hand_over_s),
-        )
+        report = self.report
+        recovery, hand_over = _median_and_max(report.recovery_s), _median_and_max(report.hand_over_s)
         numbers = (report.counts["tasks"], report.counts["bodies"], round(self.took_s))
         broken = len(report.violations)
         return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
