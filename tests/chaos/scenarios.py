@@ -25,49 +25,26 @@ from tests.proxy import Proxy
 # A call that joins asks for a result that does not come for 6.4 s, and then runs itself.
 JOIN_S = 9.0
 _ALL = (*WAITS, "retry")
-_IMPATIENT: dict[str, Any] = {
-    "conf": {
-        "broker_transport_options": {
-            "visibility_timeout": 4,
-            "unacked_restore_interval": 1,
-            "unacked_restore_throttle": 1,
-        }
-    }
-}
+_VISIBILITY = {"visibility_timeout": 4, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+_IMPATIENT: dict[str, Any] = {"conf": {"broker_transport_options": _VISIBILITY}}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of fault.
-
-    Attributes:
-        play: Injects it.
-        ci: How many times in CI.
-        full: How many times in a full run.
-        mutants: The flaws that it must catch.
-        policies: What rivals do at a conflict, in turn.
-        teeth: How many times with a flaw.
-        company: The shared workers that it needs. Defaults to two of victims, and one of rivals.
-        own_stage: Whether its tasks are settled on a lock server of its own.
-        needs: Programs and Python packages without which it cannot play.
-    """
+    """One kind of fault."""
 
     play: Callable[[Play], None]
-    ci: int
-    full: int
-    mutants: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("retry",)
-    teeth: int = 4
-    company: tuple[str, ...] = ("va", "vb", "q")
-    own_stage: bool = False
-    needs: tuple[str, ...] = ()
+    ci: int  # how many times in CI
+    full: int  # how many times in a full run
+    mutants: tuple[str, ...] = ()  # the flaws that it must catch
+    policies: tuple[str, ...] = ("retry",)  # what rivals do at a conflict, in turn
+    teeth: int = 4  # how many times with a flaw
+    company: tuple[str, ...] = ("va", "vb", "q")  # the shared workers that it needs
+    own_stage: bool = False  # whether its tasks are settled on a lock server of its own
+    needs: tuple[str, ...] = ()  # programs and packages without which it cannot play
 
     def check_tools(self) -> None:
-        """Find out whether it can play.
-
-        Raises:
-            MissingTool: It cannot, for want of what the message names.
-        """
+        """Find out whether it can play."""
         for name in self.needs:
             if name == "cc":
                 find_compiler()

@@ -53,13 +53,7 @@ class BrokenStage(Exception):
 
 
 class Log:
-    """The history as it grows, by task and by kind; one thread reads it.
-
-    Args:
-        path: The file.
-        note: Writes a record into it.
-        patience_s: How long to wait for a record unless told otherwise.
-    """
+    """The history as it grows, by task and by kind; one thread reads it."""
 
     def __init__(self, path: Path, note: Callable[..., None], patience_s: float) -> None:
         self.records: list[Record] = []
@@ -82,14 +76,7 @@ class Log:
         return of_kind(self.of(tid), kind)
 
     def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
-        """The task's first record of one of the kinds that is later than `after`.
-
-        Args:
-            tid: The task's id.
-            kinds: What to wait for.
-            after: A moment of the monotonic clock. Defaults to the beginning.
-            patience: Multiple of the usual time after which it is missed.
-        """
+        """The task's first record of one of the kinds that is later than `after`."""
         patience_s = patience * self._patience_s
         give_up = time.monotonic() + patience_s
         with self._changed:
@@ -137,16 +124,7 @@ class Log:
 
 
 class Stage:
-    """One broker, one lock server, the workers, and one history.
-
-    Args:
-        seed: Of every choice that scenarios make.
-        mutant: Name of the flaw that every worker has. Defaults to none.
-
-    Attributes:
-        directory: Where logs and the history are.
-        keep: Whether the directory stays in the end. Defaults to False.
-    """
+    """One broker, one lock server, the workers, and one history."""
 
     def __init__(self, seed: int = 0, mutant: str = "") -> None:
         self.seed = seed
@@ -210,15 +188,12 @@ class Stage:
 
         The worker of the queue `remote` behaves like one on another host: it proves nobody dead.
         """
-        dead = [queue for queue in queues if not self._lives(queue)]
-        self.workers(**{queue: _SHARED[queue] for queue in dead})
+        up = [queue for queue, worker in self._by_queue.items() if worker.process.poll() is None]
+        self.workers(**{queue: _SHARED[queue] for queue in queues if queue not in up})
 
     def stop(self, queue: str) -> None:
         """Warm shutdown of a worker that is not shared."""
         self._by_queue[queue].stop()
-
-    def _lives(self, queue: str) -> bool:
-        return queue in self._by_queue and self._by_queue[queue].process.poll() is None
 
     def kill_child(self, pid: int, waiter: str = "") -> None:
         """kill -9 of a pool process."""
@@ -278,14 +253,7 @@ class Stage:
 
 
 class Play:
-    """One run of one scenario on a stage.
-
-    Args:
-        stage: Where it plays.
-        name: The scenario's name, with which its keys and task ids begin.
-        count: How many faults to inject.
-        policies: What rivals do at a conflict, in turn. Defaults to `retry`.
-    """
+    """One run of one scenario on a stage."""
 
     def __init__(self, stage: Stage, name: str, count: int, policies: tuple[str, ...] = ("retry",)) -> None:
         self.stage = stage
@@ -316,17 +284,9 @@ class Play:
         deaf: bool = False,
         **options: Any,
     ) -> str:
-        """Send a task whose body lives for so many seconds; its id.
+        """Send a task whose body lives for so many seconds, and blocks SIGTERM if it is deaf; its id.
 
-        Args:
-            name: Its key, without the scenario's name.
-            seconds: How long the body lives.
-            queue: Where it is sent. Defaults to the rivals' worker.
-            policy: Its `on_conflict`. Defaults to `"retry"`.
-            task: `work`, `late` for acks_late, or `held` for hold_on_retry. Defaults to `work`.
-            lease: Its lease in seconds.
-            deaf: Whether the body blocks SIGTERM.
-            options: Options of `apply_async`.
+        Its key is the scenario's name and this one; the task is `work`, `late` or `held` of the app.
         """
         full_name = f"{self.name}/{name}"
         with self._lock:
@@ -376,10 +336,8 @@ class Play:
     def lanes(self, act: Callable[[str, random.Random, int], Any], lanes: int = LANES) -> None:
         """Inject `count` faults in lanes beside each other, each with a key and a seed of its own.
 
-        Args:
-            act: Called with the lane's key, a source of chance and the fault's number. If it answers False,
-                the fault did not strike, and it is called again.
-            lanes: How many beside each other. Defaults to `LANES`.
+        `act` gets the key, a source of chance and the fault's number; if it answers False, the fault did not
+        strike, and it is called again.
         """
 
         def run(lane: int) -> None:
@@ -409,13 +367,11 @@ class Play:
 
     def fail(self, what: str) -> None:
         """Write down a promise that was seen broken while the scenario played."""
-        with self._lock:
-            self.failures.append(f"{self.name}: {what}")
+        self.failures.append(f"{self.name}: {what}")
 
     def recovered(self, seconds: float) -> None:
         """Write down how long a key did not run after a fault."""
-        with self._lock:
-            self.recovery_s.append(seconds)
+        self.recovery_s.append(seconds)
 
     def joined(self, tid: str, since: float, within_s: float) -> None:
         """Wait for the end of a call that joins, which may be the failure of the other."""
@@ -425,11 +381,7 @@ class Play:
             raise AssertionError(f"{tid} ended only {ended['t'] - since:.2f} s after what it waited for died")
 
     def settle(self, queue: str = "q") -> None:
-        """Wait until every task is accounted for, run every key once more, and look at the lock database.
-
-        Args:
-            queue: Where the last calls are sent. Defaults to the rivals' worker.
-        """
+        """Wait until every task is accounted for, run every key once more, and look at the lock database."""
         self._account(set(self._sent))
         closers = {self.send(name.partition("/")[2], 0.0, queue) for name in sorted(set(self._sent.values()))}
         self._account(closers)
@@ -462,11 +414,7 @@ class Play:
 
 
 def find_compiler() -> str:
-    """The C compiler.
-
-    Raises:
-        MissingTool: There is none.
-    """
+    """The C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise MissingTool("a C compiler: install the Debian packages gcc and libc6-dev")
@@ -474,11 +422,7 @@ def find_compiler() -> str:
 
 
 def clock_shim(directory: Path) -> Path:
-    """The library that shifts a process's wall clock, compiled.
-
-    Raises:
-        MissingTool: No C compiler.
-    """
+    """The library that shifts a process's wall clock, compiled."""
     library = directory / "clock_shim.so"
     if not library.exists():
         done = subprocess.run(

@@ -64,12 +64,7 @@ def bite(name: str, mutant: str, seed: int) -> list[str]:
 
 
 def _play(stage: Stage, name: str, count: int) -> Result:
-    """Play one scenario, wait until all is quiet, and check its history.
-
-    Raises:
-        MissingTool: This machine has not got what the scenario needs.
-        BrokenStage: A worker did not start.
-    """
+    """Play one scenario, wait until all is quiet, and check its history."""
     scenario = SCENARIOS[name]
     scenario.check_tools()
     began = time.monotonic()

@@ -33,33 +33,19 @@ _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a soak is made of. Rates are mean seconds between two events; 0 is never.
+    """What a soak is made of. Rates are mean seconds between two events; 0 is never."""
 
-    Attributes:
-        flaw: What is wrong with the lock in every process. Defaults to nothing.
-        processes: Number of processes.
-        proxied: How many of them reach the server by way of the proxy.
-        locks: Number of locks.
-        leases: Leases that each attempt chooses from, in seconds.
-        kill: kill -9 of a process, every other time of a holder.
-        stop: SIGSTOP for 0.3 to 2.5 leases.
-        fault: A connection of the proxy cut, delayed or stalled.
-        flush: SCRIPT FLUSH.
-        full: No memory for up to 0.3 s.
-        forget: The record of a free lock lost.
-    """
-
-    flaw: str = "none"
+    flaw: str = "none"  # what is wrong with the lock in every process
     processes: int = 8
-    proxied: int = 4
+    proxied: int = 4  # of them reach the server by way of the proxy
     locks: int = 3
-    leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)
-    kill: float = 0.25
-    stop: float = 0.2
-    fault: float = 0.1
-    flush: float = 0.25
-    full: float = 3.0
-    forget: float = 0.3
+    leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)  # each attempt chooses one
+    kill: float = 0.25  # kill -9 of a process, every other time of a holder
+    stop: float = 0.2  # SIGSTOP for 0.3 to 2.5 leases
+    fault: float = 0.1  # a connection of the proxy cut, delayed or stalled
+    flush: float = 0.25  # SCRIPT FLUSH
+    full: float = 3.0  # no memory for up to 0.3 s
+    forget: float = 0.3  # the record of a free lock lost
 
 
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
@@ -87,13 +73,7 @@ class _Process:
 
 @dataclass
 class Soak:
-    """One soak on a server of its own.
-
-    Args:
-        scenario: What happens.
-        history: The file to write the history to; must be new.
-        seed: Of the driver's choices. Defaults to 0.
-    """
+    """One soak on a server of its own."""
 
     scenario: Scenario
     history: Path
@@ -102,12 +82,7 @@ class Soak:
     _started: int = 0
 
     def run(self, seconds: float, *, stop_at_violation: bool = False) -> Report:
-        """Soak, then let every process end, acquire each lock once more, and check the history.
-
-        Args:
-            seconds: How long.
-            stop_at_violation: Whether to look at the history while it grows, and end when it is enough.
-        """
+        """Soak, then let every process end, acquire each lock once more, and check the history."""
         self._random = random.Random(self.seed)
         self._notes = History(self.history, _DRIVER)
         self._locks = [f"lock.{number}" for number in range(self.scenario.locks)]

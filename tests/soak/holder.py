@@ -31,27 +31,16 @@ UNMUTATED = 77
 
 @dataclass(frozen=True)
 class Duty:
-    """What one process is to do.
+    """What one process is to do."""
 
-    Attributes:
-        uid: Number of the process, never used twice.
-        port: Where it finds the server, perhaps by way of the proxy.
-        direct: Whether nothing stands between it and the server.
-        locks: Names of the locks that it fights for.
-        leases: Leases that it chooses from, in seconds.
-        history: The file of the history.
-        flaw: What is wrong with its lock.
-        once: Whether it acquires each lock exactly once and ends, to close a soak.
-    """
-
-    uid: int
-    port: int
-    direct: bool
+    uid: int  # never used twice
+    port: int  # of the server, or of the proxy
+    direct: bool  # whether nothing stands between it and the server
     locks: Sequence[str]
     leases: Sequence[float]
     history: Path
     flaw: str = "none"
-    once: bool = False
+    once: bool = False  # whether it acquires each lock exactly once and ends, to close a soak
 
 
 class _Witness:
@@ -198,14 +187,8 @@ class Holder:
         victim = None
         if word == "taken_over" and record:
             dead = record.split("\n")
-            deadline_us, fence_us, since_us = (int(dead[place]) for place in (1, 2, 4))
-            victim = {
-                "token": dead[0],
-                "deadline": deadline_us,
-                "fence": fence_us,
-                "since": since_us,
-                "info": dead[5],
-            }
+            victim = {"token": dead[0], "info": dead[5]}
+            victim |= {"deadline": int(dead[1]), "fence": int(dead[2]), "since": int(dead[4])}
         self._history.note(
             "granted", t=at, lock=asked[0][0], token=asked[1], word=word, since=since, now=int(now),
             deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
