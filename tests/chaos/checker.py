@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
 
@@ -69,24 +70,28 @@ class Life:
         return f"{self.tid} (fence {self.fence}, pid {self.pid}, life {self.id})"
 
 
-def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Report:
-    """Everything that the history shows of one scenario.
+class Seen(NamedTuple):
+    """What there is of one scenario: its tasks, what happened to them, the faults, the bodies in order."""
 
-    Args:
-        records: The history.
-        scenario: The scenario's name.
-        final: Whether it has ended; if not, what may still come is not missed.
-    """
+    sent: dict[str, Record]
+    own: list[Record]
+    faults: list[Record]
+    lives: list[Life]
+
+    def of_name(self, name: str) -> list[Life]:
+        """The bodies of a key."""
+        return [life for life in self.lives if life.name == name]
+
+
+def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Report:
+    """All that the history shows of a scenario; if it is not final, what may still come is not missed."""
     report = Report()
     sent = {r["tid"]: r for r in of_kind(records, "sent") if r["scenario"] == scenario}
     faults = of_kind(records, "kill", "cold", "excuse", "epoch", "gap")
     own = [r for r in records if r.get("tid") in sent]
-    lives = _lives(own, faults)
-    report.counts |= {"tasks": len(sent), "bodies": len(lives)}
-    by_name: dict[str, list[Life]] = defaultdict(list)
-    for life in sorted(lives, key=lambda life: life.start):
-        by_name[life.name].append(life)
-    for of_name in by_name.values():
+    seen = Seen(sent, own, faults, sorted(_lives(own, faults), key=lambda life: life.start))
+    report.counts |= {"tasks": len(sent), "bodies": len(seen.lives)}
+    for of_name in (seen.of_name(name) for name in {life.name for life in seen.lives}):
         by_id = {life.id: life for life in of_name}
         for ms, one, other in overlaps({life.id: life.spans() for life in of_name}):
             report.broken(f"overlap of {ms:.1f} ms: {by_id[one]} and {by_id[other]}")
@@ -94,13 +99,13 @@ def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Re
         _check_ensured(of_name, report)
         _check_recovery(of_name, faults, report, final)
         _measure_hand_over(of_name, own, report)
-    _check_take_overs(own, sent, by_name, report)
-    _check_joined(own, sent, lives, report)
-    _check_run_once(own, sent, lives, report)
+    _check_take_overs(seen, report)
+    _check_joined(seen, report)
+    _check_run_once(seen, report)
     if final:
-        for life in lives:
+        for life in seen.lives:
             _check_end(life, report)
-        _check_tasks(own, sent, faults, lives, report)
+        _check_tasks(seen, report)
     return report
 
 
@@ -248,26 +253,21 @@ def _check_end(life: Life, report: Report) -> None:
             report.broken(f"{life} was not told that its lock was gone")
 
 
-def _check_take_overs(
-    own: Sequence[Record],
-    sent: dict[str, Record],
-    by_name: dict[str, list[Life]],
-    report: Report,
-) -> None:
+def _check_take_overs(seen: Seen, report: Report) -> None:
     """A take-over names the one who held the lock last, and who is dead or was kept from renewing."""
-    for record in of_kind(own, "taken_over"):
-        name, victim = sent[record["tid"]]["name"], record["victim"]
+    for record in of_kind(seen.own, "taken_over"):
+        name, victim = seen.sent[record["tid"]]["name"], record["victim"]
         what = f"{record['tid']} took {name} over from {victim}"
-        dead = [life for life in by_name[name] if life.fence == victim["fence"]]
+        dead = [life for life in seen.of_name(name) if life.fence == victim["fence"]]
         if not dead:
             # It may have been granted to one who died, or never heard of it, before its body began.
-            if sent.get(victim["tid"], {}).get("name") != name:
+            if seen.sent.get(victim["tid"], {}).get("name") != name:
                 report.broken(f"{what}, who never held it")
             continue
         life = dead[0]
         if (life.tid, life.pid, life.worker) != (victim["tid"], victim["pid"], victim["worker"]):
             report.broken(f"{what}, but it was {life}")
-        if any(life.fence < other.fence < record["fence"] for other in by_name[name]):
+        if any(life.fence < other.fence < record["fence"] for other in seen.of_name(name)):
             report.broken(f"{what}, who was not the last")
         if not (life.kill or life.excused or life.epochs or life.doom < _INFINITY):
             report.broken(f"{what}, who was alive and well")
@@ -275,20 +275,14 @@ def _check_take_overs(
             report.broken(f"{what}, who had released it")
 
 
-def _check_tasks(
-    own: Sequence[Record],
-    sent: dict[str, Record],
-    faults: Sequence[Record],
-    lives: Sequence[Life],
-    report: Report,
-) -> None:
+def _check_tasks(seen: Seen, report: Report) -> None:
     """Every task is done, skipped, failed or revoked, or lost with its worker; and as its policy says."""
     of_task: dict[str, list[Record]] = defaultdict(list)
-    for record in own:
+    for record in seen.own:
         of_task[record["tid"]].append(record)
-    disturbed = {life.tid for life in lives if life.excused or life.epochs}
-    killers = of_kind(faults, "kill", "cold")
-    for tid, call in sent.items():
+    disturbed = {life.tid for life in seen.lives if life.excused or life.epochs}
+    killers = of_kind(seen.faults, "kill", "cold")
+    for tid, call in seen.sent.items():
         records = of_task[tid]
         kinds = {record["kind"] for record in records}
         errors = {record["error"] for record in records if record["kind"] == "failed"}
@@ -300,43 +294,37 @@ def _check_tasks(
                 continue
             if error == "LockLost" and tid in disturbed:
                 continue
-            if call["policy"] == "join" and _has_failed_beside(call, error, own, sent):
+            if call["policy"] == "join" and _has_failed_beside(call, error, seen):
                 continue
             text = next(r["text"] for r in records if r.get("error") == error)
             report.broken(f"{tid} failed with {error}: {text}")
+        ends = [end for end in FINAL if end in kinds]
         if skipped:
-            report.counts["skipped"] += 1
-        elif "done" in kinds:
-            report.counts["done"] += 1
-        elif errors:
-            report.counts["failed"] += 1
-        elif "revoked" in kinds:
-            report.counts["revoked"] += 1
-        elif is_lost_with_its_worker(records, killers):
-            report.counts["lost with its worker"] += 1
+            ends = ["skipped"]
+        elif not ends and is_lost_with_its_worker(records, killers):
+            ends = ["lost with its worker"]
+        if ends:
+            report.counts[ends[0]] += 1
         else:
             report.broken(f"{tid} is not accounted for: {sorted(kinds)}")
 
 
-def _has_failed_beside(call: Record, error: str, own: Sequence[Record], sent: dict[str, Record]) -> bool:
+def _has_failed_beside(call: Record, error: str, seen: Seen) -> bool:
     """Whether another call of the key has failed so, for which this one may have waited."""
     return any(
-        record["kind"] == "failed"
-        and record["error"] == error
+        record["error"] == error
         and record["t"] >= call["t"]
         and record["tid"] != call["tid"]
-        and sent[record["tid"]]["name"] == call["name"]
-        for record in own
+        and seen.sent[record["tid"]]["name"] == call["name"]
+        for record in of_kind(seen.own, "failed")
     )
 
 
-def _check_joined(
-    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
-) -> None:
+def _check_joined(seen: Seen, report: Report) -> None:
     """A call that joins ends with what a body of its key returned that ended after the call was sent."""
-    by_id = {life.id: life for life in lives}
-    for record in of_kind(own, "done"):
-        call = sent[record["tid"]]
+    by_id = {life.id: life for life in seen.lives}
+    for record in of_kind(seen.own, "done"):
+        call = seen.sent[record["tid"]]
         if call["policy"] != "join":
             continue
         life = by_id.get(record["result"])
@@ -349,21 +337,21 @@ def _check_joined(
             report.broken(f"{call['tid']} was sent {ago_s:.2f} s after what it joined: {life}")
 
 
-def _check_run_once(
-    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
-) -> None:
+def _check_run_once(seen: Seen, report: Report) -> None:
     """However many messages a call that waits has, it runs to its end once, and ends once."""
     runs: dict[tuple[str, int], list[Life]] = defaultdict(list)
-    for life in lives:
-        if life.end is not None and life.end["why"] == "done" and sent[life.tid]["policy"] in WAITS:
+    for life in seen.lives:
+        if life.end is not None and life.end["why"] == "done" and seen.sent[life.tid]["policy"] in WAITS:
             runs[life.tid, life.retries].append(life)
     for of_call in runs.values():
         first, *more = sorted(of_call, key=lambda life: life.start)
         # What the server has forgotten may run again, and what was not acknowledged before its worker died.
         if more and not (first.epochs or first.excused or first.died_releasing):
             report.broken(f"run twice: {first} and {more[0]}")
-    ends = Counter(r["tid"] for r in of_kind(own, "done", "failed") if sent[r["tid"]]["policy"] in WAITS)
-    disturbed = {life.tid for life in lives if life.harmed}
+    ends = Counter(
+        r["tid"] for r in of_kind(seen.own, "done", "failed") if seen.sent[r["tid"]]["policy"] in WAITS
+    )
+    disturbed = {life.tid for life in seen.lives if life.harmed}
     for tid, count in ends.items():
         if count > 1 and tid not in disturbed:
             report.broken(f"{tid} ended {count} times")

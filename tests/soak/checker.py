@@ -56,12 +56,9 @@ class _Life:
 
 
 def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True) -> Report:
-    """Everything that the history shows.
+    """Everything that the history shows; if it is not final, what may still come is not missed.
 
-    Args:
-        records: The history.
-        final: Whether the soak has ended; if not, what may still come is not missed.
-        awaited: Whether somebody always waits for each lock, so that a take-over must come in time.
+    `awaited` says that somebody always waits for each lock, so that a take-over must come in time.
     """
     report = Report()
     lives = _lives(records, report)

@@ -17,11 +17,9 @@ _MAX_LINE = 4096
 
 
 class History:
-    """Appends records. `CLOCK_MONOTONIC` is the same for every process of one host.
+    """Appends records of a process, whose number is never used twice, as a process id may be.
 
-    Args:
-        path: The file.
-        uid: Number of the writing process; never used twice, as a process id may be.
+    `CLOCK_MONOTONIC` is the same for every process of one host.
     """
 
     def __init__(self, path: Path, uid: int) -> None:
