@@ -77,8 +77,8 @@ def _play(stage: Stage, name: str, count: int) -> Result:
         run.fail(str(error))
     time.sleep(0.05)  # the last records are on their way from the file
     # A flaw that was found already may keep the tasks from ending.
-    found = stage.mutant and run.failures + check(list(stage.log.records), short, final=False).violations
-    if not scenario.own_stage and not found:
+    found = stage.mutant and check(list(stage.log.records), short, final=False).violations
+    if not (scenario.own_stage or found or (stage.mutant and run.failures)):
         run.settle()
         time.sleep(0.05)
     report = check(list(stage.log.records), short, final=not found)
