@@ -1,15 +1,15 @@
 """The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
 
-import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ class Soak:
 
     def _drain(self) -> None:
         self._continue(float("inf"))
-        self._proxy.disarm()
+        self._proxy.arm({})
         for process in self._processes:
             os.kill(process.pid, signal.SIGTERM)
         give_up = time.monotonic() + 10
@@ -255,58 +255,41 @@ class _ProxyProcess:
     """The proxy in a process of its own: its threads must not live in a process that forks."""
 
     def __init__(self, server_port: int, history: Path) -> None:
-        told, self._tell = os.pipe()
-        answered, answer = os.pipe()
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if not self._pid:
-            status = 1
-            try:
-                os.close(self._tell)
-                _serve(server_port, told, answer, History(history, _PROXY))
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(told)
-        os.close(answer)
-        with os.fdopen(answered) as port:
-            self.port = int(port.readline())
+        self._pipe, theirs = Pipe()
+        serve = get_context("fork").Process(target=_serve, args=(server_port, theirs, history), daemon=True)
+        serve.start()
+        self._process = serve
+        self.port: int = self._pipe.recv()
 
     def arm(self, fault: dict[str, Any]) -> None:
-        """Set a fault for one command."""
-        os.write(self._tell, json.dumps(fault).encode() + b"\n")
-
-    def disarm(self) -> None:
-        """Take all faults away that have not struck yet."""
-        os.write(self._tell, b"{}\n")
+        """Set a fault for one command; without an action, take all away that have not struck yet."""
+        self._pipe.send(fault)
 
     def end(self) -> None:
         """End the process, which writes down how often its faults have struck."""
-        if self._pid:
-            with suppress(BrokenPipeError):
-                os.write(self._tell, b"end\n")
-            os.close(self._tell)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join()
 
 
-def _serve(server_port: int, told: int, answer: int, history: History) -> None:
+def _serve(server_port: int, pipe: Connection, history: Path) -> None:
     faults: list[Fault] = []
     parent = os.getppid()
-    with Proxy(server_port) as proxy, os.fdopen(told) as lines:
-        os.write(answer, f"{proxy.port}\n".encode())
-        os.close(answer)
-        for line in lines:
-            if line == "end\n" or os.getppid() != parent:
+    with Proxy(server_port) as proxy:
+        pipe.send(proxy.port)
+        while os.getppid() == parent:
+            if not pipe.poll(_LOOK_EVERY_S):
+                continue
+            wish = pipe.recv()
+            if wish is None:
                 break
-            wish = json.loads(line)
             # No backlog: a fault that found nothing to strike gives way to a new one.
             for fault in faults[:-4] if wish else faults:
                 proxy.disarm(fault)
             if wish:
                 answered = wish.pop("answered", "").encode()
                 faults.append(proxy.arm(wish.pop("action"), answered=answered, **wish))
-        history.note("proxy", struck=sum(fault.struck for fault in faults))
+        History(history, _PROXY).note("proxy", struck=sum(fault.struck for fault in faults))
 
 
 def soak(scenario: Scenario, seconds: float, seed: int = 0, *, stop_at_violation: bool = False) -> Report:
