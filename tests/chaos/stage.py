@@ -22,6 +22,7 @@ import redis
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
+from tests.chaos.nursery import Nursery
 from tests.harness import Worker, wait_until
 from tests.soak.history import History, Record, of_kind
 
@@ -139,6 +140,9 @@ class Stage:
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
         self._use_broker()
+        nursery = Nursery()
+        self._exits.callback(nursery.close)
+        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.popen)})
         self._workers: list[Worker] = []
         self._by_queue: dict[str, Worker] = {}
         self._lock = threading.Lock()
@@ -166,8 +170,10 @@ class Stage:
             "CHAOS_HISTORY": str(self.history), "CHAOS_FLAW": self.mutant, **options.pop("environment", {})
         }  # fmt: skip
         options |= {"queues": queue, "conf": {**where, **(conf or {})}, "environment": environment}
+        # Greenlets and a shifted clock have to be there before anything is imported.
+        whole = options.get("pool") in ("gevent", "eventlet") or "LD_PRELOAD" in environment
         try:
-            worker = Worker(self.directory, "tests.chaos.app", **options)
+            worker = (Worker if whole else self._forked)(self.directory, "tests.chaos.app", **options)
         except AssertionError as error:
             raise BrokenStage(str(error)) from error
         with self._lock:

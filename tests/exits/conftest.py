@@ -84,6 +84,10 @@ class Scene:
         """Let time pass for the lock."""
         pass_time(seconds, self.tasks.work, name or self.quick)
 
+    def lock_words(self, result: Any) -> list[str]:
+        """What happened to a call, in order, but for Celery's "revoked", which comes at any time."""
+        return [word for word in self.journal.words(result.id) if word != "revoked"]
+
     def fences(self, result: Any) -> list[int]:
         """Of all acquisitions of a call, in order."""
         return [entry["fence"] for entry in self.journal.entries(what="acquired", task_id=result.id)]

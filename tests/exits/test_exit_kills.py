@@ -68,7 +68,7 @@ def test_terminate_of_a_greenlet_releases(scene, pool, worker_of):
     held.result.revoke(terminate=True)
     scene.wait_until_free(held.key)
     scene.journal.wait_for("released", task_id=held.result.id)
-    assert scene.journal.words(held.result.id)[:3] == ["acquired", "start", "released"]
+    assert scene.lock_words(held.result)[:3] == ["acquired", "start", "released"]
     assert scene.told(pool) == "return"
     assert "has_ended" not in worker_of(pool).log_text()
 
@@ -82,7 +82,7 @@ def test_terminate_changes_nothing(scene, pool):
     scene.assert_renewed(held.key)
     scene.open()
     scene.journal.wait_for("released", task_id=held.result.id)
-    assert scene.journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
+    assert scene.lock_words(held.result)[:4] == ["acquired", "start", "end", "released"]
 
 
 @pytest.mark.clock  # how soon the lock is free is measured
