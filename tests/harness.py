@@ -73,6 +73,8 @@ class Journal:
 class Worker:
     """A `celery worker` process, started and ready; `conf` goes over the settings of its app."""
 
+    popen: Callable[..., Any] = subprocess.Popen
+
     def __init__(
         self,
         directory: Path,
@@ -93,7 +95,7 @@ class Worker:
             "--without-gossip", "--without-mingle", "--without-heartbeat", *arguments,
         ]  # fmt: skip
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,

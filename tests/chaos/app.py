@@ -1,6 +1,10 @@
-"""The app that chaos workers run: bodies, signals and renewals write to the history."""
+"""The app that chaos workers run: bodies, signals and renewals write to the history.
+
+`CHAOS_HISTORY` is its file, `CHAOS_FLAW` what is wrong with the worker; `Worker(conf=...)` has its settings.
+"""
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -12,8 +16,10 @@ from celery import Celery
 from celery.signals import task_failure, task_postrun, task_received, task_retry, task_revoked
 
 from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
+from celery_setnx import trial as trial_module
 from celery_setnx.lock import Heir, HeldLock
-from tests.chaos import mutants
+from tests.harness import CONF
+from tests.soak import flaws
 from tests.soak.history import History
 
 LEASE_S = 1.5
@@ -22,24 +28,16 @@ WAIT_PACE_S = 2.0
 GAP_S = 0.25
 _STEP_S = 0.01
 
-broker = os.environ.get("CHAOS_BROKER", "redis://127.0.0.1:1/0")
-app = Celery("chaos", broker=broker, backend=broker)
+app = Celery("chaos", broker="redis://127.0.0.1:1/0", backend="redis://127.0.0.1:1/0")
 app.conf.update(
-    setnx_url=os.environ.get("CHAOS_LOCKS", "redis://127.0.0.1:1/0"),
+    setnx_url="redis://127.0.0.1:1/0",
     setnx_prefix="chaos",
     broker_connection_retry_on_startup=True,
-    broker_transport_options={
-        "visibility_timeout": float(os.environ.get("CHAOS_VISIBILITY_S", "3600")),
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    },
     worker_prefetch_multiplier=1,
-    worker_soft_shutdown_timeout=float(os.environ.get("CHAOS_SOFT_SHUTDOWN_S", "0")),
     worker_cancel_long_running_tasks_on_connection_loss=False,
     result_expires=600,
-    setnx_same_host=os.environ.get("CHAOS_SAME_HOST") != "no",
 )
-mutants.apply(os.environ.get("CHAOS_MUTANT", ""), app)
+app.conf.update(json.loads(os.environ.get(CONF, "{}")))
 
 _history = History(Path(os.environ["CHAOS_HISTORY"]), os.getpid()) if "CHAOS_HISTORY" in os.environ else None
 _lives = itertools.count()
@@ -83,54 +81,33 @@ def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
     return life
 
 
-@app.task(
-    base=SingletonTask,
-    bind=True,
-    singleton={
+class Keyed(SingletonTask):
+    """All tasks of this app share one scope."""
+
+    abstract = True
+    singleton = {
         "key": "name",
         "scope": "chaos",
         "lease": LEASE_S,
         "retry_delay": 0.05,
         "retry_delay_max": RETRY_MAX_S,
-    },
-)
+    }
+
+
+@app.task(base=Keyed, bind=True)
 def work(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """The message is acknowledged before the body runs, which is Celery's default."""
     return body(self, name, seconds, deaf)
 
 
-@app.task(
-    base=SingletonTask,
-    bind=True,
-    acks_late=True,
-    reject_on_worker_lost=True,
-    singleton={
-        "key": "name",
-        "scope": "chaos",
-        "lease": LEASE_S,
-        "retry_delay": 0.05,
-        "retry_delay_max": RETRY_MAX_S,
-    },
-)
+@app.task(base=Keyed, bind=True, acks_late=True, reject_on_worker_lost=True)
 def late(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """The message is acknowledged afterwards; a second delivery is short."""
     again = self.request.delivery_info.get("redelivered") or (self.request.headers or {}).get("redelivered")
     return body(self, name, 0.05 if again else seconds, deaf)
 
 
-@app.task(
-    base=SingletonTask,
-    bind=True,
-    singleton={
-        "key": "name",
-        "scope": "chaos",
-        "lease": LEASE_S,
-        "retry_delay": 0.05,
-        "retry_delay_max": RETRY_MAX_S,
-        "hold_on_retry": True,
-        "queue_lease": 60,
-    },
-)
+@app.task(base=Keyed, bind=True, singleton={"hold_on_retry": True, "queue_lease": 60})
 def held(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """It keeps its lock while it waits for its second attempt."""
     result = body(self, name, seconds, deaf)
@@ -142,22 +119,12 @@ def held(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
 
 def _record(word: str) -> Any:
     def receiver(sender: Any, task_id: str, **details: Any) -> None:
-        holder = details.get("holder")
-        victim = {}
+        holder, victim = details.get("holder"), {}
         if holder is not None:
-            victim = {
-                "fence": holder.fence,
-                "tid": holder.task_id,
-                "pid": holder.info.get("pid"),
-                "worker": holder.info.get("worker"),
-            }
-        note(
-            word,
-            tid=task_id,
-            fence=details.get("fence"),
-            victim=victim,
-            reason=str(details.get("reason") or details.get("outcome") or "")[:200],
-        )
+            victim = {name: holder.info.get(name) for name in ("pid", "worker")}
+            victim |= {"fence": holder.fence, "tid": holder.task_id}
+        reason = str(details.get("reason") or details.get("outcome") or "")[:200]
+        note(word, tid=task_id, fence=details.get("fence"), victim=victim, reason=reason)
 
     return receiver
 
@@ -198,19 +165,16 @@ def _note_renewals() -> None:
 
     def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
         renewed(held, before, reply)
-        now = time.monotonic()
-        note(
-            "renewed", tid=held.token.partition("|")[0], fence=held.fence, word=reply[0],
-            began=before, until=now + held.remaining_s(),
-        )  # fmt: skip
+        until = time.monotonic() + held.remaining_s()
+        tid = held.token.partition("|")[0]
+        note("renewed", tid=tid, fence=held.fence, word=reply[0], began=before, until=until)
 
-    HeldLock._renewed = noted  # type: ignore[method-assign]
+    HeldLock._renewed = noted
 
 
-def _die_before_waking() -> None:
+def _die_before_waking(order: Path) -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
-    order = Path(os.environ["CHAOS_DIES_BEFORE_WAKING"])
-    wake = run.wake  # type: ignore[attr-defined]
+    wake = run.wake
 
     def dies(app: Celery, heir: Heir | None, key: str) -> None:
         if heir is not None and order.exists():
@@ -219,9 +183,15 @@ def _die_before_waking() -> None:
             os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
         wake(app, heir, key)
 
-    run.wake = dies  # type: ignore[attr-defined]
+    run.wake = dies
 
 
+if os.environ.get("CHAOS_FLAW"):
+    # A flaw of the lease must not be hidden by what frees a dead holder's lock sooner.
+    app.conf.setnx_same_host = False
+    # Nor found before the first task: it is the scenario's to find.
+    trial_module.LockServerCheck.start = lambda *_arguments: None
+    flaws.seed(os.environ["CHAOS_FLAW"])
 _note_renewals()
 if "CHAOS_DIES_BEFORE_WAKING" in os.environ:
-    _die_before_waking()
+    _die_before_waking(Path(os.environ["CHAOS_DIES_BEFORE_WAKING"]))

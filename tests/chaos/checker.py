@@ -1,40 +1,24 @@
 """The offline checker: what the history of one scenario says of the promises."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from typing import NamedTuple
 
-from tests.soak.history import Record
+from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
 
 SLACK_S = 1.0
 POLL_S = 0.2
 FINAL = ("done", "failed", "revoked")
-# The worker's parent frees what a dead child held: a median above this is a violation. None only reports it.
-CHILD_KILL_MEDIAN_S: float | None = 1.0
+WAITS = ("wait", "join")
+# The worker's parent frees what a dead child held: a median above this is a violation.
+CHILD_KILL_MEDIAN_S = 1.0
 # A wake-up is a message: if the next in line begins later than this in the median, its courier has woken it.
 CHILD_KILL_HAND_OVER_S = 0.3
 # How a task may fail when its process, its time or its lock is taken from it.
 _DOCUMENTED = ("WorkerLostError", "Terminated", "TimeLimitExceeded", "SoftTimeLimitExceeded", "SystemExit")
 _INFINITY = float("inf")
-
-
-@dataclass
-class Report:
-    """What was counted, and what was broken."""
-
-    violations: list[str] = field(default_factory=list)
-    recovery_s: list[float] = field(default_factory=list)
-    hand_over_s: list[float] = field(default_factory=list)
-    lives: int = 0
-    tasks: int = 0
-    ends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-
-def median_and_max(seconds: Sequence[float]) -> tuple[str, str]:
-    """In seconds, as text."""
-    return (f"{median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")
 
 
 @dataclass
@@ -70,47 +54,58 @@ class Life:
         killed = self.kill["before"] if self.kill else _INFINITY
         return max(self.start, min(killed, self.doom))
 
-    def spans(self) -> list[tuple[float, float]]:
+    @property
+    def harmed(self) -> bool:
+        """Whether a fault has touched it."""
+        return bool(self.excused or self.epochs or self.kill or self.died_releasing)
+
+    def spans(self) -> list[Span]:
         """When nobody else may live: all its life, or what its deadlines cover if it could not renew."""
-        cut = min((epoch["since"] for epoch in self.epochs), default=_INFINITY)
-        last = min(self.last, cut)
-        if not self.excused:
-            return [(self.start, last)] if self.start < last else []
-        spans = [[self.start, self.until]]
-        for renewal in self.renewals:
-            if renewal["word"] not in ("renewed", "repaired"):
-                break
-            if renewal["began"] > spans[-1][1]:
-                spans.append([renewal["t"], renewal["until"]])
-            else:
-                spans[-1][1] = max(spans[-1][1], renewal["until"])
-        return [(begin, min(until, last)) for begin, until in spans if begin < min(until, last)]
+        last = min(self.last, *(epoch["since"] for epoch in self.epochs), _INFINITY)
+        if self.excused:
+            return entitled(self.start, self.until, self.renewals, last)
+        return [(self.start, last)] if self.start < last else []
+
+    def __str__(self) -> str:
+        return f"{self.tid} (fence {self.fence}, pid {self.pid}, life {self.id})"
 
 
-def check(records: Sequence[Record], scenario: str) -> Report:
-    """Everything that the history shows of one scenario."""
+class Seen(NamedTuple):
+    """What there is of one scenario: its tasks, what happened to them, the faults, the bodies in order."""
+
+    sent: dict[str, Record]
+    own: list[Record]
+    faults: list[Record]
+    lives: list[Life]
+
+    def of_name(self, name: str) -> list[Life]:
+        """The bodies of a key."""
+        return [life for life in self.lives if life.name == name]
+
+
+def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Report:
+    """All that the history shows of a scenario; if it is not final, what may still come is not missed."""
     report = Report()
-    sent = {r["tid"]: r for r in records if r["kind"] == "sent" and r["scenario"] == scenario}
-    faults = [r for r in records if r["kind"] in ("kill", "cold", "excuse", "epoch", "gap")]
+    sent = {r["tid"]: r for r in of_kind(records, "sent") if r["scenario"] == scenario}
+    faults = of_kind(records, "kill", "cold", "excuse", "epoch", "gap")
     own = [r for r in records if r.get("tid") in sent]
-    lives = _lives(own, faults)
-    report.tasks, report.lives = len(sent), len(lives)
-    by_name: dict[str, list[Life]] = defaultdict(list)
-    for life in sorted(lives, key=lambda life: life.start):
-        by_name[life.name].append(life)
-    for of_name in by_name.values():
-        _check_overlap(of_name, report)
+    seen = Seen(sent, own, faults, sorted(_lives(own, faults), key=lambda life: life.start))
+    report.counts |= {"tasks": len(sent), "bodies": len(seen.lives)}
+    for of_name in (seen.of_name(name) for name in {life.name for life in seen.lives}):
+        by_id = {life.id: life for life in of_name}
+        for ms, one, other in overlaps({life.id: life.spans() for life in of_name}):
+            report.broken(f"overlap of {ms:.1f} ms: {by_id[one]} and {by_id[other]}")
         _check_fences(of_name, report)
         _check_ensured(of_name, report)
-        _check_recovery(of_name, faults, report)
-    for life in lives:
-        _check_end(life, report)
-    _check_take_overs(own, sent, by_name, report)
-    _check_tasks(own, sent, faults, lives, report)
-    _check_joined(own, sent, lives, report)
-    _check_run_once(own, sent, lives, report)
-    for of_name in by_name.values():
+        _check_recovery(of_name, faults, report, final)
         _measure_hand_over(of_name, own, report)
+    _check_take_overs(seen, report)
+    _check_joined(seen, report)
+    _check_run_once(seen, report)
+    if final:
+        for life in seen.lives:
+            _check_end(life, report)
+        _check_tasks(seen, report)
     return report
 
 
@@ -120,11 +115,9 @@ def is_lost_with_its_worker(of_task: Sequence[Record], faults: Iterable[Record])
     if not of_task or any(record.get("task") == "late" for record in of_task):
         return False
     # What waits in line has a courier until it has its lock.
-    if [record["kind"] for record in of_task if record["kind"] in ("waiting", "acquired")][-1:] == [
-        "waiting"
-    ]:
+    if any(record["kind"] == "waiting" for record in of_kind(of_task, "waiting", "acquired")[-1:]):
         return False
-    received = [record for record in of_task if record["kind"] == "received"]
+    received = of_kind(of_task, "received")
     last = of_task[-1]["t"]
     workers = {received[-1]["worker"]} if received else set()
     return any(fault.get("victim_worker") in workers and fault["t"] > last - 0.5 for fault in faults)
@@ -203,27 +196,13 @@ def _meet(life: Life, since: float, until: float) -> bool:
     return since <= life.last and until + life.lease >= life.start
 
 
-def _check_overlap(lives: list[Life], report: Report) -> None:
-    """No two live bodies of one key."""
-    spans = sorted((begin, end, life.id) for life in lives for begin, end in life.spans())
-    by_id = {life.id: life for life in lives}
-    last_end, last = 0.0, ""
-    for begin, end, life in spans:
-        if begin < last_end and life != last:
-            ms = (min(end, last_end) - begin) * 1000
-            pair = f"{_who(by_id[life])} and {_who(by_id[last])}"
-            report.violations.append(f"overlap of {ms:.1f} ms: {pair}")
-        if end > last_end:
-            last_end, last = end, life
-
-
 def _check_fences(lives: list[Life], report: Report) -> None:
     """Fences strictly rise, in the order of the bodies that were entitled when they began."""
     entitled = [life for life in lives if life.start < life.until or not life.excused]
     for older, newer in pairwise(entitled):
         resumed = newer.fence == older.fence and newer.tid == older.tid and older.resumed_at
         if newer.fence <= older.fence and not resumed:
-            report.violations.append(f"the fence does not rise: {_who(older)}, then {_who(newer)}")
+            report.broken(f"the fence does not rise: {older}, then {newer}")
 
 
 def _check_ensured(lives: list[Life], report: Report) -> None:
@@ -234,11 +213,11 @@ def _check_ensured(lives: list[Life], report: Report) -> None:
             continue
         for other in lives:
             if other.fence > life.fence and other.start < ensured:
-                report.violations.append(f"{_who(life)} was told that it holds the lock beside {_who(other)}")
+                report.broken(f"{life} was told that it holds the lock beside {other}")
                 break
 
 
-def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report) -> None:
+def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report, final: bool) -> None:
     """A dead holder's key runs again within its lease, plus a poll, plus a second."""
     for number, life in enumerate(lives):
         if life.kill is None or life.lost is not None or not life.kill.get("waiter"):
@@ -246,187 +225,144 @@ def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report)
         killed = life.kill["before"]
         later = [other for other in lives[number + 1 :] if other.start > killed]
         if not later:
-            report.violations.append(f"nobody ran after {_who(life)} was killed")
+            if final:
+                report.broken(f"nobody ran after {life} was killed")
             continue
         took = later[0].start - killed
         report.recovery_s.append(took)
-        paused = sum(
-            max(0.0, min(fault.get("until", fault["t"]), later[0].start) - max(fault["since"], killed))
-            for fault in faults
-            if fault["kind"] in ("gap", "excuse")
-            and (fault.get("life") == "driver" or (fault["kind"] == "excuse" and not fault["of_worker"]))
-        )
-        if took - paused > life.lease + SLACK_S + POLL_S:
-            report.violations.append(f"the key ran again only {took:.2f} s after {_who(life)} was killed")
+        pauses = [(r["since"], r["t"]) for r in of_kind(faults, "gap") if r["life"] == "driver"]
+        pauses += [(r["since"], r["until"]) for r in of_kind(faults, "excuse") if not r["of_worker"]]
+        if took - paused(pauses, killed, later[0].start) > life.lease + SLACK_S + POLL_S:
+            report.broken(f"the key ran again only {took:.2f} s after {life} was killed")
 
 
 def _check_end(life: Life, report: Report) -> None:
     """A body that ends releases its lock; one that is not kept from renewing does not lose it."""
     if life.end is None and life.kill is None and life.doom == _INFINITY:
-        report.violations.append(f"{_who(life)} vanished")
+        report.broken(f"{life} vanished")
     if life.lost is not None and not life.excused and not life.epochs:
-        report.violations.append(f"{_who(life)} lost its lock: {life.lost['reason']}")
+        report.broken(f"{life} lost its lock: {life.lost['reason']}")
     if life.end and life.end["why"] == "lost" and life.lost is None:
-        report.violations.append(f"{_who(life)} was told that its lock is lost, but no signal was sent")
-    harmed = life.excused or life.epochs or life.kill or life.died_releasing or life.doom < _INFINITY
+        report.broken(f"{life} was told that its lock is lost, but no signal was sent")
+    harmed = life.harmed or life.doom < _INFINITY
     if life.end is not None and not harmed and not life.released and life.lost is None:
-        report.violations.append(f"{_who(life)} ended and released nothing")
+        report.broken(f"{life} ended and released nothing")
     for epoch in life.epochs:
         told_by = epoch["until"] + life.lease + SLACK_S
         if life.last > told_by and life.last < _INFINITY and (life.lost is None or life.lost["t"] > told_by):
-            report.violations.append(f"{_who(life)} was not told that its lock was gone")
+            report.broken(f"{life} was not told that its lock was gone")
 
 
-def _check_take_overs(
-    own: Sequence[Record],
-    sent: dict[str, Record],
-    by_name: dict[str, list[Life]],
-    report: Report,
-) -> None:
+def _check_take_overs(seen: Seen, report: Report) -> None:
     """A take-over names the one who held the lock last, and who is dead or was kept from renewing."""
-    for record in own:
-        if record["kind"] != "taken_over":
-            continue
-        name, victim = sent[record["tid"]]["name"], record["victim"]
+    for record in of_kind(seen.own, "taken_over"):
+        name, victim = seen.sent[record["tid"]]["name"], record["victim"]
         what = f"{record['tid']} took {name} over from {victim}"
-        dead = [life for life in by_name[name] if life.fence == victim["fence"]]
+        dead = [life for life in seen.of_name(name) if life.fence == victim["fence"]]
         if not dead:
             # It may have been granted to one who died, or never heard of it, before its body began.
-            if sent.get(victim["tid"], {}).get("name") != name:
-                report.violations.append(f"{what}, who never held it")
+            if seen.sent.get(victim["tid"], {}).get("name") != name:
+                report.broken(f"{what}, who never held it")
             continue
         life = dead[0]
         if (life.tid, life.pid, life.worker) != (victim["tid"], victim["pid"], victim["worker"]):
-            report.violations.append(f"{what}, but it was {_who(life)}")
-        if any(life.fence < other.fence < record["fence"] for other in by_name[name]):
-            report.violations.append(f"{what}, who was not the last")
+            report.broken(f"{what}, but it was {life}")
+        if any(life.fence < other.fence < record["fence"] for other in seen.of_name(name)):
+            report.broken(f"{what}, who was not the last")
         if not (life.kill or life.excused or life.epochs or life.doom < _INFINITY):
-            report.violations.append(f"{what}, who was alive and well")
+            report.broken(f"{what}, who was alive and well")
         elif life.released and life.kill is None:
-            report.violations.append(f"{what}, who had released it")
+            report.broken(f"{what}, who had released it")
 
 
-def _check_tasks(
-    own: Sequence[Record],
-    sent: dict[str, Record],
-    faults: Sequence[Record],
-    lives: Sequence[Life],
-    report: Report,
-) -> None:
+def _check_tasks(seen: Seen, report: Report) -> None:
     """Every task is done, skipped, failed or revoked, or lost with its worker; and as its policy says."""
     of_task: dict[str, list[Record]] = defaultdict(list)
-    for record in own:
+    for record in seen.own:
         of_task[record["tid"]].append(record)
-    disturbed = {life.tid for life in lives if life.excused or life.epochs}
-    killers = [fault for fault in faults if fault["kind"] in ("kill", "cold")]
-    for tid, call in sent.items():
+    disturbed = {life.tid for life in seen.lives if life.excused or life.epochs}
+    killers = of_kind(seen.faults, "kill", "cold")
+    for tid, call in seen.sent.items():
         records = of_task[tid]
         kinds = {record["kind"] for record in records}
         errors = {record["error"] for record in records if record["kind"] == "failed"}
         skipped = any(record.get("skipped") for record in records)
         if skipped and call["policy"] != "skip":
-            report.violations.append(f"{tid} was skipped, though its policy is {call['policy']}")
+            report.broken(f"{tid} was skipped, though its policy is {call['policy']}")
         for error in errors - set(_DOCUMENTED):
             if error == "AlreadyRunning" and call["policy"] == "raise":
                 continue
             if error == "LockLost" and tid in disturbed:
                 continue
-            if call["policy"] == "join" and _has_failed_beside(call, error, own, sent):
+            if call["policy"] == "join" and _has_failed_beside(call, error, seen):
                 continue
             text = next(r["text"] for r in records if r.get("error") == error)
-            report.violations.append(f"{tid} failed with {error}: {text}")
+            report.broken(f"{tid} failed with {error}: {text}")
+        ends = [end for end in FINAL if end in kinds]
         if skipped:
-            report.ends["skipped"] += 1
-        elif "done" in kinds:
-            report.ends["done"] += 1
-        elif errors:
-            report.ends["failed"] += 1
-        elif "revoked" in kinds:
-            report.ends["revoked"] += 1
-        elif is_lost_with_its_worker(records, killers):
-            report.ends["lost with its worker"] += 1
+            ends = ["skipped"]
+        elif not ends and is_lost_with_its_worker(records, killers):
+            ends = ["lost with its worker"]
+        if ends:
+            report.counts[ends[0]] += 1
         else:
-            report.violations.append(f"{tid} is not accounted for: {sorted(kinds)}")
+            report.broken(f"{tid} is not accounted for: {sorted(kinds)}")
 
 
-def _has_failed_beside(call: Record, error: str, own: Sequence[Record], sent: dict[str, Record]) -> bool:
+def _has_failed_beside(call: Record, error: str, seen: Seen) -> bool:
     """Whether another call of the key has failed so, for which this one may have waited."""
     return any(
-        record["kind"] == "failed"
-        and record["error"] == error
+        record["error"] == error
         and record["t"] >= call["t"]
         and record["tid"] != call["tid"]
-        and sent[record["tid"]]["name"] == call["name"]
-        for record in own
+        and seen.sent[record["tid"]]["name"] == call["name"]
+        for record in of_kind(seen.own, "failed")
     )
 
 
-def _check_joined(
-    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
-) -> None:
+def _check_joined(seen: Seen, report: Report) -> None:
     """A call that joins ends with what a body of its key returned that ended after the call was sent."""
-    by_id = {life.id: life for life in lives}
-    for record in own:
-        call = sent[record["tid"]]
-        if record["kind"] != "done" or call["policy"] != "join":
+    by_id = {life.id: life for life in seen.lives}
+    for record in of_kind(seen.own, "done"):
+        call = seen.sent[record["tid"]]
+        if call["policy"] != "join":
             continue
         life = by_id.get(record["result"])
         if life is None or life.end is None or life.end["why"] != "done":
-            report.violations.append(f"{call['tid']} ended with {record['result']!r}, which no body returned")
+            report.broken(f"{call['tid']} ended with {record['result']!r}, which no body returned")
         elif life.name != call["name"]:
-            report.violations.append(f"{call['tid']} ended with the result of another key: {_who(life)}")
+            report.broken(f"{call['tid']} ended with the result of another key: {life}")
         elif life.end["t"] < call["t"]:
             ago_s = call["t"] - life.end["t"]
-            report.violations.append(
-                f"{call['tid']} was sent {ago_s:.2f} s after what it joined: {_who(life)}"
-            )
+            report.broken(f"{call['tid']} was sent {ago_s:.2f} s after what it joined: {life}")
 
 
-def _check_run_once(
-    own: Sequence[Record], sent: dict[str, Record], lives: Sequence[Life], report: Report
-) -> None:
+def _check_run_once(seen: Seen, report: Report) -> None:
     """However many messages a call that waits has, it runs to its end once, and ends once."""
     runs: dict[tuple[str, int], list[Life]] = defaultdict(list)
-    for life in lives:
-        if (
-            life.end is not None
-            and life.end["why"] == "done"
-            and sent[life.tid]["policy"] in ("wait", "join")
-        ):
+    for life in seen.lives:
+        if life.end is not None and life.end["why"] == "done" and seen.sent[life.tid]["policy"] in WAITS:
             runs[life.tid, life.retries].append(life)
     for of_call in runs.values():
         first, *more = sorted(of_call, key=lambda life: life.start)
         # What the server has forgotten may run again, and what was not acknowledged before its worker died.
         if more and not (first.epochs or first.excused or first.died_releasing):
-            report.violations.append(f"run twice: {_who(first)} and {_who(more[0])}")
-    ends: dict[str, int] = defaultdict(int)
-    for record in own:
-        if record["kind"] in ("done", "failed") and sent[record["tid"]]["policy"] in ("wait", "join"):
-            ends[record["tid"]] += 1
-    disturbed = {
-        life.tid for life in lives if life.excused or life.epochs or life.kill or life.died_releasing
-    }
+            report.broken(f"run twice: {first} and {more[0]}")
+    ends = Counter(
+        r["tid"] for r in of_kind(seen.own, "done", "failed") if seen.sent[r["tid"]]["policy"] in WAITS
+    )
+    disturbed = {life.tid for life in seen.lives if life.harmed}
     for tid, count in ends.items():
         if count > 1 and tid not in disturbed:
-            report.violations.append(f"{tid} ended {count} times")
+            report.broken(f"{tid} ended {count} times")
 
 
 def _measure_hand_over(lives: Sequence[Life], own: Sequence[Record], report: Report) -> None:
     """From the release by one who lived to the next body, which has waited in line."""
-    woken = {record["tid"] for record in own if record["kind"] == "woken"}
-    waiting: dict[str, float] = {}
-    for record in own:
-        if record["kind"] == "waiting":
-            waiting.setdefault(record["tid"], record["t"])
+    woken = {record["tid"] for record in of_kind(own, "woken")}
+    waiting = {record["tid"]: record["t"] for record in reversed(of_kind(own, "waiting"))}
     for life, heir in pairwise(lives):
-        harmed = (
-            life.kill or life.excused or life.epochs or life.died_releasing or heir.epochs or heir.excused
-        )
-        if harmed or life.end is None or heir.tid not in woken:
+        if life.harmed or heir.epochs or heir.excused or life.end is None or heir.tid not in woken:
             continue
         if waiting.get(heir.tid, _INFINITY) < life.end["t"]:
             report.hand_over_s.append(heir.start - life.end["t"])
-
-
-def _who(life: Life) -> str:
-    return f"{life.tid} (fence {life.fence}, pid {life.pid}, life {life.id})"

@@ -8,52 +8,43 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from celery_setnx.process import has_ended
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
-from tests.chaos.checker import POLL_S, SLACK_S
-from tests.chaos.stage import MissingTool, Play, Stage, clock_shim, find_compiler
+from tests.chaos.checker import POLL_S, SLACK_S, WAITS
+from tests.chaos.stage import LANES, LONG_S, MissingTool, Play, Stage, clock_shim, find_compiler
 from tests.harness import wait_until
 from tests.proxy import Proxy
 
-LONG_S = 30.0
 # A call that joins asks for a result that does not come for 6.4 s, and then runs itself.
 JOIN_S = 9.0
+_ALL = (*WAITS, "retry")
+_VISIBILITY = {"visibility_timeout": 4, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+_IMPATIENT: dict[str, Any] = {"conf": {"broker_transport_options": _VISIBILITY}}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of fault.
-
-    Attributes:
-        play: Injects it.
-        ci: How many times in CI.
-        full: How many times in a full run.
-        mutants: The flaws that it must catch.
-        policies: What rivals do at a conflict, in turn.
-        teeth: How many times with a flaw.
-        own_stage: Whether its tasks are settled on a lock server of its own.
-        needs: Programs and Python packages without which it cannot play.
-    """
+    """One kind of fault."""
 
     play: Callable[[Play], None]
-    ci: int
-    full: int
-    mutants: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("retry",)
-    teeth: int = 4
-    own_stage: bool = False
-    needs: tuple[str, ...] = ()
+    ci: int  # how many times in CI
+    full: int  # how many times in a full run
+    mutants: tuple[str, ...] = ()  # the flaws that it must catch
+    policies: tuple[str, ...] = ("retry",)  # what rivals do at a conflict, in turn
+    teeth: int = 4  # how many times with a flaw
+    company: tuple[str, ...] = ("va", "vb", "q")  # the shared workers that it needs
+    own_stage: bool = False  # whether its tasks are settled on a lock server of its own
+    needs: tuple[str, ...] = ()  # programs and packages without which it cannot play
 
     def check_tools(self) -> None:
-        """Find out whether it can play.
-
-        Raises:
-            MissingTool: It cannot, for want of what the message names.
-        """
+        """Find out whether it can play."""
         for name in self.needs:
             if name == "cc":
                 find_compiler()
@@ -61,57 +52,70 @@ class Scenario:
                 raise MissingTool(f"the Python package {name}: pip install {name}")
 
 
-def child_kill(play: Play) -> None:
+def in_lanes(lanes: int = LANES) -> Callable[[Callable[..., Any]], Callable[[Play], None]]:
+    """A scenario made of one fault, which is injected in lanes beside each other; see `Play.lanes`."""
+
+    def scenario(act: Callable[..., Any]) -> Callable[[Play], None]:
+        @wraps(act)
+        def play_all(play: Play) -> None:
+            play.lanes(lambda *of_lane: act(play, *of_lane), lanes)
+
+        return play_all
+
+    return scenario
+
+
+def victims(chance: random.Random) -> str:
+    """The queue of one of the workers whose tasks come to harm."""
+    return chance.choice(["va", "vb"])
+
+
+def rivals(chance: random.Random) -> str:
+    """The queue of a worker on the same host, or of one that proves nobody dead."""
+    return chance.choice(["q", "remote"])
+
+
+@in_lanes()
+def child_kill(play: Play, key: str, chance: random.Random, number: int) -> None:
     """kill -9 of a pool process in mid-task: early and late acknowledgement, rivals waiting."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        task = "late" if number % 3 == 2 else "work"
-        victim = play.send(key, LONG_S, chance.choice(["va", "vb"]), task=task, lease=1.0)
-        start = stage.log.wait(victim, "start")
-        play.crowd(key, chance)
-        policy = play.policy(number)
-        waiter = play.send(key, 0.05, chance.choice(["q", "remote"]), policy=policy, lease=1.0)
-        stage.log.wait(waiter, "conflict", "start")
-        # Somewhere in the lease, and now and then in the middle of a renewal.
-        time.sleep(chance.uniform(0, 0.4))
-        if policy != "join":
-            stage.kill_child(start["pid"], waiter)
-            stage.log.wait(waiter, "done")
-            return
-        before = time.monotonic()
-        stage.kill_child(start["pid"])
+    task = "late" if number % 3 == 2 else "work"
+    _, start = play.holder(key, queue=victims(chance), task=task, lease=1.0)
+    play.crowd(key, chance)
+    policy = play.policy(number)
+    waiter = play.waiter(key, 0.05, rivals(chance), "conflict", "start", policy=policy, lease=1.0)
+    # Somewhere in the lease, and now and then in the middle of a renewal.
+    time.sleep(chance.uniform(0, 0.4))
+    before = time.monotonic()
+    play.stage.kill_child(start["pid"], waiter if policy != "join" else "")
+    if policy == "join":
         play.joined(waiter, since=before, within_s=1.0 + JOIN_S)
-
-    play.lanes(act)
+    else:
+        play.all_done(waiter)
 
 
 def worker_kill(play: Play) -> None:
     """kill -9 of a whole worker in mid-task; what it had not acknowledged is delivered again."""
     stage = play.stage
-    stage.company()
-    environment = {"CHAOS_VISIBILITY_S": "4"}
+
+    def queue_of(key: str) -> str:
+        return f"killed-{play.policy(0)}-{key}"
 
     def act(key: str, _chance: random.Random, number: int) -> None:
-        queue = f"killed-{play.policy(0)}-{key}"
-        policy = play.policy(number)
-        doomed = stage.worker(queue, concurrency=2, environment=environment)
+        queue, late_key = queue_of(key), f"{key}-late"
+        lasting = {"policy": play.policy(number), "lease": 1.0}
+        doomed = stage.worker(queue, concurrency=2, **_IMPATIENT)
         early = play.send(key, LONG_S, queue, lease=1.0)
-        late = play.send(f"{key}-late", LONG_S, queue, task="late", lease=1.0)
-        stage.log.wait(early, "start")
-        stage.log.wait(late, "start")
-        waiter = play.send(key, 0.05, "remote", policy=policy, lease=1.0)
-        late_waiter = play.send(f"{key}-late", 0.05, "q", policy=policy, lease=1.0)
-        stage.log.wait(waiter, "conflict", "start")
-        stage.log.wait(late_waiter, "conflict", "start")
-        stage.kill_worker(doomed, waiter if policy != "join" else "")
-        stage.log.wait(waiter, "done")
-        stage.log.wait(late_waiter, "done")
+        late, _ = play.holder(late_key, queue=queue, task="late", lease=1.0)
+        play.wait(early, "start")
+        waiters = [play.send(key, 0.05, "remote", **lasting), play.send(late_key, 0.05, "q", **lasting)]
+        for waiter in waiters:
+            play.wait(waiter, "conflict", "start")
+        stage.kill_worker(doomed, waiters[0] if play.policy(number) != "join" else "")
+        play.all_done(*waiters)
         if number < 2:
             # The message comes back to the next worker of the queue.
-            heir = stage.worker(queue, concurrency=2, environment=environment)
-            stage.log.wait(late, "done")
+            heir = stage.worker(queue, concurrency=2, **_IMPATIENT)
+            play.all_done(late)
             heir.stop()
         else:
             orphans.append(late)
@@ -119,85 +123,58 @@ def worker_kill(play: Play) -> None:
     orphans: list[str] = []
     play.lanes(act, lanes=2)
     if orphans:
-        queues = [f"killed-{play.policy(0)}-k{lane}" for lane in range(2)]
-        heirs = stage.workers(**{queue: {"environment": environment} for queue in queues})
-        for late in orphans:
-            stage.log.wait(late, "done", patience=1.5)
+        heirs = stage.workers(**{queue_of(f"k{lane}"): _IMPATIENT for lane in range(2)})
+        play.all_done(*orphans, patience=1.5)
         for heir in heirs.values():
             heir.stop()
 
 
-def killed_between_attempts(play: Play) -> None:
+@in_lanes(2)
+def killed_between_attempts(play: Play, key: str, _chance: random.Random, number: int) -> None:
     """kill -9 of the worker in which a retry waits: its lock is held until it has come back and ended."""
-    stage = play.stage
-    stage.company()
-    environment = {"CHAOS_VISIBILITY_S": "4"}
-
-    def act(key: str, _chance: random.Random, number: int) -> None:
-        queue = f"between-{key}"
-        doomed = stage.worker(queue, concurrency=1, environment=environment)
-        victim = play.send(key, 0.1, queue, task="held")
-        first = stage.log.wait(victim, "start")
-        waiter = play.send(key, 0.1, policy=play.policy(number))
-        retry = stage.log.wait(victim, "holds")
-        stage.log.wait(victim, "received", after=retry["t"])
-        stage.log.wait(victim, "released", after=retry["t"])
-        stage.kill_worker(doomed)
-        heir = stage.worker(queue, concurrency=1, environment=environment)
-        second = stage.log.wait(victim, "start", after=first["t"])
-        if second["fence"] != first["fence"]:
-            raise AssertionError(f"{victim} came back with another fence")
-        stage.log.wait(waiter, "done")
-        heir.stop()
-
-    play.lanes(act, lanes=2)
+    stage, queue = play.stage, f"between-{key}"
+    doomed = stage.worker(queue, concurrency=1, **_IMPATIENT)
+    victim, first = play.holder(key, 0.1, queue, task="held")
+    waiter = play.send(key, 0.1, policy=play.policy(number))
+    retry = play.wait(victim, "holds")
+    play.wait(victim, "received", after=retry["t"])
+    play.wait(victim, "released", after=retry["t"])
+    stage.kill_worker(doomed)
+    heir = stage.worker(queue, concurrency=1, **_IMPATIENT)
+    second = play.wait(victim, "start", after=first["t"])
+    if second["fence"] != first["fence"]:
+        raise AssertionError(f"{victim} came back with another fence")
+    play.all_done(waiter)
+    heir.stop()
 
 
-def stopped_holder(play: Play) -> None:
+@in_lanes()
+def stopped_holder(play: Play, key: str, chance: random.Random, number: int) -> None:
     """SIGSTOP of a holder past its lease, then SIGCONT while the next holder is at work and others wait."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        policy = play.policy(number)
-        victim = play.send(key, LONG_S, chance.choice(["va", "vb"]), lease=1.0)
-        start = stage.log.wait(victim, "start")
-        rival = play.send(key, 1.5, policy=policy, lease=1.0)
-        stage.log.wait(rival, "conflict")
-        with stage.excused(pid=start["pid"]):
-            stopped = time.monotonic()
-            os.kill(start["pid"], signal.SIGSTOP)
-            try:
-                taken = stage.log.wait(rival, "start")
-                play.recovered(taken["t"] - stopped)
-                third = play.send(key, 0.3, policy=policy, lease=1.0)
-                stage.log.wait(third, "conflict", "start")
-                time.sleep(chance.uniform(0, 0.4))
-            finally:
-                os.kill(start["pid"], signal.SIGCONT)
-            woken = time.monotonic()
-        stage.log.wait(victim, "failed", "done")
-        stage.log.wait(third, "done")
-        if taken["t"] > woken:
-            raise AssertionError(f"{rival} began only when {victim} was woken")
-
-    play.lanes(act)
+    policy = play.policy(number)
+    victim, start = play.holder(key, queue=victims(chance), lease=1.0)
+    rival = play.waiter(key, 1.5, policy=policy, lease=1.0)
+    with play.stage.stopped(start["pid"]) as stopped:
+        taken = play.wait(rival, "start")
+        play.recovered(taken["t"] - stopped)
+        third = play.waiter(key, 0.3, "q", "conflict", "start", policy=policy, lease=1.0)
+        time.sleep(chance.uniform(0, 0.4))
+    play.wait(victim, "failed", "done")
+    play.all_done(third)
 
 
 def server_kill(play: Play) -> None:
     """kill -9 of the lock server and an empty restart, the broker living on; then exclusion holds again."""
-    stage = play.stage
-    stage.company()
+    stage, keys = play.stage, ("k0", "k1", "k2")
     for number in range(play.count):
         chance = random.Random(f"{stage.seed}/{play.name}/{number}")
-        keys = [f"k{lane}" for lane in range(3)]
-        holders = {key: play.send(key, 3.0, chance.choice(["va", "vb"])) for key in keys}
+        holders = {key: play.send(key, 3.0, victims(chance)) for key in keys}
         for holder in holders.values():
-            stage.log.wait(holder, "start")
+            play.wait(holder, "start")
         policy = play.policy(number)
         waiters = {key: [play.send(key, 0.3, policy=policy) for _ in range(2)] for key in keys}
         for key in keys:
-            stage.log.wait(waiters[key][0], "conflict")
+            play.wait(waiters[key][0], "conflict")
         down = time.monotonic()
         with stage.excused(), stage.data_lost():
             stage.locks.stop()
@@ -206,19 +183,17 @@ def server_kill(play: Play) -> None:
         back = time.monotonic()
         play.struck()
         for key in keys:
-            began = min(stage.log.wait(tid, "start", after=down)["t"] for tid in waiters[key])
+            began = min(play.wait(tid, "start", after=down)["t"] for tid in waiters[key])
             play.recovered(max(0.0, began - back))
-            for waiter in waiters[key]:
-                stage.log.wait(waiter, "done")
-            stage.log.wait(holders[key], "failed", "done")
+            play.all_done(*waiters[key])
+            play.wait(holders[key], "failed", "done")
 
 
 def bad_connection(play: Play) -> None:
     """Cuts, lost replies, delays and stalls between one worker and the lock server, not the rivals' own."""
     stage = play.stage
-    stage.company()
     with Proxy(stage.locks.port) as proxy:
-        far = stage.worker("far", concurrency=3, environment={"CHAOS_LOCKS": proxy.url()})
+        far = stage.worker("far", concurrency=3, conf={"setnx_url": proxy.url()})
         # One lost reply is no reason to lose a lock; what comes at random is.
         _every_reply_lost(play, proxy)
         with stage.excused(worker=far):
@@ -228,7 +203,6 @@ def bad_connection(play: Play) -> None:
 
 def _every_reply_lost(play: Play, proxy: Proxy) -> None:
     """The reply lost after the k-th command, for every k of a task's acquire, renewals and release."""
-    stage = play.stage
 
     def lose(k: int) -> None:
         name = f"reply-{k}"
@@ -241,47 +215,36 @@ def _every_reply_lost(play: Play, proxy: Proxy) -> None:
     with ThreadPoolExecutor(3) as lanes:
         list(lanes.map(lose, range(9)))
     # And the one that tells of a take-over.
-    stopped = play.send("reply-take-over", LONG_S, "va", lease=1.0)
-    pid = stage.log.wait(stopped, "start")["pid"]
+    _, start = play.holder("reply-take-over", queue="va", lease=1.0)
     tid = play.send("reply-take-over", 1.3, "far", lease=1.0)
     fault = proxy.arm("drop_reply", containing=tid.encode(), answered=b"taken_over")
-    with stage.excused(pid=pid):
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            _check_unharmed(play, tid, 1.0)
-            play.struck()
-        finally:
-            os.kill(pid, signal.SIGCONT)
+    with play.stage.stopped(start["pid"]):
+        _check_unharmed(play, tid, 1.0)
+        play.struck()
     proxy.disarm(fault)
 
 
 def _check_unharmed(play: Play, tid: str, wait_s: float) -> None:
     """Nobody is locked out by a lock that was granted unseen: neither its own task nor the next."""
-    log = play.stage.log
     try:
-        ended = log.wait(tid, "done", "failed")
-        sent, start = log.find(tid, "sent")[0], log.wait(tid, "start")
+        ended = play.wait(tid, "done", "failed")
+        sent, start = play.wait(tid, "sent"), play.wait(tid, "start")
         if start["t"] - sent["t"] > wait_s + 1.2:
             play.fail(f"{tid} began {start['t'] - sent['t']:.2f} s after it was sent, for want of a reply")
-        name = sent["name"].partition("/")[2]
-        follower = play.send(name, 0.0, lease=1.0)
-        play.recovered(log.wait(follower, "start")["t"] - ended["t"])
+        _, follower = play.holder(sent["name"].partition("/")[2], 0.0, lease=1.0)
+        play.recovered(follower["t"] - ended["t"])
     except AssertionError as error:
         play.fail(str(error))
 
 
 def _random_faults(play: Play, proxy: Proxy) -> None:
-    stage = play.stage
-
     def act(key: str, chance: random.Random, _number: int) -> bool:
+        acquired = ("delay_reply", {"answered": b"acquired", "seconds": chance.uniform(1.2, 1.8)})
         action, details = chance.choice(
             [
-                ("cut_before", {"skip": chance.randrange(4)}),
-                ("cut_after", {"skip": chance.randrange(4)}),
-                ("drop_reply", {"skip": chance.randrange(4)}),
+                *((cut, {"skip": chance.randrange(4)}) for cut in ("cut_before", "cut_after", "drop_reply")),
                 ("delay", {"skip": chance.randrange(3), "seconds": chance.uniform(0, 1.0)}),
-                ("delay_reply", {"answered": b"acquired", "seconds": chance.uniform(1.2, 1.8)}),
-                ("delay_reply", {"answered": b"acquired", "seconds": chance.uniform(1.2, 1.8)}),
+                *(acquired, acquired),
                 ("delay_reply", {"answered": b"renewed", "seconds": chance.uniform(0.3, 1.8)}),
                 ("stall", {"skip": chance.randrange(3)}),
                 ("cut", {}),
@@ -293,14 +256,14 @@ def _random_faults(play: Play, proxy: Proxy) -> None:
             # Only this lane's tokens: the lanes do not take each other's faults.
             fault = proxy.arm(action, containing=f"{play.name}/{name}/".encode(), **details)
         victim = play.send(name, 1.0, "far", lease=1.0)
-        stage.log.wait(victim, "received")
+        play.wait(victim, "received")
         # Long enough to be at work when the victim hears of its own lock.
         rivals = [play.send(name, chance.choice([0.1, 1.0]), lease=1.0) for _ in range(2)]
         if fault is None:
             time.sleep(chance.uniform(0, 0.6))
             proxy.cut()
         for tid in (victim, *rivals):
-            stage.log.wait(tid, "done", "failed", patience=1.5)
+            play.wait(tid, "done", "failed", patience=1.5)
         if fault is not None:
             proxy.disarm(fault)
         return fault is None or fault.struck > 0
@@ -311,11 +274,8 @@ def _random_faults(play: Play, proxy: Proxy) -> None:
 def storm(play: Play) -> None:
     """SCRIPT FLUSH and CLIENT KILL ten times a second each, under load."""
     stage = play.stage
-    stage.company()
     chance = random.Random(f"{stage.seed}/{play.name}")
-    holders = [play.send(f"k{lane}", 2.5 * LEASE_S, chance.choice(["va", "vb"])) for lane in range(3)]
-    for holder in holders:
-        stage.log.wait(holder, "start")
+    holders = [play.holder(f"k{lane}", 2.5 * LEASE_S, victims(chance))[0] for lane in range(3)]
     waiters = [play.send(f"k{lane}", 0.1, policy=play.policy(lane)) for lane in range(3)]
     with stage.lock_client() as client:
         while play.injected < play.count or not all(stage.log.find(tid, "end") for tid in holders):
@@ -328,38 +288,30 @@ def storm(play: Play) -> None:
                 play.fail("the holders did not end")
                 break
             time.sleep(0.1)
-    for waiter in waiters:
-        stage.log.wait(waiter, "done")
+    play.all_done(*waiters)
 
 
-def full_server(play: Play) -> None:
+@in_lanes(1)
+def full_server(play: Play, key: str, chance: random.Random, number: int) -> None:
     """maxmemory reached under noeviction for more than a lease: who holds a lock keeps it, others wait."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        policy = play.policy(number)
-        holder = play.send(key, 4.0, chance.choice(["va", "vb"]))
-        brief = play.send(f"{key}-brief", 1.0, chance.choice(["va", "vb"]))
-        start = stage.log.wait(holder, "start")
-        stage.log.wait(brief, "start")
-        waiters = [play.send(name, 0.1, policy=policy) for name in (key, f"{key}-brief")]
-        for waiter in waiters:
-            stage.log.wait(waiter, "conflict")
-        with stage.lock_client() as client:
-            client.config_set("maxmemory", 1)
-            try:
-                newcomer = play.send(f"{key}-new", 0.1)
-                waiters.append(play.send(key, 0.1, policy=policy))
-                wait_until(lambda: time.monotonic() > start["t"] + LEASE_S + 1.5, "a lease without memory")
-            finally:
-                client.config_set("maxmemory", 0)
-        back = time.monotonic()
-        play.recovered(stage.log.wait(newcomer, "start")["t"] - back)
-        for tid in (holder, brief, *waiters, newcomer):
-            stage.log.wait(tid, "done")
-
-    play.lanes(act, lanes=1)
+    policy = play.policy(number)
+    holder = play.send(key, 4.0, victims(chance))
+    brief, _ = play.holder(f"{key}-brief", 1.0, victims(chance))
+    start = play.wait(holder, "start")
+    waiters = [play.send(name, 0.1, policy=policy) for name in (key, f"{key}-brief")]
+    for waiter in waiters:
+        play.wait(waiter, "conflict")
+    with play.stage.lock_client() as client:
+        client.config_set("maxmemory", 1)
+        try:
+            newcomer = play.send(f"{key}-new", 0.1)
+            waiters.append(play.send(key, 0.1, policy=policy))
+            wait_until(lambda: time.monotonic() > start["t"] + LEASE_S + 1.5, "a lease without memory")
+        finally:
+            client.config_set("maxmemory", 0)
+    back = time.monotonic()
+    play.recovered(play.wait(newcomer, "start")["t"] - back)
+    play.all_done(holder, brief, *waiters, newcomer)
 
 
 def skewed_workers(play: Play) -> None:
@@ -367,7 +319,6 @@ def skewed_workers(play: Play) -> None:
     stage = play.stage
     shim = clock_shim(stage.directory)
     clocks = {"fast": 60, "slow": -60}
-    stage.company()
     stage.workers(
         **{queue: {"environment": _shifted(stage, shim, queue, by)} for queue, by in clocks.items()}
     )
@@ -376,14 +327,12 @@ def skewed_workers(play: Play) -> None:
         # Each worker has a queue of its own: a countdown is a moment of the sender's clock.
         queues = ["fast", "slow", "q"]
         chance.shuffle(queues)
-        first = play.send(key, LEASE_S + 0.5, queues[0])
-        stage.log.wait(first, "start")
+        first, _ = play.holder(key, LEASE_S + 0.5, queues[0])
         rest = [
             play.send(key, 0.3, queue, policy=play.policy(number + place))
             for place, queue in enumerate(queues[1:])
         ]
-        for tid in (first, *rest):
-            stage.log.wait(tid, "done")
+        play.all_done(first, *rest)
 
     play.lanes(act, lanes=2)
     for queue in clocks:
@@ -402,12 +351,11 @@ def clock_jump(play: Play) -> None:
             workers = stage.workers(j1={"concurrency": 3}, j2={"concurrency": 3})
             for number in range(play.count):
                 ahead = number % 2 == 0
-                first = play.send("k", 3 * LEASE_S if not ahead else LONG_S, "j1")
-                stage.log.wait(first, "start")
+                first, _ = play.holder("k", LONG_S if ahead else 3 * LEASE_S, "j1")
                 waiters = [
                     play.send("k", 0.3, "j2", policy=play.policy(number + place)) for place in range(2)
                 ]
-                stage.log.wait(waiters[0], "conflict")
+                play.wait(waiters[0], "conflict")
                 if ahead:  # every lease is over at once
                     with stage.data_lost():
                         _set_clock(stage, "server", 120)
@@ -415,7 +363,7 @@ def clock_jump(play: Play) -> None:
                     _set_clock(stage, "server", 0)
                 play.struck()
                 for tid in (first, *waiters):
-                    stage.log.wait(tid, "done", "failed")
+                    play.wait(tid, "done", "failed")
             play.settle("j2")
             for worker in workers.values():
                 worker.stop()
@@ -423,111 +371,80 @@ def clock_jump(play: Play) -> None:
             stage.locks = usual
 
 
-def revoked(play: Play) -> None:
+@in_lanes()
+def revoked(play: Play, key: str, chance: random.Random, number: int) -> None:
     """Revoked before the start, while running, and with terminate by SIGTERM and by SIGKILL."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        # With a long lease, so that it is seen whether the lock was released or has run out.
-        queue = chance.choice(["va", "vb"])
-        how = number % 4
-        if how == 0:
-            victim = play.send(key, 0.1, queue, countdown=0.7)
-            stage.log.wait(victim, "received")
-            app.control.revoke(victim)
-            stage.log.wait(victim, "revoked")
-            return
-        lease = 1.0 if how == 3 else 4.0
-        victim = play.send(key, 0.7 if how == 1 else LONG_S, queue, lease=lease)
-        start = stage.log.wait(victim, "start")
-        waiter = play.send(key, 0.05, policy=play.policy(number), lease=lease)
-        stage.log.wait(waiter, "conflict")
-        before = time.monotonic()
-        if how == 1:
-            app.control.revoke(victim)
-        elif how == 2:
-            app.control.revoke(victim, terminate=True)
-        else:
-            app.control.revoke(victim, terminate=True, signal="SIGKILL")
-            wait_until(lambda: not _runs(start["pid"]), f"the end of {start['pid']}")
-            stage.note("kill", victim_pid=start["pid"], before=before, waiter=waiter)
-        stage.log.wait(victim, "done", "revoked")
-        began = stage.log.wait(waiter, "start", "done", "failed")
-        if how == 2:
-            play.recovered(began["t"] - before)
-        # A revoke finds no call in the worker that has just been received for the second time.
-        stage.log.wait(waiter, "done", "failed")
-        if how == 2 and began["t"] - before > 2.0:
-            raise AssertionError(
-                f"{waiter} began only {began['t'] - before:.2f} s after the revoke of {victim}"
-            )
-
-    play.lanes(act)
-
-
-def time_limits(play: Play) -> None:
-    """A soft limit, a hard one, and a hard one of a body that does not listen to SIGTERM."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        limits = [{"soft_time_limit": 0.6}, {"time_limit": 0.6}, {"time_limit": 0.6, "deaf": True}]
-        limit = limits[number % 3]
-        lease = 4.0 if number % 3 == 0 else 1.0
-        victim = play.send(key, LONG_S, chance.choice(["va", "vb"]), lease=lease, **limit)
-        stage.log.wait(victim, "start")
-        waiter = play.send(key, 0.05, policy=play.policy(number), lease=lease)
-        failed = stage.log.wait(victim, "failed")
-        began = stage.log.wait(waiter, "start", "failed")
-        took = began["t"] - failed["t"]
+    # With a long lease, so that it is seen whether the lock was released or has run out.
+    queue, how = victims(chance), number % 4
+    if how == 0:
+        victim = play.send(key, 0.1, queue, countdown=0.7)
+        play.wait(victim, "received")
+        app.control.revoke(victim)
+        play.wait(victim, "revoked")
+        return
+    lease = 1.0 if how == 3 else 4.0
+    victim, start = play.holder(key, 0.7 if how == 1 else LONG_S, queue, lease=lease)
+    waiter = play.waiter(key, policy=play.policy(number), lease=lease)
+    before = time.monotonic()
+    options = {1: {}, 2: {"terminate": True}, 3: {"terminate": True, "signal": "SIGKILL"}}[how]
+    app.control.revoke(victim, **options)
+    if how == 3:
+        wait_until(lambda: has_ended(start["pid"]), f"the end of {start['pid']}")
+        play.stage.note("kill", victim_pid=start["pid"], before=before, waiter=waiter)
+    play.wait(victim, "done", "revoked")
+    began = play.wait(waiter, "start", "done", "failed")
+    took = began["t"] - before
+    if how == 2:
         play.recovered(took)
-        if took > (2.0 if number % 3 == 0 else lease + 1.2):
-            raise AssertionError(f"{waiter} began only {took:.2f} s after the limit of {victim}")
+    # A revoke finds no call in the worker that has just been received for the second time.
+    play.wait(waiter, "done", "failed")
+    if how == 2 and took > 2.0:
+        raise AssertionError(f"{waiter} began only {took:.2f} s after the revoke of {victim}")
 
-    play.lanes(act)
+
+@in_lanes()
+def time_limits(play: Play, key: str, chance: random.Random, number: int) -> None:
+    """A soft limit, a hard one, and a hard one of a body that does not listen to SIGTERM."""
+    limits = [{"soft_time_limit": 0.6}, {"time_limit": 0.6}, {"time_limit": 0.6, "deaf": True}]
+    lease = 4.0 if number % 3 == 0 else 1.0
+    victim, _ = play.holder(key, queue=victims(chance), lease=lease, **limits[number % 3])
+    waiter = play.send(key, 0.05, policy=play.policy(number), lease=lease)
+    failed = play.wait(victim, "failed")
+    took = play.wait(waiter, "start", "failed")["t"] - failed["t"]
+    play.recovered(took)
+    if took > (2.0 if number % 3 == 0 else lease + 1.2):
+        raise AssertionError(f"{waiter} began only {took:.2f} s after the limit of {victim}")
 
 
-def shutdowns(play: Play) -> None:
+@in_lanes()
+def shutdowns(play: Play, key: str, _chance: random.Random, number: int) -> None:
     """Warm: the body ends under its lock. Soft: it does if it fits. Cold: body and lock end at once."""
-    stage = play.stage
-    stage.company()
-    length_s = 2.5 * LEASE_S
-
-    def act(key: str, _chance: random.Random, number: int) -> None:
-        how = ("warm", "soft", "cold", "cold-late")[number % 4]
-        cold = how.startswith("cold")
-        environment = {"CHAOS_SOFT_SHUTDOWN_S": "10"} if how == "soft" else {}
-        queue = f"{how}-{key}-{play.policy(0)}"
-        worker = stage.worker(queue, concurrency=2, environment=environment)
-        task = "late" if how == "cold-late" else "work"
-        holder = play.send(key, LONG_S if cold else length_s, queue, task=task)
-        stage.log.wait(holder, "start")
-        waiter = play.send(key, 0.1, policy=play.policy(number))
-        stage.log.wait(waiter, "conflict")
-        before = time.monotonic()
-        os.kill(worker.process.pid, signal.SIGTERM if how == "warm" else signal.SIGQUIT)
-        if cold:
-            stage.note("cold", victim_worker=f"{worker.name}@test", before=before)
-        else:
-            stage.log.wait(holder, "done")
-        began = stage.log.wait(waiter, "start", "done", after=before)
-        if cold:
-            play.recovered(began["t"] - before)
-        wait_until(lambda: worker.process.poll() is not None, f"the end of {worker.name}")
-        if how == "cold-late":
-            # What was not acknowledged is back in the queue.
-            heir = stage.worker(queue, concurrency=1)
-            stage.log.wait(holder, "done")
-            heir.stop()
-
-    play.lanes(act)
+    stage, how = play.stage, ("warm", "soft", "cold", "cold-late")[number % 4]
+    cold, queue = how.startswith("cold"), f"{how}-{key}-{play.policy(0)}"
+    worker = stage.worker(queue, concurrency=2, conf={"worker_soft_shutdown_timeout": 10 * (how == "soft")})
+    task = "late" if how == "cold-late" else "work"
+    holder, _ = play.holder(key, LONG_S if cold else 2.5 * LEASE_S, queue, task=task)
+    waiter = play.waiter(key, 0.1, policy=play.policy(number))
+    before = time.monotonic()
+    os.kill(worker.process.pid, signal.SIGTERM if how == "warm" else signal.SIGQUIT)
+    if cold:
+        stage.note("cold", victim_worker=f"{worker.name}@test", before=before)
+    else:
+        play.all_done(holder)
+    began = play.wait(waiter, "start", "done", after=before)
+    if cold:
+        play.recovered(began["t"] - before)
+    wait_until(lambda: worker.process.poll() is not None, f"the end of {worker.name}")
+    if how == "cold-late":
+        # What was not acknowledged is back in the queue.
+        heir = stage.worker(queue, concurrency=1)
+        play.all_done(holder)
+        heir.stop()
 
 
 def short_lives(play: Play) -> None:
     """max_tasks_per_child: the pool's processes are replaced all the time, and every one renews."""
     stage = play.stage
-    stage.company()
     worker = stage.worker("brief", concurrency=3, arguments=("--max-tasks-per-child=2",))
     pids: set[int] = set()
     tids = []
@@ -538,143 +455,110 @@ def short_lives(play: Play) -> None:
         for length_s, queue in ((seconds, "brief"), (0.05, "q")):
             policy = chance.choice(["retry", "skip", "wait", "join"])
             tids.append(play.send(f"k{number % 2}", length_s, queue, policy=policy))
+    play.all_done(*tids, patience=3)
     for tid in tids:
-        stage.log.wait(tid, "done", patience=3)
         pids |= {start["pid"] for start in stage.log.find(tid, "start")}
     for _ in pids:
         play.struck()
     worker.stop()
 
 
-def pools(play: Play) -> None:
+@in_lanes(5)
+def pools(play: Play, key: str, chance: random.Random, number: int) -> None:
     """prefork, solo, threads, gevent, eventlet: each renews for two leases, then is killed in mid-task."""
-    stage = play.stage
-    stage.company()
-    kinds = ("prefork", "solo", "threads", "gevent", "eventlet")
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        pool = kinds[number % len(kinds)]
-        queue = f"pool-{pool}-{number}"
-        worker = stage.worker(queue, pool=pool, concurrency=1 if pool == "solo" else 2)
-        renewing = play.send(key, 2.2 * LEASE_S, queue)
-        stage.log.wait(renewing, "start")
-        rivals = [play.send(key, 0.1, policy=policy) for policy in ("retry", "skip", "wait", "join")]
-        if pool != "solo":
-            rivals += [play.send(key, 0.1, queue, policy=policy) for policy in ("wait", "join")]
-        for tid in (renewing, *rivals):
-            stage.log.wait(tid, "done")
-        victim = play.send(key, LONG_S, queue, lease=1.0)
-        stage.log.wait(victim, "start")
-        waiter = play.send(key, 0.05, chance.choice(["q", "remote"]), lease=1.0)
-        stage.log.wait(waiter, "conflict")
-        stage.kill_worker(worker, waiter)
-        stage.log.wait(waiter, "done")
-
-    play.lanes(act, lanes=5)
+    pool = ("prefork", "solo", "threads", "gevent", "eventlet")[number % 5]
+    queue = f"pool-{pool}-{number}"
+    worker = play.stage.worker(queue, pool=pool, concurrency=1 if pool == "solo" else 2)
+    renewing, _ = play.holder(key, 2.2 * LEASE_S, queue)
+    others = [play.send(key, 0.1, policy=policy) for policy in ("retry", "skip", *WAITS)]
+    if pool != "solo":
+        others += [play.send(key, 0.1, queue, policy=policy) for policy in WAITS]
+    play.all_done(renewing, *others)
+    play.holder(key, queue=queue, lease=1.0)
+    waiter = play.waiter(key, 0.05, rivals(chance), lease=1.0)
+    play.stage.kill_worker(worker, waiter)
+    play.all_done(waiter)
 
 
-def waiting_worker_kill(play: Play) -> None:
+@in_lanes(3)
+def waiting_worker_kill(play: Play, key: str, chance: random.Random, number: int) -> None:
     """kill -9 of the worker of a call that waits: in line, woken with its pool busy, and in its body."""
-    stage = play.stage
-    stage.company()
-    environment = {"CHAOS_VISIBILITY_S": "4"}
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        queue = f"parked-{key}"
-        doomed = stage.worker(queue, concurrency=1, environment=environment)
-        how = ("in line", "woken", "in its body")[number % 3]
-        policy = "wait" if how == "in its body" else play.policy(number // 3)
-        # A courier that waits for the busy pool would leave no room for the woken call in the worker.
-        holder_s = 0.7 if how == "woken" else 2.0
-        holder = play.send(key, holder_s, chance.choice(["va", "vb"]), lease=1.0)
-        stage.log.wait(holder, "start")
-        task, length_s = ("late", LONG_S) if how == "in its body" else ("work", 0.1)
-        waiter = play.send(key, length_s, queue, policy=policy, task=task, lease=1.0)
-        stage.log.wait(waiter, "waiting")
-        if how == "woken":
-            blocker = play.send(f"{key}-blocker", LONG_S, queue)
-            stage.log.wait(blocker, "start")
-            ended = stage.log.wait(holder, "end")
-            stage.log.wait(waiter, "received", after=ended["t"])
-        elif how == "in its body":
-            stage.log.wait(waiter, "start")
-        before = time.monotonic()
-        stage.kill_worker(doomed)
-        heir = stage.worker(queue, concurrency=1, environment=environment)
-        stage.log.wait(waiter, "done")
-        play.recovered(time.monotonic() - before)
-        heir.stop()
-
-    play.lanes(act, lanes=3)
+    stage, queue = play.stage, f"parked-{key}"
+    doomed = stage.worker(queue, concurrency=1, **_IMPATIENT)
+    how = ("in line", "woken", "in its body")[number % 3]
+    policy = "wait" if how == "in its body" else play.policy(number // 3)
+    # A courier that waits for the busy pool would leave no room for the woken call in the worker.
+    holder, _ = play.holder(key, 0.7 if how == "woken" else 2.0, victims(chance), lease=1.0)
+    task, length_s = ("late", LONG_S) if how == "in its body" else ("work", 0.1)
+    waiter = play.waiter(key, length_s, queue, "waiting", policy=policy, task=task, lease=1.0)
+    if how == "woken":
+        play.holder(f"{key}-blocker", queue=queue)
+        ended = play.wait(holder, "end")
+        play.wait(waiter, "received", after=ended["t"])
+    elif how == "in its body":
+        play.wait(waiter, "start")
+    before = time.monotonic()
+    stage.kill_worker(doomed)
+    heir = stage.worker(queue, concurrency=1, **_IMPATIENT)
+    play.all_done(waiter)
+    play.recovered(time.monotonic() - before)
+    heir.stop()
 
 
-def killed_before_waking(play: Play) -> None:
+@in_lanes()
+def killed_before_waking(play: Play, key: str, chance: random.Random, number: int) -> None:
     """kill -9 of whoever has handed a lock over and not yet said so: a pool process, or all its worker."""
-    stage = play.stage
-    stage.company()
-
-    def act(key: str, chance: random.Random, number: int) -> None:
-        queue, order = f"mortal-{key}", stage.directory / f"mortal-{key}"
-        worker = stage.worker(queue, concurrency=1, environment={"CHAOS_DIES_BEFORE_WAKING": str(order)})
-        victim = ("worker", "child")[number % 2]
-        policy = play.policy(number // 2)
-        holder = play.send(key, 0.8, queue, lease=1.0)
-        start = stage.log.wait(holder, "start")
-        waiter = play.send(key, 0.1, chance.choice(["q", "remote"]), policy=policy, lease=1.0)
-        stage.log.wait(waiter, "waiting")
-        order.write_text(victim)
-        ended = stage.log.wait(holder, "end")
-        wait_until(lambda: not _runs(start["pid"]), f"the end of {start['pid']}")
-        victims = (
-            {"victim_worker": f"{worker.name}@test"} if victim == "worker" else {"victim_pid": start["pid"]}
-        )
-        stage.note("kill", before=ended["t"], **victims)
-        if policy == "join":
-            play.joined(waiter, since=ended["t"], within_s=1.0 + JOIN_S)
-        else:
-            began = stage.log.wait(waiter, "start")
-            took = began["t"] - ended["t"]
-            play.recovered(took)
-            if took > 1.0 + SLACK_S + POLL_S:
-                raise AssertionError(f"{waiter} began only {took:.2f} s after the release by {holder}")
-        worker.stop()
-
-    play.lanes(act)
+    stage, queue = play.stage, f"mortal-{key}"
+    order = stage.directory / queue
+    worker = stage.worker(queue, concurrency=1, environment={"CHAOS_DIES_BEFORE_WAKING": str(order)})
+    policy = play.policy(number // 2)
+    holder, start = play.holder(key, 0.8, queue, lease=1.0)
+    waiter = play.waiter(key, 0.1, rivals(chance), "waiting", policy=policy, lease=1.0)
+    whole = number % 2 == 0
+    order.write_text("worker" if whole else "child")
+    ended = play.wait(holder, "end")
+    wait_until(lambda: has_ended(start["pid"]), f"the end of {start['pid']}")
+    victim = {"victim_worker": f"{worker.name}@test"} if whole else {"victim_pid": start["pid"]}
+    stage.note("kill", before=ended["t"], **victim)
+    if policy == "join":
+        play.joined(waiter, since=ended["t"], within_s=1.0 + JOIN_S)
+    else:
+        took = play.wait(waiter, "start")["t"] - ended["t"]
+        play.recovered(took)
+        if took > 1.0 + SLACK_S + POLL_S:
+            raise AssertionError(f"{waiter} began only {took:.2f} s after the release by {holder}")
+    worker.stop()
 
 
 def late_wakes(play: Play) -> None:
     """A woken call finds its pool busy until long after its lock was kept for it; so it is woken again."""
-    stage = play.stage
-    stage.company()
-    stage.workers(**{f"busy-k{lane}": {"concurrency": 1} for lane in range(2)})
+    queues = [f"busy-k{lane}" for lane in range(2)]
+    play.stage.workers(**{queue: {"concurrency": 1} for queue in queues})
 
     def act(key: str, chance: random.Random, number: int) -> None:
-        queue, policy = f"busy-{key}", play.policy(number)
-        holder = play.send(key, 1.5, chance.choice(["va", "vb"]), lease=1.0)
-        stage.log.wait(holder, "start")
-        waiter = play.send(key, 0.1, queue, policy=policy, lease=1.0)
-        stage.log.wait(waiter, "waiting")
-        blocker = play.send(f"{key}-blocker", 3.2, queue)
-        stage.log.wait(blocker, "start")
-        next_in_line = play.send(key, 0.1, policy="wait", lease=1.0)
-        for tid in (blocker, waiter, next_in_line):
-            stage.log.wait(tid, "done")
+        queue = f"busy-{key}"
+        play.holder(key, 1.5, victims(chance), lease=1.0)
+        waiter = play.waiter(key, 0.1, queue, "waiting", policy=play.policy(number), lease=1.0)
+        blocker, _ = play.holder(f"{key}-blocker", 3.2, queue)
+        play.all_done(blocker, waiter, play.send(key, 0.1, policy="wait", lease=1.0))
         # Whatever was sent in vain is gone once the next has ended.
-        stage.log.wait(play.send(key, 0.0, queue), "done")
+        play.all_done(play.send(key, 0.0, queue))
 
     play.lanes(act, lanes=2)
-    for lane in range(2):
-        stage.stop(f"busy-k{lane}")
+    for queue in queues:
+        play.stage.stop(queue)
 
 
-_WAITS = ("wait", "join")
-_ALL = (*_WAITS, "retry")
+_RIVALS = ("q", "remote")
+_EVERYBODY = ("va", "vb", *_RIVALS)
 
 SCENARIOS: dict[str, Scenario] = {
-    "kill -9 of a pool child": Scenario(child_kill, 30, 500, ("early_take_over", "no_lock")),
-    "kill -9 of a worker": Scenario(worker_kill, 10, 100, ("no_take_over",), teeth=2),
+    "kill -9 of a pool child": Scenario(
+        child_kill, 30, 500, ("early_take_over", "no_lock"), company=_EVERYBODY
+    ),
+    "kill -9 of a worker": Scenario(worker_kill, 10, 100, ("no_take_over",), teeth=2, company=_RIVALS),
     "kill -9 between attempts": Scenario(
-        killed_between_attempts, 2, 20, ("no_hold",), ("retry", "wait"), teeth=1
+        killed_between_attempts, 2, 20, ("no_hold",), ("retry", "wait"), teeth=1, company=("q",)
     ),
     "SIGSTOP past the lease": Scenario(stopped_holder, 5, 50, ("plain_del", "no_deadline")),
     "lock server killed, empty": Scenario(server_kill, 3, 20, ("counting_fence",), teeth=2),
@@ -683,31 +567,33 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "SCRIPT FLUSH, CLIENT KILL": Scenario(storm, 40, 400, ("no_resend",), _ALL),
     "server full (noeviction)": Scenario(full_server, 2, 10, ("greedy_renewal",), _ALL, teeth=1),
-    "worker clocks +-60 s": Scenario(skewed_workers, 6, 30, ("client_clock",), _ALL, needs=("cc",)),
+    "worker clocks +-60 s": Scenario(
+        skewed_workers, 6, 30, ("client_clock",), _ALL, company=("q",), needs=("cc",)
+    ),
     "server clock +-120 s": Scenario(
-        clock_jump, 4, 20, ("clock_fence",), _ALL, own_stage=True, needs=("cc",)
+        clock_jump, 4, 20, ("clock_fence",), _ALL, company=(), own_stage=True, needs=("cc",)
     ),
     "revoke": Scenario(revoked, 12, 60, ("no_release_on_error",), _ALL),
     "time limits": Scenario(time_limits, 9, 60, ("no_release_on_error",), _ALL),
-    "warm, soft, cold shutdown": Scenario(shutdowns, 4, 40, ("no_renewal",), _ALL, teeth=2),
-    "max_tasks_per_child": Scenario(short_lives, 24, 200, ("no_lock",), teeth=6),
-    "every pool": Scenario(pools, 5, 25, ("no_renewal",), teeth=5, needs=("gevent", "eventlet")),
+    "warm, soft, cold shutdown": Scenario(shutdowns, 4, 40, ("no_renewal",), _ALL, teeth=2, company=("q",)),
+    "max_tasks_per_child": Scenario(short_lives, 24, 200, ("no_lock",), teeth=6, company=("q",)),
+    "every pool": Scenario(
+        pools, 5, 25, ("no_renewal",), teeth=5, company=_RIVALS, needs=("gevent", "eventlet")
+    ),
     "kill -9 of a pool child, wait": Scenario(
-        child_kill, 8, 200, ("no_wake", "lost_wake"), policies=("wait",)
+        child_kill, 8, 200, ("no_wake", "lost_wake"), ("wait",), company=_EVERYBODY
     ),
-    "kill -9 of a pool child, join": Scenario(child_kill, 4, 100, policies=("join",)),
+    "kill -9 of a pool child, join": Scenario(child_kill, 4, 100, (), ("join",), company=_EVERYBODY),
     "kill -9 of a worker, wait and join": Scenario(
-        worker_kill, 2, 40, ("no_courier",), policies=_WAITS, teeth=2
+        worker_kill, 2, 40, ("no_courier",), WAITS, teeth=2, company=_RIVALS
     ),
-    "kill -9 of a waiting worker": Scenario(
-        waiting_worker_kill, 3, 60, ("claimed_once",), policies=_WAITS, teeth=3
-    ),
+    "kill -9 of a waiting worker": Scenario(waiting_worker_kill, 3, 60, ("claimed_once",), WAITS, teeth=3),
     "kill -9 before the wake-up": Scenario(
-        killed_before_waking, 4, 60, ("no_courier",), policies=_WAITS, teeth=2
+        killed_before_waking, 4, 60, ("no_courier",), WAITS, teeth=2, company=_RIVALS
     ),
-    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "join_first"), policies=_WAITS),
-    "SIGSTOP past the lease, wait": Scenario(stopped_holder, 4, 50, ("no_courier",), policies=("wait",)),
-    "lock server killed, wait": Scenario(server_kill, 1, 20, ("no_courier",), policies=("wait",), teeth=1),
+    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "join_first"), WAITS),
+    "SIGSTOP past the lease, wait": Scenario(stopped_holder, 4, 50, ("no_courier",), ("wait",)),
+    "lock server killed, wait": Scenario(server_kill, 1, 20, ("no_courier",), ("wait",), teeth=1),
 }
 
 
@@ -721,10 +607,3 @@ def _set_clock(stage: Stage, name: str, seconds: int) -> None:
     path = stage.directory / f"{name}.clock"
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(struct.pack("q", seconds))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

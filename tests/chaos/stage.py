@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -20,10 +22,12 @@ import redis
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
+from tests.chaos.nursery import Nursery
 from tests.harness import Worker, wait_until
-from tests.soak.history import History, Record
+from tests.soak.history import History, Record, of_kind
 
 LANES = 4
+LONG_S = 30.0
 PATIENCE_S = 20.0
 # A flaw often shows in a task that never ends: there is no need to wait long for it.
 _PATIENCE_WITH_A_FLAW_S = 5.0
@@ -31,6 +35,13 @@ _TICK_S = 0.005
 _TASKS = {"work": work, "late": late, "held": held}
 # A courier that comes as often as a call that polls would hide a wake-up that is not sent.
 _PACE = {policy: {"retry_delay_max": WAIT_PACE_S} for policy in ("wait", "join")}
+_REMEMBERED = re.compile(r":(holder|calls|taken_over)$|:ticket:|\{check:")
+_SHARED: dict[str, dict[str, Any]] = {
+    "va": {"concurrency": 3},
+    "vb": {"concurrency": 3},
+    "q": {"concurrency": 4},
+    "remote": {"concurrency": 3, "conf": {"setnx_same_host": False}},
+}
 _SHIM = Path(__file__).with_name("clock_shim.c")
 
 
@@ -43,13 +54,7 @@ class BrokenStage(Exception):
 
 
 class Log:
-    """The history as it grows, by task and by kind; one thread reads it.
-
-    Args:
-        path: The file.
-        note: Writes a record into it.
-        patience_s: How long to wait for a record unless told otherwise.
-    """
+    """The history as it grows, by task and by kind; one thread reads it."""
 
     def __init__(self, path: Path, note: Callable[..., None], patience_s: float) -> None:
         self.records: list[Record] = []
@@ -58,7 +63,7 @@ class Log:
         self._note = note
         self._by_tid: dict[str, list[Record]] = defaultdict(list)
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self.given_up = False
         self._thread = threading.Thread(target=self._follow, name="chaos-log", daemon=True)
         self._thread.start()
 
@@ -69,17 +74,10 @@ class Log:
 
     def find(self, tid: str, kind: str) -> list[Record]:
         """The records of one kind of one task."""
-        return [record for record in self.of(tid) if record["kind"] == kind]
+        return of_kind(self.of(tid), kind)
 
     def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
-        """The task's first record of one of the kinds that is later than `after`.
-
-        Args:
-            tid: The task's id.
-            kinds: What to wait for.
-            after: A moment of the monotonic clock. Defaults to the beginning.
-            patience: Multiple of the usual time after which it is missed.
-        """
+        """The task's first record of one of the kinds that is later than `after`."""
         patience_s = patience * self._patience_s
         give_up = time.monotonic() + patience_s
         with self._changed:
@@ -88,10 +86,16 @@ class Log:
                     if record["kind"] in kinds and record["t"] > after:
                         return record
                 left = give_up - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self.given_up:
                     seen = [record["kind"] for record in self._by_tid[tid]]
                     raise AssertionError(f"{tid}: no {' or '.join(kinds)} within {patience_s:g} s: {seen}")
                 self._changed.wait(left)
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self.given_up = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop reading."""
@@ -121,20 +125,13 @@ class Log:
 
 
 class Stage:
-    """One broker, one lock server, the workers, and one history.
-
-    Args:
-        seed: Of every choice that scenarios make.
-        mutant: Name of the flaw that every worker has. Defaults to none.
-
-    Attributes:
-        directory: Where logs and the history are; removed at the end unless told to keep it.
-    """
+    """One broker, one lock server, the workers, and one history."""
 
     def __init__(self, seed: int = 0, mutant: str = "") -> None:
         self.seed = seed
         self.directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.mutant = mutant
+        self.keep = False
         self.history = self.directory / "history"
         self._notes = History(self.history, 0)
         self.patience_s = _PATIENCE_WITH_A_FLAW_S if mutant else PATIENCE_S
@@ -143,12 +140,14 @@ class Stage:
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
         self._use_broker()
-        self._shared: dict[str, Worker] = {}
+        nursery = Nursery()
+        self._exits.callback(nursery.close)
+        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.popen)})
         self._workers: list[Worker] = []
         self._by_queue: dict[str, Worker] = {}
         self._lock = threading.Lock()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self) -> None:
         """Kill every worker, stop the servers, and remove the logs unless they are of use."""
         for worker in self._workers:
             if worker.process.poll() is None:
@@ -156,26 +155,25 @@ class Stage:
                     worker.kill()
         self.log.close()
         self._exits.close()
-        if not keep:
+        if not self.keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def note(self, kind: str, **details: Any) -> None:
         """Write what the driver does into the history."""
         self._notes.note(kind, **details)
 
-    def worker(self, queue: str, **options: Any) -> Worker:
+    def worker(self, queue: str, *, conf: dict[str, Any] | None = None, **options: Any) -> Worker:
         """Start a worker that serves one queue."""
+        broker = self.broker.url()
+        where = {"broker_url": broker, "result_backend": broker, "setnx_url": self.locks.url()}
         environment = {
-            "CHAOS_BROKER": self.broker.url(),
-            "CHAOS_LOCKS": self.locks.url(),
-            "CHAOS_HISTORY": str(self.history),
-            "CHAOS_MUTANT": self.mutant,
-            **options.pop("environment", {}),
-        }
+            "CHAOS_HISTORY": str(self.history), "CHAOS_FLAW": self.mutant, **options.pop("environment", {})
+        }  # fmt: skip
+        options |= {"queues": queue, "conf": {**where, **(conf or {})}, "environment": environment}
+        # Greenlets and a shifted clock have to be there before anything is imported.
+        whole = options.get("pool") in ("gevent", "eventlet") or "LD_PRELOAD" in environment
         try:
-            worker = Worker(
-                self.directory, "tests.chaos.app", queues=queue, environment=environment, **options
-            )
+            worker = (Worker if whole else self._forked)(self.directory, "tests.chaos.app", **options)
         except AssertionError as error:
             raise BrokenStage(str(error)) from error
         with self._lock:
@@ -185,38 +183,29 @@ class Stage:
 
     def workers(self, **queues: dict[str, Any]) -> dict[str, Worker]:
         """Start several at once: options by queue."""
-        with ThreadPoolExecutor(len(queues)) as starters:
+        with ThreadPoolExecutor(max(1, len(queues))) as starters:
             started = {
                 queue: starters.submit(self.worker, queue, **options) for queue, options in queues.items()
             }
         return {queue: worker.result() for queue, worker in started.items()}
 
-    def company(self) -> dict[str, Worker]:
-        """The workers that scenarios share: two whose tasks come to harm, two of rivals.
+    def company(self, *queues: str) -> None:
+        """Have those of the workers that scenarios share: two whose tasks come to harm, two of rivals.
 
         The worker of the queue `remote` behaves like one on another host: it proves nobody dead.
         """
-        remote = {"concurrency": 3, "environment": {"CHAOS_SAME_HOST": "no"}}
-        wanted = {
-            "va": {"concurrency": 3}, "vb": {"concurrency": 3}, "q": {"concurrency": 4}, "remote": remote,
-        }  # fmt: skip
-        dead = {queue: options for queue, options in wanted.items() if not self._lives(queue)}
-        if dead:
-            self._shared.update(self.workers(**dead))
-        return self._shared
+        up = [queue for queue, worker in self._by_queue.items() if worker.process.poll() is None]
+        self.workers(**{queue: _SHARED[queue] for queue in queues if queue not in up})
 
     def stop(self, queue: str) -> None:
         """Warm shutdown of a worker that is not shared."""
         self._by_queue[queue].stop()
 
-    def _lives(self, queue: str) -> bool:
-        return queue in self._shared and self._shared[queue].process.poll() is None
-
     def kill_child(self, pid: int, waiter: str = "") -> None:
         """kill -9 of a pool process."""
         before = time.monotonic()
         with suppress(ProcessLookupError):
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
         self.note("kill", victim_pid=pid, before=before, waiter=waiter)
 
     def kill_worker(self, worker: Worker, waiter: str = "") -> None:
@@ -234,6 +223,17 @@ class Stage:
         finally:
             name = f"{worker.name}@test" if worker else ""
             self.note("excuse", since=since, until=time.monotonic(), of_worker=name, of_pid=pid)
+
+    @contextmanager
+    def stopped(self, pid: int) -> Iterator[float]:
+        """For the length of a block a process stands still; since when."""
+        with self.excused(pid=pid):
+            since = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                yield since
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
     @contextmanager
     def data_lost(self) -> Iterator[None]:
@@ -259,14 +259,7 @@ class Stage:
 
 
 class Play:
-    """One run of one scenario on a stage.
-
-    Args:
-        stage: Where it plays.
-        name: The scenario's name, with which its keys and task ids begin.
-        count: How many faults to inject.
-        policies: What rivals do at a conflict, in turn. Defaults to `retry`.
-    """
+    """One run of one scenario on a stage."""
 
     def __init__(self, stage: Stage, name: str, count: int, policies: tuple[str, ...] = ("retry",)) -> None:
         self.stage = stage
@@ -297,17 +290,9 @@ class Play:
         deaf: bool = False,
         **options: Any,
     ) -> str:
-        """Send a task whose body lives for so many seconds; its id.
+        """Send a task whose body lives for so many seconds, and blocks SIGTERM if it is deaf; its id.
 
-        Args:
-            name: Its key, without the scenario's name.
-            seconds: How long the body lives.
-            queue: Where it is sent. Defaults to the rivals' worker.
-            policy: Its `on_conflict`. Defaults to `"retry"`.
-            task: `work`, `late` for acks_late, or `held` for hold_on_retry. Defaults to `work`.
-            lease: Its lease in seconds.
-            deaf: Whether the body blocks SIGTERM.
-            options: Options of `apply_async`.
+        Its key is the scenario's name and this one; the task is `work`, `late` or `held` of the app.
         """
         full_name = f"{self.name}/{name}"
         with self._lock:
@@ -326,6 +311,28 @@ class Play:
         )
         return tid
 
+    def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
+        """See `Log.wait`."""
+        return self.stage.log.wait(tid, *kinds, after=after, patience=patience)
+
+    def all_done(self, *tids: str, patience: float = 1.0) -> None:
+        """Wait until these tasks have ended, as they should."""
+        for tid in tids:
+            self.wait(tid, "done", patience=patience)
+
+    def holder(
+        self, name: str, seconds: float = LONG_S, queue: str = "q", **options: Any
+    ) -> tuple[str, Record]:
+        """Send a task, and wait until its body lives: its id, and the record of its start."""
+        tid = self.send(name, seconds, queue, **options)
+        return tid, self.wait(tid, "start")
+
+    def waiter(self, name: str, seconds: float = 0.05, queue: str = "q", *kinds: str, **options: Any) -> str:
+        """Send a task, and wait until it has met the lock (or one of these kinds has happened); its id."""
+        tid = self.send(name, seconds, queue, **options)
+        self.wait(tid, *(kinds or ("conflict",)))
+        return tid
+
     def crowd(self, name: str, chance: random.Random, queues: tuple[str, ...] = ("q", "va", "vb")) -> None:
         """A few short calls of a key, with one policy or another."""
         for _ in range(2):
@@ -335,15 +342,13 @@ class Play:
     def lanes(self, act: Callable[[str, random.Random, int], Any], lanes: int = LANES) -> None:
         """Inject `count` faults in lanes beside each other, each with a key and a seed of its own.
 
-        Args:
-            act: Called with the lane's key, a source of chance and the fault's number. If it answers False,
-                the fault did not strike, and it is called again.
-            lanes: How many beside each other. Defaults to `LANES`.
+        `act` gets the key, a source of chance and the fault's number; if it answers False, the fault did not
+        strike, and it is called again.
         """
 
         def run(lane: int) -> None:
             for number in range(lane, self.count, lanes):
-                if self.failures and self.stage.mutant:
+                if self.stage.log.given_up or (self.failures and self.stage.mutant):
                     return
                 chance = random.Random(f"{self.stage.seed}/{self.name}/{number}")
                 try:
@@ -355,7 +360,11 @@ class Play:
                     self.fail(str(error))
 
         with ThreadPoolExecutor(min(lanes, self.count)) as pool:
-            list(pool.map(run, range(min(lanes, self.count))))
+            try:
+                list(pool.map(run, range(min(lanes, self.count))))
+            except BaseException:  # the end of the process, which is not to wait for lanes
+                self.stage.log.give_up()
+                raise
 
     def struck(self) -> None:
         """Count a fault."""
@@ -364,13 +373,11 @@ class Play:
 
     def fail(self, what: str) -> None:
         """Write down a promise that was seen broken while the scenario played."""
-        with self._lock:
-            self.failures.append(f"{self.name}: {what}")
+        self.failures.append(f"{self.name}: {what}")
 
     def recovered(self, seconds: float) -> None:
         """Write down how long a key did not run after a fault."""
-        with self._lock:
-            self.recovery_s.append(seconds)
+        self.recovery_s.append(seconds)
 
     def joined(self, tid: str, since: float, within_s: float) -> None:
         """Wait for the end of a call that joins, which may be the failure of the other."""
@@ -380,11 +387,7 @@ class Play:
             raise AssertionError(f"{tid} ended only {ended['t'] - since:.2f} s after what it waited for died")
 
     def settle(self, queue: str = "q") -> None:
-        """Wait until every task is accounted for, run every key once more, and look at the lock database.
-
-        Args:
-            queue: Where the last calls are sent. Defaults to the rivals' worker.
-        """
+        """Wait until every task is accounted for, run every key once more, and look at the lock database."""
         self._account(set(self._sent))
         closers = {self.send(name.partition("/")[2], 0.0, queue) for name in sorted(set(self._sent.values()))}
         self._account(closers)
@@ -401,8 +404,8 @@ class Play:
         give_up = time.monotonic() + 1.5 * self.stage.patience_s
         log = self.stage.log
         while tids and time.monotonic() < give_up:
-            tids = {tid for tid in tids if not any(record["kind"] in FINAL for record in log.of(tid))}
-            faults = [record for record in log.records if record["kind"] in ("kill", "cold")]
+            tids = {tid for tid in tids if not of_kind(log.of(tid), *FINAL)}
+            faults = of_kind(log.records, "kill", "cold")
             tids = {tid for tid in tids if not is_lost_with_its_worker(log.of(tid), faults)}
             if tids:
                 time.sleep(0.05)
@@ -413,20 +416,11 @@ class Play:
     def _locks_left(self, client: redis.Redis) -> list[str]:
         """Locks and lines, not what is only remembered; a worker that starts tries a lock of its own."""
         keys = client.scan_iter("chaos:*", count=1000)
-        remembered = (":holder", ":calls", ":taken_over")
-        return [
-            key
-            for key in keys
-            if not key.endswith(remembered) and ":ticket:" not in key and "{check:" not in key
-        ]
+        return [key for key in keys if not _REMEMBERED.search(key)]
 
 
 def find_compiler() -> str:
-    """The C compiler.
-
-    Raises:
-        MissingTool: There is none.
-    """
+    """The C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise MissingTool("a C compiler: install the Debian packages gcc and libc6-dev")
@@ -434,11 +428,7 @@ def find_compiler() -> str:
 
 
 def clock_shim(directory: Path) -> Path:
-    """The library that shifts a process's wall clock, compiled.
-
-    Raises:
-        MissingTool: No C compiler.
-    """
+    """The library that shifts a process's wall clock, compiled."""
     library = directory / "clock_shim.so"
     if not library.exists():
         done = subprocess.run(

@@ -3,16 +3,19 @@
 import math
 import time
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from statistics import median
 
-from tests.chaos.checker import CHILD_KILL_HAND_OVER_S, CHILD_KILL_MEDIAN_S, Report, check, median_and_max
+from tests.chaos.checker import CHILD_KILL_HAND_OVER_S, CHILD_KILL_MEDIAN_S, check
 from tests.chaos.scenarios import SCENARIOS, Scenario
 from tests.chaos.stage import Play, Stage
+from tests.soak.history import Report
 
 _HEAD = (
     "fault", "times", "violations", "recovery median s", "max s", "hand-over median s", "max s", "tasks",
     "bodies", "took s",
 )  # fmt: skip
+_stage: Stage | None = None
 
 
 @dataclass
@@ -26,9 +29,10 @@ class Result:
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
-        recovery, hand_over = median_and_max(self.report.recovery_s), median_and_max(self.report.hand_over_s)
-        numbers = (self.report.tasks, self.report.lives, round(self.took_s))
-        broken = len(self.report.violations)
+        report = self.report
+        recovery, hand_over = _median_and_max(report.recovery_s), _median_and_max(report.hand_over_s)
+        numbers = (report.counts["tasks"], report.counts["bodies"], round(self.took_s))
+        broken = len(report.violations)
         return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
 
 
@@ -37,56 +41,69 @@ def count_of(scenario: Scenario, scale: str) -> int:
     return scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
 
 
-def play(stage: Stage, name: str, count: int) -> Result:
-    """Play one scenario, wait until all is quiet, and check its history.
+def play(name: str, scale: str, seed: int) -> Result:
+    """Play one scenario on the stage of this process, which lives as long as the process does."""
+    global _stage
+    if _stage is None:
+        _stage = Stage(seed)
+        Finalize(None, _stage.close, exitpriority=1)
+    result = _play(_stage, name, count_of(SCENARIOS[name], scale))
+    if result.report.violations:
+        _stage.keep = True
+        result.report.broken(f"logs and history: {_stage.directory}")
+    return result
 
-    Raises:
-        MissingTool: This machine has not got what the scenario needs.
-        BrokenStage: A worker did not start.
-    """
-    SCENARIOS[name].check_tools()
-    began = time.monotonic()
-    short = "_".join([SCENARIOS[name].play.__name__, *SCENARIOS[name].policies])
-    run = Play(stage, short, count, SCENARIOS[name].policies)
+
+def bite(name: str, mutant: str, seed: int) -> list[str]:
+    """Play one scenario, at a small scale, on workers that have a flaw: there must be a violation."""
+    stage = Stage(seed, mutant)
     try:
-        SCENARIOS[name].play(run)
+        return _play(stage, name, SCENARIOS[name].teeth).report.violations
+    finally:
+        stage.close()
+
+
+def _play(stage: Stage, name: str, count: int) -> Result:
+    """Play one scenario, wait until all is quiet, and check its history."""
+    scenario = SCENARIOS[name]
+    scenario.check_tools()
+    began = time.monotonic()
+    short = "_".join([scenario.play.__name__, *scenario.policies])
+    run = Play(stage, short, count, scenario.policies)
+    stage.company(*scenario.company)
+    try:
+        scenario.play(run)
     except AssertionError as error:
         run.fail(str(error))
-    # A flaw that was found already may keep the tasks from ending.
-    if not SCENARIOS[name].own_stage and not (stage.mutant and run.failures):
-        run.settle()
     time.sleep(0.05)  # the last records are on their way from the file
-    report = check(list(stage.log.records), short)
+    # A flaw that was found already may keep the tasks from ending.
+    found = stage.mutant and check(list(stage.log.records), short, final=False).violations
+    if not (scenario.own_stage or found or (stage.mutant and run.failures)):
+        run.settle()
+        time.sleep(0.05)
+    report = check(list(stage.log.records), short, final=not found)
     report.violations += run.failures
     report.recovery_s += run.recovery_s
-    if CHILD_KILL_MEDIAN_S is not None and short == "child_kill_retry" and report.recovery_s:
-        middle = median(report.recovery_s)
-        if middle > CHILD_KILL_MEDIAN_S:
-            report.violations.append(f"after kill -9 of a child the key ran again only after {middle:.2f} s")
-    if short == "child_kill_wait" and report.hand_over_s:
-        middle = median(report.hand_over_s)
-        if middle > CHILD_KILL_HAND_OVER_S:
-            report.violations.append(f"the next in line began only {middle:.2f} s after a release")
+    if not run.injected and not stage.mutant:
+        report.broken("no fault has struck")
+    after_kill, hand_over = median(report.recovery_s or [0.0]), median(report.hand_over_s or [0.0])
+    if short == "child_kill_retry" and after_kill > CHILD_KILL_MEDIAN_S:
+        report.broken(f"after kill -9 of a child the key ran again only after {after_kill:.2f} s")
+    if short == "child_kill_wait" and hand_over > CHILD_KILL_HAND_OVER_S:
+        report.broken(f"the next in line began only {hand_over:.2f} s after a release")
     return Result(name, run.injected, report, time.monotonic() - began)
 
 
 def table(results: list[Result]) -> str:
-    """What was measured, one fault per line."""
-    rows = [_HEAD, *(result.row() for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    """What was measured, one fault per line, in the order of the scenarios."""
+    order = list(SCENARIOS)
+    rows = [_HEAD, *(result.row() for result in sorted(results, key=lambda result: order.index(result.name)))]
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
+        "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others))])
         for row in rows
     )
 
 
-def bite(name: str, mutant: str, seed: int) -> Result:
-    """Play one scenario, at a small scale, on workers that have a flaw: there must be a violation."""
-    stage = Stage(seed, mutant)
-    try:
-        return play(stage, name, SCENARIOS[name].teeth)
-    finally:
-        stage.close()
+def _median_and_max(seconds: list[float]) -> tuple[str, str]:
+    return (f"{median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")

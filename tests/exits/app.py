@@ -1,4 +1,4 @@
-"""The app that the workers of these tests run: a task per way out. Journal and gates are workerapp's."""
+"""The app that the workers of these tests run: a task per way out."""
 
 import ctypes
 import os
@@ -6,30 +6,16 @@ import signal
 import time
 from typing import Any
 
-from celery import Celery
 from celery.exceptions import Ignore, Reject
 
 from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx.keeper import keeper_for_process
-from tests.workerapp import LOCK_DB, URL, body, control, journal
+from tests.app import body, control, journal, make_app
 
 LEASE_S = 2.0
+_STEPS = 100_000
 
-app = Celery("exits", broker=f"{URL}/{os.environ.get('EXITS_BROKER_DB', '0')}", backend=f"{URL}/0")
-app.conf.update(
-    setnx_url=f"{URL}/{LOCK_DB}",
-    setnx_prefix="t",
-    setnx_same_host=os.environ.get("SETNX_TEST_SAME_HOST") != "no",
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={
-        "visibility_timeout": int(os.environ.get("EXITS_VISIBILITY_S", "3600")),
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    },
-    worker_prefetch_multiplier=1,
-    worker_soft_shutdown_timeout=float(os.environ.get("EXITS_SOFT_SHUTDOWN_S", "0")),
-    result_expires=600,
-)
+app = make_app("exits")
 
 
 class Keyed(SingletonTask):
@@ -57,8 +43,8 @@ def leave(way: str) -> str:
     return way
 
 
-@app.task(base=Keyed, bind=True)
-def work(self: Any, name: str, way: str = "return") -> str:
+@app.task(base=Keyed)
+def work(name: str, way: str = "return") -> str:
     body(name)
     return leave(way)
 
@@ -68,13 +54,6 @@ def late(self: Any, name: str, way: str = "return") -> str:
     """Acknowledged at its end; the second delivery returns whatever the first did."""
     body(name)
     return leave("return" if self.request.delivery_info["redelivered"] else way)
-
-
-@app.task(base=Keyed, acks_late=True)
-def late_failure(name: str) -> str:
-    """Acknowledged at its end, which is an error each time."""
-    body(name)
-    return leave("raise")
 
 
 @app.task(base=Keyed, acks_late=True, ignore_result=True)
@@ -94,22 +73,33 @@ def retried_if_lost(self: Any, name: str) -> int:
 
 
 @app.task(base=Keyed, bind=True)
-def retrying(self: Any, name: str, attempts: int = 2, countdown: float = 0, max_retries: int = 5) -> int:
-    """Retries itself until it has made that many attempts."""
+def retrying(
+    self: Any,
+    name: str,
+    queue: str | None = None,
+    attempts: int = 2,
+    countdown: float = 0,
+    max_retries: int = 5,
+) -> int:
+    """Retries itself until it has made that many attempts; its retries go to the queue, if one is named."""
     body(name)
     if self.request.retries + 1 < attempts:
-        raise self.retry(countdown=countdown, max_retries=max_retries, exc=ZeroDivisionError(name))
+        error = ZeroDivisionError(name)
+        raise self.retry(exc=error, queue=queue, countdown=countdown, max_retries=max_retries)
     return self.request.retries  # type: ignore[no-any-return]
 
 
-@app.task(
-    base=Keyed,
-    bind=True,
-    autoretry_for=(ZeroDivisionError,),
-    retry_kwargs={"countdown": 2},
-    retry_jitter=False,
-)
-def autoretried(self: Any, name: str) -> int:
+class Elsewhere(Keyed):
+    """Its retries go to the queue that the call names."""
+
+    abstract = True
+
+    def retry(self, *args: Any, **options: Any) -> Any:
+        return super().retry(*args, queue=self.request.args[1], **options)
+
+
+@app.task(base=Elsewhere, bind=True, autoretry_for=(ZeroDivisionError,), retry_kwargs={"countdown": 0})
+def autoretried(self: Any, name: str, _queue: str) -> int:
     """Fails once."""
     body(name)
     if not self.request.retries:
@@ -118,7 +108,7 @@ def autoretried(self: Any, name: str) -> int:
 
 
 @app.task(base=Keyed, bind=True)
-def lingering(self: Any, name: str) -> Any:
+def lingering(self: Any, name: str, _queue: str) -> Any:
     """Publishes its retry first, and only then waits at its gate."""
     if self.request.retries:
         return self.request.retries
@@ -145,17 +135,9 @@ def replaced_early(self: Any, name: str, queue: str) -> Any:
 
 
 @app.task(base=Keyed, bind=True)
-def careful(self: Any, name: str) -> str:
+def careful(self: Any, name: str, gate: str = "") -> str:
     """Asks at its end whether the lock is still its own."""
-    body(name)
-    self.lock.ensure()
-    return name
-
-
-@app.task(base=Keyed, bind=True)
-def patient(self: Any, name: str) -> str:
-    """Waits at a gate of its own."""
-    body(f"{name} patient")
+    body(gate or name)
     self.lock.ensure()
     return name
 
@@ -168,56 +150,53 @@ def stubborn(name: str) -> str:
 
 
 @app.task(base=Keyed, bind=True)
-def computing(self: Any, name: str, seconds: float) -> str:
-    """Pure Python that never yields: other threads get their turn, greenlets do not."""
+def computing(self: Any, name: str, told: str) -> str:
+    """Pure Python that never yields until a file is there: other threads get their turn, greenlets do not."""
     body(name)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
+    while not os.path.exists(told):
+        for _ in range(_STEPS):
+            pass
     self.lock.ensure()
-    journal.write("computed", task_id=self.request.id)
     return name
 
 
 @app.task(base=Keyed, bind=True)
-def hogging(self: Any, name: str, seconds: float) -> str:
-    """C code that keeps the GIL: no other thread of the process runs."""
+def hogging(self: Any, name: str, pipe: str) -> str:
+    """C code that keeps the GIL until somebody writes to the pipe: no other thread of the process runs."""
+    told = os.open(pipe, os.O_RDWR)
     journal.write("hogging", task_id=self.request.id, key=self.lock.key, fence=self.lock.fence)
-    ctypes.PyDLL(None).usleep(int(seconds * 1_000_000))
+    ctypes.PyDLL(None).read(told, ctypes.create_string_buffer(1), 1)
     journal.write("hogged", task_id=self.request.id)
+    os.close(told)
     self.lock.ensure()
     return name
 
 
 @app.task(base=Keyed, bind=True)
-def forking(self: Any, name: str) -> int:
-    """Forks a process that holds a lock of its own for longer than a lease; returns its exit status."""
+def forking(self: Any, name: str, told: str) -> str:
+    """Forks a process that holds a lock of its own until a file is there."""
     body(name)
     pid = os.fork()
     if pid == 0:
-        os._exit(hold_own_lock(f"t:{{forked}}:{self.request.id}"))
+        os._exit(hold_own_lock(f"t:{{forked}}:{name}", told))
     status = os.waitpid(pid, 0)[1]
     self.lock.ensure()
-    journal.write("forked", task_id=self.request.id, status=status)
-    return os.waitstatus_to_exitcode(status)
+    return name if status == 0 else f"the fork ended with {os.waitstatus_to_exitcode(status)}"
 
 
-def hold_own_lock(key: str) -> int:
-    """0 if the keeper of this process keeps a lock for longer than a lease."""
+def hold_own_lock(key: str, told: str) -> int:
+    """0 if the keeper of this process keeps a lock until the file is there."""
     try:
-        lock = SetnxLock(control_of_locks(), key, lease=LEASE_S).acquire().lock
+        client = type(control).from_url(app.conf.setnx_url)  # of this process alone
+        lock = SetnxLock(client, key, lease=LEASE_S).acquire().lock
         assert lock is not None
         keeper = keeper_for_process(time.monotonic)
         keeper.watch(lock, lambda *_lost: None)
-        time.sleep(1.5 * LEASE_S)  # the lock is to be held for so long
+        while not os.path.exists(told):
+            time.sleep(0.05)
         lock.ensure()
         keeper.forget(lock)
         lock.release()
     except BaseException:
         return 1
     return 0
-
-
-def control_of_locks() -> Any:
-    """A client of the lock database that this process has for itself."""
-    return type(control).from_url(app.conf.setnx_url)

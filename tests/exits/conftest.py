@@ -8,45 +8,155 @@ import pytest
 import redis
 from kombu import Connection
 
+from celery_setnx import SetnxLock
+from celery_setnx.testing import pass_time
+from tests.exits import POOLS
 from tests.harness import Journal, Worker, wait_until
 
 APP = "tests.exits.app"
 OBSERVER = "observer"
-IMPATIENT_DB = 2
-VISIBILITY_S = 2
+ELSEWHERE = {"setnx_same_host": False}
+LONG = {"lease": 600}
+RETRY = {"on_conflict": "retry"}
+LEASES = 1.5
+IMPATIENT_DB, VISIBILITY_S = 2, 2
 
 
 class Held(NamedTuple):
-    """A call whose body has started and waits at its gate."""
+    """A call whose body has started."""
 
     result: Any
     key: str
     fence: int
     pid: int
-    at: float
+
+
+class Scene:
+    """One test's key, the calls of it, and the gate at which their bodies wait.
+
+    Attributes:
+        tasks: The module of tasks.
+        journal: What the workers have written.
+        locks: A client of the lock database.
+        name: The key, and the name of its gate.
+        quick: A key whose bodies do not wait.
+        later: A queue that nobody serves yet.
+    """
+
+    def __init__(self, tasks: Any, journal: Journal, locks: redis.Redis, gates: Any) -> None:
+        self.tasks, self.journal, self.locks = tasks, journal, locks
+        self.quick = uuid.uuid4().hex
+        self.name = f"gated-{self.quick}"
+        self.later = f"later-{self.quick}"
+        self._gates = gates
+
+    def send(self, task: Any, queue: str, *args: Any, name: str = "", **options: Any) -> Any:
+        """Send a call, of `quick` unless told otherwise."""
+        return task.apply_async((name or self.quick, *args), queue=queue, **options)
+
+    def hold(self, task: Any, queue: str, *args: Any, name: str = "", **options: Any) -> Held:
+        """Send a call of `name`, and come back when its body waits at its gate."""
+        before = self._at_gates()
+        held = self.started(self.send(task, queue, *args, name=name or self.name, **options))
+        wait_until(lambda: self._at_gates() > before, f"{held.result.id} at its gate")
+        return held
+
+    def started(self, result: Any, count: int = 1) -> Held:
+        """The call, once its body has started that many times."""
+        start = self.journal.wait_for("start", count, task_id=result.id)[count - 1]
+        return Held(result, start["key"], start["fence"], start["pid"])
+
+    def open(self, name: str = "", *, times: int = 1) -> None:
+        """Let that many bodies go on that wait at the gate, or will."""
+        for _ in range(times):
+            self._gates(name or self.name)
+
+    def serve_later(self, worker: Worker) -> None:
+        """Have a worker serve the queue `later` too."""
+        node = [f"{worker.name}@test"]
+        assert self.tasks.app.control.add_consumer(self.later, destination=node, reply=True, timeout=20)
+
+    def told(self, queue: str, name: str = "") -> Any:
+        """What another call of the key ends with, which does not wait."""
+        return self.send(self.tasks.work, queue, name=name).get(timeout=20)
+
+    def age(self, seconds: float, name: str = "") -> None:
+        """Let time pass for the lock."""
+        pass_time(seconds, self.tasks.work, name or self.quick)
+
+    def lock_words(self, result: Any) -> list[str]:
+        """What happened to a call, in order, but for Celery's "revoked", which comes at any time."""
+        return [word for word in self.journal.words(result.id) if word != "revoked"]
+
+    def fences(self, result: Any) -> list[int]:
+        """Of all acquisitions of a call, in order."""
+        return [entry["fence"] for entry in self.journal.entries(what="acquired", task_id=result.id)]
+
+    def outcomes(self, result: Any, count: int = 1) -> list[str]:
+        """Of all releases of a call, once there are that many."""
+        return [e["outcome"] for e in self.journal.wait_for("released", count, task_id=result.id)]
+
+    def wait_until_free(self, key: str) -> None:
+        """A rival who proves nothing of other processes gets the lock."""
+        rival = SetnxLock(self.locks, key)
+        wait_until(lambda: (lock := rival.acquire().lock) and lock.release(), f"{key} is free")
+
+    def assert_renewed(self, *keys: str) -> None:
+        """Rivals never get the locks until renewals have held them for another one and a half leases."""
+
+        def deadline(key: str) -> float:
+            outcome = SetnxLock(self.locks, key).acquire()
+            assert not outcome.acquired, f"a rival got {key}"
+            return outcome.holder.deadline  # type: ignore[union-attr]
+
+        enough = {key: deadline(key) + LEASES * self.tasks.LEASE_S for key in keys}
+        wait_until(lambda: all(deadline(key) >= enough[key] for key in keys), f"{keys} renewed")
+
+    def _at_gates(self) -> int:
+        clients = self.journal._client.client_list()
+        return sum(client["cmd"] == "blpop" and "b" in client["flags"] for client in clients)
 
 
 @pytest.fixture(scope="session")
-def worker_of(server, logs) -> Iterator[Callable[[str], Worker]]:
-    """The worker of a pool, started at its first use. Its queue has the pool's name. Not to be killed.
+def impatient(server) -> dict[str, Any]:
+    """Settings of workers that deliver again what is not acknowledged in 2 s, on a broker of their own."""
+    timing = {
+        "visibility_timeout": VISIBILITY_S,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    }
+    return {"broker_url": server.url(IMPATIENT_DB), "broker_transport_options": timing}
 
-    The observer is on another host, as far as it can prove: it takes no lock over before its deadline.
-    A worker of greenlets says that it is ready before it listens to `revoke`, hence the ping.
+
+@pytest.fixture
+def impatient_broker(server) -> Iterator[Connection]:
+    """Their broker."""
+    with Connection(server.url(IMPATIENT_DB)) as connection:
+        yield connection
+
+
+@pytest.fixture(scope="session")
+def worker_of(server, logs, impatient) -> Iterator[Callable[[str], Worker]]:
+    """The worker of a queue, started at its first use. Not to be killed.
+
+    The queue has the name of its worker's pool; `observer` is served by one on another host, as far as it can
+    prove: it takes no lock over before its deadline. `again-<pool>` is served by an impatient one.
     """
     from tests.exits.app import app
 
     workers: dict[str, Worker] = {}
 
-    def worker_of(pool: str) -> Worker:
-        if pool not in workers or workers[pool].process.poll() is not None:
-            if pool == OBSERVER:
-                environment = {"SETNX_TEST_SAME_HOST": "no"}
-                workers[pool] = Worker(logs, APP, concurrency=2, queues=pool, environment=environment)
-            else:
-                workers[pool] = Worker(logs, APP, concurrency=3, pool=pool, queues=pool)
-            node = [f"{workers[pool].name}@test"]
-            wait_until(lambda: app.control.ping(destination=node, timeout=0.5, limit=1), f"{node} listening")
-        return workers[pool]
+    def worker_of(queue: str) -> Worker:
+        if queue not in workers or workers[queue].process.poll() is not None:
+            again, pool = queue.startswith("again-"), queue.removeprefix("again-")
+            conf = ELSEWHERE if queue == OBSERVER else impatient if again else {}
+            pool = pool if pool in POOLS else "prefork"
+            workers[queue] = Worker(logs, APP, queues=queue, pool=pool, concurrency=3, conf=conf)
+            if not again:  # a worker of greenlets says that it is ready before it listens to `revoke`
+                node = [f"{workers[queue].name}@test"]
+                ping = app.control.ping
+                wait_until(lambda: ping(destination=node, timeout=0.5, limit=1), f"{node} listening")
+        return workers[queue]
 
     yield worker_of
     for worker in workers.values():
@@ -54,87 +164,33 @@ def worker_of(server, logs) -> Iterator[Callable[[str], Worker]]:
 
 
 @pytest.fixture
-def start_worker(server, logs) -> Iterator[Callable[..., Worker]]:
-    """Starts workers of the test's own, to be killed or shut down."""
-    workers: list[Worker] = []
-
-    def start(**options: Any) -> Worker:
-        workers.append(Worker(logs, APP, **{"concurrency": 2, **options}))
-        return workers[-1]
-
-    yield start
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.kill()
-
-
-@pytest.fixture
-def tasks(server, locks, journal) -> Any:
-    """The module of tasks, with clean databases."""
+def scene(server, locks, journal, gates) -> Scene:
+    """Clean databases, and a key of the test's own."""
     from tests.exits import app
 
-    return app
+    return Scene(app, journal, locks, gates)
 
 
 @pytest.fixture
-def pool(request, worker_of, tasks) -> str:
+def pool(request, worker_of) -> str:
     """A pool whose worker is ready; also the name of its queue."""
     worker_of(request.param)
     return str(request.param)
 
 
 @pytest.fixture
-def observer(worker_of, tasks) -> str:
+def observer(worker_of) -> str:
     """The queue of a worker that can prove nothing of other processes."""
     worker_of(OBSERVER)
     return OBSERVER
 
 
 @pytest.fixture
-def name() -> str:
-    """The test's own key, and the name of its gate."""
-    return f"gated-{uuid.uuid4().hex}"
+def start(start_worker) -> Callable[..., Worker]:
+    """Starts workers of the test's own, to be killed or shut down."""
+    return lambda queues, **options: start_worker(APP, queues=queues, **options)
 
 
-@pytest.fixture
-def hold(server, journal) -> Iterator[Callable[..., Held]]:
-    """Sends a call to a queue, and comes back when its body waits at its gate."""
-    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
-
-        def at_gates() -> int:
-            return sum(c["cmd"] == "blpop" and "b" in c["flags"] for c in client.client_list())
-
-        def hold(task: Any, queue: str, *args: Any, **options: Any) -> Held:
-            before = at_gates()
-            held = started(journal, task.apply_async(args, queue=queue, **options))
-            if str(args[0]).startswith("gated"):
-                wait_until(lambda: at_gates() > before, f"{held.result.id} at its gate")
-            return held
-
-        yield hold
-
-
-def started(journal: Journal, result: Any, count: int = 1) -> Held:
-    """The call, once its body has started that many times."""
-    start = journal.wait_for("start", count, task_id=result.id)[count - 1]
-    return Held(result, start["key"], start["fence"], start["pid"], start["at"])
-
-
-@pytest.fixture
-def impatient_broker(server) -> Iterator[Connection]:
-    """A broker of its own for workers that deliver again what is not acknowledged within 2 s."""
-    with redis.Redis.from_url(server.url(IMPATIENT_DB)) as client:
-        client.flushdb()
-    with Connection(server.url(IMPATIENT_DB)) as connection:
-        yield connection
-
-
-@pytest.fixture
-def impatient(start_worker, impatient_broker) -> Callable[..., Worker]:
-    """Starts workers of that broker."""
-
-    def start(*, environment: dict[str, str] | None = None, **options: Any) -> Worker:
-        own = {"EXITS_BROKER_DB": str(IMPATIENT_DB), "EXITS_VISIBILITY_S": str(VISIBILITY_S)}
-        return start_worker(environment={**own, **(environment or {})}, **options)  # type: ignore[no-any-return]
-
-    return start
+def pytest_configure(config):
+    """Tests whose assertion needs a real duration."""
+    config.addinivalue_line("markers", "clock: needs a real duration")

@@ -5,59 +5,57 @@ import signal
 from typing import Any
 
 import pytest
-import redis
 
 from celery_setnx import LockLost, SetnxLock
 from tests.exits import every_pool
-from tests.harness import Journal
+from tests.exits.conftest import LONG, RETRY, Held, Scene
 
-# Longer than a lease of 2 s by enough for a rival that comes back every 0.1 to 0.2 s.
-HOG_S = 5.0
+BRIEF = {"lease": 1}
+
+
+def hold_next(scene: Scene, observer: str) -> Held:
+    """The rival that takes the lock over, at a gate of its own."""
+    gate = f"{scene.name} rival"
+    return scene.hold(scene.tasks.careful, observer, gate, singleton={**RETRY, **LONG})
+
+
+def assert_lost(scene: Scene, call: Any, fence: int, rival: Held) -> None:
+    """The call was told so, once; the rival keeps its lock until its end, and gives it back itself."""
+    (lost,) = scene.journal.wait_for("lost", task_id=call.id)
+    assert lost["fence"] == fence < rival.fence
+    scene.open()
+    with pytest.raises(LockLost):
+        call.get(timeout=20)
+    assert not SetnxLock(scene.locks, rival.key).acquire().acquired
+    scene.open(f"{scene.name} rival")
+    assert rival.result.get(timeout=20) == scene.name
+    assert scene.outcomes(rival.result) == ["released"]
+    assert len(scene.journal.entries(what="taken_over")) == 1
+    assert len(scene.journal.entries(what="lost")) == 1
 
 
 @every_pool
-def test_frozen_past_its_lease_leaves_the_next_holder_alone(
-    tasks, pool, observer, journal, gates, locks, name, hold
-):
+def test_frozen_past_its_lease_leaves_the_next_holder_alone(scene, pool, observer):
     """SIGSTOP of the holder's process: taken over at the deadline; awake again, it learns of its loss."""
-    frozen = hold(tasks.careful, pool, name)
+    frozen = scene.hold(scene.tasks.careful, pool, singleton=BRIEF)
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
-        rival = hold(tasks.patient, observer, name, singleton={"on_conflict": "retry"})
+        rival = hold_next(scene, observer)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    (lost,) = journal.wait_for("lost", task_id=frozen.result.id)
-    assert lost["fence"] == frozen.fence < rival.fence
-    gates(name)
-    with pytest.raises(LockLost):
-        frozen.result.get(timeout=10)
-    assert_held_until_its_end(tasks, journal, gates, locks, name, rival)
+    assert_lost(scene, frozen.result, frozen.fence, rival)
 
 
 @every_pool
-def test_gil_held_past_the_lease_leaves_the_next_holder_alone(
-    tasks, pool, observer, journal, gates, locks, name, hold
-):
+def test_gil_held_past_the_lease_leaves_the_next_holder_alone(scene, pool, observer, tmp_path):
     """The documented bound: while C code keeps the GIL nobody renews; taken over, and the loss is told."""
-    hog = tasks.hogging.apply_async([name, HOG_S], queue=pool)
-    (hogging,) = journal.wait_for("hogging", task_id=hog.id)
-    rival = hold(tasks.patient, observer, name, singleton={"on_conflict": "retry"})
-    assert journal.entries(what="hogged") == []
-    (lost,) = journal.wait_for("lost", task_id=hog.id)
-    assert lost["fence"] == hogging["fence"] < rival.fence
-    with pytest.raises(LockLost):
-        hog.get(timeout=10)
-    assert_held_until_its_end(tasks, journal, gates, locks, name, rival)
-
-
-def assert_held_until_its_end(
-    tasks: Any, journal: Journal, gates: Any, locks: redis.Redis, name: str, rival: Any
-) -> None:
-    """The rival, whose body waits at a gate of its own, has its lock still, and gives it back itself."""
-    assert not SetnxLock(locks, rival.key).acquire().acquired
-    gates(f"{name} patient")
-    assert rival.result.get(timeout=10) == name
-    outcomes = journal.wait_for("released", task_id=rival.result.id)
-    assert [entry["outcome"] for entry in outcomes] == ["released"]
-    assert len(journal.entries(what="taken_over")) == 1
-    assert len(journal.entries(what="lost")) == 1
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    hog = scene.send(scene.tasks.hogging, pool, str(pipe), name=scene.name, singleton=BRIEF)
+    (hogging,) = scene.journal.wait_for("hogging", task_id=hog.id)
+    try:
+        rival = hold_next(scene, observer)
+        assert scene.journal.entries(what="hogged") == []
+    finally:
+        pipe.write_bytes(b"!")
+    assert_lost(scene, hog, hogging["fence"], rival)

@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-import time
+from dataclasses import replace
 
-from tests.soak.checker import Report
-from tests.soak.driver import MUTANTS, Scenario, soak
+from tests.soak.driver import MUTANTS, Scenario, catch, soak
+from tests.soak.history import Report
+from tests.soak.hunt import end_on_sigterm, hunt, side_by_side
 
 ROUND_S = 60.0
-MUTANT_S = 40.0
-CHANCES = 3
+CONTROL_S = 5.0
 
 
 def main() -> int:
@@ -18,33 +18,40 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the main soak; default 60")
     parser.add_argument("--seed", type=int, default=0, help="of the driver's choices; default 0")
     parser.add_argument("--mutants", choices=["all", "none", *MUTANTS], default="all", metavar="WHICH")
+    parser.add_argument("--controls", action="store_true", help="also the mutants' soaks without their flaws")
+    parser.add_argument(
+        "--lanes", type=int, default=4, help="soaks at a time, which share the seconds; default 4"
+    )
     options = parser.parse_args()
-    held = _main_soak(options.seconds, options.seed)
+    end_on_sigterm()
+    held = options.seconds <= 0 or _main_soak(options.seconds, options.seed, options.lanes)
     wanted = {"all": list(MUTANTS), "none": []}.get(options.mutants, [options.mutants])
-    caught = [any(_is_caught(name, options.seed + chance) for chance in range(CHANCES)) for name in wanted]
-    return 0 if held and all(caught) else 1
+    if options.controls:
+        plain = [(replace(MUTANTS[name], flaw="none"), CONTROL_S, options.seed) for name in wanted]
+        held &= _total(f"{len(plain)} soaks without the flaw", plain, options.lanes)
+    return 0 if hunt(catch, [(name,) for name in wanted], options.seed, options.lanes) and held else 1
 
 
-def _main_soak(seconds: float, seed: int) -> bool:
+def _main_soak(seconds: float, seed: int, lanes: int) -> bool:
     """In rounds, each with a server and a history of its own, so that no history outgrows the memory."""
+    rounds = max(lanes, round(seconds / ROUND_S))
+    rows = [(Scenario(), seconds / rounds, seed + number) for number in range(rounds)]
+    floors = {"kills of a holder": seconds / 3, "connection faults": seconds}
+    return _total(f"soak of {seconds:g} s, {lanes} at a time", rows, lanes, floors)
+
+
+def _total(title: str, rows: list[tuple], lanes: int, floors: dict[str, float] | None = None) -> bool:
+    """Whether nothing was violated, and enough done."""
     total = Report()
-    rounds = max(1, round(seconds / ROUND_S))
-    for number in range(rounds if seconds > 0 else 0):
-        report = soak(Scenario(), seconds / rounds, seed=seed + number)
+    for report in side_by_side(soak, rows, lanes):
         total.add(report)
-        for violation in report.violations:
-            print("VIOLATION", violation)
-    print(f"soak of {seconds:g} s\n{total.table()}", flush=True)
+    for name, least in (floors or {}).items():
+        if total.counts[name] <= least:
+            total.broken(f"only {total.counts[name]} {name}: that shows little")
+    for violation in total.violations:
+        print("VIOLATION", violation)
+    print(f"{title}\n{total.table()}", flush=True)
     return not total.violations
-
-
-def _is_caught(name: str, seed: int) -> bool:
-    began = time.monotonic()
-    report = soak(MUTANTS[name], MUTANT_S, seed=seed, stop_at_violation=True)
-    took = time.monotonic() - began
-    verdict = report.violations[0] if report.violations else "NOT CAUGHT"
-    print(f"mutant {name!r} after {took:.1f} s: {verdict}", flush=True)
-    return bool(report.violations)
 
 
 if __name__ == "__main__":

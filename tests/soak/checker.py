@@ -1,45 +1,19 @@
 """The offline checker: what a history says of the lock's promises."""
 
-from __future__ import annotations
-
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
-from tests.soak.history import Record
+from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
 
 SLACK_S = 1.0
 POLL_S = 0.1
 # A renewal may have been executed twice, once unseen, a moment later than its reply says.
 _UNSEEN_US = 20_000
-
-
-@dataclass
-class Report:
-    """What was counted, and what was broken."""
-
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    take_over_s: list[float] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
-
-    def add(self, other: Report) -> None:
-        """Take in what another report counted."""
-        for name, count in other.counts.items():
-            self.counts[name] += count
-        self.take_over_s += other.take_over_s
-        self.violations += other.violations
-
-    def table(self) -> str:
-        """The figures, one per line."""
-        rows = [*self.counts.items(), ("violations", len(self.violations))]
-        if self.take_over_s:
-            rows.append(("take-over after kill, median ms", round(median(self.take_over_s) * 1000)))
-            rows.append(("take-over after kill, max ms", round(max(self.take_over_s) * 1000)))
-        return "\n".join(f"{name:<36}{count:>10}" for name, count in rows)
+_INFINITY = float("inf")
 
 
 @dataclass
@@ -67,32 +41,24 @@ class _Life:
         """Whether the take-over with which it began may have been told to nobody."""
         return self.granted is None or self.granted["word"] == "again"
 
-    def entitled(self) -> list[tuple[float, float]]:
+    @property
+    def since(self) -> int:
+        """When the server granted it; 0 if it never did."""
+        return self.since_us or 0
+
+    def entitled(self) -> list[Span]:
         """When it might rely on the lock: until its end, its death or its deadline, whichever came first."""
         if self.start is None:
             return []
-        last = min(
-            self.end["t"] if self.end else float("inf"),
-            self.killed["before"] if self.killed else float("inf"),
-        )
-        spans = [[self.start["t"], self.start["until"]]]
-        for renewal in self.renewals:
-            if renewal["word"] not in ("renewed", "repaired"):
-                break
-            if renewal["began"] > spans[-1][1]:
-                spans.append([renewal["t"], renewal["until"]])
-            else:
-                spans[-1][1] = max(spans[-1][1], renewal["until"])
-        return [(begin, min(until, last)) for begin, until in spans if begin < min(until, last)]
+        ended = self.end["t"] if self.end else _INFINITY
+        killed = self.killed["before"] if self.killed else _INFINITY
+        return entitled(self.start["t"], self.start["until"], self.renewals, min(ended, killed))
 
 
 def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True) -> Report:
-    """Everything that the history shows.
+    """Everything that the history shows; if it is not final, what may still come is not missed.
 
-    Args:
-        records: The history.
-        final: Whether the soak has ended; if not, what may still come is not missed.
-        awaited: Whether somebody always waits for each lock, so that a take-over must come in time.
+    `awaited` says that somebody always waits for each lock, so that a take-over must come in time.
     """
     report = Report()
     lives = _lives(records, report)
@@ -101,8 +67,9 @@ def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True
     for life in lives.values():
         by_lock[life.lock].append(life)
     for lock, of_lock in sorted(by_lock.items()):
-        _check_overlap(lock, of_lock, report)
-        acquired = sorted((life for life in of_lock if life.since_us is not None), key=_since)
+        for ms, one, other in overlaps({life.token: life.entitled() for life in of_lock}):
+            report.broken(f"{lock}: {one} and {other} overlap by {ms:.3f} ms")
+        acquired = sorted((life for life in of_lock if life.since), key=lambda life: life.since)
         _check_fences(lock, acquired, report)
         _check_take_overs(lock, acquired, lives, report)
         _check_releases(acquired, report)
@@ -114,11 +81,11 @@ def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True
 
 def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
     lives: dict[str, _Life] = {}
-    kills = {record["victim"]: record for record in records if record["kind"] == "kill"}
+    kills = {record["victim"]: record for record in of_kind(records, "kill")}
     for record in records:
         kind, token = record["kind"], record.get("token")
         if kind in ("crash", "stuck", "endless"):
-            report.violations.append(f"{kind}: {json.dumps(record)}")
+            report.broken(f"{kind}: {json.dumps(record)}")
         if token is None:
             continue
         life = lives.setdefault(token, _Life(token))
@@ -136,76 +103,58 @@ def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
             life.renewals.append(record)
         elif kind == "renew_failed":
             if "OOM" in record["error"] or "OutOfMemory" in record["error"]:
-                report.violations.append(f"a full server refused a renewal: {record}")
+                report.broken(f"a full server refused a renewal: {record}")
             life.renewals.append({**record, "word": "renewed", "deadline": None, "began": 0.0, "until": 0.0})
         elif kind == "release":
             life.releases.append(record)
-    for record in records:
-        victim = record.get("victim") if record["kind"] == "granted" else None
-        if victim:
-            life = lives.get(victim["token"])
-            if life is None:
-                report.violations.append(f"a take-over names somebody unknown: {record}")
-                continue
-            if life.since_us != victim["since"]:
-                # Granted once before, unseen: the reply was lost, and the lease over when it was asked again.
-                earlier = f"{life.token}@{victim['since']}"
-                if earlier not in lives:
-                    lives[earlier] = replace(
-                        life, token=earlier, since_us=victim["since"], fence=victim["fence"], granted=None,
-                        start=None, end=None, releases=[], renewals=[], named_by=[],
-                    )  # fmt: skip
-                life = lives[earlier]
-            victim["token"] = life.token
-            life.named_by.append(record["token"])
+    for record in of_kind(records, "granted"):
+        victim = record["victim"]
+        if not victim:
+            continue
+        life = lives.get(victim["token"])
+        if life is None:
+            report.broken(f"a take-over names somebody unknown: {record}")
+            continue
+        if life.since_us != victim["since"]:
+            # Granted once before, unseen: the reply was lost, and the lease over when it was asked again.
+            earlier = f"{life.token}@{victim['since']}"
+            if earlier not in lives:
+                lives[earlier] = replace(
+                    life, token=earlier, since_us=victim["since"], fence=victim["fence"], granted=None,
+                    start=None, end=None, releases=[], renewals=[], named_by=[],
+                )  # fmt: skip
+            life = lives[earlier]
+        victim["token"] = life.token
+        life.named_by.append(record["token"])
     return lives
 
 
 def _count(records: Sequence[Record], lives: dict[str, _Life], report: Report) -> None:
-    counts = report.counts
-    kinds: dict[str, int] = defaultdict(int)
-    for record in records:
-        kinds[record["kind"]] += 1
-    counts["sections"] = kinds["start"]
-    counts["kills"] = kinds["kill"]
-    counts["kills of a holder"] = sum(
-        life.killed is not None and life.start is not None and life.end is None for life in lives.values()
-    )
-    counts["stops"] = kinds["stop"]
-    counts["connection faults"] = sum(record["struck"] for record in records if record["kind"] == "proxy")
-    counts["script flushes"] = kinds["flush"]
-    counts["times without memory"] = kinds["full"]
-    counts["records dropped while free"] = kinds["forgot"]
-    counts["take-overs"] = sum(len(life.named_by) for life in lives.values())
-    counts["acquired unseen, or answered again"] = sum(
-        life.since_us is not None and life.unseen for life in lives.values()
-    )
-    counts["renewals"] = kinds["renewed"]
-    counts["losses noticed"] = kinds["lost"]
-    counts["unavailable"] = kinds["unavailable"] + kinds["renew_failed"] + kinds["release_failed"]
-
-
-def _since(life: _Life) -> int:
-    return life.since_us or 0
-
-
-def _check_overlap(lock: str, lives: list[_Life], report: Report) -> None:
-    """No two holders are entitled at the same time."""
-    spans = sorted((begin, end, life.token) for life in lives for begin, end in life.entitled())
-    last_end, last_token = 0.0, ""
-    for begin, end, token in spans:
-        if begin < last_end and token != last_token:
-            ms = (min(end, last_end) - begin) * 1000
-            report.violations.append(f"{lock}: {token} and {last_token} overlap by {ms:.3f} ms")
-        if end > last_end:
-            last_end, last_token = end, token
+    kinds = Counter(record["kind"] for record in records)
+    holders = [life for life in lives.values() if life.killed and life.start and not life.end]
+    unseen = [life for life in lives.values() if life.since and life.unseen]
+    report.counts |= {
+        "sections": kinds["start"],
+        "kills": kinds["kill"],
+        "kills of a holder": len(holders),
+        "stops": kinds["stop"],
+        "connection faults": sum(record["struck"] for record in of_kind(records, "proxy")),
+        "script flushes": kinds["flush"],
+        "times without memory": kinds["full"],
+        "records dropped while free": kinds["forgot"],
+        "take-overs": sum(len(life.named_by) for life in lives.values()),
+        "acquired unseen, or answered again": len(unseen),
+        "renewals": kinds["renewed"],
+        "losses noticed": kinds["lost"],
+        "unavailable": kinds["unavailable"] + kinds["renew_failed"] + kinds["release_failed"],
+    }
 
 
 def _check_fences(lock: str, acquired: list[_Life], report: Report) -> None:
     """Fences strictly rise in the order in which the server granted the lock."""
     for older, newer in pairwise(acquired):
         if newer.fence <= older.fence:
-            report.violations.append(
+            report.broken(
                 f"{lock}: fence {newer.fence} of {newer.token} after {older.fence} of {older.token}"
             )
 
@@ -215,7 +164,7 @@ def _check_take_overs(lock: str, acquired: list[_Life], lives: dict[str, _Life],
     place = {life.token: number for number, life in enumerate(acquired)}
     for life in acquired:
         if len(life.named_by) > 1:
-            report.violations.append(f"{life.token} was taken over by each of {life.named_by}")
+            report.broken(f"{life.token} was taken over by each of {life.named_by}")
         victim: dict[str, Any] | None = life.granted["victim"] if life.granted else None
         if victim is None:
             continue
@@ -224,15 +173,15 @@ def _check_take_overs(lock: str, acquired: list[_Life], lives: dict[str, _Life],
         if dead is None:
             continue
         if dead.lock != lock or json.loads(victim["info"]).get("pid") != dead.pid:
-            report.violations.append(f"{life.token} took {lock} over from {victim}, which is not {dead.pid}")
+            report.broken(f"{life.token} took {lock} over from {victim}, which is not {dead.pid}")
             continue
         said = life.start and (life.start["reported"], life.start["reported_pid"])
         if said and said != (dead.token.partition("@")[0], dead.pid):
-            report.violations.append(f"{life.token} took over from {dead.token}, but says {life.start}")
+            report.broken(f"{life.token} took over from {dead.token}, but says {life.start}")
         if victim["deadline"] > life.granted["now"]:
-            report.violations.append(f"{life.token} took over from {dead.token} before its deadline")
+            report.broken(f"{life.token} took over from {dead.token} before its deadline")
         if place[life.token] - place[dead.token] != 1:
-            report.violations.append(f"{life.token} took over from {dead.token}, who was not the last")
+            report.broken(f"{life.token} took over from {dead.token}, who was not the last")
 
 
 def _check_releases(acquired: list[_Life], report: Report) -> None:
@@ -241,12 +190,12 @@ def _check_releases(acquired: list[_Life], report: Report) -> None:
         successor = acquired[number + 1] if number + 1 < len(acquired) else None
         for release in life.releases:
             word, now = release["word"], release["now"]
-            if word in ("released", "repaired", "resting") and successor and _since(successor) < now:
-                report.violations.append(f"{life.token} was told {word}, but {successor.token} held the lock")
+            if word in ("released", "repaired", "resting") and successor and successor.since < now:
+                report.broken(f"{life.token} was told {word}, but {successor.token} held the lock")
             if word == "gone":
-                report.violations.append(f"the lock of {life.token} was gone when it was released")
+                report.broken(f"the lock of {life.token} was gone when it was released")
             if word == "lost" and life.direct and now < _known_deadline(life):
-                report.violations.append(f"{life.token} was told lost before its deadline")
+                report.broken(f"{life.token} was told lost before its deadline")
 
 
 def _known_deadline(life: _Life) -> int:
@@ -259,11 +208,7 @@ def _check_kills(
     acquired: list[_Life], records: Sequence[Record], report: Report, final: bool, awaited: bool
 ) -> None:
     """Who is killed with the lock is taken over, once, by the next, and in time."""
-    pauses = [
-        (record["us"], record["us"] + int(record["seconds"] * 1e6))
-        for record in records
-        if record["kind"] in ("full", "lag")
-    ]
+    pauses = [(r["us"], r["us"] + int(r["seconds"] * 1e6)) for r in of_kind(records, "full", "lag")]
     for number, life in enumerate(acquired):
         if life.killed is None or life.end is not None or life.releases or life.granted is None:
             continue
@@ -272,22 +217,17 @@ def _check_kills(
         later = acquired[number + 1 :]
         if not later:
             if final:
-                report.violations.append(f"nobody took over from {life.token}, killed as holder")
+                report.broken(f"nobody took over from {life.token}, killed as holder")
             continue
         if not life.named_by and not later[0].unseen:
-            report.violations.append(
-                f"{life.token} was killed as holder, but {later[0].token} does not say so"
-            )
-        took_us = _since(later[0]) - life.killed["us"]
+            report.broken(f"{life.token} was killed as holder, but {later[0].token} does not say so")
+        took_us = later[0].since - life.killed["us"]
         if took_us < 0:
             continue  # it had lost the lock before it was killed
-        report.take_over_s.append(took_us / 1e6)
-        begin, end = life.killed["us"], _since(later[0])
-        paused_us = sum(max(0, min(end, till) - max(begin, since)) for since, till in pauses)
+        report.recovery_s.append(took_us / 1e6)
+        paused_us = paused(pauses, life.killed["us"], later[0].since)
         if awaited and took_us - paused_us > (life.lease_s + POLL_S + SLACK_S) * 1e6:
-            report.violations.append(
-                f"{life.token} was taken over only {took_us / 1e6:.3f} s after its death"
-            )
+            report.broken(f"{life.token} was taken over only {took_us / 1e6:.3f} s after its death")
 
 
 def _check_words(life: _Life, report: Report) -> None:
@@ -297,22 +237,22 @@ def _check_words(life: _Life, report: Report) -> None:
         return
     if granted["now"] < granted["began_us"] - 5:
         early_us = granted["began_us"] - granted["now"]
-        report.violations.append(
+        report.broken(
             f"{life.token}: the server decided {early_us} us before it was asked, "
             "so the local deadline is later than the real one"
         )
     if start is not None and start["replied_at"] >= start["until"]:
-        report.violations.append(f"{life.token} was let in although its lease was over before the reply")
+        report.broken(f"{life.token} was let in although its lease was over before the reply")
     deadline: int | None = granted["deadline"]
     for renewal in life.renewals:
         word = renewal["word"]
         if word == "gone":
-            report.violations.append(f"the lock of {life.token} was gone when it was renewed")
+            report.broken(f"the lock of {life.token} was gone when it was renewed")
         elif word == "lost" and renewal["now"] < _known_deadline(life):
-            report.violations.append(f"{life.token} was told lost before its deadline")
+            report.broken(f"{life.token} was told lost before its deadline")
         elif word == "renewed" and renewal["deadline"] is not None and deadline is not None:
             began_us = renewal["now"] - int((renewal["t"] - renewal["began"]) * 1e6)
             if began_us > deadline + _UNSEEN_US:
                 late_ms = (began_us - deadline) / 1000
-                report.violations.append(f"{life.token} was renewed {late_ms:.0f} ms after its deadline")
+                report.broken(f"{life.token} was renewed {late_ms:.0f} ms after its deadline")
         deadline = renewal["deadline"]

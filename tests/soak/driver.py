@@ -1,15 +1,15 @@
 """The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
 
-import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ import redis
 
 from examples.embedded import EmbeddedServer
 from tests.proxy import Fault, Proxy
-from tests.soak import mutants
-from tests.soak.checker import Report, check
-from tests.soak.history import History, now_us, read
-from tests.soak.holder import UNMUTATED, Duty, LockMaker, fork
+from tests.soak.checker import check
+from tests.soak.history import History, Report, now_us, read
+from tests.soak.holder import UNMUTATED, Duty, fork
 
+MUTANT_S = 40.0
 _TICK_S = 0.005
 _LAG_S = 0.05
 _LOOK_EVERY_S = 0.7
+_ANSWERS = ("acquired", "taken_over", "released", "renewed")
 _DRIVER, _PROXY, _CLOSER = -1, -2, -3
 # A record that is lost while the lock is free, as it is when its retention ends.
 _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[2]) or 0"
@@ -32,48 +33,34 @@ _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a soak is made of. Rates are mean seconds between two events; 0 is never.
+    """What a soak is made of. Rates are mean seconds between two events; 0 is never."""
 
-    Attributes:
-        mutate: Changes the lock in every process. Defaults to not at all.
-        processes: Number of processes.
-        proxied: How many of them reach the server by way of the proxy.
-        locks: Number of locks.
-        leases: Leases that each attempt chooses from, in seconds.
-        kill: kill -9 of a process, every other time of a holder.
-        stop: SIGSTOP for 0.3 to 2.5 leases.
-        fault: A connection of the proxy cut, delayed or stalled.
-        flush: SCRIPT FLUSH.
-        full: No memory for up to 0.3 s.
-        forget: The record of a free lock lost.
-    """
-
-    mutate: Callable[[], LockMaker] = mutants.none
+    flaw: str = "none"  # what is wrong with the lock in every process
     processes: int = 8
-    proxied: int = 4
+    proxied: int = 4  # of them reach the server by way of the proxy
     locks: int = 3
-    leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)
-    kill: float = 0.25
-    stop: float = 0.2
-    fault: float = 0.1
-    flush: float = 0.25
-    full: float = 3.0
-    forget: float = 0.3
+    leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)  # each attempt chooses one
+    kill: float = 0.25  # kill -9 of a process, every other time of a holder
+    stop: float = 0.2  # SIGSTOP for 0.3 to 2.5 leases
+    fault: float = 0.1  # a connection of the proxy cut, delayed or stalled
+    flush: float = 0.25  # SCRIPT FLUSH
+    full: float = 3.0  # no memory for up to 0.3 s
+    forget: float = 0.3  # the record of a free lock lost
 
 
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
 MUTANTS: dict[str, Scenario] = {
     "classic recipe, unequal timeouts": Scenario(
-        mutants.classic_recipe, proxied=0, locks=1, leases=(0.02, 0.16), kill=0.03, fault=0, full=0, forget=0
+        "classic_recipe", proxied=0, locks=1, leases=(0.02, 0.16), kill=0.03, fault=0, full=0, forget=0
     ),
-    "plain DEL": Scenario(mutants.plain_del),
-    "INCR fence": Scenario(mutants.incr_fence),
-    "no deadline check after acquire": Scenario(mutants.no_deadline_check, proxied=8, kill=0.5, fault=0.05),
-    "milliseconds floored": Scenario(mutants.floored_milliseconds),
-    "GETSET before PEXPIREAT": Scenario(mutants.getset_first, full=0.5),
-    "expired lease revived": Scenario(mutants.reviving_renewal, processes=4, proxied=0, locks=8, stop=0.1),
-    "renewal of another's lock": Scenario(mutants.careless_renewal, locks=2, kill=1.0, stop=0.08),
-    "take-over 10 ms early": Scenario(mutants.early_take_over),
+    "plain DEL": Scenario("plain_del"),
+    "INCR fence": Scenario("counting_fence"),
+    "no deadline check after acquire": Scenario("no_deadline_check", proxied=8, kill=0.5, fault=0.05),
+    "milliseconds floored": Scenario("floored_milliseconds"),
+    "GETSET before PEXPIREAT": Scenario("greedy_renewal", full=0.5),
+    "expired lease revived": Scenario("reviving_renewal", processes=4, proxied=0, locks=8, stop=0.1),
+    "renewal of another's lock": Scenario("careless_renewal", locks=2, kill=1.0, stop=0.08),
+    "take-over 10 ms early": Scenario("take_over_10_ms_early"),
 }
 
 
@@ -86,13 +73,7 @@ class _Process:
 
 @dataclass
 class Soak:
-    """One soak on a server of its own.
-
-    Args:
-        scenario: What happens.
-        history: The file to write the history to; must be new.
-        seed: Of the driver's choices. Defaults to 0.
-    """
+    """One soak on a server of its own."""
 
     scenario: Scenario
     history: Path
@@ -101,12 +82,7 @@ class Soak:
     _started: int = 0
 
     def run(self, seconds: float, *, stop_at_violation: bool = False) -> Report:
-        """Soak, then let every process end, acquire each lock once more, and check the history.
-
-        Args:
-            seconds: How long.
-            stop_at_violation: Whether to look at the history while it grows, and end when it is enough.
-        """
+        """Soak, then let every process end, acquire each lock once more, and check the history."""
         self._random = random.Random(self.seed)
         self._notes = History(self.history, _DRIVER)
         self._locks = [f"lock.{number}" for number in range(self.scenario.locks)]
@@ -131,8 +107,9 @@ class Soak:
         self._started += 1
         port = self._port if direct else self._proxy.port
         uid = _CLOSER if once else self._started
-        duty = Duty(uid, port, direct, self._locks, self.scenario.leases, self.history, once)
-        process = _Process(fork(duty, self.scenario.mutate), duty)
+        scenario = self.scenario
+        duty = Duty(uid, port, direct, self._locks, scenario.leases, self.history, scenario.flaw, once)
+        process = _Process(fork(duty), duty)
         self._processes.append(process)
         return process
 
@@ -158,7 +135,7 @@ class Soak:
             self._continue(now)
             for event in [event for event, at in due.items() if at <= now]:
                 event()
-                due[event] = time.monotonic() + self._after(events[event])
+                due[event] += self._after(events[event])  # what a busy machine delays is made up for
             if time.monotonic() >= look_at:
                 report = self._check(final=False)
                 if report.violations:
@@ -179,7 +156,7 @@ class Soak:
         os.kill(process.pid, signal.SIGKILL)
         _pid, status = os.waitpid(process.pid, 0)
         if os.waitstatus_to_exitcode(status) == UNMUTATED:
-            raise RuntimeError(f"{self.scenario.mutate.__name__} does not apply to the package any more")
+            raise RuntimeError(f"{self.scenario.flaw} does not apply to the package any more")
         self._notes.note("kill", victim=process.duty.uid, before=before, us=us)
         self._processes.remove(process)
         self._start(direct=process.duty.direct)
@@ -213,26 +190,15 @@ class Soak:
 
     def _break_connection(self) -> None:
         lease = max(self.scenario.leases)
-        self._proxy.arm(
-            self._random.choice(
-                [
-                    {"action": "cut_before"},
-                    {"action": "cut_after"},
-                    {"action": "drop_reply"},
-                    {"action": "drop_reply", "answered": "acquired"},
-                    {"action": "drop_reply", "answered": "taken_over"},
-                    {"action": "drop_reply", "answered": "released"},
-                    {"action": "drop_reply", "answered": "renewed"},
-                    {"action": "delay", "seconds": self._random.uniform(0, lease)},
-                    {
-                        "action": "delay_reply",
-                        "answered": self._random.choice(["acquired", "taken_over", "renewed"]),
-                        "seconds": self._random.uniform(0.3, 1.5) * lease,
-                    },
-                    {"action": "stall"},
-                ]
-            )
-        )
+        delay_s, reply_delay_s = self._random.uniform(0, lease), self._random.uniform(0.3, 1.5) * lease
+        delayed = self._random.choice(["acquired", "taken_over", "renewed"])
+        faults: list[dict[str, Any]] = [
+            *({"action": action} for action in ("cut_before", "cut_after", "drop_reply", "stall")),
+            *({"action": "drop_reply", "answered": verb} for verb in _ANSWERS),
+            {"action": "delay", "seconds": delay_s},
+            {"action": "delay_reply", "answered": delayed, "seconds": reply_delay_s},
+        ]
+        self._proxy.arm(self._random.choice(faults))
 
     def _flush(self) -> None:
         self._admin.script_flush()
@@ -254,7 +220,7 @@ class Soak:
 
     def _drain(self) -> None:
         self._continue(float("inf"))
-        self._proxy.disarm()
+        self._proxy.arm({})
         for process in self._processes:
             os.kill(process.pid, signal.SIGTERM)
         give_up = time.monotonic() + 10
@@ -263,7 +229,7 @@ class Soak:
         # Whoever was killed last is taken over now, within a lease.
         self._await_end(self._start(direct=True, once=True), time.monotonic() + 30)
         for key in self._admin.scan_iter():
-            if self._admin.pttl(key) == -1 and self.scenario.mutate is not mutants.classic_recipe:
+            if self._admin.pttl(key) == -1 and self.scenario.flaw != "classic_recipe":
                 self._notes.note("endless", key=key.decode())
         self._proxy.end()
 
@@ -289,61 +255,44 @@ class _ProxyProcess:
     """The proxy in a process of its own: its threads must not live in a process that forks."""
 
     def __init__(self, server_port: int, history: Path) -> None:
-        told, self._tell = os.pipe()
-        answered, answer = os.pipe()
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if not self._pid:
-            status = 1
-            try:
-                os.close(self._tell)
-                _serve(server_port, told, answer, History(history, _PROXY))
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(told)
-        os.close(answer)
-        with os.fdopen(answered) as port:
-            self.port = int(port.readline())
+        self._pipe, theirs = Pipe()
+        serve = get_context("fork").Process(target=_serve, args=(server_port, theirs, history), daemon=True)
+        serve.start()
+        self._process = serve
+        self.port: int = self._pipe.recv()
 
     def arm(self, fault: dict[str, Any]) -> None:
-        """Set a fault for one command."""
-        os.write(self._tell, json.dumps(fault).encode() + b"\n")
-
-    def disarm(self) -> None:
-        """Take all faults away that have not struck yet."""
-        os.write(self._tell, b"{}\n")
+        """Set a fault for one command; without an action, take all away that have not struck yet."""
+        self._pipe.send(fault)
 
     def end(self) -> None:
         """End the process, which writes down how often its faults have struck."""
-        if self._pid:
-            with suppress(BrokenPipeError):
-                os.write(self._tell, b"end\n")
-            os.close(self._tell)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join()
 
 
-def _serve(server_port: int, told: int, answer: int, history: History) -> None:
+def _serve(server_port: int, pipe: Connection, history: Path) -> None:
     faults: list[Fault] = []
     parent = os.getppid()
-    with Proxy(server_port) as proxy, os.fdopen(told) as lines:
-        os.write(answer, f"{proxy.port}\n".encode())
-        os.close(answer)
-        for line in lines:
-            if line == "end\n" or os.getppid() != parent:
+    with Proxy(server_port) as proxy:
+        pipe.send(proxy.port)
+        while os.getppid() == parent:
+            if not pipe.poll(_LOOK_EVERY_S):
+                continue
+            wish = pipe.recv()
+            if wish is None:
                 break
-            wish = json.loads(line)
             # No backlog: a fault that found nothing to strike gives way to a new one.
             for fault in faults[:-4] if wish else faults:
                 proxy.disarm(fault)
             if wish:
                 answered = wish.pop("answered", "").encode()
                 faults.append(proxy.arm(wish.pop("action"), answered=answered, **wish))
-        history.note("proxy", struck=sum(fault.struck for fault in faults))
+        History(history, _PROXY).note("proxy", struck=sum(fault.struck for fault in faults))
 
 
-def soak(scenario: Scenario, seconds: float, *, seed: int = 0, stop_at_violation: bool = False) -> Report:
+def soak(scenario: Scenario, seconds: float, seed: int = 0, *, stop_at_violation: bool = False) -> Report:
     """One soak whose history is thrown away, unless it shows a violation that was not wanted."""
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         history = Path(directory, "history")
@@ -353,3 +302,8 @@ def soak(scenario: Scenario, seconds: float, *, seed: int = 0, stop_at_violation
             kept.write_bytes(history.read_bytes())
             report.violations.append(f"the history is kept in {kept}")
         return report
+
+
+def catch(name: str, seed: int) -> list[str]:
+    """The violations by which a mutant is found out; none if it is not in time."""
+    return soak(MUTANTS[name], MUTANT_S, seed, stop_at_violation=True).violations

@@ -1,22 +1,25 @@
-"""The history of a soak: one line per record, each appended by one write, in one file for all processes."""
+"""A history: one line per record, appended by one write, in one file for all processes; and what it shows."""
 
 import json
 import os
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 Record = dict[str, Any]
+Span = tuple[float, float]
 
 _MAX_LINE = 4096
 
 
 class History:
-    """Appends records. `CLOCK_MONOTONIC` is the same for every process of one host.
+    """Appends records of a process, whose number is never used twice, as a process id may be.
 
-    Args:
-        path: The file.
-        uid: Number of the writing process; never used twice, as a process id may be.
+    `CLOCK_MONOTONIC` is the same for every process of one host.
     """
 
     def __init__(self, path: Path, uid: int) -> None:
@@ -40,3 +43,65 @@ def read(path: Path) -> list[Record]:
 def now_us() -> int:
     """The wall clock of this host, which is the embedded server's clock too."""
     return time.time_ns() // 1000
+
+
+@dataclass
+class Report:
+    """What was counted and measured, and what was broken."""
+
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    recovery_s: list[float] = field(default_factory=list)
+    hand_over_s: list[float] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    def broken(self, what: str) -> None:
+        """Write a violation down."""
+        self.violations.append(what)
+
+    def add(self, other: "Report") -> None:
+        """Take in what another report counted."""
+        for name, count in other.counts.items():
+            self.counts[name] += count
+        self.recovery_s += other.recovery_s
+        self.violations += other.violations
+
+    def table(self) -> str:
+        """The figures, one per line."""
+        rows = [*self.counts.items(), ("violations", len(self.violations))]
+        if self.recovery_s:
+            rows.append(("take-over after kill, median ms", round(median(self.recovery_s) * 1000)))
+            rows.append(("take-over after kill, max ms", round(max(self.recovery_s) * 1000)))
+        return "\n".join(f"{name:<36}{count:>10}" for name, count in rows)
+
+
+def entitled(start: float, until: float, renewals: Iterable[Record], last: float) -> list[Span]:
+    """When a holder might rely on its lock: up to its deadline, as renewals moved it, but not past `last`."""
+    spans = [[start, until]]
+    for renewal in renewals:
+        if renewal["word"] not in ("renewed", "repaired"):
+            break
+        if renewal["began"] > spans[-1][1]:
+            spans.append([renewal["t"], renewal["until"]])
+        else:
+            spans[-1][1] = max(spans[-1][1], renewal["until"])
+    return [(begin, min(end, last)) for begin, end in spans if begin < min(end, last)]
+
+
+def overlaps(spans: dict[str, list[Span]]) -> Iterator[tuple[float, str, str]]:
+    """Where two holders are entitled at the same time: milliseconds, and who."""
+    last_end, last = 0.0, ""
+    for begin, end, who in sorted((begin, end, who) for who, own in spans.items() for begin, end in own):
+        if begin < last_end and who != last:
+            yield (min(end, last_end) - begin) * 1000, who, last
+        if end > last_end:
+            last_end, last = end, who
+
+
+def paused(pauses: Iterable[Span], begin: float, end: float) -> float:
+    """For how much of an interval a pause is to blame."""
+    return sum(max(0.0, min(end, till) - max(begin, since)) for since, till in pauses)
+
+
+def of_kind(records: Sequence[Record], *kinds: str) -> list[Record]:
+    """The records of these kinds."""
+    return [record for record in records if record["kind"] in kinds]

@@ -18,7 +18,8 @@ from celery_setnx import keeper as keeper_module
 from celery_setnx import lock as lock_module
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.keeper import Keeper
-from celery_setnx.lock import HeldLock, SetnxLock
+from celery_setnx.lock import HeldLock
+from tests.soak import flaws
 from tests.soak.history import History, now_us
 
 RETENTION_S = 120.0
@@ -27,30 +28,19 @@ STEP_S = 0.004
 # Exit status of a process whose mutation could not be made.
 UNMUTATED = 77
 
-LockMaker = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class Duty:
-    """What one process is to do.
+    """What one process is to do."""
 
-    Attributes:
-        uid: Number of the process, never used twice.
-        port: Where it finds the server, perhaps by way of the proxy.
-        direct: Whether nothing stands between it and the server.
-        locks: Names of the locks that it fights for.
-        leases: Leases that it chooses from, in seconds.
-        history: The file of the history.
-        once: Whether it acquires each lock exactly once and ends, to close a soak.
-    """
-
-    uid: int
-    port: int
-    direct: bool
+    uid: int  # never used twice
+    port: int  # of the server, or of the proxy
+    direct: bool  # whether nothing stands between it and the server
     locks: Sequence[str]
     leases: Sequence[float]
     history: Path
-    once: bool = False
+    flaw: str = "none"
+    once: bool = False  # whether it acquires each lock exactly once and ends, to close a soak
 
 
 class _Witness:
@@ -69,14 +59,9 @@ class _Witness:
 
 
 class Holder:
-    """The process itself.
+    """The process itself, with `SetnxLock` or what a flaw has made of it."""
 
-    Args:
-        duty: What it is to do.
-        make_lock: Makes the lock; `SetnxLock`, or a mutant of it.
-    """
-
-    def __init__(self, duty: Duty, make_lock: LockMaker = SetnxLock) -> None:
+    def __init__(self, duty: Duty, make_lock: Callable[..., Any]) -> None:
         self._duty = duty
         self._make_lock = make_lock
         self._history = History(duty.history, duty.uid)
@@ -106,35 +91,27 @@ class Holder:
         self._attempts += 1
         lease = self._random.choice(self._duty.leases)
         token = f"{self._duty.uid}-{self._attempts}"
-        lock = self._make_lock(
-            self._client, name, lease=lease, info={"pid": os.getpid()}, retention=RETENTION_S
-        )
-        self._history.note(
-            "try", lock=name, token=token, lease=lease, pid=os.getpid(), direct=self._duty.direct
-        )
+        pid, note = os.getpid(), self._history.note
+        lock = self._make_lock(self._client, name, lease=lease, info={"pid": pid}, retention=RETENTION_S)
+        note("try", lock=name, token=token, lease=lease, pid=pid, direct=self._duty.direct)
         try:
             outcome = lock.acquire(wait, token=token)
         except LockUnavailable as error:
-            self._history.note("unavailable", token=token, error=error.reason)
+            note("unavailable", token=token, error=error.reason)
             time.sleep(STEP_S)
             return
         except LockRefused as error:
-            self._history.note("crash", token=token, error=str(error))
+            note("crash", token=token, error=str(error))
             return
         if outcome.lock is None:
             if self._duty.once:
-                self._history.note("stuck", lock=name, holder=str(outcome.holder))
+                note("stuck", lock=name, holder=str(outcome.holder))
             return
         victim = outcome.taken_over_from
-        self._history.note(
-            "start",
-            lock=name,
-            token=token,
-            until=outcome.lock._valid_until,
-            replied_at=self._replied_at,
-            reported=victim and victim.token,
-            reported_pid=victim and victim.info.get("pid"),
-        )
+        note(
+            "start", lock=name, token=token, until=outcome.lock._valid_until, replied_at=self._replied_at,
+            reported=victim and victim.token, reported_pid=victim and victim.info.get("pid"),
+        )  # fmt: skip
         self._section(outcome.lock, token)
 
     def _section(self, held: Any, token: str) -> None:
@@ -175,8 +152,8 @@ class Holder:
         self._history.note("lost", token=held.token, reason=reason)
 
     def _watch_the_scripts(self) -> None:
-        lock_module._ACQUIRE = _Witness(lock_module._ACQUIRE, self._granted)  # type: ignore[assignment]
-        lock_module._RELEASE = _Witness(lock_module._RELEASE, self._released)  # type: ignore[assignment]
+        lock_module._ACQUIRE = _Witness(lock_module._ACQUIRE, self._granted)
+        lock_module._RELEASE = _Witness(lock_module._RELEASE, self._released)
         note, renewed, renew_all = self._history.note, HeldLock._renewed, lock_module.renew_all
 
         def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
@@ -193,7 +170,7 @@ class Holder:
                     note("renew_failed", token=held.token, error=error.reason)
             return errors
 
-        HeldLock._renewed = noted  # type: ignore[method-assign]
+        HeldLock._renewed = noted
         lock_module.renew_all = noting_errors
         keeper_module.renew_all = noting_errors
 
@@ -210,13 +187,8 @@ class Holder:
         victim = None
         if word == "taken_over" and record:
             dead = record.split("\n")
-            victim = {
-                "token": dead[0],
-                "deadline": int(dead[1]),
-                "fence": int(dead[2]),
-                "since": int(dead[4]),
-                "info": dead[5],
-            }
+            victim = {"token": dead[0], "info": dead[5]}
+            victim |= {"deadline": int(dead[1]), "fence": int(dead[2]), "since": int(dead[4])}
         self._history.note(
             "granted", t=at, lock=asked[0][0], token=asked[1], word=word, since=since, now=int(now),
             deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
@@ -229,20 +201,15 @@ class Holder:
         self._history.note("release", t=at, token=asked[1], lock=asked[0][0], word=word, now=now)
 
 
-def fork(duty: Duty, mutate: Callable[[], LockMaker]) -> int:
-    """Start a process; its id. It never returns into the caller's code.
-
-    Args:
-        duty: What it is to do.
-        mutate: Called in the new process; may change the package, and gives the lock to use.
-    """
+def fork(duty: Duty) -> int:
+    """Start a process; its id. It never returns into the caller's code."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
     status = UNMUTATED
     try:
-        make_lock = mutate()
+        make_lock = flaws.seed(duty.flaw)
         status = 1
         try:
             Holder(duty, make_lock).run()

@@ -1,0 +1,246 @@
+"""Seeded flaws of the package, by name: a process that makes one of them its own must be found out."""
+
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from hashlib import sha1
+from types import SimpleNamespace
+from typing import Any
+
+import redis
+
+from celery_setnx import connection as connection_module
+from celery_setnx import keeper as keeper_module
+from celery_setnx import lock as lock_module
+from celery_setnx import request as request_module
+from celery_setnx import run as run_module
+from celery_setnx import scripts as scripts_module
+from celery_setnx import waiting as waiting_module
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockLost, LockUnavailable
+from celery_setnx.keeper import Keeper
+from celery_setnx.lock import HeldLock, SetnxLock
+
+_FREE_IF_OURS = "if h_token ~= token then return {'lost', now, value} end"
+_ALIVE = "if now < h_deadline then"
+_LATER_COPY = "t_copy ~= '' and t_copy ~= copy then"
+_FENCE = "math.max(h_fence + 1, now)"
+_RENEW_IF_OURS = "if h_token ~= token or state ~= 'running' then return answer('lost', '0') end"
+_EXPIRE = "redis.call('PEXPIREAT', KEYS[1], expiry)"
+_US = "tonumber(time[2])"
+_CLOCK = "local time = redis.call('TIME')"
+
+SCRIPTS: dict[str, tuple[str, str, str]] = {
+    # Acquire never finds the lock taken.
+    "no_lock": ("acquire", "'SET', KEYS[1], value, 'NX',", "'SET', KEYS[1], value,"),
+    # Release deletes the lock, whoever holds it.
+    "plain_del": (
+        "release",
+        _FREE_IF_OURS,
+        "if h_token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
+    ),
+    # A lock is taken over as soon as a tenth of its lease is over; 10 ms before its deadline; never.
+    "early_take_over": ("acquire", _ALIVE, "if now < h_deadline - 0.9 * lease then"),
+    "take_over_10_ms_early": ("acquire", _ALIVE, "if now < h_deadline - 10000 then"),
+    "no_take_over": ("acquire", _ALIVE, "if h_deadline > 0 then"),
+    # Renew begins with a command that a full server denies.
+    "greedy_renewal": ("renew", _EXPIRE, f"redis.call('GETSET', KEYS[1], value)\n{_EXPIRE}"),
+    # Renew brings an expired lease back to life if nobody has taken it over yet.
+    "reviving_renewal": (
+        "renew", "if now >= tonumber(h_deadline) then return answer('lost', h_deadline) end", "",
+    ),
+    # Renew does not look whose record it extends.
+    "careless_renewal": (
+        "renew", _RENEW_IF_OURS, "if state ~= 'running' then return answer('lost', '0') end",
+    ),
+    # The fence counts up from the last record, so it starts again when the data or the record are lost.
+    "counting_fence": ("acquire", _FENCE, "h_fence + 1"),
+    # The fence is the server's clock, so it falls when the clock goes back.
+    "clock_fence": ("acquire", _FENCE, "now"),
+    # The server's time is cut off at whole milliseconds.
+    "floored_milliseconds": ("acquire renew release", _US, f"math.floor({_US} / 1000) * 1000"),
+    # Every message of a call starts it, whichever has started it before.
+    "no_ticket": ("acquire", f"if later > 0 or later == 0 and {_LATER_COPY}", "if false then"),
+    # A message that has started its call does not start it again when it is delivered again.
+    "claimed_once": ("acquire", _LATER_COPY, "t_copy ~= '' then"),
+}  # fmt: skip
+"""What is wrong with a script: its verb, what stands there once, and what stands there instead."""
+
+
+def _replace(text: str, old: str, new: str) -> str:
+    if text.count(old) != 1:
+        raise RuntimeError(f"the flaw expects exactly one {old!r}")
+    return text.replace(old, new)
+
+
+def _set_text(verb: str, text: str) -> None:
+    script = getattr(lock_module, f"_{verb.upper()}")
+    script.text, script.sha = text, sha1(text.encode()).hexdigest()
+
+
+def none() -> None:
+    """The package as it is."""
+
+
+def no_deadline_check() -> type[SetnxLock]:
+    """Acquire does not ask whether the lease was over before the reply came."""
+    source = textwrap.dedent(inspect.getsource(SetnxLock._now_held))
+    namespace = dict(vars(lock_module))
+    exec(_replace(source, "if after >= held._valid_until:", "if False:"), namespace)
+    return type("Unchecked", (SetnxLock,), {"_now_held": namespace["_now_held"]})
+
+
+def no_renewal() -> None:
+    """The thread that renews is dead."""
+    Keeper._run = lambda _self: None
+
+
+def no_resend() -> None:
+    """A script that the server has forgotten is not sent again."""
+    scripts_module.NoScriptError = type("Never", (Exception,), {})
+
+
+def no_deadline() -> None:
+    """The local deadline is ignored: what was granted once counts for ever."""
+    SetnxLock._valid_until = lambda *_arguments: 1e12
+    HeldLock.ensure = lambda _self: None
+
+
+def client_clock() -> None:
+    """The worker's clock decides, not the server's."""
+    acquire, template = lock_module._acquire, lock_module._ACQUIRE.text
+    _replace(template, _CLOCK, "")
+
+    def by_own_clock(*arguments: Any, **options: Any) -> list[Any]:
+        _set_text("acquire", template.replace(_CLOCK, f"local time = {{'{time.time():.0f}', '0'}}"))
+        return acquire(*arguments, **options)
+
+    lock_module._acquire = by_own_clock
+
+
+def no_release_on_error() -> None:
+    """The lock is released only if the body returns."""
+    release = HeldLock.release
+
+    def only_on_success(held: HeldLock, **options: Any) -> Any:
+        if sys.exc_info()[0] is not None:
+            raise LockUnavailable(held.key, "the body has failed")
+        return release(held, **options)
+
+    HeldLock.release = only_on_success
+
+
+def no_hold() -> None:
+    """A lock that is to be held for the retry is released."""
+    HeldLock.hold = lambda held, _seconds: held.release()
+
+
+def renewal_gives_up() -> None:
+    """The first error ends all renewing of the process, and the client sends nothing twice."""
+    renew_all, retry = keeper_module.renew_all, connection_module.Retry
+    connection_module.Retry = lambda backoff, _times: retry(backoff, 0)
+
+    def once(*locks_and_client: Any) -> Any:
+        errors = renew_all(*locks_and_client)
+        if any(errors):
+            time.sleep(1e6)
+        return errors
+
+    keeper_module.renew_all = once
+
+
+def no_wake() -> None:
+    """Whoever hands a lock over sends no wake-up; couriers do."""
+    for module in (run_module, request_module):
+        module.wake = lambda *_arguments: None
+
+
+def no_courier() -> None:
+    """Couriers come, do nothing, and do not come again; wake-ups are sent."""
+    waiting_module._visit = lambda *_arguments: None
+
+
+def lost_wake() -> None:
+    """A wake-up that is not sent is sent by nobody."""
+    no_wake()
+    no_courier()
+
+
+def join_first() -> None:
+    """A call ends with the result of the first of its key that was ever joined."""
+    joined = waiting_module._joined
+
+    def first(task: Any, holder: Any, wait: Any) -> Any:
+        now = joined(task, holder, wait)
+        if now is None:
+            return None
+        key = f"first:{task.request.args[0]}"
+        return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
+
+    waiting_module._joined = first
+
+
+def classic_recipe() -> type:
+    """SETNX, GET, GETSET and DEL as in the recipe, by clients with unequal timeouts."""
+    return ClassicLock
+
+
+class ClassicLock:
+    """The recipe, with seconds of 20 ms so that its races take less time; leases count such seconds."""
+
+    SECOND_S = 0.02
+
+    def __init__(self, client: redis.Redis, name: str, *, lease: float, **_options: Any) -> None:
+        self.client = client
+        self.name = name
+        self.lease_s = lease
+        self._valid_until = 0.0
+        self._value = 0
+
+    def acquire(self, wait: float, *, token: str) -> Any:
+        give_up = time.monotonic() + wait
+        while not self._acquire_once():
+            if time.monotonic() > give_up:
+                return SimpleNamespace(lock=None, holder=None, taken_over_from=None)
+            # Nothing expires before the next of its seconds begins.
+            time.sleep(self.SECOND_S - time.time() % self.SECOND_S)
+        return SimpleNamespace(lock=self, holder=None, taken_over_from=None)
+
+    def _acquire_once(self) -> bool:
+        before, now = time.monotonic(), time.time() / self.SECOND_S
+        self._value = int(now + self.lease_s / self.SECOND_S + 1)
+        self._valid_until = before + self.lease_s
+        if self.client.setnx(self.name, self._value):
+            return True
+        held_till = self.client.get(self.name)
+        if held_till is None or int(now) <= int(held_till):
+            return False
+        old = self.client.getset(self.name, self._value)
+        return old is None or int(now) > int(old)
+
+    def ensure(self) -> None:
+        if time.monotonic() >= self._valid_until:
+            raise LockLost(self.name, "its time is over")
+
+    def renew(self) -> None:
+        """The recipe knows no renewal."""
+
+    def release(self) -> None:
+        if time.time() / self.SECOND_S < self._value:
+            self.client.delete(self.name)
+
+
+def seed(name: str) -> Callable[..., Any]:
+    """Give this process the flaw of that name; the lock to use.
+
+    Raises:
+        RuntimeError: The flaw does not apply to the package any more.
+    """
+    if name not in SCRIPTS:
+        return globals()[name]() or SetnxLock  # type: ignore[no-any-return]
+    verbs, old, new = SCRIPTS[name]
+    for verb in verbs.split():
+        _set_text(verb, _replace(getattr(lock_module, f"_{verb.upper()}").text, old, new))
+    return SetnxLock
