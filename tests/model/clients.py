@@ -78,14 +78,8 @@ class Ours:
         """What the server does with its release, or when it holds the lock for its retry."""
         token = self.token(me, index)
         if self.held_for and me.attempt < self.retries:
-            until = state.now + self.held_for
             return world.verbs.hold(
-                state.store,
-                state.now,
-                token=token,
-                until=until,
-                retention=RETENTION_MS,
-                remember=REMEMBER_MS,
+                state.store, state.now, token=token, lease=self.held_for, retention=RETENTION_MS
             )
         rest_until = me.since + self.at_least_for if self.at_least_for else 0
         return world.verbs.release(

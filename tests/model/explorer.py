@@ -215,6 +215,16 @@ class Explorable(Protocol[S]):
 Property = Callable[[Any, S, Event, S], bool]
 
 
+def caused_by(*events: str) -> Callable[[Property[S]], Property[S]]:
+    """A property that only these events can break."""
+
+    def noted(holds: Property[S]) -> Property[S]:
+        holds.events = frozenset(events)  # type: ignore[attr-defined]
+        return holds
+
+    return noted
+
+
 class Result(NamedTuple):
     """What the exploration found: how many states, in which keys and times, and what is broken, how."""
 
@@ -241,8 +251,9 @@ def explore(
 ) -> Result:
     """Visit every reachable state, and stop at the first property that is broken.
 
-    A property is true if all is well. With a goal, there must also be a way to it from every state. Raises
-    RuntimeError past the limit: a bound that is not reached proves nothing.
+    A property is true if all is well. With a goal, there must also be a way to it from every state. A world
+    may name a `representative` of states that are alike: only that one is followed. Raises RuntimeError past the
+    limit: a bound that is not reached proves nothing.
     """
     gc.disable()  # millions of tuples, none of them in a cycle
     try:
@@ -258,6 +269,8 @@ def _explore(
     goal: Callable[[S], bool] | None,
 ) -> Result:
     began = time.perf_counter()
+    at_stake = cache(lambda what: [p for p in properties if what in getattr(p, "events", (what,))])
+    representative = getattr(world, "representative", None)
     origin: dict[S, tuple[S, Event] | None] = {world.start: None}
     sources: dict[S, list[S]] = {}
     frontier = [world.start]
@@ -265,11 +278,13 @@ def _explore(
         reached: list[S] = []
         for state in frontier:
             for event, after in world.steps(state):
-                for holds in properties:
+                for holds in at_stake(event.what):
                     if not holds(world, state, event, after):
                         trace = _trace(origin, state, event, after)
                         spent = time.perf_counter() - began
                         return Result(frozenset(), len(origin), spent, holds.__name__, trace)
+                if representative is not None:
+                    after = representative(after)
                 step = (state, event)
                 if origin.setdefault(after, step) is step:
                     reached.append(after)

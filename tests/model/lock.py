@@ -495,15 +495,15 @@ class Lock:
         return store._replace(mark=self.mark_of(task_id, now, again))
 
     def hold(
-        self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
+        self, store: Store, now: int, *, token: str, lease: int, retention: int
     ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/hold.lua, which is given the time until then."""
+        """lua/hold.lua."""
         if isinstance(store.record, Record) and (store.record.token, store.record.state) == (token, "handed"):
             return store, ("handed", str(now), store.value)
-        freed, reply = self.release(store, now, token=token, remember=remember)
+        freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
             return store, reply[:3]
-        record = store.record
+        record, until = store.record, now + lease
         assert isinstance(record, Record)
         expiry = up(until, MS) + retention
         after = store._replace(
