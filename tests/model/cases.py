@@ -301,7 +301,8 @@ class Case:
         elif what == "line" and (first := first_in_line(store)) is not None:
             changed, commands = {"calls": without_call(store, first).calls}, [("HDEL", CALLS, first)]
         else:
-            gone = choose(([LOCK], [LOCK], [LOCK, RECORD], [RECORD], [MARK]))
+            lock_alone = [[LOCK]] * (10 if self.state == "handed" else 2)
+            gone = choose((*lock_alone, [LOCK, RECORD], [RECORD], [MARK]))
             changed, commands = {}, [("DEL", *gone)]
             if LOCK in gone:
                 changed |= {"value": None, "expiry": None}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, State, World
-from tests.model.lock import MS, SECOND, Record, Store
+from tests.model.lock import MS, SECOND, Answer, Record
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -27,6 +27,8 @@ class Ours:
 
     prompt = frozenset[str]()
     foreign = False
+    marks = False
+    """Whether its acquire is given the key of its mark, which ends with its start."""
 
     def __init__(
         self,
@@ -63,18 +65,12 @@ class Ours:
         """Its possible next moves."""
         return getattr(self, f"_when_{me.at}")(me, index, state, world)  # type: ignore[no-any-return]
 
-    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def acquire(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its acquire."""
-        return world.verbs.acquire(
-            state.store,
-            state.now,
-            token=self.token(me, index),
-            lease=self.lease,
-            retention=RETENTION_MS,
-            dead=me.dead,
-        )
+        asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
+        return world.verbs.acquire(state.store, state.now, **asked, dead=me.dead, line=self.marks)
 
-    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its release, or when it holds the lock for its retry."""
         token = self.token(me, index)
         if self.held_for and me.attempt < self.retries:
@@ -263,6 +259,8 @@ class Call(Ours):
         options: As for `Ours`.
     """
 
+    marks = True
+
     def __init__(
         self,
         task: str,
@@ -313,19 +311,7 @@ class Call(Ours):
         # Not sent yet, or about to give the mark back; a key lives to the end of its last millisecond.
         return me.at in ("idle", "marked", "freeing") and now <= me.marked_until
 
-    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
-        """Start: acquire, and end the own mark."""
-        return world.verbs.acquire(
-            state.store,
-            state.now,
-            token=self.token(me, index),
-            lease=self.lease,
-            retention=RETENTION_MS,
-            dead=me.dead,
-            line=True,
-        )
-
-    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
         """Release; on a retry with `until_done` the mark comes back."""
         if not self._marks_again(me):
             return super().release(me, index, state, world)
@@ -350,7 +336,7 @@ class Call(Ours):
             return DONE
         return self._queued(Client(attempt=me.attempt + 1))
 
-    def mark(self, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def mark(self, state: State, world: World) -> Answer:
         """What the server does with its mark."""
         return world.verbs.mark(
             state.store, state.now, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe

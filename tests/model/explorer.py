@@ -252,8 +252,8 @@ def explore(
     """Visit every reachable state, and stop at the first property that is broken.
 
     A property is true if all is well. With a goal, there must also be a way to it from every state. A world
-    may name a `representative` of states that are alike: only that one is followed. Raises RuntimeError past the
-    limit: a bound that is not reached proves nothing.
+    may name a `representative` of states that are alike: only that one is followed. Raises RuntimeError past
+    the limit: a bound that is not reached proves nothing.
     """
     gc.disable()  # millions of tuples, none of them in a cycle
     try:
@@ -263,10 +263,7 @@ def explore(
 
 
 def _explore(
-    world: Explorable[S],
-    properties: Sequence[Property[S]],
-    limit: int,
-    goal: Callable[[S], bool] | None,
+    world: Explorable[S], properties: Sequence[Property[S]], limit: int, goal: Callable[[S], bool] | None
 ) -> Result:
     began = time.perf_counter()
     at_stake = cache(lambda what: [p for p in properties if what in getattr(p, "events", (what,))])

@@ -85,6 +85,10 @@ class Store(NamedTuple):
     tickets: tuple[tuple[str, Ticket], ...] = ()
 
 
+Answer = tuple[Store, tuple[Any, ...]]
+"""What a verb gives back: the new keys and the reply."""
+
+
 def purge(store: Store, now: int) -> Store:
     """What is left of the keys at a time."""
     value, expiry, record, record_expiry, mark = store[:5]
@@ -203,7 +207,7 @@ class Lock:
         since: int = 0,
         attempt: int = 0,
         line: bool = False,
-    ) -> tuple[Store, tuple[Any, ...]]:
+    ) -> Answer:
         """lua/acquire.lua; `line`: whether it is given the keys of a task's lock."""
         record = store.record
         if isinstance(record, str):
@@ -222,7 +226,7 @@ class Lock:
             stale = ("stale", str(found.deadline), str(found.fence), str(now), None, text, mark, waiters)
             return store, stale
 
-        def held(until: float) -> tuple[Store, tuple[Any, ...]]:
+        def held(until: float) -> Answer:
             reply = ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark, waiters)
             if linger <= 0 or task is None:
                 return store, reply
@@ -309,9 +313,7 @@ class Lock:
         """Whether a mark is that of the task that starts."""
         return mark == task_of(token)[0]
 
-    def renew(
-        self, store: Store, now: int, *, token: str, lease: int, retention: int
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def renew(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
         """lua/renew.lua."""
         value, record = store.value, store.record
         if not isinstance(record, Record) or record.token != token or record.state != "running":
@@ -346,7 +348,7 @@ class Lock:
         again: int = 0,
         hand_over: int = 0,
         line: bool = False,
-    ) -> tuple[Store, tuple[Any, ...]]:
+    ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
         value, record = store.value, store.record
 
@@ -424,12 +426,12 @@ class Lock:
         call: str,
         remember: int,
         watch: int = 0,
-    ) -> tuple[Store, tuple[Any, ...]]:
+    ) -> Answer:
         """lua/park.lua."""
         record = store.record
         ticket = dict(store.tickets).get(task)
 
-        def answer(word: str, after: Store) -> tuple[Store, tuple[Any, ...]]:
+        def answer(word: str, after: Store) -> Answer:
             order = [waiter for _, waiter in after.line.places]
             place = order.index(task) + 1 if task in order else 0
             watches = watch > 0 and bool(order) and self.may_watch(after, now, task)
@@ -475,9 +477,7 @@ class Lock:
             and not self.is_past(now, record.deadline)
         )
 
-    def leave(
-        self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def leave(self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int) -> Answer:
         """lua/leave.lua."""
         ticket = dict(store.tickets).get(task)
         if ticket is not None and self.is_stale(ticket, attempt, copy):
@@ -494,9 +494,7 @@ class Lock:
             return store
         return store._replace(mark=self.mark_of(task_id, now, again))
 
-    def hold(
-        self, store: Store, now: int, *, token: str, lease: int, retention: int
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def hold(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
         """lua/hold.lua."""
         if isinstance(store.record, Record) and (store.record.token, store.record.state) == (token, "handed"):
             return store, ("handed", str(now), store.value)
@@ -514,7 +512,7 @@ class Lock:
         )
         return after, ("held_for_retry", *reply[1:3])
 
-    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> tuple[Store, tuple[Any, ...]]:
+    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
         """lua/free.lua."""
         record = store.record
         if not isinstance(record, Record) or record.state != "held_for_retry":
@@ -525,9 +523,7 @@ class Lock:
         after, reply = self.release(running, now, token=record.token, remember=remember)
         return (store if after is running else after), reply[:3]
 
-    def mark(
-        self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def mark(self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str) -> Answer:
         """lua/mark.lua."""
         mark, record = store.mark, store.record
         if mark is not None and mark.task_id == NOT_A_STRING:
@@ -559,7 +555,7 @@ class Lock:
         """A mark that expires with its lease."""
         return Mark(task_id, now // MS + lease)
 
-    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> tuple[Store, tuple[Any, ...]]:
+    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> Answer:
         """lua/extend.lua."""
         if store.mark is not None and store.mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
@@ -578,7 +574,7 @@ class Lock:
         """Whether a mark is there still, and the task's own."""
         return mark is not None and mark.task_id == task_id
 
-    def unmark(self, store: Store, now: int, *, task_id: str) -> tuple[Store, tuple[Any, ...]]:
+    def unmark(self, store: Store, now: int, *, task_id: str) -> Answer:
         """lua/unmark.lua."""
         if store.mark is not None and store.mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
@@ -590,7 +586,7 @@ class Lock:
         """Whether a mark is the task's own."""
         return mark.task_id == task_id
 
-    def look(self, store: Store, now: int, *, line: bool = False) -> tuple[Store, tuple[Any, ...]]:
+    def look(self, store: Store, now: int, *, line: bool = False) -> Answer:
         """lua/look.lua; `line`: as for acquire."""
         record = None if store.record is None else str(store.record)
         places = store.line.places if line else ()

@@ -160,15 +160,7 @@ def others_mark_kept(world: World, before: State, event: Event, after: State) ->
     return task_of(event.token)[0] == mark.task_id or event.token == mark.task_id
 
 
-SAFETY = (
-    exclusion,
-    one_taker,
-    entry_kept,
-    no_stale_release,
-    no_release_lost,
-    no_false_loss,
-    fences_rise,
-)
+SAFETY = (exclusion, one_taker, entry_kept, no_stale_release, no_release_lost, no_false_loss, fences_rise)
 MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
 from tests.model.explorer import DONE, TICK, Client, Move, Property, State, World, explore
-from tests.model.lock import MS, Lock, Mark, Record, Store, task_of
+from tests.model.lock import MS, Answer, Lock, Mark, Record, Store, task_of
 from tests.model.properties import (
     entry_kept,
     exclusion,
@@ -24,7 +24,6 @@ from tests.model.properties import (
     slowest_publish,
 )
 
-Answer = tuple[Store, tuple[Any, ...]]
 Kind = TypeVar("Kind")
 DEAD_CLASSIC = Store("9")
 

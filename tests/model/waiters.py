@@ -10,13 +10,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.explorer import START, TICK, Event
-from tests.model.lock import Lock, Record, Store, seconds, task_of
+from tests.model.lock import Answer, Lock, Record, Store, seconds, task_of
 
 LEASE = 4 * TICK
 OVER = START - TICK
 REMEMBER_MS = 1_000_000
 ORIGINAL = "-"
-Answer = tuple[Store, tuple[Any, ...]]
 
 
 class Message(NamedTuple):
@@ -133,7 +132,7 @@ class Waiters:
         lock = lock or Lock()
         self.acquire, self.release = _on_canonical_keys(lock.acquire), _on_canonical_keys(lock.release)
         self.park, self.leave = _on_canonical_keys(lock.park), _on_canonical_keys(lock.leave)
-        # Whether the calls differ in their names only; no two are ever at one place then: see `representative`.
+        # Whether the calls differ in their names only; then no two are ever at one place.
         self.alike = not (late or retries or linger)
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
         self.start = Scene(
