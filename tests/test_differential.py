@@ -195,7 +195,7 @@ class Packed(NamedTuple):
     """What the server answers in the end."""
 
 
-@lru_cache(CASES)
+@lru_cache(1_500)
 def case(seed: int) -> Packed:
     """The case of a seed; after each step SEES says what the keys are."""
     steps = list(Case(seed, SHAS).steps())
@@ -294,7 +294,7 @@ def test_operations_have_every_answer():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("verb", "right", "wrong"), MUTANTS)
+@pytest.mark.parametrize(("verb", "right", "wrong"), MUTANTS[:: bound(1, small=8)])
 def test_changed_script_differs_from_the_model(wire, verb, right, wrong):
     """A script with one condition or expiry changed is found out."""
     assert RIGHT[verb].count(right) == 1

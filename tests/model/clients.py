@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.model.explorer import DEAD, DONE, TICK, Client, Move, State, World
+from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
 from tests.model.lock import MS, SECOND, Answer, Record
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
 
 
-class Ours:
+class Ours(Program):
     """One delivery of a task: acquire, renew, leave, release; with retries, the attempts after it.
 
     Args:
@@ -25,8 +25,6 @@ class Ours:
         slow_send: Whether time may pass between the send and the server. Defaults to no.
     """
 
-    prompt = frozenset[str]()
-    foreign = False
     marks = False
     """Whether its acquire is given the key of its mark, which ends with its start."""
 
@@ -170,18 +168,11 @@ class Ours:
         return Client("leaving", attempt=me.attempt, since=me.since, until=me.until)
 
 
-class Freed:
+class Freed(Program):
     """The one who frees a lock that was held for a retry which will not come: revoked or expired."""
-
-    prompt = frozenset[str]()
-    foreign = False
 
     def __init__(self, task: str) -> None:
         self.task = task
-
-    def begin(self) -> Client:
-        """Idle."""
-        return Client("idle")
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Free it once, at any time."""
@@ -189,11 +180,8 @@ class Freed:
         yield Move(DONE, store, "free", self.task, reply)
 
 
-class LateCopy:
+class LateCopy(Program):
     """A copy of a client's acquire or release that the network delivers a second time, at any moment."""
-
-    prompt = frozenset[str]()
-    foreign = False
 
     def __init__(self, verb: str, of: int) -> None:
         self.verb = verb
@@ -214,18 +202,11 @@ class LateCopy:
         yield Move(DONE, store, self.verb, sender.token(Client(), self.of), reply)
 
 
-class Parent:
+class Parent(Program):
     """A worker parent: once its child is surely dead it releases the child's lock, by the child's token."""
-
-    prompt = frozenset[str]()
-    foreign = False
 
     def __init__(self, child: int) -> None:
         self.child = child
-
-    def begin(self) -> Client:
-        """Idle."""
-        return Client("idle")
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Wait for the death, then release; time may pass between the two."""
@@ -398,7 +379,7 @@ class Call(Ours):
         return Client("queued", attempt=me.attempt, beats=self.beats, marked_until=me.marked_until)
 
 
-class Classic:
+class Classic(Program):
     """The recipe of the Redis documentation, on its own clock (which is right here).
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
-from tests.model.explorer import DONE, TICK, Client, Move, Property, State, World, explore
+from tests.model.explorer import DONE, TICK, Client, Move, Program, Property, State, World, explore
 from tests.model.lock import MS, Answer, Lock, Mark, Record, Store, task_of
 from tests.model.properties import (
     entry_kept,
@@ -160,170 +160,120 @@ def calls(until_done: bool, kind: type[Call] = Call, **options: Any) -> list[Cal
     return [kind(task, until_done=until_done, queue_lease=3, lease=2, **options) for task in "ab"]
 
 
+def mutant(must_break: Property, *programs: Program, **options: Any) -> tuple[Property, World]:
+    """What the mistake breaks, and where: options are of the world, or methods that the lock has instead."""
+    methods = {name: options.pop(name) for name in list(options) if hasattr(Lock, name)}
+    return must_break, World(*programs, lock=wrong(**methods), **options)
+
+
 A, B = Ours("a"), Ours("b")
-BELIEVES_THE_VALUE = {"lock": wrong(record_decides=believes_the_value), "store": DEAD_CLASSIC}
-# What the mistake breaks, and where.
-MUTANTS: dict[str, tuple[Property[State], World]] = {
-    "release without owner check": (
-        no_stale_release,
-        World(A, B, lock=wrong(release=releases_for_anybody), ticks=6),
+BELIEVES_THE_VALUE = {"record_decides": believes_the_value, "store": DEAD_CLASSIC}
+MUTANTS = {
+    "release without owner check": mutant(no_stale_release, A, B, release=releases_for_anybody, ticks=6),
+    "renewal without owner check": mutant(
+        entry_kept, Ours("a", beats=1), B, renew=renews_for_anybody, ticks=6
     ),
-    "renewal without owner check": (
-        entry_kept,
-        World(Ours("a", beats=1), B, lock=wrong(renew=renews_for_anybody), ticks=6),
+    "renewal revives an expired lease": mutant(
+        entry_kept, Ours("a", beats=1, lease=1), Classic(timeout=1), may_still_renew=lambda *_: True, ticks=8
     ),
-    "renewal revives an expired lease": (
-        entry_kept,
-        World(
-            Ours("a", beats=1, lease=1),
-            Classic(timeout=1),
-            lock=wrong(may_still_renew=lambda *_: True),
-            ticks=8,
-        ),
+    "take-over one tick early": mutant(
+        exclusion, A, B, is_past=lambda _, now, deadline: now >= deadline - TICK, ticks=6
     ),
-    "take-over one tick early": (
+    "acquire in two round trips": mutant(
+        one_taker, TwoRoundTrips("a"), TwoRoundTrips("b"), Ours("c"), ticks=5, crashes=1
+    ),
+    "fence by INCR": mutant(fences_rise, A, B, next_fence=lambda _, n, now: n + 1, ticks=6, wipes=1),
+    "fence by INCR, record expired": mutant(fences_rise, A, B, next_fence=lambda _, n, now: n + 1, ticks=8),
+    "release keeps the lock": mutant(no_release_lost, A, release=keeps_the_lock, ticks=2),
+    "no deadline check after acquire": mutant(
+        exclusion, changed(Ours, may_enter=lambda *_: True)("a"), B, ticks=6
+    ),
+    "lease counted from the reply": mutant(exclusion, CountsFromReply("a"), B, ticks=6),
+    "deadline rounded down": mutant(
         exclusion,
-        World(A, B, lock=wrong(is_past=lambda _, now, deadline: now >= deadline - TICK), ticks=6),
+        Ours("a", lease=3),
+        Classic(timeout=1, tries=2, strict=False),
+        value_of=lambda _, deadline: str(deadline // 1000000),
+        ticks=8,
     ),
-    "acquire in two round trips": (
-        one_taker,
-        World(TwoRoundTrips("a"), TwoRoundTrips("b"), Ours("c"), ticks=5, crashes=1),
-    ),
-    "fence by INCR": (
-        fences_rise,
-        World(A, B, lock=wrong(next_fence=lambda _, n, now: n + 1), ticks=6, wipes=1),
-    ),
-    "fence by INCR, record expired": (
-        fences_rise,
-        World(A, B, lock=wrong(next_fence=lambda _, n, now: n + 1), ticks=8),
-    ),
-    "release keeps the lock": (no_release_lost, World(A, lock=wrong(release=keeps_the_lock), ticks=2)),
-    "no deadline check after acquire": (
+    "proof of death of anybody": mutant(
         exclusion,
-        World(changed(Ours, may_enter=lambda *_: True)("a"), B, ticks=6),
+        A,
+        Ours("b", proof=True),
+        Ours("c", proof=True),
+        proves_death=lambda _, record, dead: dead != "" and record.state == "running",
+        ticks=3,
+        crashes=1,
     ),
-    "lease counted from the reply": (exclusion, World(CountsFromReply("a"), B, ticks=6)),
-    "deadline rounded down": (
-        exclusion,
-        World(
-            Ours("a", lease=3),
-            Classic(timeout=1, tries=2, strict=False),
-            lock=wrong(value_of=lambda _, deadline: str(deadline // 1_000_000)),
-            ticks=8,
-        ),
-    ),
-    "proof of death of anybody": (
-        exclusion,
-        World(
-            A,
-            Ours("b", proof=True),
-            Ours("c", proof=True),
-            lock=wrong(proves_death=lambda _, record, dead: dead != "" and record.state == "running"),
-            ticks=3,
-            crashes=1,
-        ),
-    ),
-    "proof of death of a lock that rests": (
+    "proof of death of a lock that rests": mutant(
         entry_kept,
-        World(
-            Ours("a", at_least_for=4),
-            Ours("b", proof=True),
-            lock=wrong(proves_death=lambda _, record, dead: dead != "" and record.token == dead),
-            ticks=3,
-            crashes=1,
-            losses=1,
-        ),
+        Ours("a", at_least_for=4),
+        Ours("b", proof=True),
+        proves_death=lambda _, record, dead: dead != "" and record.token == dead,
+        ticks=3,
+        crashes=1,
+        losses=1,
     ),
-    "rest ignored": (
+    "rest ignored": mutant(
         entry_kept,
-        World(
-            Ours("a", at_least_for=4),
-            B,
-            lock=wrong(passes_rest=lambda _, record, token: record.state == "resting"),
-            ticks=4,
-        ),
+        Ours("a", at_least_for=4),
+        B,
+        passes_rest=lambda _, record, token: record.state == "resting",
+        ticks=4,
     ),
-    "hold resumed by the same attempt": (
-        entry_kept,
-        World(Ours("a", hold=3, retries=1), A, lock=wrong(resumes=resumes_any_attempt), ticks=4),
+    "hold resumed by the same attempt": mutant(
+        entry_kept, Ours("a", hold=3, retries=1), A, resumes=resumes_any_attempt, ticks=4
     ),
-    "another's hold freed": (
-        no_stale_release,
-        World(Ours("a", hold=3, retries=1), Freed("b"), lock=wrong(free=frees_any_hold), ticks=4),
+    "another's hold freed": mutant(
+        no_stale_release, Ours("a", hold=3, retries=1), Freed("b"), free=frees_any_hold, ticks=4
     ),
-    "no repair: release lost": (
-        no_release_lost,
-        World(Ours("a", lease=4), *classics(), **BELIEVES_THE_VALUE, ticks=8),
+    "no repair: release lost": mutant(
+        no_release_lost, Ours("a", lease=4), *classics(), **BELIEVES_THE_VALUE, ticks=8
     ),
-    "no repair: told lost": (
-        no_false_loss,
-        World(Ours("a", lease=4, beats=1), *classics(), **BELIEVES_THE_VALUE, ticks=8),
+    "no repair: told lost": mutant(
+        no_false_loss, Ours("a", lease=4, beats=1), *classics(), **BELIEVES_THE_VALUE, ticks=8
     ),
-    "no repair: two holders": (
-        exclusion,
-        World(Ours("a", lease=8), Classic(timeout=1), B, **BELIEVES_THE_VALUE, ticks=12),
+    "no repair: two holders": mutant(
+        exclusion, Ours("a", lease=8), Classic(timeout=1), B, **BELIEVES_THE_VALUE, ticks=12
     ),
-    "mark deleted by another": (
-        others_mark_kept,
-        World(*calls(False), Ours("c"), lock=wrong(ends_mark=lambda *_: True), ticks=5),
+    "mark deleted by another": mutant(
+        others_mark_kept, *calls(False), Ours("c"), ends_mark=lambda *_: True, ticks=5
     ),
-    "mark over another's": (
-        others_mark_kept,
-        World(*calls(False), lock=wrong(may_mark=lambda *_: True), ticks=2),
-    ),
-    "mark beside the running": (
+    "mark over another's": mutant(others_mark_kept, *calls(False), may_mark=lambda *_: True, ticks=2),
+    "mark beside the running": mutant(one_queued, *calls(True), executes_a_task=lambda *_: False, ticks=2),
+    "mark kept by the start": mutant(no_ghost, *calls(False), ends_mark=lambda *_: False, ticks=2),
+    "mark not written back": mutant(
         one_queued,
-        World(*calls(True), lock=wrong(executes_a_task=lambda *_: False), ticks=2),
+        *calls(True, MarksAfterRelease, retries=1),
+        marked_again=lambda _, store, *rest: store,
+        ticks=3,
     ),
-    "mark kept by the start": (
+    "mark written back over another's": mutant(
+        others_mark_kept, *calls(True, retries=1), marked_again=marks_again_over_anothers, ticks=3
+    ),
+    "lapsed mark extended": mutant(
         no_ghost,
-        World(*calls(False), lock=wrong(ends_mark=lambda *_: False), ticks=2),
+        *calls(False),
+        may_extend=lambda _, mark, task_id: mark is None or mark.task_id == task_id,
+        ticks=2,
     ),
-    "mark not written back": (
-        one_queued,
-        World(
-            *calls(True, MarksAfterRelease, retries=1),
-            lock=wrong(marked_again=lambda _, store, *rest: store),
-            ticks=3,
-        ),
+    "mark shortened": mutant(
+        mark_lasts, *calls(True, retries=1, countdown=3), longer=lambda _, mark, new: new, ticks=5
     ),
-    "mark written back over another's": (
-        others_mark_kept,
-        World(*calls(True, retries=1), lock=wrong(marked_again=marks_again_over_anothers), ticks=3),
+    "another's mark extended": mutant(
+        others_mark_kept, *calls(False), may_extend=lambda _, mark, task_id: mark is not None, ticks=2
     ),
-    "lapsed mark extended": (
-        no_ghost,
-        World(
-            *calls(False),
-            lock=wrong(may_extend=lambda _, mark, task_id: mark is None or mark.task_id == task_id),
-            ticks=2,
-        ),
+    "another's mark freed": mutant(others_mark_kept, *calls(False), may_unmark=lambda *_: True, ticks=3),
+    "mark in one phase": mutant(
+        no_ghost, *calls(False, changed(Call, mark=marks_in_one_phase)), ticks=3, crashes=1
     ),
-    "mark shortened": (
-        mark_lasts,
-        World(*calls(True, retries=1, countdown=3), lock=wrong(longer=lambda _, mark, new: new), ticks=5),
+    "mark written back after the release": mutant(
+        one_queued, *calls(True, MarksAfterRelease, retries=1), ticks=3
     ),
-    "another's mark extended": (
-        others_mark_kept,
-        World(*calls(False), lock=wrong(may_extend=lambda _, mark, task_id: mark is not None), ticks=2),
+    "mark kept by the skipped": mutant(
+        no_ghost, *calls(False, changed(Call, after_conflict=lambda *_: DONE)), Ours("c", tries=1), ticks=2
     ),
-    "another's mark freed": (
-        others_mark_kept,
-        World(*calls(False), lock=wrong(may_unmark=lambda *_: True), ticks=3),
-    ),
-    "mark in one phase": (
-        no_ghost,
-        World(*calls(False, changed(Call, mark=marks_in_one_phase)), ticks=3, crashes=1),
-    ),
-    "mark written back after the release": (
-        one_queued,
-        World(*calls(True, MarksAfterRelease, retries=1), ticks=3),
-    ),
-    "mark kept by the skipped": (
-        no_ghost,
-        World(*calls(False, changed(Call, after_conflict=lambda *_: DONE)), Ours("c", tries=1), ticks=2),
-    ),
-    "mark freed by the waiting": (mark_lasts, World(*calls(False, FreesWhileItWaits), ticks=2)),
+    "mark freed by the waiting": mutant(mark_lasts, *calls(False, FreesWhileItWaits), ticks=2),
 }
 
 

@@ -3,6 +3,7 @@
 tests/model/__init__.py says how to have more calls, more workers and more that goes wrong.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,65 +116,53 @@ def no(*_: Any) -> bool:
     return False
 
 
-def courier_ends_if(word: str) -> type[Waiters]:
-    """Calls whose couriers end when they are answered so."""
-    return changed(Waiters, courier_ends=lambda w, reply: reply[0] == word or Waiters.courier_ends(w, reply))
+def ends_if(word: str) -> Callable[[Waiters, Any], bool]:
+    """Also if a courier is answered so."""
+    return lambda world, reply: reply[0] == word or Waiters.courier_ends(world, reply)
+
+
+def mutant(must_break: Property | str, tasks: str, **options: Any) -> tuple[Property | str, Waiters]:
+    """What the mistake breaks, and where: options are the world's, or other methods of the lock or the calls."""
+    lock = wrong(**{name: options.pop(name) for name in list(options) if hasattr(Lock, name)})
+    methods = {name: options.pop(name) for name in list(options) if hasattr(Waiters, name)}
+    return must_break, changed(Waiters, **methods)(tasks, lock=lock, **options)
 
 
 LOST = "a lost wake"
-# What the mistake breaks, and where.
-MUTANTS: dict[str, tuple[Property[Scene] | str, Waiters]] = {
-    "release hands over to nobody": (LOST, Waiters("ab", lock=wrong(next_in_line=lambda *_: (None, 0, ())))),
-    "release hands over to the last": (
-        in_order,
-        Waiters("abc", slots=3, lock=wrong(next_in_line=hands_to_the_last)),
+MUTANTS = {
+    "release hands over to nobody": mutant(LOST, "ab", next_in_line=lambda *_: (None, 0, ())),
+    "release hands over to the last": mutant(in_order, "abc", slots=3, next_in_line=hands_to_the_last),
+    "lock kept for one open to all": mutant(
+        in_order, "abcd", slots=3, **ALONE, is_for=lambda _, heir, task: heir is not None
     ),
-    "lock kept for one open to all": (
-        in_order,
-        Waiters("abcd", slots=3, lock=wrong(is_for=lambda _, heir, task: heir is not None), **ALONE),
+    "lock kept for one open to none": mutant(LOST, "ab", **ALONE, is_for=no, is_woken=no),
+    "ticket not checked": mutant(at_most_once, "ab", late_wakes=1, is_stale=no),
+    "ticket without copies": mutant(at_most_once, "ab", late_wakes=1, is_stale=compares_no_copies),
+    "ticket without attempts": mutant(
+        at_most_once, "ab", retries={"a": 1}, late_wakes=1, is_stale=compares_no_attempts
     ),
-    "lock kept for one open to none": (LOST, Waiters("ab", lock=wrong(is_for=no, is_woken=no), **ALONE)),
-    "ticket not checked": (at_most_once, Waiters("ab", late_wakes=1, lock=wrong(is_stale=no))),
-    "ticket without copies": (
-        at_most_once,
-        Waiters("ab", late_wakes=1, lock=wrong(is_stale=compares_no_copies)),
+    "ticket not claimed": mutant(at_most_once, "ab", late_wakes=1, begun=lambda _, store, *rest: store),
+    "no wake-up": mutant(LOST, "ab", **ALONE, with_wake=as_it_was),
+    "no courier": mutant(LOST, "ab", crashes=1, with_courier=as_it_was),
+    "courier sent when it is parked": mutant(LOST, "ab", crashes=2, sends_courier_later=lambda *_: True),
+    "courier sent before a redelivered call is parked": mutant(
+        LOST, "ab", late="a", crashes=2, sends_courier_later=no
     ),
-    "ticket without attempts": (
-        at_most_once,
-        Waiters("ab", retries={"a": 1}, late_wakes=1, lock=wrong(is_stale=compares_no_attempts)),
+    "no courier for a redelivered call": mutant(
+        LOST, "ab", late="a", crashes=2, has_courier=lambda _, message: message.copy != ORIGINAL
     ),
-    "ticket not claimed": (
-        at_most_once,
-        Waiters("ab", late_wakes=1, lock=wrong(begun=lambda _, store, *rest: store)),
+    "courier ends when the lock is handed over": mutant(
+        LOST, "ab", crashes=1, courier_ends=ends_if("handed")
     ),
-    "no wake-up": (LOST, changed(Waiters, with_wake=as_it_was)("ab", **ALONE)),
-    "no courier": (LOST, changed(Waiters, with_courier=as_it_was)("ab", crashes=1)),
-    "courier sent when it is parked": (
-        LOST,
-        changed(Waiters, sends_courier_later=lambda *_: True)("ab", crashes=2),
-    ),
-    "courier sent before a redelivered call is parked": (
-        LOST,
-        changed(Waiters, sends_courier_later=no)("ab", late="a", crashes=2),
-    ),
-    "no courier for a redelivered call": (
-        LOST,
-        changed(Waiters, has_courier=lambda _, message: message.copy != ORIGINAL)("ab", late="a", crashes=2),
-    ),
-    "courier ends when the lock is handed over": (LOST, courier_ends_if("handed")("ab", crashes=1)),
-    "courier ends when its call is parked": (LOST, courier_ends_if("parked")("ab", crashes=1)),
-    "courier only looks": (LOST, changed(Waiters, courier_goes_on=no)("ab", crashes=1)),
-    "courier acknowledged early": (LOST, changed(Waiters, delivered_again=as_it_was)("ab", crashes=2)),
-    "parked without a second look": (LOST, changed(Waiters, is_free=no)("ab", **ALONE)),
-    "handed over while it asked": (
-        LOST,
-        changed(Waiters, taken_to_ask_still=as_it_was)("ab", linger=True, **ALONE),
-    ),
-    "parked during a rest": (LOST, changed(Waiters, met_a_rest=as_it_was)("ab", rests=True, **ALONE)),
-    "left without passing on": (LOST, changed(Waiters, passes_on=no)("abc", revokes=1, **ALONE)),
-    "backend not asked": (
-        at_most_once,
-        changed(Waiters, may_have_ended=lambda _, message: bool(message.again))("ab", late="ab", seconds=1),
+    "courier ends when its call is parked": mutant(LOST, "ab", crashes=1, courier_ends=ends_if("parked")),
+    "courier only looks": mutant(LOST, "ab", crashes=1, courier_goes_on=no),
+    "courier acknowledged early": mutant(LOST, "ab", crashes=2, delivered_again=as_it_was),
+    "parked without a second look": mutant(LOST, "ab", **ALONE, is_free=no),
+    "handed over while it asked": mutant(LOST, "ab", linger=True, **ALONE, taken_to_ask_still=as_it_was),
+    "parked during a rest": mutant(LOST, "ab", rests=True, **ALONE, met_a_rest=as_it_was),
+    "left without passing on": mutant(LOST, "abc", revokes=1, **ALONE, passes_on=no),
+    "backend not asked": mutant(
+        at_most_once, "ab", late="ab", seconds=1, may_have_ended=lambda _, message: bool(message.again)
     ),
 }
 
