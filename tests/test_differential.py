@@ -1,6 +1,6 @@
 """The model's lock against the real scripts: random operations on a random clock, every answer compared.
 
-`MODEL_SCALE=10` runs ten times as many, `MODEL_BOUNDS=small` a sixth (tests/model/__init__.py has both);
+`MODEL_SCALE=10` runs ten times as many, `MODEL_BOUNDS=small` a tenth (tests/model/__init__.py has both);
 `DIFFERENTIAL_SEED=...` runs the one case that a failure named.
 """
 
@@ -20,7 +20,7 @@ from tests.model.injected import texts
 from tests.protocol.client import Server, ServerError, packed, reply_in
 
 LOCK_DB = 1
-CASES = bound(1_500, small=250) * SCALE
+CASES = bound(1_500, small=150) * SCALE
 PARTS = 3
 MUTANTS_CASES = 5 * 1_500 * SCALE  # more than for the right ones: some flaws show at one moment only
 RIGHT = texts()

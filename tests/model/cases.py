@@ -5,21 +5,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND
-from tests.model.lock import (
-    MS,
-    NOT_A_STRING,
-    NUMBER,
-    Calls,
-    Line,
-    Lock,
-    Mark,
-    Record,
-    Store,
-    first_in_line,
-    purge,
-    task_of,
-    without_call,
-)
+from tests.model.line import first_in_line, without_call
+from tests.model.lock import Lock
+from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
 LINE, CALLS = "{lock.foo}:line", "{lock.foo}:calls"

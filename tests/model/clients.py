@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
-from tests.model.lock import MS, SECOND, Answer, Record
+from tests.model.store import MS, SECOND, Answer, Record
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000

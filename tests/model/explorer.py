@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from tests.model.lock import SECOND, Lock, Store, purge
+from tests.model.lock import Lock
+from tests.model.store import SECOND, Store, purge
 
 TICK = SECOND // 2
 START = 10 * SECOND

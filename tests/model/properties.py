@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
-from tests.model.lock import MS, NUMBER, Lock, Record, Store, purge, seconds, task_of
+from tests.model.lock import Lock
+from tests.model.store import MS, NUMBER, Record, Store, purge, seconds, task_of
 
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 

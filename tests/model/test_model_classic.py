@@ -5,8 +5,8 @@ import pytest
 from tests.model import DEEP, bound
 from tests.model.clients import Classic, Ours
 from tests.model.explorer import World, explore
-from tests.model.lock import Store
 from tests.model.properties import SAFETY, exclusion, slowest_acquire
+from tests.model.store import Store
 
 DEAD_CLASSIC = Store("9")
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
@@ -24,7 +24,7 @@ def assert_holds(world: World) -> None:
 def test_lock_and_recipe_exclude_each_other(strict):
     """On a free key, and past either's death, ours and a prompt classic client never run together."""
     classics = Classic(timeout=1, tries=3, strict=strict), Classic(timeout=1, strict=strict)
-    assert_holds(World(Ours("a", beats=1), *classics, ticks=bound(7, small=5, deep=12), crashes=1))
+    assert_holds(World(Ours("a", beats=1), *classics, ticks=bound(7, small=4, deep=12), crashes=1))
 
 
 def test_lock_holds_beside_prompt_classic_losers():
@@ -36,7 +36,7 @@ def test_lock_holds_beside_prompt_classic_losers():
             Classic(timeout=1),
             Ours("b", lease=3, tries=1),
             store=DEAD_CLASSIC,
-            ticks=bound(5, small=3, deep=9),
+            ticks=bound(5, small=2, deep=9),
             crashes=1,
         )
     )

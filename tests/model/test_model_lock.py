@@ -21,7 +21,7 @@ WORLDS = {
         Ours("a", lease=2, tries=1 + DEEP),
         Ours("b", lease=5),
         Ours("c", lease=1),
-        ticks=bound(6, small=4, full=7, deep=9),
+        ticks=bound(6, small=3, full=7, deep=9),
         crashes=1 + DEEP,
     ),
     "renewals": lambda: World(
@@ -54,7 +54,7 @@ WORLDS = {
     "a lock that rests": lambda: World(
         Ours("a", lease=2, at_least_for=4, retries=1),
         Ours("b", tries=2 + DEEP),
-        ticks=bound(6, small=4, full=7, deep=12),
+        ticks=bound(6, small=3, full=7, deep=12),
         crashes=1,
         losses=1,
     ),
@@ -69,7 +69,7 @@ WORLDS = {
         Ours("a", lease=2, hold=3, retries=1 + DEEP),
         Ours("b", tries=1 + DEEP),
         Freed("a"),
-        ticks=bound(4, small=3, full=6, deep=7),
+        ticks=bound(4, small=2, full=6, deep=7),
         crashes=1,
         losses=1,
     ),

@@ -39,7 +39,7 @@ def test_marks_hold_in_every_interleaving(name):
         call("a", until_done, **options),
         call("b", until_done, skips=options.get("skips", False)),
         ticks=bound(3, small=2, full=5 if until_done and options == {"retries": 1} else 4, deep=7),
-        crashes=1 + DEEP,
+        crashes=bound(1, small=0, deep=2),
         losses=1,
     )
     result = explore(world, MARKS)
@@ -57,7 +57,7 @@ def test_marks_hold_beside_calls_without_marks(until_done):
         call("a", until_done),
         call("b", until_done),
         Ours("c", tries=1),
-        ticks=bound(3, small=2, deep=5),
+        ticks=bound(3, small=1, deep=5),
         crashes=1,
     )
     result = explore(world, MARKS)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
 from tests.model.explorer import DONE, TICK, Client, Move, Program, Property, State, World, explore
-from tests.model.lock import MS, Answer, Lock, Mark, Record, Store, task_of
+from tests.model.lock import Lock
 from tests.model.properties import (
     entry_kept,
     exclusion,
@@ -23,6 +23,7 @@ from tests.model.properties import (
     slowest_acquire,
     slowest_publish,
 )
+from tests.model.store import MS, Answer, Mark, Record, Store, task_of
 
 Kind = TypeVar("Kind")
 DEAD_CLASSIC = Store("9")

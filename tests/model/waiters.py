@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.explorer import START, TICK, Event
-from tests.model.lock import Answer, Lock, Record, Store, seconds, task_of
+from tests.model.lock import Lock
+from tests.model.store import Answer, Record, Store, seconds, task_of
 
 LEASE = 4 * TICK
 OVER = START - TICK
