@@ -45,6 +45,10 @@ class Recipe:
         """GETSET: was the lock still past its time?"""
         return int(self.client.getset(self.name, self.value)) < ZERO + self.now
 
+    def loses_to(self, winner: "Recipe") -> bool:
+        """Another GETSETs first: does that one come to hold the lock, and it itself not?"""
+        return winner.getset() and not self.getset()
+
     def takes_over(self) -> bool:
         """GET and GETSET: does it come to hold the lock?"""
         return self.finds_expired() and self.getset()
@@ -173,8 +177,7 @@ def test_f1a_loser_extends_the_winners_lease(scene):
     """A late loser's GETSET moves the winner's deadline; a conflict with ours changes nothing."""
     scene.dead_locks()
     winner, loser = scene.late(), scene.late(now=11)
-    assert winner.getset()
-    assert not loser.getset()
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 15)
 
     scene.acquired()
@@ -187,8 +190,7 @@ def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene):
     """With unequal timeouts a loser needs no pause to end a lease early; a rival of ours leaves it alone."""
     scene.dead_locks()
     winner, loser = scene.late(timeout=3), scene.late(timeout=2)
-    assert winner.getset()
-    assert not loser.getset()
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 13)
 
     scene.acquired(lease=4)
@@ -200,8 +202,7 @@ def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene):
     """With equal timeouts a loser that paused ends a lease early; a late rival of ours leaves it alone."""
     scene.dead_locks()
     loser, winner = scene.late(), scene.late(now=11)
-    assert winner.getset()
-    assert not loser.getset()
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (15, 14)
 
     scene.at(11)
@@ -214,8 +215,7 @@ def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
     """After a loser's GETSET a holder that compares values cannot release; ours can, and says `repaired`."""
     scene.dead_locks()
     winner, loser = scene.late(), scene.late(now=11)
-    assert winner.getset()
-    assert not loser.getset()
+    assert loser.loses_to(winner)
     assert scene.client.get(CLASSIC) != str(winner.value), "so it does not delete it, and nobody will"
 
     loser = scene.late(name=OURS, now=11)
@@ -229,8 +229,7 @@ def test_f2a_loser_breaks_mutual_exclusion(scene):
     """A paused loser lets a third client into a valid lease; past a loser of the recipe ours holds."""
     scene.dead_locks()
     paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
-    assert winner.getset()
-    assert not paused.getset()
+    assert paused.loses_to(winner)
     assert scene.recipe(timeout=1, now=13).takes_over()
     assert winner.value - ZERO == 14, "and the third is inside at 13"
 
@@ -247,8 +246,7 @@ def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene):
     """With the documentation's `<=` it takes one step less; ours holds to its exact deadline."""
     scene.dead_locks()
     paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
-    assert winner.getset()
-    assert not paused.getset()
+    assert paused.loses_to(winner)
     assert scene.second(CLASSIC) == 12, "which the documentation calls expired at 12, two seconds early"
 
     scene.at(12)
@@ -262,8 +260,7 @@ def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
     """A prompt loser with a shorter timeout takes three seconds of six; among ours the record decides."""
     scene.dead_locks()
     winner, loser = scene.late(timeout=5), scene.late(timeout=1)
-    assert winner.getset()
-    assert not loser.getset()
+    assert loser.loses_to(winner)
     assert scene.recipe(timeout=1, now=13).takes_over()
     assert winner.value - ZERO == 16, "and the third is inside at 13"
 

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -272,15 +273,8 @@ def test_version_of_the_page_is_the_latest():
 @pytest.fixture
 def wire(server, locks) -> Iterator[Callable[[], Server]]:
     """Connections of the client to the lock database."""
-    made: list[Server] = []
-
-    def connect() -> Server:
-        made.append(Server(server.port, LOCK_DB))
-        return made[-1]
-
-    yield connect
-    for connection in made:
-        connection.__exit__()
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(Server(server.port, LOCK_DB))
 
 
 def assert_taken_over_past_the_lease(locks: redis.Redis, name: str, takes_over: Callable[[], bool]) -> None:

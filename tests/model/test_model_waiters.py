@@ -125,7 +125,7 @@ def ends_if(word: str) -> Callable[[Waiters, Any], bool]:
 def mutant(must_break: Property | str, tasks: str, **options: Any) -> tuple[Property | str, Waiters]:
     """What the mistake breaks, and where: options are the world's, or its own or its lock's other methods."""
     lock = wrong(**{name: options.pop(name) for name in list(options) if hasattr(Lock, name)})
-    methods = {name: options.pop(name) for name in list(options) if hasattr(Waiters, name)}
+    methods = {name: options.pop(name) for name in list(options) if callable(getattr(Waiters, name, None))}
     return must_break, changed(Waiters, **methods)(tasks, lock=lock, **options)
 
 

@@ -6,6 +6,7 @@ message at a time; a call is acknowledged when it is taken, or (`late`) when it 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,6 +72,7 @@ class Scene(NamedTuple):
 Step = tuple[Event, Scene]
 
 
+@dataclass(eq=False)
 class Waiters:
     """Calls of one key, each published at the start, and how much may go wrong.
 
@@ -95,46 +97,34 @@ class Waiters:
         lock: The verbs. Defaults to the model's own; a mutant replaces them.
     """
 
-    def __init__(
-        self,
-        tasks: str,
-        *,
-        slots: int = 2,
-        late: str = "",
-        retries: Mapping[str, int] | None = None,
-        couriers: bool = True,
-        linger: bool = False,
-        rests: bool = False,
-        proof: bool = False,
-        parents: bool = False,
-        watch: bool = False,
-        crashes: int = 0,
-        wipes: int = 0,
-        late_wakes: int = 0,
-        lapses: int = 0,
-        revokes: int = 0,
-        seconds: int = 0,
-        early_seconds: bool = False,
-        lock: Lock | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.slots = slots
-        self.late = late
-        self.retries = retries or {}
-        self.couriers = couriers
-        self.linger = linger
-        self.rests = rests
-        self.proof = proof
-        self.parents = parents
-        self.watch = LEASE if watch else 0
-        self.delivers_again = {"inside", "leaves", "wakes", "stores"} | (
-            {"meets", "parks"} if early_seconds else set()
-        )
-        lock = lock or Lock()
+    tasks: str
+    _: KW_ONLY
+    slots: int = 2
+    late: str = ""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    couriers: bool = True
+    linger: bool = False
+    rests: bool = False
+    proof: bool = False
+    parents: bool = False
+    watch: bool = False
+    crashes: int = 0
+    wipes: int = 0
+    late_wakes: int = 0
+    lapses: int = 0
+    revokes: int = 0
+    seconds: int = 0
+    early_seconds: bool = False
+    lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.delivers_again = {"inside", "leaves", "wakes", "stores"}
+        self.delivers_again |= {"meets", "parks"} if self.early_seconds else set()
+        lock, tasks = self.lock, self.tasks
         self.acquire, self.release = _on_canonical_keys(lock.acquire), _on_canonical_keys(lock.release)
         self.park, self.leave = _on_canonical_keys(lock.park), _on_canonical_keys(lock.leave)
         # Whether the calls differ in their names only; then no two are ever at one place.
-        self.alike = not (late or retries or linger)
+        self.alike = not (self.late or self.retries or self.linger)
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
         self.start = Scene(
             START,
@@ -143,12 +133,7 @@ class Waiters:
             (),
             tuple(("new", *[""] * (n - 1)) for n in attempts),
             tuple((0,) * n for n in attempts),
-            crashes,
-            wipes,
-            late_wakes,
-            lapses,
-            revokes,
-            seconds,
+            *(self.crashes, self.wipes, self.late_wakes, self.lapses, self.revokes, self.seconds),
         )
 
     def representative(self, scene: Scene) -> Scene:
@@ -400,7 +385,7 @@ class Waiters:
             since=self._since(scene, message),
             call=call,
             remember=REMEMBER_MS,
-            watch=self.watch,
+            watch=LEASE if self.watch else 0,
         )
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
