@@ -1,83 +1,149 @@
 """Beside programs that run the classic recipe: each excludes the other, also after a crash."""
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
-from examples.embedded import EmbeddedServer
-from tests.harness import wait_until
-from tests.rivals import ClassicLock, OurLock
+from celery_setnx import HeldLock, SetnxLock
+from celery_setnx.testing import _age
+from tests.model.injected import CLOCK_KEY, SECOND, ServerClock
 
 LOCK_DB = 1
 NAME = "lock.shared"
+LONG_S = 600  # nothing expires because the machine is slow
+FORK = multiprocessing.get_context("fork")
 
 
-def start(kind: str, server: EmbeddedServer, history: Path, seconds: float, section_s: float) -> Any:
-    arguments = [kind, server.url(LOCK_DB), NAME, str(history), str(seconds), str(section_s)]
-    return subprocess.Popen([sys.executable, "-m", "tests.rivals", *arguments])
+class ClassicLock:
+    """The SETNX recipe of the Redis documentation as programs have it: client clocks and all.
+
+    Args:
+        client: A Redis client that decodes replies.
+        timeout: Seconds that a lock is valid.
+        clock: Its own. Defaults to the host's.
+    """
+
+    def __init__(self, client: Any, timeout: int, clock: Callable[[], float] = time.time) -> None:
+        self.client, self.timeout, self.clock = client, timeout, clock
+        self.stamp = 0
+
+    def acquire(self) -> bool:
+        now = int(self.clock())
+        stamp = now + self.timeout + 1
+        if not self.client.setnx(NAME, stamp):
+            value = self.client.get(NAME)
+            if value is not None and not now > int(value):
+                return False
+            old = self.client.getset(NAME, stamp)
+            if old is not None and not now > int(old):
+                return False
+        self.stamp = stamp
+        return True
+
+    def release(self) -> None:
+        """DEL, guarded by the clock as the recipe says."""
+        if self.clock() < self.stamp:
+            self.client.delete(NAME)
 
 
-def sections(history: Path) -> list[tuple[str, float, float]]:
-    """Kind, begin and end of every section, in order of their begins."""
-    open_since: dict[str, float] = {}
-    found = []
-    for line in history.read_text().splitlines():
-        kind, pid, what, at = line.split()
-        if what == "begin":
-            open_since[pid] = float(at)
-        else:
-            found.append((kind, open_since.pop(pid), float(at)))
-    return sorted(found, key=lambda section: section[1])
+class OurLock:
+    """SetnxLock with the rival's two verbs."""
+
+    def __init__(self, client: Any, timeout: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lock = SetnxLock(client, NAME, lease=timeout + 1, clock=clock)
+        self.held: HeldLock | None = None
+
+    def acquire(self) -> bool:
+        self.held = self.lock.acquire().lock
+        return self.held is not None
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+RIVALS = {"ours": OurLock, "classic": ClassicLock}
+
+
+def compete(kind: str, url: str, history: Path, start: Any, count: int) -> None:
+    """Run sections under the lock, so many; write when each began and ended."""
+    lock = RIVALS[kind](redis.Redis.from_url(url, decode_responses=True), LONG_S)
+    log = os.open(history, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    start.wait(60)
+    while count:
+        time.sleep(0.002)  # the recipe polls
+        if lock.acquire():
+            begin = time.monotonic()
+            time.sleep(0.002)  # a section takes its time
+            os.write(log, f"{begin} {time.monotonic()} {kind}\n".encode())
+            lock.release()
+            count -= 1
+
+
+def stay(kind: str, url: str, inside: Any) -> None:
+    """Take the lock, and keep it."""
+    if RIVALS[kind](redis.Redis.from_url(url, decode_responses=True), LONG_S).acquire():
+        inside.set()
+    time.sleep(LONG_S)
 
 
 def test_ours_and_the_recipe_exclude_each_other(server, locks, foreign_keys, tmp_path):
-    """Six processes of both kinds on one lock for five seconds: no two sections overlap."""
+    """Six processes of both kinds on one lock, fifty sections each: no two overlap."""
     foreign_keys.add(NAME)  # the recipe sets no TTL
-    history = tmp_path / "history"
-    rivals = [start(kind, server, history, 5, 0.002) for kind in ("ours", "classic") * 3]
-    assert [rival.wait(30) for rival in rivals] == [0] * 6
-    found = sections(history)
-    overlapping = [pair for pair in pairwise(found) if pair[1][1] < pair[0][2]]
-    assert overlapping == []
-    counts = Counter(kind for kind, _begin, _end in found)
-    assert min(counts["ours"], counts["classic"]) > 20
+    history, start = tmp_path / "history", FORK.Barrier(6)
+    about = (server.url(LOCK_DB), history, start, 50)
+    rivals = [FORK.Process(target=compete, args=(kind, *about)) for kind in ("ours", "classic") * 3]
+    for rival in rivals:
+        rival.start()
+    for rival in rivals:
+        rival.join(60)
+    assert [rival.exitcode for rival in rivals] == [0] * 6
+    found = [line.split() for line in history.read_text().splitlines()]
+    sections = sorted((float(begin), float(end), kind) for begin, end, kind in found)
+    assert [pair for pair in pairwise(sections) if pair[1][0] < pair[0][1]] == []
+    assert Counter(kind for *_, kind in sections) == {"ours": 150, "classic": 150}
+    assert {(one[2], other[2]) for one, other in pairwise(sections)} >= {
+        ("ours", "classic"),
+        ("classic", "ours"),
+    }
 
 
-@pytest.mark.parametrize(("victim", "heir"), [("ours", ClassicLock), ("classic", OurLock)])
-def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(
-    server, locks, foreign_keys, tmp_path, victim, heir
-):
+@pytest.mark.parametrize(("victim", "heir"), [("ours", "classic"), ("classic", "ours")])
+def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(server, locks, foreign_keys, victim, heir):
     """kill -9 of one kind in its section: the other waits out the deadline, then takes over."""
     foreign_keys.add(NAME)
-    history = tmp_path / "history"
-    process = start(victim, server, history, 30, 30)
-    wait_until(lambda: history.exists() and "begin" in history.read_text(), "the victim is inside")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    deadline = int(locks.get(NAME))
-    lock = heir(locks, NAME, 2)
+    inside = FORK.Event()
+    process = FORK.Process(target=stay, args=(victim, server.url(LOCK_DB), inside))
+    process.start()
+    assert inside.wait(60), "the victim is inside"
+    process.kill()
+    process.join()
+    lock = RIVALS[heir](locks, LONG_S)
     assert not lock.acquire()
-    wait_until(lock.acquire, "taken over")
-    assert locks.time()[0] >= deadline
+    left_s = int(locks.get(NAME)) - locks.time()[0]
+    _age(locks, lock=NAME, by_s=left_s - 60, living="")
+    assert not lock.acquire(), "a minute before the deadline"
+    _age(locks, lock=NAME, by_s=62, living="")
+    assert lock.acquire()
     lock.release()
     assert not locks.exists(NAME)
 
 
-def test_recipe_is_kept_out_while_ours_is_renewed(locks, foreign_keys):
+def test_recipe_is_kept_out_while_ours_is_renewed(locks, foreign_keys, monkeypatch):
     """A classic client never gets a lock that its holder keeps renewing, far beyond one lease."""
-    ours = OurLock(locks, NAME, 1)
+    foreign_keys |= {NAME, CLOCK_KEY}
+    server_clock = ServerClock(locks, monkeypatch)
+    ours, rival = (kind(locks, 1, lambda: server_clock.now / SECOND) for kind in (OurLock, ClassicLock))
     assert ours.acquire()
-    assert ours.held is not None
-    until = locks.time()[0] + 5
-    rival = ClassicLock(locks, NAME, 2)
-    while locks.time()[0] < until:
+    for second in range(11, 60):
+        server_clock.set(second)
         ours.held.renew()
         assert not rival.acquire()
     ours.release()

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_setnx.exceptions import LockLost, LockUnavailable
-from celery_setnx.lock import Outcome, SetnxLock
+from celery_setnx.lock import HeldLock, Outcome, SetnxLock
 from examples.embedded import EmbeddedServer
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, ServerClock
 
@@ -22,19 +22,15 @@ ZERO = EPOCH // SECOND
 class Recipe:
     """A client of the recipe: `SETNX lock <now + timeout + 1>`, GET, GETSET, each a step of its own."""
 
-    def __init__(self, client: redis.Redis, *, timeout: int, name: str = CLASSIC) -> None:
+    def __init__(self, client: redis.Redis, *, timeout: int, name: str = CLASSIC, now: float = 10) -> None:
         self.client = client
         self.timeout = timeout
         self.name = name
-        self.now = 10.0
-
-    def reads_clock(self, now: float) -> None:
-        """Read the time: everything until the verdict goes by it."""
         self.now = now
 
     @property
     def value(self) -> int:
-        """What it writes."""
+        """What it writes: everything until the verdict goes by the time that it has read."""
         return ZERO + int(self.now) + self.timeout + 1
 
     def setnx(self) -> bool:
@@ -48,6 +44,14 @@ class Recipe:
     def getset(self) -> bool:
         """GETSET: was the lock still past its time?"""
         return int(self.client.getset(self.name, self.value)) < ZERO + self.now
+
+    def loses_to(self, winner: "Recipe") -> bool:
+        """Another GETSETs first: does that one come to hold the lock, and it itself not?"""
+        return winner.getset() and not self.getset()
+
+    def takes_over(self) -> bool:
+        """GET and GETSET: does it come to hold the lock?"""
+        return self.finds_expired() and self.getset()
 
     def delete(self) -> None:
         """Release."""
@@ -69,9 +73,21 @@ class Scene:
         """Both locks were left behind by clients that died: second 9."""
         self.client.mset({CLASSIC: ZERO + 9, OURS: ZERO + 9})
 
-    def recipe(self, *, timeout: int = 3, name: str = CLASSIC) -> Recipe:
-        """A client of the recipe."""
-        return Recipe(self.client, timeout=timeout, name=name)
+    def recipe(self, *, timeout: int = 3, name: str = CLASSIC, now: float = 10) -> Recipe:
+        """A client of the recipe, which has read the clock."""
+        return Recipe(self.client, timeout=timeout, name=name, now=now)
+
+    def late(self, *, timeout: int = 3, name: str = CLASSIC, now: float = 10) -> Recipe:
+        """A client of the recipe that has found the dead lock expired: GETSET is its next step."""
+        client = self.recipe(timeout=timeout, name=name, now=now)
+        assert client.finds_expired()
+        return client
+
+    def inside(self, *, timeout: int = 1, now: float = 10) -> Recipe:
+        """A client of the recipe that has the lock."""
+        client = self.recipe(timeout=timeout, now=now)
+        assert client.setnx()
+        return client
 
     def ours(self, *, lease: float = 4, off_by: float = 0, client: Any = None) -> SetnxLock:
         """A client of ours, whose process may have a clock of its own."""
@@ -81,10 +97,36 @@ class Scene:
 
         return SetnxLock(client or self.client, OURS, lease=lease, clock=monotonic, info={"pid": 7})
 
+    def acquired(self, **options: Any) -> HeldLock:
+        """Our lock, which a client of ours acquires."""
+        lock = self.ours(**options).acquire().lock
+        assert lock is not None
+        return lock
+
+    def is_held(self, **options: Any) -> bool:
+        """Whether our lock keeps a client of ours out, and nothing else does."""
+        outcome = self.ours(**options).acquire()
+        return not outcome.acquired and outcome.holder is not None
+
     def second(self, name: str) -> int | None:
         """A lock's value, in seconds of the test's own count."""
         value = self.client.get(name)
         return None if value is None else int(value) - ZERO
+
+    def taken_over_and_deleted(self, late: Recipe) -> bool:
+        """Whether a client that pauses past its time deletes the lock of the one who took it over."""
+        assert self.recipe(timeout=1, now=13).takes_over()
+        late.delete()
+        return self.second(CLASSIC) is None
+
+    def taken_over_and_kept(self, late: HeldLock) -> bool:
+        """Whether the one who took our lock over keeps it, when the late holder releases it."""
+        self.at(13)
+        successor = self.acquired(lease=2)
+        assert late.release() == "lost"
+        assert self.second(OURS) == 15
+        successor.renew()
+        return self.is_held(lease=2)
 
 
 class Interfered:
@@ -120,92 +162,65 @@ def scene(locks, foreign_keys, monkeypatch) -> Scene:
     return Scene(locks, ServerClock(locks, monkeypatch))
 
 
-def held(outcome: Outcome) -> bool:
-    """Whether another was in the way, and nothing else."""
-    return not outcome.acquired and outcome.holder is not None
-
-
 def test_f0_take_over_by_del_and_setnx_has_two_winners(scene):
     """Two clients that DEL a dead lock and SETNX it both win; of ours only one takes over."""
     scene.dead_locks()
-    first, second = scene.recipe(), scene.recipe()
-    assert first.finds_expired()
-    assert second.finds_expired()
-    first.delete()
-    assert first.setnx()
-    second.delete()
-    assert second.setnx()
+    for client in (scene.late(), scene.late()):
+        client.delete()
+        assert client.setnx()
 
-    assert scene.ours().acquire().acquired
-    assert held(scene.ours().acquire())
+    scene.acquired()
+    assert scene.is_held()
 
 
 def test_f1a_loser_extends_the_winners_lease(scene):
     """A late loser's GETSET moves the winner's deadline; a conflict with ours changes nothing."""
     scene.dead_locks()
-    winner, loser = scene.recipe(), scene.recipe()
-    assert winner.finds_expired()
-    loser.reads_clock(11)
-    assert loser.finds_expired()
-    assert winner.getset()
-    assert not loser.getset()
+    winner, loser = scene.late(), scene.late(now=11)
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 15)
 
-    assert scene.ours().acquire().acquired
+    scene.acquired()
     scene.at(11)
-    assert held(scene.ours().acquire())
+    assert scene.is_held()
     assert scene.second(OURS) == 14
 
 
 def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene):
     """With unequal timeouts a loser needs no pause to end a lease early; a rival of ours leaves it alone."""
     scene.dead_locks()
-    winner, loser = scene.recipe(timeout=3), scene.recipe(timeout=2)
-    assert winner.finds_expired()
-    assert loser.finds_expired()
-    assert winner.getset()
-    assert not loser.getset()
+    winner, loser = scene.late(timeout=3), scene.late(timeout=2)
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 13)
 
-    assert scene.ours(lease=4).acquire().acquired
-    assert held(scene.ours(lease=3).acquire())
+    scene.acquired(lease=4)
+    assert scene.is_held(lease=3)
     assert scene.second(OURS) == 14
 
 
 def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene):
     """With equal timeouts a loser that paused ends a lease early; a late rival of ours leaves it alone."""
     scene.dead_locks()
-    loser, winner = scene.recipe(), scene.recipe()
-    assert loser.finds_expired()
-    winner.reads_clock(11)
-    assert winner.finds_expired()
-    assert winner.getset()
-    assert not loser.getset()
+    loser, winner = scene.late(), scene.late(now=11)
+    assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (15, 14)
 
     scene.at(11)
-    assert scene.ours().acquire().acquired
-    assert held(scene.ours().acquire())
+    scene.acquired()
+    assert scene.is_held()
     assert scene.second(OURS) == 15
 
 
 def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
     """After a loser's GETSET a holder that compares values cannot release; ours can, and says `repaired`."""
     scene.dead_locks()
-    winner, loser = scene.recipe(), scene.recipe()
-    loser.reads_clock(11)
-    assert winner.finds_expired()
-    assert loser.finds_expired()
-    assert winner.getset()
-    assert not loser.getset()
+    winner, loser = scene.late(), scene.late(now=11)
+    assert loser.loses_to(winner)
     assert scene.client.get(CLASSIC) != str(winner.value), "so it does not delete it, and nobody will"
 
-    loser = scene.recipe(name=OURS)
-    assert loser.finds_expired()
-    holder = scene.ours().acquire().lock
-    loser.reads_clock(11)
+    loser = scene.late(name=OURS, now=11)
+    holder = scene.acquired()
     assert not loser.getset()
-    assert holder is not None
     assert holder.release() == "repaired"
     assert scene.second(OURS) is None
 
@@ -213,65 +228,47 @@ def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
 def test_f2a_loser_breaks_mutual_exclusion(scene):
     """A paused loser lets a third client into a valid lease; past a loser of the recipe ours holds."""
     scene.dead_locks()
-    paused, winner, third = (scene.recipe(timeout=1) for _ in range(3))
-    assert paused.finds_expired()
-    winner.reads_clock(12)
-    assert winner.finds_expired()
-    assert winner.getset()
-    assert not paused.getset()
-    third.reads_clock(13)
-    assert third.finds_expired()
-    assert third.getset()
+    paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
+    assert paused.loses_to(winner)
+    assert scene.recipe(timeout=1, now=13).takes_over()
     assert winner.value - ZERO == 14, "and the third is inside at 13"
 
-    paused = scene.recipe(timeout=1, name=OURS)
-    assert paused.finds_expired()
+    paused = scene.late(timeout=1, name=OURS)
     scene.at(12)
-    holder = scene.ours(lease=2).acquire().lock
+    holder = scene.acquired(lease=2)
     assert not paused.getset()
     scene.at(13.99)
-    assert held(scene.ours(lease=2).acquire())
-    assert holder is not None
+    assert scene.is_held(lease=2)
     assert holder.release() == "repaired"
 
 
 def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene):
     """With the documentation's `<=` it takes one step less; ours holds to its exact deadline."""
     scene.dead_locks()
-    paused, winner = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert paused.finds_expired()
-    winner.reads_clock(12)
-    assert winner.finds_expired()
-    assert winner.getset()
-    assert not paused.getset()
+    paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
+    assert paused.loses_to(winner)
     assert scene.second(CLASSIC) == 12, "which the documentation calls expired at 12, two seconds early"
 
     scene.at(12)
-    assert scene.ours(lease=2).acquire().acquired
+    scene.acquired(lease=2)
     scene.client.set(OURS, ZERO + 12, keepttl=True)
     scene.at(13.999999)
-    assert held(scene.ours(lease=2).acquire())
+    assert scene.is_held(lease=2)
 
 
 def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
     """A prompt loser with a shorter timeout takes three seconds of six; among ours the record decides."""
     scene.dead_locks()
-    winner, loser, third = scene.recipe(timeout=5), scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert winner.finds_expired()
-    assert loser.finds_expired()
-    assert winner.getset()
-    assert not loser.getset()
-    third.reads_clock(13)
-    assert third.finds_expired()
-    assert third.getset()
+    winner, loser = scene.late(timeout=5), scene.late(timeout=1)
+    assert loser.loses_to(winner)
+    assert scene.recipe(timeout=1, now=13).takes_over()
     assert winner.value - ZERO == 16, "and the third is inside at 13"
 
-    loser = scene.recipe(timeout=1, name=OURS)
-    assert loser.finds_expired()
-    holder = scene.ours(lease=6).acquire().lock
+    loser = scene.late(timeout=1, name=OURS)
+    holder = scene.acquired(lease=6)
     assert not loser.getset()
     scene.at(13)
-    assert held(scene.ours(lease=2).acquire())
+    assert scene.is_held(lease=2)
     holder.renew()
     assert scene.second(OURS) == 19, "repaired, with the TTL that the loser's GETSET had removed"
 
@@ -279,204 +276,143 @@ def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
 def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene):
     """The pause moves behind the second reading; ours reads the clock in the same step as it writes."""
     scene.dead_locks()
-    paused, winner, third = (scene.recipe(timeout=1) for _ in range(3))
-    assert paused.finds_expired()
-    paused.reads_clock(10)
-    winner.reads_clock(12)
-    assert winner.finds_expired()
-    assert winner.getset()
+    paused = scene.late(timeout=1)
+    paused.now = 10  # read again, before the pause
+    assert scene.late(timeout=1, now=12).getset()
     assert not paused.getset()
-    third.reads_clock(13)
-    assert third.finds_expired()
-    assert third.getset()
+    assert scene.recipe(timeout=1, now=13).takes_over()
 
     scene.at(12)
-    assert scene.ours(lease=2).acquire().acquired
-    assert held(scene.ours(lease=2).acquire())
+    scene.acquired(lease=2)
+    assert scene.is_held(lease=2)
     scene.at(13)
-    assert held(scene.ours(lease=2).acquire())
+    assert scene.is_held(lease=2)
 
 
 def test_f3a_lock_vanishes_between_setnx_and_get(scene):
     """The recipe dies of int(None) when the holder releases in between; ours sees held, then free."""
-    holder, rival = scene.recipe(), scene.recipe()
-    assert holder.setnx()
+    holder, rival = scene.inside(timeout=3), scene.recipe()
     assert not rival.setnx()
     holder.delete()
     with pytest.raises(TypeError):
         rival.finds_expired()
 
-    ours = scene.ours()
-    assert ours.acquire().acquired
-    assert held(scene.ours().acquire())
+    ours = scene.acquired()
+    assert scene.is_held()
     assert ours.release() == "released"
-    assert scene.ours().acquire().acquired
+    scene.acquired()
 
 
 def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene):
     """The recipe dies of int(None) once it has written a lock that nobody holds; ours leaves none."""
     scene.dead_locks()
-    winner, loser = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert winner.finds_expired()
-    assert loser.finds_expired()
+    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
     assert winner.getset()
     winner.delete()
     with pytest.raises(TypeError):
         loser.getset()
     assert scene.second(CLASSIC) == 12
 
-    assert scene.ours().acquire().lock.release() == "released"
-    later = scene.ours().acquire().lock
-    assert later.release() == "released"
+    for _ in range(2):
+        assert scene.acquired().release() == "released"
     assert scene.second(OURS) is None
 
 
 def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene):
     """A client that reads nil as "not expired" locks everybody out; of ours the next one in line acquires."""
     scene.dead_locks()
-    winner, loser, third = (scene.recipe(timeout=1) for _ in range(3))
-    assert winner.finds_expired()
-    assert loser.finds_expired()
+    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
     assert winner.getset()
     winner.delete()
     assert scene.client.getset(CLASSIC, loser.value) is None, "and it starts over"
-    third.reads_clock(12)
+    third = scene.recipe(timeout=1, now=12)
     assert not third.setnx()
     assert not third.finds_expired()
 
-    scene.ours().acquire().lock.release()
+    scene.acquired().release()
     scene.at(12)
-    assert scene.ours().acquire().acquired
+    scene.acquired()
 
 
 def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene):
     """Nil says that the lock was free: the client that reads it so is the holder, as the next of ours is."""
     scene.dead_locks()
-    winner, loser = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert winner.finds_expired()
-    assert loser.finds_expired()
+    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
     assert winner.getset()
     winner.delete()
     assert scene.client.getset(CLASSIC, loser.value) is None, "and it is the holder"
     loser.delete()
     assert scene.recipe().setnx()
 
-    scene.ours().acquire().lock.release()
-    assert scene.ours().acquire().acquired
+    scene.acquired().release()
+    scene.acquired()
 
 
 def test_f4a_late_release_deletes_anothers_lock(scene):
     """A plain DEL after the lease deletes the new holder's lock; ours answers `lost` and changes nothing."""
-    late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert late.setnx()
-    taker.reads_clock(13)
-    assert taker.finds_expired()
-    assert taker.getset()
-    late.delete()
-    assert scene.second(CLASSIC) is None
-
-    late_lock = scene.ours(lease=2).acquire().lock
-    scene.at(13)
-    new_lock = scene.ours(lease=2).acquire().lock
-    assert late_lock.release() == "lost"
-    assert scene.second(OURS) == 15
-    new_lock.renew()
+    assert scene.taken_over_and_deleted(scene.inside())
+    assert scene.taken_over_and_kept(scene.acquired(lease=2))
 
 
 def test_f4b_checking_the_time_before_del_is_not_atomic(scene):
     """A pause between check and DEL deletes the new holder's lock; ours compares and deletes in one step."""
-    late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert late.setnx()
+    late = scene.inside()
     assert ZERO + late.now < late.value, "so it may delete it, and then it pauses"
-    taker.reads_clock(13)
-    assert taker.finds_expired()
-    assert taker.getset()
-    late.delete()
-    assert scene.second(CLASSIC) is None
+    assert scene.taken_over_and_deleted(late)
 
-    late_lock = scene.ours(lease=2).acquire().lock
+    late_lock = scene.acquired(lease=2)
     late_lock.ensure()
-    scene.at(13)
-    new_lock = scene.ours(lease=2).acquire().lock
-    assert late_lock.release() == "lost"
-    new_lock.renew()
+    assert scene.taken_over_and_kept(late_lock)
 
 
 def test_f4c_comparing_the_value_before_del_is_not_atomic(scene):
     """A pause between GET and DEL deletes the new holder's lock; ours compares and deletes in one step."""
-    late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert late.setnx()
+    late = scene.inside()
     assert scene.client.get(CLASSIC) == str(late.value), "so it may delete it, and then it pauses"
-    taker.reads_clock(13)
-    assert taker.finds_expired()
-    assert taker.getset()
-    late.delete()
-    assert scene.second(CLASSIC) is None
+    assert scene.taken_over_and_deleted(late)
 
-    late_lock = scene.ours(lease=2).acquire().lock
+    late_lock = scene.acquired(lease=2)
     assert scene.second(OURS) == 12
-    scene.at(13)
-    new_lock = scene.ours(lease=2).acquire().lock
-    assert late_lock.release() == "lost"
-    new_lock.renew()
+    assert scene.taken_over_and_kept(late_lock)
 
 
 def test_f4d_late_release_lets_a_third_client_in(scene):
     """After another's DEL a third client holds a second valid lease; with ours it is turned away."""
-    late, taker, third = (scene.recipe(timeout=1) for _ in range(3))
-    assert late.setnx()
-    taker.reads_clock(13)
-    assert taker.finds_expired()
-    assert taker.getset()
-    late.delete()
-    third.reads_clock(13)
-    assert third.setnx()
+    assert scene.taken_over_and_deleted(scene.inside())
+    scene.inside(now=13)
 
-    late_lock = scene.ours(lease=2).acquire().lock
-    scene.at(13)
-    assert scene.ours(lease=2).acquire().acquired
-    late_lock.release()
-    assert held(scene.ours(lease=2).acquire())
+    assert scene.taken_over_and_kept(scene.acquired(lease=2))
+    assert scene.is_held(lease=2)
 
 
 def test_f5_holder_paused_past_its_lease_overlaps(scene):
     """No lock stops a frozen holder: ours tells it on waking, and gives its successor a larger fence."""
-    frozen, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    assert frozen.setnx()
-    taker.reads_clock(13)
-    assert taker.finds_expired()
-    assert taker.getset(), "while the frozen one is still inside, and knows nothing"
+    scene.inside()
+    assert scene.recipe(timeout=1, now=13).takes_over(), "while the frozen one is inside, and knows nothing"
 
-    frozen_lock = scene.ours(lease=2).acquire().lock
+    frozen_lock = scene.acquired(lease=2)
     scene.at(13)
-    successor = scene.ours(lease=2).acquire().lock
-    assert successor.fence > frozen_lock.fence
+    assert scene.acquired(lease=2).fence > frozen_lock.fence
     with pytest.raises(LockLost):
         frozen_lock.ensure()
 
 
 def test_f6a_client_with_a_fast_clock_steals_a_live_lock(scene):
     """A clock five seconds ahead robs a live holder; no client's clock decides anything of ours."""
-    holder, thief = scene.recipe(), scene.recipe()
-    assert holder.setnx()
-    thief.reads_clock(15)
-    assert thief.finds_expired()
-    assert thief.getset()
+    scene.inside(timeout=3)
+    assert scene.recipe(now=15).takes_over()
 
-    assert scene.ours().acquire().acquired
-    assert held(scene.ours(off_by=5).acquire())
+    scene.acquired()
+    assert scene.is_held(off_by=5)
 
 
 def test_f6b_client_with_a_slow_clock_is_robbed_at_once(scene):
     """A clock five seconds behind writes a lease that is over; ours writes the server's time."""
-    slow, taker = scene.recipe(), scene.recipe()
-    slow.reads_clock(5)
-    assert slow.setnx()
-    assert taker.finds_expired()
-    assert taker.getset()
+    scene.inside(timeout=3, now=5)
+    assert scene.recipe().takes_over()
 
-    assert scene.ours(off_by=-5).acquire().acquired
-    assert held(scene.ours().acquire())
+    scene.acquired(off_by=-5)
+    assert scene.is_held()
 
 
 def test_f7a_server_that_loses_its_data_has_two_holders():
@@ -494,18 +430,17 @@ def test_f7a_server_that_loses_its_data_has_two_holders():
 
 def test_f8_getset_on_every_poll_extends_a_dead_lock_for_ever(scene):
     """Without the GET before it, GETSET keeps a dead lock from ever ending; polling ours changes nothing."""
-    assert scene.recipe().setnx()
-    poller = scene.recipe()
-    assert scene.ours().acquire().acquired
+    poller = scene.inside(timeout=3)
+    scene.acquired()
     for half_second in range(200):
-        poller.reads_clock(10 + half_second / 2)
+        poller.now = 10 + half_second / 2
         assert not poller.getset()
-        scene.at(10 + half_second / 2)
+        scene.at(poller.now)
         outcome = scene.ours().acquire()
         if outcome.acquired:
             assert half_second == 8, "the lease was 4 s"
             outcome.lock.release()
-            scene.ours(lease=100).acquire()
+            scene.acquired(lease=100)
 
 
 def test_f9_lease_in_whole_seconds_without_one_more_is_too_short(scene):
@@ -514,10 +449,10 @@ def test_f9_lease_in_whole_seconds_without_one_more_is_too_short(scene):
     assert float(scene.client.get(CLASSIC)) < ZERO + 12.05
 
     scene.at(11.9)
-    assert scene.ours(lease=1).acquire().acquired
+    scene.acquired(lease=1)
     for second in (12.05, 12.899999):
         scene.at(second)
-        assert held(scene.ours(lease=1).acquire())
+        assert scene.is_held(lease=1)
     scene.at(12.9)
     assert scene.ours(lease=1).acquire().taken_over_from is not None
 
@@ -529,27 +464,23 @@ def test_f9_deadline_in_whole_milliseconds_is_too_short(scene):
     assert int(scene.client.get(CLASSIC)) / 1000 < 10.150998 < now + lease
 
     scene.at(now)
-    assert scene.ours(lease=lease).acquire().acquired
+    scene.acquired(lease=lease)
     scene.at(10.150998)
-    assert held(scene.ours(lease=lease).acquire())
+    assert scene.is_held(lease=lease)
     scene.at(10.150999)
-    assert scene.ours(lease=lease).acquire().acquired
+    scene.acquired(lease=lease)
 
 
 def test_f10_lease_that_ended_before_the_reply_is_not_entered(scene):
     """The recipe enters on a lease that is over; ours looks at its clock, gives the lock back and says so."""
-    late, taker = scene.recipe(timeout=1), scene.recipe(timeout=1)
-    late.reads_clock(10)
-    taker.reads_clock(13)
-    assert late.setnx()
-    assert taker.finds_expired()
-    assert taker.getset(), "and both enter at 13"
+    scene.inside(now=10)
+    assert scene.recipe(timeout=1, now=13).takes_over(), "and both enter at 13"
 
     interfered = Interfered(scene.client, lambda: scene.at(13))
     with pytest.raises(LockUnavailable):
         scene.ours(lease=2, client=interfered).acquire()
     assert scene.second(OURS) is None
-    assert scene.ours(lease=2).acquire().acquired
+    scene.acquired(lease=2)
 
 
 def test_f10_lease_that_was_taken_over_before_the_reply_is_not_entered(scene):
@@ -574,36 +505,30 @@ def test_f11a_winner_of_a_resent_setnx_thinks_it_lost(scene):
     assert not winner.setnx()
     assert not winner.finds_expired()
 
-    outcome = scene.ours(client=LosesReplies(scene.client)).acquire()
-    assert outcome.acquired
-    assert outcome.lock.release() == "released"
+    assert scene.acquired(client=LosesReplies(scene.client)).release() == "released"
 
 
 def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene):
     """After a lost reply GETSET answers the winner's own value; ours knows its token again."""
     scene.dead_locks()
-    winner = scene.recipe()
-    assert winner.finds_expired()
-    winner.getset()
+    winner = scene.late()
+    assert winner.getset()
     assert not winner.getset()
 
-    outcome = scene.ours(client=LosesReplies(scene.client)).acquire()
-    assert outcome.acquired
-    assert outcome.lock.release() == "released"
+    assert scene.acquired(client=LosesReplies(scene.client)).release() == "released"
 
 
 def test_f11c_resent_release_deletes_a_lock_of_the_same_second(scene):
     """A timestamp is no identity: even an atomic compare-and-delete hits another's; our token does not."""
     delete_own = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0"
-    first, second = scene.recipe(), scene.recipe()
-    assert first.setnx()
+    first = scene.inside(timeout=3)
     scene.client.eval(delete_own, 1, CLASSIC, first.value)
-    assert second.setnx()
+    scene.inside(timeout=3)
     assert scene.client.eval(delete_own, 1, CLASSIC, first.value) == 1, "sent again after a lost reply"
 
-    first_lock = scene.ours().acquire().lock
+    first_lock = scene.acquired()
     assert first_lock.release() == "released"
-    second_lock = scene.ours().acquire().lock
+    second_lock = scene.acquired()
     assert scene.second(OURS) == 14, "as it was for the first"
     assert first_lock.release() == "lost"
     second_lock.renew()
@@ -613,7 +538,7 @@ def test_f12_value_does_not_say_who_holds_the_lock(scene):
     """Two holders of the recipe write the same; our take-over names the dead one, and its fence is larger."""
     assert scene.recipe().value == scene.recipe().value
 
-    dead = scene.ours(lease=2).acquire().lock
+    dead = scene.acquired(lease=2)
     scene.at(12)
     outcome = scene.ours(lease=2).acquire()
     assert outcome.taken_over_from is not None

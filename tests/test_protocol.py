@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -19,12 +20,15 @@ from hypothesis import strategies as st
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.lock import Holder
+from celery_setnx.testing import _age
 from tests.harness import wait_until
 from tests.protocol import client
 from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
 from tests.test_differential import EVERY_ANSWER
 
 LOCK_DB = 1
+LONG_S = 600  # nothing expires because the machine is slow
+LONG_US = LONG_S * 1_000_000
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "keys"))
@@ -269,15 +273,16 @@ def test_version_of_the_page_is_the_latest():
 @pytest.fixture
 def wire(server, locks) -> Iterator[Callable[[], Server]]:
     """Connections of the client to the lock database."""
-    made: list[Server] = []
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(Server(server.port, LOCK_DB))
 
-    def connect() -> Server:
-        made.append(Server(server.port, LOCK_DB))
-        return made[-1]
 
-    yield connect
-    for connection in made:
-        connection.__exit__()
+def assert_taken_over_past_the_lease(locks: redis.Redis, name: str, takes_over: Callable[[], bool]) -> None:
+    """Fail unless a lock that has just been taken for LONG_S is taken over past its lease, and no sooner."""
+    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    assert not takes_over(), "a minute before the end"
+    _age(locks, lock=name, by_s=63, living="")
+    assert takes_over()
 
 
 @pytest.fixture(params=["lock.foo", "t:{proj.settle:0}"])
@@ -365,29 +370,22 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
 def test_lock_in_a_state_of_a_later_release_is_held(wire, locks, name):
     """What nobody knows is held until its deadline, and then taken over."""
     connection = wire()
-    deadline = connection.time() + 1_000_000
+    deadline = connection.time() + LONG_US
     record = f"t\n{deadline}\n7\nunheard_of\n1\n{{}}"
-    locks.set(name, math.ceil(deadline / 1e6), px=60_000)
-    locks.set(keys.record_name(name), record, px=60_000)
+    locks.set(name, math.ceil(deadline / 1e6), px=LONG_US)
+    locks.set(keys.record_name(name), record, px=LONG_US)
     rival = FullClient(connection, name)
     assert rival.acquire() == "held"
     assert rival.deadline_us == deadline
-    wait_until(lambda: rival.acquire() == "taken_over", "taken over")
-    assert connection.time() >= deadline
+    assert_taken_over_past_the_lease(locks, name, lambda: rival.acquire() == "taken_over")
 
 
 def test_full_client_takes_over_from_ours(wire, locks, name):
     """Past its deadline the lock changes hands; the dead one is named, and touches nothing any more."""
-    dead = SetnxLock(locks, name, lease=1, info={"pid": 7}).acquire().lock
+    dead = SetnxLock(locks, name, lease=LONG_S, info={"pid": 7}).acquire().lock
     heir = FullClient(wire(), name)
-    words: list[str] = []
-
-    def taken_over() -> bool:
-        words.append(heir.acquire())
-        return words[-1] == "taken_over"
-
-    wait_until(taken_over, "taken over")
-    assert set(words[:-1]) <= {"held"}
+    assert heir.acquire() == "held"
+    assert_taken_over_past_the_lease(locks, name, lambda: heir.acquire() == "taken_over")
     assert heir.dead is not None
     assert (heir.dead.token, heir.dead.info) == (dead.token, '{"pid":7}')
     assert heir.fence > dead.fence
@@ -397,10 +395,16 @@ def test_full_client_takes_over_from_ours(wire, locks, name):
 
 def test_full_client_is_taken_over_by_ours(wire, locks, name):
     """A client that does not renew stops relying on the lock before ours takes it over, and is told."""
-    dead = FullClient(wire(), name, lease_us=1_000_000, info={"task": "cleanup.sh"})
+    now = 0.0
+    dead = FullClient(wire(), name, lease_us=LONG_US, info={"task": "cleanup.sh"}, clock=lambda: now)
     dead.acquire()
-    outcome = SetnxLock(locks, name).acquire(wait=10)
-    assert not dead.holds()
+    assert dead.holds()
+    now = LONG_S - 5
+    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    assert not dead.holds(), "a hundredth of its lease before the end"
+    assert not SetnxLock(locks, name).acquire().acquired, "a minute before the end"
+    _age(locks, lock=name, by_s=60, living="")
+    outcome = SetnxLock(locks, name).acquire()
     assert outcome.taken_over_from is not None
     assert outcome.taken_over_from.token == dead.token
     assert dead.renew() == "lost"
@@ -474,16 +478,16 @@ def test_classic_client_may_give_its_lock_a_ttl(wire, locks, name):
 def test_classic_client_takes_over_from_a_full_one_and_back(wire, locks, foreign_keys, name):
     """A dead holder of either kind is no reason to wait for ever."""
     foreign_keys.add(name)
-    dead = FullClient(wire(), name, lease_us=1_000_000)
+    dead = FullClient(wire(), name, lease_us=LONG_US)
     dead.acquire()
-    heir = ClassicClient(wire(), name, timeout_s=0)
+    heir = ClassicClient(wire(), name, timeout_s=LONG_S)
     assert not heir.acquire()
-    wait_until(heir.acquire, "taken over by the recipe")
+    assert_taken_over_past_the_lease(locks, name, heir.acquire)
     assert dead.renew() == "lost"
     back = FullClient(wire(), name)
     assert back.acquire() == "held"
-    wait_until(lambda: back.acquire() == "taken_over", "taken over from the recipe")
-    assert back.server.time() >= (heir.until + 1) * 1_000_000
+    assert back.deadline_us == (heir.until + 1) * 1_000_000
+    assert_taken_over_past_the_lease(locks, name, lambda: back.acquire() == "taken_over")
     assert locks.pttl(name) > 0
 
 

@@ -1,16 +1,17 @@
 """What clients do: tasks of ours, those who clean up after them, and the classic recipe."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
-from tests.model.explorer import DEAD, DONE, TICK, Client, Move, State, World
-from tests.model.lock import MS, SECOND, Record, Store
+from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
+from tests.model.store import MS, SECOND, Answer, Record
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
 
 
-class Ours:
+@dataclass(eq=False)
+class Ours(Program):
     """One delivery of a task: acquire, renew, leave, release; with retries, the attempts after it.
 
     Args:
@@ -25,31 +26,24 @@ class Ours:
         slow_send: Whether time may pass between the send and the server. Defaults to no.
     """
 
-    prompt = frozenset[str]()
-    foreign = False
+    marks = False
+    """Whether its acquire is given the key of its mark, which ends with its start."""
 
-    def __init__(
-        self,
-        task: str,
-        *,
-        lease: int = 3,
-        tries: int = 2,
-        beats: int = 0,
-        at_least_for: int = 0,
-        retries: int = 0,
-        hold: int = 0,
-        proof: bool = False,
-        slow_send: bool = False,
-    ) -> None:
-        self.task = task
-        self.lease = lease * TICK
-        self.tries = tries
-        self.beats = beats
-        self.at_least_for = at_least_for * TICK
-        self.retries = retries
-        self.held_for = hold * TICK
-        self.proof = proof
-        self.slow_send = slow_send
+    task: str
+    _: KW_ONLY
+    lease: int = 3
+    tries: int = 2
+    beats: int = 0
+    at_least_for: int = 0
+    retries: int = 0
+    hold: int = 0
+    proof: bool = False
+    slow_send: bool = False
+
+    def __post_init__(self) -> None:
+        self.lease *= TICK
+        self.at_least_for *= TICK
+        self.hold *= TICK
 
     def begin(self) -> Client:
         """Idle, with all its tries."""
@@ -63,29 +57,17 @@ class Ours:
         """Its possible next moves."""
         return getattr(self, f"_when_{me.at}")(me, index, state, world)  # type: ignore[no-any-return]
 
-    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def acquire(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its acquire."""
-        return world.verbs.acquire(
-            state.store,
-            state.now,
-            token=self.token(me, index),
-            lease=self.lease,
-            retention=RETENTION_MS,
-            dead=me.dead,
-        )
+        asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
+        return world.verbs.acquire(state.store, state.now, **asked, dead=me.dead, line=self.marks)
 
-    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its release, or when it holds the lock for its retry."""
         token = self.token(me, index)
-        if self.held_for and me.attempt < self.retries:
-            until = state.now + self.held_for
+        if self.hold and me.attempt < self.retries:
             return world.verbs.hold(
-                state.store,
-                state.now,
-                token=token,
-                until=until,
-                retention=RETENTION_MS,
-                remember=REMEMBER_MS,
+                state.store, state.now, token=token, lease=self.hold, retention=RETENTION_MS
             )
         rest_until = me.since + self.at_least_for if self.at_least_for else 0
         return world.verbs.release(
@@ -180,18 +162,11 @@ class Ours:
         return Client("leaving", attempt=me.attempt, since=me.since, until=me.until)
 
 
-class Freed:
+@dataclass(eq=False)
+class Freed(Program):
     """The one who frees a lock that was held for a retry which will not come: revoked or expired."""
 
-    prompt = frozenset[str]()
-    foreign = False
-
-    def __init__(self, task: str) -> None:
-        self.task = task
-
-    def begin(self) -> Client:
-        """Idle."""
-        return Client("idle")
+    task: str
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Free it once, at any time."""
@@ -199,15 +174,12 @@ class Freed:
         yield Move(DONE, store, "free", self.task, reply)
 
 
-class LateCopy:
+@dataclass(eq=False)
+class LateCopy(Program):
     """A copy of a client's acquire or release that the network delivers a second time, at any moment."""
 
-    prompt = frozenset[str]()
-    foreign = False
-
-    def __init__(self, verb: str, of: int) -> None:
-        self.verb = verb
-        self.of = of
+    verb: str
+    of: int
 
     def begin(self) -> Client:
         """Not yet delivered."""
@@ -224,18 +196,11 @@ class LateCopy:
         yield Move(DONE, store, self.verb, sender.token(Client(), self.of), reply)
 
 
-class Parent:
+@dataclass(eq=False)
+class Parent(Program):
     """A worker parent: once its child is surely dead it releases the child's lock, by the child's token."""
 
-    prompt = frozenset[str]()
-    foreign = False
-
-    def __init__(self, child: int) -> None:
-        self.child = child
-
-    def begin(self) -> Client:
-        """Idle."""
-        return Client("idle")
+    child: int
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Wait for the death, then release; time may pass between the two."""
@@ -252,6 +217,7 @@ class Parent:
         yield Move(DONE, store, "release", token, reply)
 
 
+@dataclass(eq=False)
 class Call(Ours):
     """A call with `dedupe`: marked, sent, queued, run when a worker has time, perhaps retried.
 
@@ -269,26 +235,22 @@ class Call(Ours):
         options: As for `Ours`.
     """
 
-    def __init__(
-        self,
-        task: str,
-        *,
-        until_done: bool,
-        queue_lease: int,
-        grace: int = 1,
-        publishes: int = 2,
-        skips: bool = False,
-        countdown: int = 0,
-        **options: Any,
-    ) -> None:
-        super().__init__(task, **options)
-        self.again = (queue_lease + countdown) * TICK
-        self.until_done = until_done
-        self.dedupe = "until_done" if until_done else "until_started"
-        self.queue_lease = queue_lease * TICK
-        self.grace = grace * TICK
-        self.publishes = publishes
-        self.skips = skips
+    marks = True
+
+    _: KW_ONLY
+    until_done: bool
+    queue_lease: int
+    grace: int = 1
+    publishes: int = 2
+    skips: bool = False
+    countdown: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.again = (self.queue_lease + self.countdown) * TICK
+        self.queue_lease *= TICK
+        self.grace *= TICK
+        self.dedupe = "until_done" if self.until_done else "until_started"
 
     def begin(self) -> Client:
         """Not yet published."""
@@ -319,19 +281,7 @@ class Call(Ours):
         # Not sent yet, or about to give the mark back; a key lives to the end of its last millisecond.
         return me.at in ("idle", "marked", "freeing") and now <= me.marked_until
 
-    def acquire(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
-        """Start: acquire, and end the own mark."""
-        return world.verbs.acquire(
-            state.store,
-            state.now,
-            token=self.token(me, index),
-            lease=self.lease,
-            retention=RETENTION_MS,
-            dead=me.dead,
-            line=True,
-        )
-
-    def release(self, me: Client, index: int, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
         """Release; on a retry with `until_done` the mark comes back."""
         if not self._marks_again(me):
             return super().release(me, index, state, world)
@@ -356,7 +306,7 @@ class Call(Ours):
             return DONE
         return self._queued(Client(attempt=me.attempt + 1))
 
-    def mark(self, state: State, world: World) -> tuple[Store, tuple[Any, ...]]:
+    def mark(self, state: State, world: World) -> Answer:
         """What the server does with its mark."""
         return world.verbs.mark(
             state.store, state.now, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe
@@ -412,13 +362,14 @@ class Call(Ours):
                 yield move
 
     def _marks_again(self, me: Client) -> bool:
-        return self.until_done and not self.held_for and me.attempt < self.retries
+        return self.until_done and not self.hold and me.attempt < self.retries
 
     def _queued(self, me: Client) -> Client:
         return Client("queued", attempt=me.attempt, beats=self.beats, marked_until=me.marked_until)
 
 
-class Classic:
+@dataclass(eq=False)
+class Classic(Program):
     """The recipe of the Redis documentation, on its own clock (which is right here).
 
     Args:
@@ -431,11 +382,13 @@ class Classic:
 
     foreign = True
 
-    def __init__(self, *, timeout: int, tries: int = 1, strict: bool = True, pauses: bool = False) -> None:
-        self.timeout = timeout
-        self.tries = tries
-        self.strict = strict
-        self.prompt = frozenset() if pauses else frozenset({"setnx", "get", "getset"})
+    timeout: int
+    tries: int = 1
+    strict: bool = True
+    pauses: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt = frozenset() if self.pauses else frozenset({"setnx", "get", "getset"})
 
     def begin(self) -> Client:
         """Idle, with all its tries."""

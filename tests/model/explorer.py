@@ -11,9 +11,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from tests.model.lock import SECOND, Lock, Store, purge
+from tests.model.lock import Lock
+from tests.model.store import SECOND, Store, purge
 
 TICK = SECOND // 2
 START = 10 * SECOND
@@ -79,31 +80,27 @@ class Event(NamedTuple):
     reply: tuple[Any, ...] = ()
 
 
-class Program(Protocol):
-    """What a client does."""
+class Program:
+    """What a client does; `prompt`: where it stands and no time passes, `foreign`: it is none of ours."""
 
-    prompt: frozenset[str]
-    foreign: bool
+    prompt = frozenset[str]()
+    foreign = False
 
     def begin(self) -> Client:
         """The state in which it begins."""
+        return Client("idle")
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Its possible next moves."""
+        raise NotImplementedError
 
 
 class Verbs:
     """The verbs of one lock, each computed once for equal arguments."""
 
     def __init__(self, lock: Lock) -> None:
-        self.acquire = cache(lock.acquire)
-        self.renew = cache(lock.renew)
-        self.release = cache(lock.release)
-        self.hold = cache(lock.hold)
-        self.free = cache(lock.free)
-        self.mark = cache(lock.mark)
-        self.extend = cache(lock.extend)
-        self.unmark = cache(lock.unmark)
+        for verb in ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark"):
+            setattr(self, verb, cache(getattr(lock, verb)))
 
 
 class World:
@@ -186,33 +183,21 @@ def grant_in(record: str) -> tuple[str, str]:
     return token, fence
 
 
-class Moment(Protocol):
-    """A state of any world."""
+Property = Callable[[Any, Any, Event, Any], bool]
+"""Of a world, the state before an event, the event, and the state after it: whether all is well."""
 
-    @property
-    def now(self) -> int:
-        """The server's time."""
-
-    @property
-    def store(self) -> Store:
-        """What Redis holds."""
+Origin = dict[Any, tuple[Any, Event] | None]
+"""Of each state how it was first reached."""
 
 
-S = TypeVar("S", bound=Moment)
+def caused_by(*events: str) -> Callable[[Property], Property]:
+    """A property that only these events can break."""
 
+    def noted(holds: Property) -> Property:
+        holds.events = frozenset(events)  # type: ignore[attr-defined]
+        return holds
 
-class Explorable(Protocol[S]):
-    """A world: where it begins, and what may happen next."""
-
-    @property
-    def start(self) -> S:
-        """Where it begins."""
-
-    def steps(self, state: S) -> Iterator[tuple[Event, S]]:
-        """Everything that may happen next."""
-
-
-Property = Callable[[Any, S, Event, S], bool]
+    return noted
 
 
 class Result(NamedTuple):
@@ -233,16 +218,17 @@ class Result(NamedTuple):
 
 
 def explore(
-    world: Explorable[S],
-    properties: Sequence[Property[S]],
+    world: Any,
+    properties: Sequence[Property],
     limit: int = 10_000_000,
     *,
-    goal: Callable[[S], bool] | None = None,
+    goal: Callable[[Any], bool] | None = None,
 ) -> Result:
     """Visit every reachable state, and stop at the first property that is broken.
 
-    A property is true if all is well. With a goal, there must also be a way to it from every state. Raises
-    RuntimeError past the limit: a bound that is not reached proves nothing.
+    A world has a `start` and `steps(state)`. With a goal, there must also be a way to it from every state. It
+    may name a `representative` of states that are alike: only that one is followed. Raises RuntimeError past
+    the limit: a bound that is not reached proves nothing.
     """
     gc.disable()  # millions of tuples, none of them in a cycle
     try:
@@ -252,24 +238,25 @@ def explore(
 
 
 def _explore(
-    world: Explorable[S],
-    properties: Sequence[Property[S]],
-    limit: int,
-    goal: Callable[[S], bool] | None,
+    world: Any, properties: Sequence[Property], limit: int, goal: Callable[[Any], bool] | None
 ) -> Result:
     began = time.perf_counter()
-    origin: dict[S, tuple[S, Event] | None] = {world.start: None}
-    sources: dict[S, list[S]] = {}
+    at_stake = cache(lambda what: [p for p in properties if what in getattr(p, "events", (what,))])
+    representative = getattr(world, "representative", None)
+    origin: Origin = {world.start: None}
+    sources: dict[Any, list[Any]] = {}
     frontier = [world.start]
     while frontier:
-        reached: list[S] = []
+        reached: list[Any] = []
         for state in frontier:
             for event, after in world.steps(state):
-                for holds in properties:
+                for holds in at_stake(event.what):
                     if not holds(world, state, event, after):
                         trace = _trace(origin, state, event, after)
                         spent = time.perf_counter() - began
                         return Result(frozenset(), len(origin), spent, holds.__name__, trace)
+                if representative is not None:
+                    after = representative(after)
                 step = (state, event)
                 if origin.setdefault(after, step) is step:
                     reached.append(after)
@@ -288,9 +275,7 @@ def _explore(
     return Result(moments, len(origin), spent)
 
 
-def _first_stuck(
-    origin: dict[S, tuple[S, Event] | None], sources: dict[S, list[S]], goal: Callable[[S], bool]
-) -> S | None:
+def _first_stuck(origin: Origin, sources: dict[Any, list[Any]], goal: Callable[[Any], bool]) -> Any:
     """The state nearest to the start from which there is no way to the goal."""
     saved = {state for state in origin if goal(state)}
     frontier = list(saved)
@@ -302,7 +287,7 @@ def _first_stuck(
     return next((state for state in origin if state not in saved), None)
 
 
-def _trace(origin: dict[S, tuple[S, Event] | None], state: S, event: Event, after: S) -> tuple[str, ...]:
+def _trace(origin: Origin, state: Any, event: Event, after: Any) -> tuple[str, ...]:
     lines = [_line(event, after)]
     step = origin[state]
     while step is not None:
@@ -312,7 +297,7 @@ def _trace(origin: dict[S, tuple[S, Event] | None], state: S, event: Event, afte
     return tuple(reversed(lines))
 
 
-def _line(event: Event, after: Moment) -> str:
+def _line(event: Event, after: Any) -> str:
     who = "" if event.actor is None else f"client {event.actor} "
     answer = f" -> {event.reply[0]}" if event.reply else ""
     token = f" {event.token}" if event.token else ""

@@ -1,154 +1,32 @@
 """The verbs of the lock as pure functions of what Redis holds and of the time. Units as in the scripts.
 
 Each says what the script of its name says, word for word; tests/test_differential.py holds them to it. Each
-decision that a seeded mutant turns around is a method of its own.
+decision that a seeded mutant turns around is a method of its own. What is about waiting is in line.py.
 """
 
-import re
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-SECOND = 1_000_000
-MS = 1_000
-NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
-NOT_A_STRING = "(not a string)"
-LINGERS_MS = 60_000
+from tests.model.line import Waiting, with_place, without_call, without_place
+from tests.model.store import (
+    LINGERS_MS,
+    MS,
+    NOT_A_STRING,
+    NUMBER,
+    SECOND,
+    Answer,
+    Mark,
+    Record,
+    Store,
+    seconds,
+    task_of,
+    up,
+)
+
 FOREIGNRECORD = ("FOREIGNRECORD",)
 WRONGTYPE = ("WRONGTYPE",)
-_TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
 
 
-class Record(NamedTuple):
-    """What the record says of a holder; times in microseconds."""
-
-    token: str
-    deadline: int
-    fence: int
-    state: str
-    since: int
-    info: str = ""
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self))
-
-
-class Mark(NamedTuple):
-    """A queued call: its task id, and the millisecond at which the key expires (None: never).
-
-    The task id is NOT_A_STRING if a foreign program made a list of the key.
-    """
-
-    task_id: str
-    expiry: int | None
-
-
-class Line(NamedTuple):
-    """Who waits for the lock, since when, in order; `lease`: the milliseconds for which the key was to last.
-
-    No test lets so much time pass that anything is forgotten of those who wait.
-    """
-
-    places: tuple[tuple[int, str], ...] = ()
-    lease: int = 0
-
-
-class Calls(NamedTuple):
-    """What each waiter is woken with, in order of its id, or `@` and the time until which it asks by itself.
-
-    Under '' who watches the lock, and until when.
-    """
-
-    fields: tuple[tuple[str, str], ...] = ()
-    lease: int = 0
-
-
-class Ticket(NamedTuple):
-    """Which attempt of a task waits (`retries|`) or has begun, by which of its messages (`retries|copy`)."""
-
-    text: str
-    lease: int
-
-
-class Store(NamedTuple):
-    """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
-
-    `record` is text if a foreign program wrote it. `tickets` by task id, in order.
-    """
-
-    value: str | None = None
-    expiry: int | None = None
-    record: Record | str | None = None
-    record_expiry: int | None = None
-    mark: Mark | None = None
-    line: Line = Line()
-    calls: Calls = Calls()
-    tickets: tuple[tuple[str, Ticket], ...] = ()
-
-
-def purge(store: Store, now: int) -> Store:
-    """What is left of the keys at a time."""
-    value, expiry, record, record_expiry, mark = store[:5]
-    now_ms = now // MS
-    if expiry is not None and now_ms > expiry:
-        value = expiry = None
-    if record_expiry is not None and now_ms > record_expiry:
-        record = record_expiry = None
-    if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
-        mark = None
-    return Store(value, expiry, record, record_expiry, mark, *store[5:])
-
-
-def up(number: int, unit: int) -> int:
-    """How many units cover a number."""
-    return -(-number // unit)
-
-
-def seconds(deadline: int) -> str:
-    """A deadline as a value of the lock: the Unix second that is surely past it."""
-    return str(up(deadline, SECOND))
-
-
-@cache
-def task_of(token: str) -> tuple[str | None, int]:
-    """The task id and retry count in a token; (None, 0) if it is no task's."""
-    match = _TASK_TOKEN.fullmatch(token)
-    return (match[1], int(match[2])) if match else (None, 0)
-
-
-def first_in_line(store: Store) -> str | None:
-    """The task that waits first; None if none does."""
-    return store.line.places[0][1] if store.line.places else None
-
-
-def without_place(store: Store, task: str) -> Store:
-    """The keys when a task waits in line no more."""
-    places = tuple(place for place in store.line.places if place[1] != task)
-    return store._replace(line=Line(places, store.line.lease) if places else Line())
-
-
-def with_place(store: Store, task: str, since: int, call: str, lease: int) -> Store:
-    """The keys when a task waits in line, with what it is woken with."""
-    places = [*without_place(store, task).line.places, (since, task)]
-    fields = {**dict(store.calls.fields), task: call}
-    return store._replace(
-        line=Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease)),
-        calls=Calls(tuple(sorted(fields.items())), max(store.calls.lease, lease)),
-    )
-
-
-def without_call(store: Store, task: str) -> Store:
-    """The keys when nothing is known any more of what a task is woken with."""
-    fields = tuple(field for field in store.calls.fields if field[0] != task)
-    return store._replace(calls=Calls(fields, store.calls.lease) if fields else Calls())
-
-
-def with_ticket(store: Store, task: str, text: str, lease: int) -> Store:
-    """The keys with a task's ticket."""
-    tickets = {**dict(store.tickets), task: Ticket(text, lease)}
-    return store._replace(tickets=tuple(sorted(tickets.items())))
-
-
-class Lock:
+class Lock(Waiting):
     """The verbs. Every one takes the keys and the time, and gives back the new keys and the reply."""
 
     def is_past(self, now: int, deadline: int) -> bool:
@@ -203,7 +81,7 @@ class Lock:
         since: int = 0,
         attempt: int = 0,
         line: bool = False,
-    ) -> tuple[Store, tuple[Any, ...]]:
+    ) -> Answer:
         """lua/acquire.lua; `line`: whether it is given the keys of a task's lock."""
         record = store.record
         if isinstance(record, str):
@@ -222,7 +100,7 @@ class Lock:
             stale = ("stale", str(found.deadline), str(found.fence), str(now), None, text, mark, waiters)
             return store, stale
 
-        def held(until: float) -> tuple[Store, tuple[Any, ...]]:
+        def held(until: float) -> Answer:
             reply = ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark, waiters)
             if linger <= 0 or task is None:
                 return store, reply
@@ -273,45 +151,11 @@ class Lock:
             after = self.begun(after, task, f"{attempt}|{copy}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
 
-    def heir_of(self, record: Record | None) -> str | None:
-        """The task for which a lock is kept, or was until its deadline."""
-        return record.info if record is not None and record.state == "handed" else None
-
-    def is_woken(self, ticket: Ticket | None, copy: str) -> bool:
-        """Whether a call has waited and been woken, though late: nobody runs under a lock that is handed."""
-        return ticket is not None and ticket.text.endswith("|") and copy != "-"
-
-    def overtaken(self, store: Store, heir: str, since: int) -> Store:
-        """The keys when the one a lock was kept for was overtaken: it is among the first in line again."""
-        call = dict(store.calls.fields).get(heir)
-        if call is None:
-            return store
-        after = with_place(store, heir, since, call, LINGERS_MS)
-        return after._replace(calls=store.calls)
-
-    def is_for(self, heir: str | None, task: str | None) -> bool:
-        """Whether a lock is kept for this task."""
-        return heir is not None and heir == task
-
-    def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
-        """Whether an attempt has been started by another message than this copy, or a later one exists."""
-        waits, begun_by = ticket.text.split("|", 1)
-        later = int(waits) - attempt
-        return later > 0 or (later == 0 and begun_by not in ("", copy))
-
-    def begun(self, store: Store, task: str, text: str, ticket: Ticket | None, remember: int) -> Store:
-        """The keys when a message of a task has acquired: no other message may start it."""
-        if ticket is not None:
-            return with_ticket(store, task, text, ticket.lease)
-        return with_ticket(store, task, text, remember) if remember > 0 else store
-
     def ends_mark(self, mark: str, token: str) -> bool:
         """Whether a mark is that of the task that starts."""
         return mark == task_of(token)[0]
 
-    def renew(
-        self, store: Store, now: int, *, token: str, lease: int, retention: int
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def renew(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
         """lua/renew.lua."""
         value, record = store.value, store.record
         if not isinstance(record, Record) or record.token != token or record.state != "running":
@@ -346,7 +190,7 @@ class Lock:
         again: int = 0,
         hand_over: int = 0,
         line: bool = False,
-    ) -> tuple[Store, tuple[Any, ...]]:
+    ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
         value, record = store.value, store.record
 
@@ -387,105 +231,11 @@ class Lock:
             after = without_call(without_place(after, task), task)
         return self.marked_again(after, now, token, again), answer(word, heir)
 
-    def next_in_line(self, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
-        """To which task a lock is handed, until when that one asks by itself, and who does no more."""
-        gone: list[str] = []
-        calls = dict(store.calls.fields)
-        for _, task in store.line.places[:10]:
-            call = calls.get(task, "")
-            lingers = int(call[1:]) if call.startswith("@") else 0
-            if not lingers or not self.is_past(now, lingers):
-                return task, lingers, tuple(gone)
-            gone.append(task)
-        return None, 0, tuple(gone)
-
-    def handed(
-        self, store: Store, record: Record, now: int, heir: str, hand_over: int, remember: int
-    ) -> Store:
-        """The keys of a lock that is kept for the first in line until it comes."""
-        kept = record._replace(deadline=now + hand_over, state="handed", since=now, info=heir)
-        return without_place(self.kept(store, kept, remember), heir)
-
     def kept(self, store: Store, record: Record, remember: int) -> Store:
         """The keys of a lock that is given back, and stays closed."""
         expiry = up(record.deadline, MS) + remember
         value = self.value_of(record.deadline)
         return store._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
-
-    def park(
-        self,
-        store: Store,
-        now: int,
-        *,
-        task: str,
-        attempt: int,
-        copy: str,
-        since: int,
-        call: str,
-        remember: int,
-        watch: int = 0,
-    ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/park.lua."""
-        record = store.record
-        ticket = dict(store.tickets).get(task)
-
-        def answer(word: str, after: Store) -> tuple[Store, tuple[Any, ...]]:
-            order = [waiter for _, waiter in after.line.places]
-            place = order.index(task) + 1 if task in order else 0
-            watches = watch > 0 and bool(order) and self.may_watch(after, now, task)
-            if watches:
-                fields = {**dict(after.calls.fields), "": f"{now + watch} {task}"}
-                lease = max(after.calls.lease, remember)
-                after = after._replace(calls=Calls(tuple(sorted(fields.items())), lease))
-            text = None if record is None else str(record)
-            return after, (word, str(now), store.value, text, str(place), "1" if watches else "0")
-
-        if ticket is not None and self.is_stale(ticket, attempt, copy):
-            return answer("stale", store)
-        after = self.outlived(with_ticket(store, task, f"{attempt}|", remember), remember)
-        if self.is_kept_for(store, now, task):
-            return answer("handed", after)
-        after = with_place(after, task, since, call, remember)
-        return answer("new" if ticket is None else "parked", after)
-
-    def outlived(self, store: Store, remember: int) -> Store:
-        """The keys of those that are there when they are to last for so long at least."""
-        line, calls = store.line, store.calls
-        if line.places:
-            store = store._replace(line=line._replace(lease=max(line.lease, remember)))
-        if calls.fields:
-            store = store._replace(calls=calls._replace(lease=max(calls.lease, remember)))
-        return store
-
-    def may_watch(self, store: Store, now: int, task: str) -> bool:
-        """Whether a courier may be the one that watches the lock: no other does."""
-        watch = dict(store.calls.fields).get("")
-        if watch is None:
-            return True
-        until, other = watch.split(" ", 1)
-        return other == task or self.is_past(now, int(until))
-
-    def is_kept_for(self, store: Store, now: int, task: str) -> bool:
-        """Whether a lock that was handed over is still kept for this task."""
-        record = store.record
-        return (
-            store.value is not None
-            and isinstance(record, Record)
-            and self.is_for(self.heir_of(record), task)
-            and not self.is_past(now, record.deadline)
-        )
-
-    def leave(
-        self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int
-    ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/leave.lua."""
-        ticket = dict(store.tickets).get(task)
-        if ticket is not None and self.is_stale(ticket, attempt, copy):
-            return store, ("stale",)
-        after = with_ticket(
-            without_call(without_place(store, task), task), task, f"{attempt}|{copy}", remember
-        )
-        return after, ("handed" if self.is_kept_for(store, now, task) else "left",)
 
     def marked_again(self, store: Store, now: int, token: str, again: int) -> Store:
         """The keys of a lock that was released: its task has sent its retry, and is queued again."""
@@ -494,16 +244,14 @@ class Lock:
             return store
         return store._replace(mark=self.mark_of(task_id, now, again))
 
-    def hold(
-        self, store: Store, now: int, *, token: str, until: int, retention: int, remember: int
-    ) -> tuple[Store, tuple[Any, ...]]:
-        """lua/hold.lua, which is given the time until then."""
+    def hold(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
+        """lua/hold.lua."""
         if isinstance(store.record, Record) and (store.record.token, store.record.state) == (token, "handed"):
             return store, ("handed", str(now), store.value)
-        freed, reply = self.release(store, now, token=token, remember=remember)
+        freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
             return store, reply[:3]
-        record = store.record
+        record, until = store.record, now + lease
         assert isinstance(record, Record)
         expiry = up(until, MS) + retention
         after = store._replace(
@@ -514,7 +262,7 @@ class Lock:
         )
         return after, ("held_for_retry", *reply[1:3])
 
-    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> tuple[Store, tuple[Any, ...]]:
+    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
         """lua/free.lua."""
         record = store.record
         if not isinstance(record, Record) or record.state != "held_for_retry":
@@ -525,9 +273,7 @@ class Lock:
         after, reply = self.release(running, now, token=record.token, remember=remember)
         return (store if after is running else after), reply[:3]
 
-    def mark(
-        self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str
-    ) -> tuple[Store, tuple[Any, ...]]:
+    def mark(self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str) -> Answer:
         """lua/mark.lua."""
         mark, record = store.mark, store.record
         if mark is not None and mark.task_id == NOT_A_STRING:
@@ -559,7 +305,7 @@ class Lock:
         """A mark that expires with its lease."""
         return Mark(task_id, now // MS + lease)
 
-    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> tuple[Store, tuple[Any, ...]]:
+    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> Answer:
         """lua/extend.lua."""
         if store.mark is not None and store.mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
@@ -578,7 +324,7 @@ class Lock:
         """Whether a mark is there still, and the task's own."""
         return mark is not None and mark.task_id == task_id
 
-    def unmark(self, store: Store, now: int, *, task_id: str) -> tuple[Store, tuple[Any, ...]]:
+    def unmark(self, store: Store, now: int, *, task_id: str) -> Answer:
         """lua/unmark.lua."""
         if store.mark is not None and store.mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
@@ -590,14 +336,9 @@ class Lock:
         """Whether a mark is the task's own."""
         return mark.task_id == task_id
 
-    def look(self, store: Store, now: int, *, line: bool = False) -> tuple[Store, tuple[Any, ...]]:
+    def look(self, store: Store, now: int, *, line: bool = False) -> Answer:
         """lua/look.lua; `line`: as for acquire."""
         record = None if store.record is None else str(store.record)
         places = store.line.places if line else ()
         waiters = [text for since, task in places[:100] for text in (task, str(since))]
         return store, (str(now), store.value, record, str(len(places)), *waiters)
-
-
-def _rank(place: tuple[int, str]) -> tuple[int, bytes]:
-    """As Redis sorts: by time, then by the bytes of the name."""
-    return place[0], place[1].encode()

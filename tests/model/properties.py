@@ -1,10 +1,12 @@
 """What must be true of every step, and of every state that can be reached."""
 
-from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
-from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, grant_in
-from tests.model.lock import MS, NUMBER, Lock, Record, purge, seconds, task_of
+from collections.abc import Callable
 
-RELEASES = ("release", "free")
+from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
+from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
+from tests.model.lock import Lock
+from tests.model.store import MS, NUMBER, Record, Store, purge, seconds, task_of
+
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
 
@@ -24,9 +26,10 @@ def exclusion(world: World, before: State, event: Event, after: State) -> bool:
     )
 
 
+@caused_by("acquire")
 def one_taker(world: World, before: State, event: Event, after: State) -> bool:
     """A dead holder is taken over from by exactly one."""
-    if event.what != "acquire" or event.reply[0] != "taken_over" or not event.reply[5]:
+    if event.reply[0] != "taken_over" or not event.reply[5]:
         return True
     return grant_in(event.reply[5]) not in before.buried
 
@@ -62,10 +65,11 @@ def _is_valid_foreigners(value: str, world: World, state: State) -> bool:
     )
 
 
+@caused_by("release", "free")
 def no_stale_release(world: World, before: State, event: Event, after: State) -> bool:
     """A release never frees another's lock."""
     old, new = before.store, after.store
-    if event.what not in RELEASES or (old.value, old.record) == (new.value, new.record):
+    if (old.value, old.record) == (new.value, new.record):
         return True
     record = old.record
     if not isinstance(record, Record):
@@ -76,10 +80,11 @@ def no_stale_release(world: World, before: State, event: Event, after: State) ->
     return record.token == event.token and ours
 
 
+@caused_by("release")
 def no_release_lost(world: World, before: State, event: Event, after: State) -> bool:
     """A release inside the lease frees the lock, or lets it rest, or holds it for the retry."""
     old, record = before.store, before.store.record
-    if event.what != "release" or old.value is None or not NUMBER.fullmatch(old.value):
+    if old.value is None or not NUMBER.fullmatch(old.value):
         return True
     if not isinstance(record, Record) or record.token != event.token or record.state != "running":
         return True
@@ -89,27 +94,28 @@ def no_release_lost(world: World, before: State, event: Event, after: State) -> 
     return after.store.value is None or (isinstance(kept, Record) and kept.state == event.reply[0])
 
 
+@caused_by("renew", "release")
 def no_false_loss(world: World, before: State, event: Event, after: State) -> bool:
     """A holder is never told inside its lease that the lock is lost."""
     old, record = before.store, before.store.record
-    if event.what not in ("renew", "release") or event.reply[0] not in ("lost", "gone"):
+    if event.reply[0] not in ("lost", "gone"):
         return True
     valid = isinstance(record, Record) and record.token == event.token and after.now < record.deadline
     return not valid or old.value is None
 
 
+@caused_by("acquire")
 def fences_rise(world: World, before: State, event: Event, after: State) -> bool:
     """Every grant has a larger fence than all before it; a resumed or resent one has its own again."""
-    if event.what != "acquire" or event.reply[0] == "held":
+    if event.reply[0] == "held":
         return True
     fence = int(event.reply[2])
     return fence == before.fence if event.reply[0] in ("again", "resumed") else fence > before.fence
 
 
+@caused_by("mark", "extend", "release")
 def one_queued(world: World, before: State, event: Event, after: State) -> bool:
     """Of the calls whose marks have not lapsed at most one is queued (until_done: or running)."""
-    if event.what not in ("mark", "extend", "release"):
-        return True
     queued = running = 0
     for program, client in zip(world.programs, after.clients):
         queued += after.now < client.marked_until
@@ -126,12 +132,13 @@ def mark_lasts(world: World, before: State, event: Event, after: State) -> bool:
     return True
 
 
+@caused_by("mark")
 def no_ghost(world: World, before: State, event: Event, after: State) -> bool:
     """No call is dropped in favour of one that is neither queued nor running (or died so).
 
     A call that was marked and never sent counts for as long as its grace lease.
     """
-    if event.what != "mark" or event.reply[0] not in ("queued", "running"):
+    if event.reply[0] not in ("queued", "running"):
         return True
     for program, client in zip(world.programs, before.clients):
         if not isinstance(program, Ours) or program.task != event.reply[1]:
@@ -154,44 +161,35 @@ def others_mark_kept(world: World, before: State, event: Event, after: State) ->
     return task_of(event.token)[0] == mark.task_id or event.token == mark.task_id
 
 
-SAFETY = (
-    exclusion,
-    one_taker,
-    entry_kept,
-    no_stale_release,
-    no_release_lost,
-    no_false_loss,
-    fences_rise,
-)
+SAFETY = (exclusion, one_taker, entry_kept, no_stale_release, no_release_lost, no_false_loss, fences_rise)
 MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
 
 def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
     """In how many ticks a lone client acquires, from the worst of all reachable states; at most bound + 1."""
-    slowest = 0
-    for store, now in result.moments:
-        for tick in range(bound + 1):
-            at = now + tick * TICK
-            _, reply = lock.acquire(purge(store, at), at, token="alone", lease=TICK, retention=RETENTION_MS)
-            if reply[0] != "held":
-                break
-        else:
-            return bound + 1
-        slowest = max(slowest, tick)
-    return slowest
+
+    def acquires(store: Store, at: int) -> bool:
+        _, reply = lock.acquire(store, at, token="alone", lease=TICK, retention=RETENTION_MS)
+        return bool(reply[0] != "held")
+
+    return _slowest(acquires, result, bound)
 
 
 def slowest_publish(lock: Lock, result: Result, bound: int, *, until_done: bool) -> int:
     """In how many ticks a lone publisher is no duplicate, from the worst of all reachable states."""
     dedupe = "until_done" if until_done else "until_started"
+
+    def marks(store: Store, at: int) -> bool:
+        _, reply = lock.mark(store, at, task_id="alone", lease=TICK // MS, dedupe=dedupe)
+        return bool(reply[0] == "marked")
+
+    return _slowest(marks, result, bound)
+
+
+def _slowest(succeeds: Callable[[Store, int], bool], result: Result, bound: int) -> int:
     slowest = 0
     for store, now in result.moments:
-        for tick in range(bound + 1):
-            at = now + tick * TICK
-            _, reply = lock.mark(purge(store, at), at, task_id="alone", lease=TICK // MS, dedupe=dedupe)
-            if reply[0] == "marked":
-                break
-        else:
-            return bound + 1
-        slowest = max(slowest, tick)
+        times = (now + tick * TICK for tick in range(bound + 1))
+        ticks = next((tick for tick, at in enumerate(times) if succeeds(purge(store, at), at)), bound + 1)
+        slowest = max(slowest, ticks)
     return slowest

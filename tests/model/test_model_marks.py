@@ -1,15 +1,14 @@
 """Marks: at most one call queued (or running), no mark outlives its lease, no call is dropped for a ghost."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.model import DEEP, bound
 from tests.model.clients import Call, Ours
 from tests.model.explorer import Client, Move, State, World, explore
 from tests.model.properties import MARKS, slowest_publish
 
-DEEP = int(os.environ.get("MODEL_SCALE", "1")) > 1
 QUEUE_LEASE = LEASE = 3
 GRACE = 1
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
@@ -39,16 +38,15 @@ def test_marks_hold_in_every_interleaving(name):
     world = World(
         call("a", until_done, **options),
         call("b", until_done, skips=options.get("skips", False)),
-        ticks=7 if DEEP else 5 if until_done and options == {"retries": 1} else 4,
-        crashes=1 + DEEP,
+        ticks=bound(3, small=2, full=5 if until_done and options == {"retries": 1} else 4, deep=7),
+        crashes=bound(1, small=0, deep=2),
         losses=1,
     )
     result = explore(world, MARKS)
     print(f"{name}: {result}")
     assert not result.broken, str(result)
-    longest = (
-        max(QUEUE_LEASE + options.get("countdown", 0), LEASE) + 1
-    )  # a key lives to the end of its last millisecond
+    # A key lives to the end of its last millisecond.
+    longest = max(QUEUE_LEASE + options.get("countdown", 0), LEASE) + 1
     assert slowest_publish(world.lock, result, longest, until_done=until_done) <= longest
 
 
@@ -59,7 +57,7 @@ def test_marks_hold_beside_calls_without_marks(until_done):
         call("a", until_done),
         call("b", until_done),
         Ours("c", tries=1),
-        ticks=5 if DEEP else 3,
+        ticks=bound(3, small=1, deep=5),
         crashes=1,
     )
     result = explore(world, MARKS)

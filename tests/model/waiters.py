@@ -5,18 +5,19 @@ length of every pause is covered, and there are few states however often a couri
 message at a time; a call is acknowledged when it is taken, or (`late`) when it has ended.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.explorer import START, TICK, Event
-from tests.model.lock import Lock, Record, Store, seconds, task_of
+from tests.model.lock import Lock
+from tests.model.store import Answer, Record, Store, seconds, task_of
 
 LEASE = 4 * TICK
 OVER = START - TICK
 REMEMBER_MS = 1_000_000
 ORIGINAL = "-"
-Answer = tuple[Store, tuple[Any, ...]]
 
 
 class Message(NamedTuple):
@@ -71,6 +72,7 @@ class Scene(NamedTuple):
 Step = tuple[Event, Scene]
 
 
+@dataclass(eq=False)
 class Waiters:
     """Calls of one key, each published at the start, and how much may go wrong.
 
@@ -95,44 +97,34 @@ class Waiters:
         lock: The verbs. Defaults to the model's own; a mutant replaces them.
     """
 
-    def __init__(
-        self,
-        tasks: str,
-        *,
-        slots: int = 2,
-        late: str = "",
-        retries: Mapping[str, int] | None = None,
-        couriers: bool = True,
-        linger: bool = False,
-        rests: bool = False,
-        proof: bool = False,
-        parents: bool = False,
-        watch: bool = False,
-        crashes: int = 0,
-        wipes: int = 0,
-        late_wakes: int = 0,
-        lapses: int = 0,
-        revokes: int = 0,
-        seconds: int = 0,
-        early_seconds: bool = False,
-        lock: Lock | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.slots = slots
-        self.late = late
-        self.retries = retries or {}
-        self.couriers = couriers
-        self.linger = linger
-        self.rests = rests
-        self.proof = proof
-        self.parents = parents
-        self.watch = LEASE if watch else 0
-        self.delivers_again = {"inside", "leaves", "wakes", "stores"} | (
-            {"meets", "parks"} if early_seconds else set()
-        )
-        lock = lock or Lock()
-        self.acquire, self.release = cache(lock.acquire), cache(lock.release)
-        self.park, self.leave = cache(lock.park), cache(lock.leave)
+    tasks: str
+    _: KW_ONLY
+    slots: int = 2
+    late: str = ""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    couriers: bool = True
+    linger: bool = False
+    rests: bool = False
+    proof: bool = False
+    parents: bool = False
+    watch: bool = False
+    crashes: int = 0
+    wipes: int = 0
+    late_wakes: int = 0
+    lapses: int = 0
+    revokes: int = 0
+    seconds: int = 0
+    early_seconds: bool = False
+    lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.delivers_again = {"inside", "leaves", "wakes", "stores"}
+        self.delivers_again |= {"meets", "parks"} if self.early_seconds else set()
+        lock, tasks = self.lock, self.tasks
+        self.acquire, self.release = _on_canonical_keys(lock.acquire), _on_canonical_keys(lock.release)
+        self.park, self.leave = _on_canonical_keys(lock.park), _on_canonical_keys(lock.leave)
+        # Whether the calls differ in their names only; then no two are ever at one place.
+        self.alike = not (self.late or self.retries or self.linger)
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
         self.start = Scene(
             START,
@@ -141,12 +133,33 @@ class Waiters:
             (),
             tuple(("new", *[""] * (n - 1)) for n in attempts),
             tuple((0,) * n for n in attempts),
-            crashes,
-            wipes,
-            late_wakes,
-            lapses,
-            revokes,
-            seconds,
+            *(self.crashes, self.wipes, self.late_wakes, self.lapses, self.revokes, self.seconds),
+        )
+
+    def representative(self, scene: Scene) -> Scene:
+        """Of the scenes that differ in the calls' names only, one: calls are named in order of what they did.
+
+        No verb and no property looks at a name, but the order of two at one place in the line: that there are
+        none is asserted of every scene.
+        """
+        if not self.alike:
+            return scene
+        places = scene.store.line.places
+        assert len({since for since, _ in places}) == len(places), "the order of names would matter"
+        waiting = [message.task for message in scene.broker]
+        order = sorted(
+            range(len(self.tasks)),
+            key=lambda n: (scene.since[n], scene.fates[n], waiting.count(self.tasks[n])),
+        )
+        names = "".join(self.tasks[n] for n in order)
+        if names == self.tasks:
+            return scene
+        return scene._replace(
+            store=_renamed_store(scene.store, names, self.tasks),
+            broker=tuple(sorted(_renamed_message(message, names, self.tasks) for message in scene.broker)),
+            processes=tuple(sorted(_renamed_process(p, names, self.tasks) for p in scene.processes)),
+            fates=tuple(scene.fates[n] for n in order),
+            since=tuple(scene.since[n] for n in order),
         )
 
     def is_over(self, scene: Scene) -> bool:
@@ -263,17 +276,8 @@ class Waiters:
         return bool(message.again) or (message.copy != ORIGINAL and message.task in self.late)
 
     def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answer:
-        store, reply = self.acquire(
-            scene.store,
-            START,
-            token=token,
-            lease=LEASE,
-            retention=REMEMBER_MS,
-            dead=dead,
-            line=True,
-            **details,
-        )
-        return _canonical(store), reply
+        keys, asked = scene.store, {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
+        return self.acquire(keys, **asked, dead=dead, line=True, **details)
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
@@ -373,18 +377,16 @@ class Waiters:
         return _is_free(store)
 
     def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answer:
-        store, reply = self.park(
+        return self.park(
             scene.store,
-            START,
             task=message.task,
             attempt=message.attempt,
             copy=copy,
             since=self._since(scene, message),
             call=call,
             remember=REMEMBER_MS,
-            watch=self.watch,
+            watch=LEASE if self.watch else 0,
         )
-        return _canonical(store), reply
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
         """A courier comes."""
@@ -453,14 +455,13 @@ class Waiters:
     def _releases(self, scene: Scene, process: Process, rest_until: int = 0) -> Iterator[Step]:
         store, reply = self.release(
             scene.store,
-            START,
             token=process.token,
             rest_until=rest_until,
             remember=REMEMBER_MS,
             hand_over=LEASE,
             line=True,
         )
-        after = scene._replace(store=_canonical(store))
+        after = scene._replace(store=store)
         heir, call = reply[3:5]
         if heir and call:
             call = "nudge" if reply[0] == "resting" else call
@@ -507,10 +508,8 @@ class Waiters:
         return bool(reply[0] == "handed")
 
     def _left(self, scene: Scene, message: Message, copy: str) -> Answer:
-        store, reply = self.leave(
-            scene.store, START, task=message.task, attempt=message.attempt, copy=copy, remember=REMEMBER_MS
-        )
-        return _canonical(store), reply
+        about = {"task": message.task, "attempt": message.attempt, "copy": copy}
+        return self.leave(scene.store, **about, remember=REMEMBER_MS)
 
     def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
@@ -562,6 +561,56 @@ class Waiters:
     def _since(self, scene: Scene, message: Message) -> int:
         since = scene.since[self.tasks.index(message.task)][message.attempt]
         return int(since) or 1 + max(max(known) for known in scene.since)
+
+
+def _on_canonical_keys(verb: Callable[..., Answer]) -> Callable[..., Answer]:
+    """A verb at the start's time, computed once for equal arguments."""
+
+    @cache
+    def run(store: Store, **arguments: Any) -> Answer:
+        after, reply = verb(store, START, **arguments)
+        return _canonical(after), reply
+
+    return run
+
+
+@cache
+def _renamed(text: str, names: str, to: str) -> str:
+    """A task's name, a token of it, or the text of who watches, with another name."""
+    head, bar, rest = text.partition("|")
+    before, space, task = head.rpartition(" ")
+    return before + space + (to[names.index(task)] if task in names and task else task) + bar + rest
+
+
+@cache
+def _renamed_message(message: Message, names: str, to: str) -> Message:
+    return message._replace(task=_renamed(message.task, names, to))
+
+
+@cache
+def _renamed_process(process: Process, names: str, to: str) -> Process:
+    return process._replace(
+        message=_renamed_message(process.message, names, to),
+        token=_renamed(process.token, names, to),
+        heir=_renamed(process.heir, names, to),
+    )
+
+
+@cache
+def _renamed_store(store: Store, names: str, to: str) -> Store:
+    record = store.record
+    if isinstance(record, Record):
+        token, info = (_renamed(text, names, to) for text in (record.token, record.info))
+        record = record._replace(token=token, info=info)
+    places = tuple((since, _renamed(task, names, to)) for since, task in store.line.places)
+    fields = [(_renamed(task, names, to), call) for task, call in store.calls.fields if task]
+    fields += [("", _renamed(watch, names, to)) for task, watch in store.calls.fields if not task]
+    return store._replace(
+        record=record,
+        line=store.line._replace(places=places),
+        calls=store.calls._replace(fields=tuple(sorted(fields))),
+        tickets=tuple(sorted((_renamed(task, names, to), ticket) for task, ticket in store.tickets)),
+    )
 
 
 def at_most_once(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:

@@ -18,7 +18,7 @@ from datetime import time as time_of_day
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import UUID
 
 # Found, not imported: the tests may run against an installed wheel.
@@ -52,13 +52,19 @@ class Server:
         Raises:
             ServerError: The reply is an error.
         """
-        parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
-        packed = b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
-        self._socket.sendall(b"*%d\r\n%b" % (len(parts), packed))
-        reply = self._read()
+        self._socket.sendall(packed(*command))
+        reply = reply_in(self._file)
         if isinstance(reply, ServerError):
             raise reply
         return reply
+
+    def sent(self, commands: bytes, mark: bytes) -> bytes:
+        """The replies to packed commands, up to the one that is the mark."""
+        self._socket.sendall(commands)
+        replies = bytearray()
+        while not replies.endswith(mark):
+            replies += self._file.read1(1 << 16)
+        return bytes(replies)
 
     def time(self) -> int:
         """The server's clock, in microseconds."""
@@ -81,22 +87,30 @@ class Server:
         items = reply if isinstance(reply, list) else reply.split(b" ")
         return [item.decode() if isinstance(item, bytes) else item for item in items]
 
-    def _read(self) -> Any:
-        line = self._file.readline()
-        if not line.endswith(b"\r\n"):
-            raise ConnectionError("the server has hung up")
-        kind, rest = line[:1], line[1:-2]
-        if kind == b"+":
-            return rest
-        if kind == b"-":
-            return ServerError(rest.decode())
-        if kind == b":":
-            return int(rest)
-        if kind == b"$":
-            return None if rest == b"-1" else self._file.read(int(rest) + 2)[:-2]
-        if kind == b"*":
-            return None if rest == b"-1" else [self._read() for _ in range(int(rest))]
-        raise ConnectionError(f"not a reply: {line!r}")
+
+def packed(*command: Any) -> bytes:
+    """A command as it is sent; text as UTF-8."""
+    parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+def reply_in(stream: IO[bytes]) -> Any:
+    """The next reply in a stream; an error as a value."""
+    line = stream.readline()
+    if not line.endswith(b"\r\n"):
+        raise ConnectionError("the server has hung up")
+    kind, rest = line[:1], line[1:-2]
+    if kind == b"+":
+        return rest
+    if kind == b"-":
+        return ServerError(rest.decode())
+    if kind == b":":
+        return int(rest)
+    if kind == b"$":
+        return None if rest == b"-1" else stream.read(int(rest) + 2)[:-2]
+    if kind == b"*":
+        return None if rest == b"-1" else [reply_in(stream) for _ in range(int(rest))]
+    raise ConnectionError(f"not a reply: {line!r}")
 
 
 # docs/keys.md

@@ -1,0 +1,113 @@
+"""What Redis holds of one lock, in Python. Units as in the scripts."""
+
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+SECOND = 1_000_000
+MS = 1_000
+NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
+NOT_A_STRING = "(not a string)"
+LINGERS_MS = 60_000
+_TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
+
+
+class Record(NamedTuple):
+    """What the record says of a holder; times in microseconds."""
+
+    token: str
+    deadline: int
+    fence: int
+    state: str
+    since: int
+    info: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+class Mark(NamedTuple):
+    """A queued call: its task id, and the millisecond at which the key expires (None: never).
+
+    The task id is NOT_A_STRING if a foreign program made a list of the key.
+    """
+
+    task_id: str
+    expiry: int | None
+
+
+class Line(NamedTuple):
+    """Who waits for the lock, since when, in order; `lease`: the milliseconds for which the key was to last.
+
+    No test lets so much time pass that anything is forgotten of those who wait.
+    """
+
+    places: tuple[tuple[int, str], ...] = ()
+    lease: int = 0
+
+
+class Calls(NamedTuple):
+    """What each waiter is woken with, in order of its id, or `@` and the time until which it asks by itself.
+
+    Under '' who watches the lock, and until when.
+    """
+
+    fields: tuple[tuple[str, str], ...] = ()
+    lease: int = 0
+
+
+class Ticket(NamedTuple):
+    """Which attempt of a task waits (`retries|`) or has begun, by which of its messages (`retries|copy`)."""
+
+    text: str
+    lease: int
+
+
+class Store(NamedTuple):
+    """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
+
+    `record` is text if a foreign program wrote it. `tickets` by task id, in order.
+    """
+
+    value: str | None = None
+    expiry: int | None = None
+    record: Record | str | None = None
+    record_expiry: int | None = None
+    mark: Mark | None = None
+    line: Line = Line()
+    calls: Calls = Calls()
+    tickets: tuple[tuple[str, Ticket], ...] = ()
+
+
+Answer = tuple[Store, tuple[Any, ...]]
+"""What a verb gives back: the new keys and the reply."""
+
+
+def purge(store: Store, now: int) -> Store:
+    """What is left of the keys at a time."""
+    value, expiry, record, record_expiry, mark = store[:5]
+    now_ms = now // MS
+    if expiry is not None and now_ms > expiry:
+        value = expiry = None
+    if record_expiry is not None and now_ms > record_expiry:
+        record = record_expiry = None
+    if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
+        mark = None
+    return Store(value, expiry, record, record_expiry, mark, *store[5:])
+
+
+def up(number: int, unit: int) -> int:
+    """How many units cover a number."""
+    return -(-number // unit)
+
+
+def seconds(deadline: int) -> str:
+    """A deadline as a value of the lock: the Unix second that is surely past it."""
+    return str(up(deadline, SECOND))
+
+
+@cache
+def task_of(token: str) -> tuple[str | None, int]:
+    """The task id and retry count in a token; (None, 0) if it is no task's."""
+    match = _TASK_TOKEN.fullmatch(token)
+    return (match[1], int(match[2])) if match else (None, 0)
