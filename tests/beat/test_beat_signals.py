@@ -42,9 +42,7 @@ class Dying:
         strike()
 
 
-def hooked_beat(
-    app: Celery, schedule_file: Path, strikes: dict[int, Callable[[], Any]], *, whole: bool
-) -> int:
+def hooked_beat(app: Celery, file: Path, strikes: dict[int, Callable[[], Any]], *, whole: bool) -> int:
     """Run a beat in this process until it ends, as `celery beat` does, and strike at these lines of its loop.
 
     Args:
@@ -149,7 +147,7 @@ def forked_beat(directory: Path, conf: dict[str, Any]) -> int:
 
 
 def test_two_hundred_stops_at_random_moments_end_with_code_0(server, locks, tmp_path):
-    """A tick every 20 ms; SIGTERM or SIGINT: no error in any log, and no lock is left to a lease of 10 min."""
+    """A tick every 20 ms; SIGTERM or SIGINT: no error in any log, and no lock is left behind."""
     chance = random.Random()
     for batch in range(STOPS // SIDE_BY_SIDE):
         beats = {}

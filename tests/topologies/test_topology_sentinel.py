@@ -9,8 +9,7 @@ import redis
 
 from celery_setnx import LockRefused, LockUnavailable, OptionError, SetnxLock
 from celery_setnx.connection import client_for
-from tests.harness import Journal, wait_until
-from tests.topologies.servers import Sentinels
+from tests.harness import wait_until
 
 
 @pytest.fixture
@@ -78,9 +77,8 @@ def test_fan_out_over_sentinels_sends_each_key_once(work_with, settings, locks, 
 
 @pytest.mark.parametrize("setting", ["result_backend", "broker_url"])
 def test_sentinels_of_celery_itself_hold_the_locks(
-    work_with: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal, gates: Any,
-    name: str, setting: str,
-) -> None:  # fmt: skip
+    work_with, sentinels, locks, journal, gates, name, setting
+):
     """Broker and result backend on Sentinels with Celery's own transport options; no setnx_url."""
     options = sentinels.transport_options
     conf: dict[str, Any] = {"broker_url": sentinels.url(), "broker_transport_options": options}
@@ -102,9 +100,8 @@ def test_sentinels_of_celery_itself_hold_the_locks(
 
 @pytest.mark.parametrize(("how", "within_s"), [("kill", 5), ("freeze", 10)])
 def test_one_dead_sentinel_of_three_is_no_problem(
-    work_with: Any, settings: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal,
-    how: str, within_s: float,
-) -> None:  # fmt: skip
+    work_with, settings, sentinels, locks, journal, how, within_s
+):
     """The first of the URL is dead, or stands still: the next one is asked, within seconds."""
     dead = sentinels.sentinels[0]
     dead.kill() if how == "kill" else dead.freeze()
