@@ -1,17 +1,16 @@
 """The topologies, workers whose locks live there, and a table at the end."""
 
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from docker.errors import DockerException
 
 from tests.tables import Recorded, failover_table, recorded, write
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
-from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, tls_server
+from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, not_here, tls_server
 
 APP = "tests.topologies.app"
 
@@ -75,13 +74,6 @@ def secured(tmp_path_factory, certificates) -> Iterator[Server]:
         not_here("no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH")
     yield server
     server.kill()
-
-
-def not_here(missing: str) -> NoReturn:
-    """Skip what this machine cannot run; the CI's machine can."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(missing)
-    pytest.skip(missing)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until
 from tests.topologies.conftest import APP
+from tests.topologies.contract import each_key_runs_once
 from tests.topologies.rabbitmq import RabbitMQ
 
 QUEUE_LEASE_S = 3600
@@ -366,10 +367,7 @@ def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, n
 
 def test_fan_out_sends_each_key_once(tasks, locks, journal):
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
-    counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
-    assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
-    ends = journal.wait_for("end", 20)
-    assert sorted(end["name"] for end in ends) == sorted(f"k{number}" for number in range(20))
+    each_key_runs_once(tasks, journal, 20)
     wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
 
 
