@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
+import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from types import FrameType
 from typing import Any
 
 from celery import Celery
@@ -59,7 +63,14 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     aliases = dict(load_extension_class_names("celery.beat_schedulers"))
     inner: Any = symbol_by_name(settings(app.conf).beat_scheduler, aliases=aliases)
     scheduler_class = type("HotStandbyScheduler", (HotStandby, inner), {"__doc__": HotStandby.__doc__})
-    return scheduler_class(app, *args, **kwargs)
+    making = vars(app).setdefault("_setnx_beats_in_making", [])
+    if making:
+        raise SystemExit  # a signal's handler asks for a scheduler, to close it, while the first one is made
+    try:
+        making.append(scheduler_class)
+        return scheduler_class(app, *args, **kwargs)
+    finally:
+        making.clear()
 
 
 def leader(app: Celery) -> Holder | None:
@@ -84,6 +95,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     Nothing is sent by a scheduler that does not lead. One that died or hangs keeps the lead for
     `setnx_beat_lease` seconds at most, 10 by default: nothing but its own loop renews it. A rival on its host
     that proves its death takes over within a second.
+    A signal that is to end it may strike anywhere, even where Python swallows what its handler raises: in a
+    `__del__`. So nothing is closed under a tick that goes on, and no tick begins once it is to end.
     While it leads, the app's `now()` is the lock server's time: hosts with different clocks tick alike.
     """
 
@@ -93,6 +106,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         self._same_host = settings(app.conf).same_host
         self._entries = f"{self._lock.name}:entries"
         self._leads_by: HeldLock | None = None
+        self._is_to_end = self._is_closed = False
         self._said = ""
         self._began_us = _us(Celery.now(app))
         # For each entry the run that is being noted, beside the one before: asked again, it must be the same.
@@ -109,7 +123,18 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
         Raises:
             LockRefused: Redis refuses a command.
+            SystemExit: It was told to end.
         """
+        try:
+            return self._undisturbed(self._turn, *args, **kwargs)  # type: ignore[no-any-return]
+        except Exception as error:
+            if self._is_to_end:  # broken off: Python 3.11 wraps an exit in __set_name__
+                raise SystemExit from error
+            raise
+
+    def _turn(self, *args: Any, **kwargs: Any) -> float:
+        if self._is_to_end:
+            raise SystemExit
         third_s = self._lock.lease_s / 3
         if self._leads() or self._takes_the_lead():
             # Never so long that the lease would not be renewed.
@@ -139,14 +164,46 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             return send_task(self.app, name, args, kwargs, **options)
         return super().send_task(name, args, kwargs, **options)
 
+    def sync(self) -> None:
+        """As the scheduler's own."""
+        self._undisturbed(super().sync)
+
     def close(self) -> None:
-        """Close the scheduler, then let another lead at once."""
+        """Close the scheduler, then let another lead at once; amid a tick, note that it is to end."""
+        self._is_to_end = True
+        if self._is_at_work():
+            return  # a signal: the loop ends now, or when this tick has, and closes
         try:
-            super().close()
+            if not self._is_closed:
+                self._is_closed = True  # though a second signal strikes
+                super().close()
         finally:
-            held, self._leads_by = self._leads_by, None
-            if held is not None:
-                self._give_back(held)
+            self._give_back()
+
+    def _undisturbed(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do what the scheduler must not be closed under; an exit that Python swallows meanwhile is noted."""
+        hook = sys.unraisablehook
+
+        def note(unraisable: Any) -> None:
+            if issubclass(unraisable.exc_type, (SystemExit, KeyboardInterrupt)):
+                self._is_to_end = True
+            else:
+                hook(unraisable)
+
+        sys.unraisablehook = note
+        try:
+            return act(*args, **kwargs)
+        finally:
+            sys.unraisablehook = hook
+
+    def _is_at_work(self) -> bool:
+        """True if what is not to be disturbed has been interrupted. No flag, which could be left behind."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is HotStandby._undisturbed.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _now(self) -> datetime:
         held = self._leads_by
@@ -171,18 +228,22 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         return self._leads_by is not None
 
     def _stand_by(self, reason: str) -> None:
-        self._leads_by = None
+        self._lock.token = self._leads_by = None
         self._noting.clear()
         self._say(logging.WARNING, f"Leads no more, and stands by: {reason}.")
 
     def _takes_the_lead(self) -> bool:
+        # Known before the server knows it: close() gives back what a signal has kept us from seeing.
+        self._lock.token = token = os.urandom(16).hex()
         try:
-            outcome = self._lock.acquire_at_death(same_host=self._same_host)
+            outcome = self._lock.acquire_at_death(same_host=self._same_host, token=token)
             if outcome.lock is None:
+                self._lock.token = None
                 self._say(logging.INFO, f"Stands by; the leader is {outcome.holder}.")
                 return False
             self._begin(outcome.lock)
         except LockUnavailable as error:
+            self._lock.token = None
             self._say(logging.WARNING, f"Stands by; nobody can lead. {error}")
             return False
         dead = outcome.taken_over_from
@@ -201,15 +262,17 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         try:
             self._recall()
         except BaseException:
-            self._give_back(held)
+            self._give_back()
             raise
         self._leads_by = held
 
-    def _give_back(self, held: HeldLock) -> None:
-        try:
-            held.release()
-        except SetnxError as error:
-            logger.warning("beat: The lead was not given back; its lease ends it. %s", error)
+    def _give_back(self) -> None:
+        if self._lock.token is not None:
+            try:
+                self._lock.release()
+            except SetnxError as error:
+                logger.warning("beat: The lead was not given back; its lease ends it. %s", error)
+        self._lock.token = self._leads_by = None
 
     def _say(self, level: int, what: str) -> None:
         """Log what has changed, once."""

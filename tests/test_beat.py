@@ -27,14 +27,20 @@ DAY_S = 86_400
 
 
 class Recording(Scheduler):
-    """Remembers what it would have sent."""
+    """Remembers what it would have sent, and that it was closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.sent: list[str] = []
+        self.before_sending: Callable[[], object] = list
         super().__init__(*args, **kwargs)
 
     def apply_entry(self, entry: ScheduleEntry, producer: Any = None) -> None:
+        self.before_sending()
         self.sent.append(entry.name)
+
+    def close(self) -> None:
+        self.sent.append("closed")
+        super().close()
 
 
 def remembered(locks: redis.Redis, entry: str) -> list[int]:
@@ -127,6 +133,35 @@ def test_closing_twice_is_harmless(beat):
     standby.tick()
     leader.close()
     assert standby._leads()
+
+
+class Dying:
+    """Does something when it is forgotten, as an AsyncResult tells its backend."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __del__(self) -> None:
+        self._act()
+
+
+@pytest.mark.parametrize(("how", "sent"), [(Dying, ["a", "closed"]), (lambda act: act(), ["closed"])])
+def test_signal_amid_a_send_ends_the_loop(beat, locks, capfd, how, sent):
+    """Though Python swallows what a `__del__` raises: nothing is closed under it, and no tick begins."""
+    leader = beat({"a": overdue(3600, 5)}, setnx_beat_lease=600)
+
+    def handler() -> None:  # as Celery's handler of SIGTERM and SIGINT
+        leader.close()
+        raise SystemExit
+
+    leader.before_sending = lambda: how(handler)
+    with pytest.raises(SystemExit):
+        for _ in range(2):
+            leader.tick()
+    leader.close()
+    assert leader.sent == sent
+    assert SetnxLock(locks, LOCK).holder() is None
+    assert capfd.readouterr().err == ""
 
 
 def test_tick_is_noted_with_the_number_of_runs(beat, locks):

@@ -1,41 +1,24 @@
 """The app of the beats and workers of these tests. What is published is journalled just before it is."""
 
-import json
-import os
 from typing import Any
 
 import redis
-from celery import Celery
 from celery.schedules import crontab
 from celery.signals import before_task_publish
 
 from celery_setnx import signals
-from tests.beat.beats import CONF, LOCK, QUEUE
-from tests.workerapp import BROKER_DB, LOCK_DB, URL, journal
+from tests.app import LOCK_DB, URL, journal, make_app
+from tests.beat.beats import LOCK, QUEUE
 
-app = Celery("beats", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}")
-app.conf.update(
-    {
-        "setnx_url": f"{URL}/{LOCK_DB}",
-        "setnx_prefix": "t",
-        "setnx_same_host": False,
-        "setnx_beat_lease": 3,
-        "task_default_queue": QUEUE,
-        "broker_connection_retry_on_startup": True,
-        **json.loads(os.environ.get(CONF, "{}")),
-    }
-)
+app = make_app("beats", setnx_same_host=False, setnx_beat_lease=3, task_default_queue=QUEUE)
 
 
 def entry(name: str, spec: Any) -> dict[str, Any]:
     """An entry by its interval in seconds, its crontab, or in full."""
     if isinstance(spec, dict):
         return {"args": [name], **spec}
-    return {
-        "task": "beats.tick",
-        "args": [name],
-        "schedule": crontab(*spec.split()) if isinstance(spec, str) else spec,
-    }
+    schedule = crontab(*spec.split()) if isinstance(spec, str) else spec
+    return {"task": "beats.tick", "args": [name], "schedule": schedule}
 
 
 app.conf.beat_schedule = {name: entry(name, spec) for name, spec in (app.conf.get("entries") or {}).items()}
@@ -51,9 +34,8 @@ def journal_publication(body: Any, headers: Any, **_details: Any) -> None:
     entry = body[0][0]
     seconds, us = locks.time()
     run, runs, missed = map(int, (locks.hget(f"{LOCK}:entries", entry) or "0 0 0").split())
-    journal.write(
-        "tick", entry=entry, run=run / 1e6, runs=runs, missed=missed, id=headers["id"], at=seconds + us / 1e6
-    )
+    about = {"run": run / 1e6, "runs": runs, "missed": missed, "at": seconds + us / 1e6}
+    journal.write("tick", entry=entry, id=headers["id"], **about)
 
 
 @signals.tick_late.connect

@@ -12,9 +12,8 @@ from typing import Any
 import redis
 
 from celery_setnx import SetnxLock
-from tests.harness import Journal, wait_until
+from tests.harness import CONF, Journal, wait_until
 
-CONF = "BEAT_TEST_CONF"
 QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
 HOT_STANDBY = "celery_setnx.beat:HotStandbyScheduler"
@@ -86,15 +85,10 @@ class Beat:
     def is_asleep_after(self, sent: int, entries: int = 1) -> bool:
         """True if it has sent more than so many, all entries of a tick, and sleeps; it logs at DEBUG.
 
-        In the middle of a send, SIGTERM ends it with an error.
+        In the middle of a send, SIGTERM ends a beat with Celery's own scheduler with an error.
         """
         since = self.log_text().rpartition(_SENDS)[2]
         return self.sent() > sent and self.sent() % entries == 0 and "beat: Waking up" in since
-
-    def wait_for_sleep(self) -> None:
-        """Until it has sent once more, and sleeps."""
-        before = self.sent()
-        wait_until(lambda: self.is_asleep_after(before), f"a tick, and sleep in {self.log}", DEADLINE_S)
 
     def kill(self) -> None:
         """kill -9."""

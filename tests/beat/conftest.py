@@ -8,21 +8,14 @@ from typing import Any
 import pytest
 import redis
 
-from tests.harness import Worker
-
-_ROWS = pytest.StashKey[list[str]]()
+from tests.tables import Recorded, recorded, write
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_ROWS] = []
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was done to the leaders, and what it cost."""
-    terminalreporter.section("beat")
     head = "| beat | kills | ticks | missed | worst gap s | kill to next tick: median s | max s |"
-    for line in [head, "|---" * 7 + "|", *config.stash[_ROWS]]:
-        terminalreporter.write_line(line)
+    rows = [row for _, row in recorded(terminalreporter, "row")]
+    write(terminalreporter, "beat", [head, "|---" * 7 + "|", *rows])
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def report(request) -> Callable[..., None]:
 
     def report(what: str, beats: Any, deaths: list[float], entry: str = "every") -> None:
         _run, _runs, missed = beats.remembered(entry)
-        request.config.stash[_ROWS].append(
+        Recorded(request.node, "row").append(
             f"| {what} | {len(deaths)} | {len(beats.ticks(entry))} | {missed} | "
             f"{beats.worst_gap(entry):.1f} | {statistics.median(deaths):.1f} | {max(deaths):.1f} |"
         )
@@ -55,21 +48,6 @@ def beats(server, tmp_path, locks, journal, broker) -> Iterator[Any]:
     beats = Beats(tmp_path, locks, journal, broker)
     yield beats
     beats.stop()
-
-
-@pytest.fixture
-def start_worker(server, logs, broker) -> Iterator[Callable[..., Worker]]:
-    """Starts workers of the test's own."""
-    workers: list[Worker] = []
-
-    def start(app: str, **options: Any) -> Worker:
-        workers.append(Worker(logs, app, **options))
-        return workers[-1]
-
-    yield start
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,40 +1,33 @@
-"""The app of the workers that run beat's jobs. Bodies and journal are workerapp's."""
+"""The app of the workers that run beat's jobs."""
 
 from typing import Any
 
-from celery import Celery
-
 from celery_setnx import SingletonTask
+from tests.app import body, make_app
 from tests.beat.beats import JOBS_QUEUE
-from tests.workerapp import BROKER_DB, LOCK_DB, URL, body
 
-app = Celery("jobs", broker=f"{URL}/{BROKER_DB}", backend=f"{URL}/{BROKER_DB}")
-app.conf.update(
-    setnx_url=f"{URL}/{LOCK_DB}",
-    setnx_prefix="t",
-    task_default_queue=JOBS_QUEUE,
-    broker_connection_retry_on_startup=True,
-    worker_prefetch_multiplier=1,
-)
-
-LEASE: dict[str, Any] = {"key": "name", "lease": 2, "retry_delay": 0.1, "retry_delay_max": 0.5}
+app = make_app("jobs", task_default_queue=JOBS_QUEUE)
 
 
-@app.task(base=SingletonTask, shared=False, name="jobs.slow", singleton=LEASE)
+def job(name: str, **options: Any) -> Any:
+    """A task with a lock for each name."""
+    singleton = {"key": "name", "lease": 2, "retry_delay": 0.1, "retry_delay_max": 0.5, **options}
+    return app.task(base=SingletonTask, shared=False, name=f"jobs.{name}", singleton=singleton)
+
+
+@job("slow")
 def slow(name: str) -> str:
     """Skips while it runs."""
     return body(name)
 
 
-@app.task(
-    base=SingletonTask, shared=False, name="jobs.follow", singleton={**LEASE, "dedupe": "until_started"}
-)
+@job("follow", dedupe="until_started")
 def follow(name: str) -> str:
     """Runs once more after the run, if it was called meanwhile."""
     return body(name)
 
 
-@app.task(base=SingletonTask, shared=False, name="jobs.rest", singleton={**LEASE, "at_least_for": 0.9})
+@job("rest", at_least_for=0.9)
 def rest(name: str) -> str:
     """Rests until just before the next tick."""
     return body(name)

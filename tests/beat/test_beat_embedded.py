@@ -1,6 +1,5 @@
 """Beats within workers: `celery worker -B --scheduler celery_setnx.beat:HotStandbyScheduler`."""
 
-import json
 import os
 from contextlib import suppress
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import redis
 
 from celery_setnx import SetnxLock
-from tests.beat.beats import CONF, HOT_STANDBY, LOCK
+from tests.beat.beats import HOT_STANDBY, LOCK
 from tests.harness import Worker, wait_until
 
 
@@ -22,7 +21,7 @@ def embed(start_worker, tmp_path) -> Any:
             "tests.beat.app",
             queues=f"idle-{name}",
             concurrency=1,
-            environment={CONF: json.dumps({"entries": {"every": 1.0}, "setnx_beat_lease": lease})},
+            conf={"entries": {"every": 1.0}, "setnx_beat_lease": lease},
             arguments=("-B", "--scheduler", HOT_STANDBY, "-s", str(tmp_path / name)),
         )
 

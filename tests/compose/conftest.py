@@ -1,24 +1,15 @@
 """The containers of docker-compose.yml, once with each broker, and what their demo says."""
 
-import os
-import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import docker
 import pytest
 from docker.errors import DockerException
 
 from tests.compose.stack import Ran, Stack, compose_command
-
-
-def not_here(missing: str) -> NoReturn:
-    """Skip what this machine cannot run; the CI's machine can."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(missing)
-    pytest.skip(missing)
+from tests.topologies.servers import free_port, not_here
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +71,3 @@ def demo(stack) -> Demonstration:
     ran = stack.run("run", "--rm", "-T", "demo")
     restarts = stack.containers()["alpha"].attrs["RestartCount"] - before
     return Demonstration(ran.code, ran.text, restarts)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -10,12 +10,11 @@ from typing import Any
 
 from celery import Celery
 
+import tests.app
 from celery_setnx import LockLost, SingletonTask
-from tests import workerapp
+from tests.app import body, control, make_app
 from tests.harness import Journal, wait_until
-from tests.workerapp import body, control
 
-CONF = "SMOKE_CONF"
 LEASE_S = 3.0
 GO_ON = "/tmp/go-on"
 
@@ -36,7 +35,7 @@ class Output(Journal):
         os.write(1, f"{line}\n".encode())  # past Celery, which turns prints into log lines
 
 
-journal = workerapp.journal = Output()
+journal = tests.app.journal = Output()
 
 
 def make_tasks(app: Celery) -> SimpleNamespace:
@@ -44,30 +43,30 @@ def make_tasks(app: Celery) -> SimpleNamespace:
     options = {"key": "name", "lease": LEASE_S, "on_conflict": "retry"}
     options |= {"retry_delay": 0.1, "retry_delay_max": 0.4}
 
-    @app.task(base=SingletonTask, shared=False, bind=True, name="smoke.work", singleton=options)
+    def task(name: str, singleton: dict[str, Any] = options, **more: Any) -> Any:
+        return app.task(
+            base=SingletonTask, shared=False, bind=True, name=f"smoke.{name}", singleton=singleton, **more
+        )
+
+    @task("work")
     def work(self: Any, name: str) -> str:
         """Waits at its gate, if its name says so, and asks before it relies on its lock."""
         body(name)
         self.lock.ensure()
         return name
 
-    @app.task(
-        base=SingletonTask, shared=False, name="smoke.late", singleton=options,
-        acks_late=True, reject_on_worker_lost=True,
-    )  # fmt: skip
-    def late(name: str) -> str:
+    @task("late", acks_late=True, reject_on_worker_lost=True)
+    def late(self: Any, name: str) -> str:
         """Delivered again if its worker dies."""
         return body(name)
 
-    @app.task(
-        base=SingletonTask, shared=False, name="smoke.once", singleton={**options, "dedupe": "until_started"}
-    )
-    def once(name: str) -> str:
+    @task("once", {**options, "dedupe": "until_started"})
+    def once(self: Any, name: str) -> str:
         """At most one call of a name is queued."""
         return body(name)
 
-    @app.task(base=SingletonTask, shared=False, name="smoke.count", singleton=options)
-    def count(name: str) -> None:
+    @task("count")
+    def count(self: Any, name: str) -> None:
         """Adds one to a number in Redis in two steps, and says how many do so at this moment."""
         inside = control.incr(f"inside:{name}")
         number = int(control.get(f"number:{name}") or 0)
@@ -76,7 +75,7 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         control.set(f"number:{name}", number + 1)
         control.decr(f"inside:{name}")
 
-    @app.task(base=SingletonTask, shared=False, bind=True, name="smoke.stranded", singleton=options)
+    @task("stranded")
     def stranded(self: Any, name: str) -> None:
         """Asks after its lock until it is told of the loss; ends when it finds a file, needing no network."""
         about = {"task_id": self.request.id, "name": name, "fence": self.lock.fence}
@@ -93,6 +92,5 @@ def make_tasks(app: Celery) -> SimpleNamespace:
     return SimpleNamespace(work=work, late=late, once=once, count=count, stranded=stranded)
 
 
-app = Celery("smoke", set_as_current=False)
-app.conf.update(json.loads(os.environ.get(CONF, "{}")))
+app = make_app("smoke", broker_transport_options={})  # its URLs are in the environment
 tasks = make_tasks(app)

@@ -11,7 +11,6 @@ test has queues and keys of its own.
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import uuid
@@ -32,12 +31,13 @@ from pytest_celery import (
 )
 from pytest_docker_tools import container, fxtr, network, volume
 
-from tests.harness import wait_until
+from tests.harness import CONF, wait_until
 from tests.smoke.containers import Logs, RabbitMQServer, RedisServer, WorkerContainer
+from tests.tables import Recorded, failover_table, write
 
-# tests.workerapp asks for it when it is imported; only in the containers is it used.
+# tests.app asks for it when it is imported; only in the containers is it used.
 os.environ["SETNX_TEST_URL"] = "redis://unused"
-from tests.smoke.app import CONF, LEASE_S, make_tasks
+from tests.smoke.app import LEASE_S, make_tasks
 
 TOP = Path(__file__).parents[2]
 REDIS_IMAGE = os.environ.get("SMOKE_REDIS_IMAGE", "redis:7")
@@ -46,25 +46,14 @@ BROKERS = ("redis", "rabbitmq")
 # Redis redelivers what a dead worker had after visibility_timeout, looked at once in interval * throttle s.
 REDELIVERY = {"visibility_timeout": 5, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
 
-_FAILOVERS = pytest.StashKey[dict[str, list[float]]]()
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_FAILOVERS] = {broker: [] for broker in BROKERS}
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Broker, tests passed, and seconds from kill or cut to the next body."""
-    passed = [report.nodeid for report in terminalreporter.getreports("passed")]
-    terminalreporter.section("topologies")
-    lines = ["| topology | tests passed | failovers | median s | max s |", "|---|---|---|---|---|"]
-    for broker, times in config.stash[_FAILOVERS].items():
-        count = sum(nodeid.endswith(f"[{broker}]") for nodeid in passed)
-        figures = f"{statistics.median(times):.1f} | {max(times):.1f}" if times else "- | -"
-        lines.append(f"| containers, {broker} broker | {count} | {len(times)} | {figures} |")
+    lines = failover_table(
+        terminalreporter, lambda nodeid: f"containers, {nodeid[:-1].rpartition('[')[2]} broker"
+    )
     redelivery = f"Redis delivers again after {REDELIVERY['visibility_timeout']} s"
-    for line in [*lines, f"leases of {LEASE_S:g} s; {redelivery}"]:
-        terminalreporter.write_line(line)
+    write(terminalreporter, "topologies", [*lines, f"leases of {LEASE_S:g} s; {redelivery}"])
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +84,7 @@ def worker_image(docker_client, wheel, tmp_path_factory) -> Iterator[Any]:
     """The wheel, and of the tests only what a worker runs."""
     context = tmp_path_factory.mktemp("context")
     shutil.copy(wheel, context)
-    for name in ("harness.py", "workerapp.py", "smoke/app.py"):
+    for name in ("harness.py", "app.py", "smoke/app.py"):
         (context / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TOP / "tests" / name, context / "tests" / name)
     shutil.copy(TOP / "tests/smoke/Dockerfile", context)
@@ -275,6 +264,6 @@ def name() -> str:
 
 
 @pytest.fixture
-def failovers(request) -> list[float]:
+def failovers(request) -> Recorded:
     """Seconds from a holder's end to the next body, under a lease of LEASE_S, for the table."""
-    return request.config.stash[_FAILOVERS][request.node.callspec.params["celery_broker"]]
+    return Recorded(request.node, "failover")

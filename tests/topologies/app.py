@@ -1,96 +1,75 @@
 """The app of these tests: for a worker as the environment says, and made anew for any topology."""
 
-import json
-import os
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
 
+import tests.app
 from celery_setnx import SingletonTask
-from tests.workerapp import BROKER_DB, URL, body, control, journal
+from tests.app import body, control, journal
 
-CONF = "TOPOLOGY_CONF"
 LEASE_S = 2.0
 ENDED = "ended"
 
-
-def make_app(**conf: Any) -> Celery:
-    """An app with a plain broker and backend, unless the settings name others."""
-    app = Celery("topologies", set_as_current=False)
-    plain = f"{URL}/{BROKER_DB}"
-    defaults = {
-        "broker_url": plain,
-        "result_backend": plain,
-        "setnx_prefix": "t",
-        "setnx_same_host": False,
-        "worker_prefetch_multiplier": 1,
-        "broker_connection_retry_on_startup": True,
-        "result_expires": 600,
-    }
-    app.conf.update({**defaults, **conf})
-    return app
+# Locks live where the settings of a test say, be it only its broker or its backend.
+make_app = partial(tests.app.make_app, "topologies", setnx_url=None, setnx_same_host=False)
 
 
 def make_tasks(app: Celery) -> SimpleNamespace:
     """The tasks of an app."""
-    lease = {"key": "name", "lease": LEASE_S}
 
-    @app.task(base=SingletonTask, shared=False, name="topologies.work", singleton=lease)
-    def work(name: str, *_rest: Any) -> str:
+    def task(name: str, **options: Any) -> Any:
+        singleton = {"key": "name", "lease": LEASE_S, **options}
+        return app.task(
+            base=SingletonTask, shared=False, bind=True, name=f"topologies.{name}", singleton=singleton
+        )
+
+    @task("work")
+    def work(self: Any, name: str, *_rest: Any) -> str:
         """Waits at its gate, if its name says so."""
         return body(name)
 
-    @app.task(base=SingletonTask, shared=False, bind=True, name="topologies.careful", singleton=lease)
+    @task("careful")
     def careful(self: Any, name: str) -> str:
         """Asks before it relies on its lock."""
         body(name)
         self.lock.ensure()
         return name
 
-    @app.task(
-        base=SingletonTask, shared=False, name="topologies.once", singleton={**lease, "dedupe": "until_done"}
-    )
-    def once(name: str) -> str:
+    @task("once", dedupe="until_done")
+    def once(self: Any, name: str) -> str:
         """At most one call of a name is queued or runs."""
         return body(name)
 
-    @app.task(
-        base=SingletonTask,
-        shared=False,
-        bind=True,
-        name="topologies.load",
-        singleton={**lease, "on_conflict": "retry", "retry_delay": 0.1, "retry_delay_max": 0.4},
-    )
+    @task("load", on_conflict="retry", retry_delay=0.1, retry_delay_max=0.4)
     def load(self: Any, name: str, seconds: float) -> str:
         """Takes its time."""
         about = {"task_id": self.request.id, "name": name, "fence": self.lock.fence}
-        journal.write("start", at=time.monotonic(), **about)
+        journal.write("start", **about)
         time.sleep(seconds)  # a body must take time to be in the way
-        journal.write("end", at=time.monotonic(), **about)
+        journal.write("end", **about)
         control.incr(ENDED)
         return name
 
-    @app.task(base=SingletonTask, shared=False, bind=True, name="topologies.tell", singleton=lease)
+    @task("tell")
     def tell(self: Any, name: str) -> dict[str, Any]:
         """Returns what its message said, and the way it came."""
         body(name)
-        request = self.request
-        way = request.delivery_info
+        request, way = self.request, self.request.delivery_info
+        said = {what: getattr(request, what) for what in ("expires", "timelimit", "shadow", "retries")}
         return {
+            **said,
             "tenant": request.headers.get("tenant"),
             "priority": way["priority"],
-            "expires": request.expires,
-            "timelimit": request.timelimit,
-            "shadow": request.shadow,
-            "retries": request.retries,
             "key": request.headers["singleton"]["key"],
             "exchange": way["exchange"],
             "queue": way["routing_key"].rpartition(".")[2],
         }
 
-    @app.task(base=SingletonTask, shared=False, bind=True, name="topologies.again", singleton=lease)
+    @task("again")
     def again(self: Any, name: str, times: int, countdown: float = 2) -> int:
         """Retries itself so many times."""
         body(name)
@@ -98,13 +77,8 @@ def make_tasks(app: Celery) -> SimpleNamespace:
             raise self.retry(countdown=countdown)
         return int(self.request.retries)
 
-    @app.task(
-        base=SingletonTask,
-        shared=False,
-        name="topologies.paced",
-        singleton={**lease, "on_conflict": lambda conflict: conflict.retry(3)},
-    )
-    def paced(name: str) -> str:
+    @task("paced", on_conflict=lambda conflict: conflict.retry(3))
+    def paced(self: Any, name: str) -> str:
         """Waits for its lock three seconds at a time."""
         return body(name)
 
@@ -113,5 +87,5 @@ def make_tasks(app: Celery) -> SimpleNamespace:
     )
 
 
-app = make_app(**json.loads(os.environ.get(CONF, "{}")))
+app = make_app()
 tasks = make_tasks(app)

@@ -1,59 +1,41 @@
 """The topologies, workers whose locks live there, and a table at the end."""
 
-import json
-import os
-import statistics
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from docker.errors import DockerException
 
-from tests.harness import Worker
+from tests.tables import Recorded, failover_table, recorded, write
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
-from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, tls_server
+from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, not_here, tls_server
 
 APP = "tests.topologies.app"
-_FAILOVERS = pytest.StashKey[dict[str, list[float]]]()
-_NOTES = pytest.StashKey[list[str]]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_FAILOVERS] = {}
-    config.stash[_NOTES] = []
+def topology_of(nodeid: str) -> str:
+    """What the file of a test names."""
+    return Path(nodeid.partition("::")[0]).stem.removeprefix("test_topology_")
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Topology, tests run, failover median and maximum."""
-    passed = [report.nodeid for report in terminalreporter.getreports("passed")]
-    tests = [nodeid.rpartition("/")[2] for nodeid in passed if "test_topology_" in nodeid]
-    topologies = sorted({name.removeprefix("test_topology_").partition(".py")[0] for name in tests})
-    terminalreporter.section("topologies")
-    lines = ["| topology | tests passed | failovers | median s | max s |", "|---|---|---|---|---|"]
-    for topology in topologies:
-        count = sum(name.startswith(f"test_topology_{topology}.py") for name in tests)
-        times = config.stash[_FAILOVERS].get(topology)
-        figures = (
-            f"{len(times)} | {statistics.median(times):.1f} | {max(times):.1f}" if times else "- | - | -"
-        )
-        lines.append(f"| {topology} | {count} | {figures} |")
-    for line in [*lines, *config.stash[_NOTES]]:
-        terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Topology, tests passed, failover median and maximum; and what the tests have noted."""
+    lines = failover_table(terminalreporter, topology_of)
+    write(terminalreporter, "topologies", [*lines, *(line for _, line in recorded(terminalreporter, "note"))])
 
 
 @pytest.fixture
 def note(request) -> Callable[[str], None]:
     """Adds a line below the table."""
-    return request.config.stash[_NOTES].append
+    return Recorded(request.node, "note").append
 
 
 @pytest.fixture
-def failovers(request) -> list[float]:
-    """Seconds of each failover of this module's topology, for the table."""
-    topology = Path(request.path).stem.removeprefix("test_topology_")
-    return request.config.stash[_FAILOVERS].setdefault(topology, [])
+def failovers(request) -> Recorded:
+    """Seconds of each failover of this test, for the table."""
+    return Recorded(request.node, "failover")
 
 
 @pytest.fixture(scope="session")
@@ -94,13 +76,6 @@ def secured(tmp_path_factory, certificates) -> Iterator[Server]:
     server.kill()
 
 
-def not_here(missing: str) -> NoReturn:
-    """Skip what this machine cannot run; the CI's machine can."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(missing)
-    pytest.skip(missing)
-
-
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[RabbitMQ]:
     """A RabbitMQ that tests may kill, unless AMQP_URL names another."""
@@ -131,19 +106,14 @@ def tasks_of(server, journal) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def work_with(tasks_of, logs) -> Iterator[Callable[..., Any]]:
+def work_with(tasks_of, start_worker) -> Callable[..., Any]:
     """Starts a worker with these settings; returns the same tasks in this process, and the worker."""
-    workers: list[Worker] = []
 
     def work_with(*, concurrency: int = 2, queues: str | None = None, **conf: Any) -> Any:
-        environment = {"TOPOLOGY_CONF": json.dumps(conf)}
         queues = queues or conf.get("task_default_queue", "celery")
-        workers.append(Worker(logs, APP, concurrency=concurrency, queues=queues, environment=environment))
+        worker = start_worker(APP, concurrency=concurrency, queues=queues, conf=conf)
         tasks = tasks_of(**conf)
-        tasks.worker = workers[-1]
+        tasks.worker = worker
         return tasks
 
-    yield work_with
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.kill()
+    return work_with

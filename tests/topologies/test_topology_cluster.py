@@ -15,6 +15,7 @@ from celery_setnx.keeper import Keeper
 from celery_setnx.keys import mark_name, record_name
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from tests.harness import wait_until
+from tests.topologies.contract import each_key_runs_once, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server
 
 PROCESSES, TIMES, MOVES = 4, 150, 20
@@ -39,27 +40,16 @@ def client(tasks_of, settings) -> Any:
 
 def test_tasks_are_locked_on_the_cluster(work_with, settings, cluster, journal, gates, name):
     """setnx_url=redis+cluster://..., a plain broker: locked, looked at, deduplicated, renewed, released."""
-    tasks = work_with(**settings)
-    result = tasks.once.delay(name)
-    (start,) = journal.wait_for("start", task_id=result.id)
-    owner = cluster.owner(cluster.slot(start["key"]))
-    assert owner.ask("EXISTS", start["key"], record_name(start["key"])) == 2
-    assert tasks.once.delay(name).deduplicated
-    first = tasks.once.locked(name).deadline
-    wait_until(lambda: tasks.once.locked(name).deadline > first + 1, "two renewals")
-    gates(name)
-    assert result.get(timeout=10) == name
-    assert tasks.once.locked(name) is None
-    assert [entry["outcome"] for entry in journal.entries(what="released")] == ["released"]
+
+    def exists(*keys: str) -> int:
+        return cluster.owner(cluster.slot(keys[0])).ask("EXISTS", *keys)
+
+    runs_under_its_lock(work_with(**settings), journal, gates, name, exists)
 
 
 def test_fan_out_over_the_cluster_sends_each_key_once(work_with, settings, cluster, journal):
     """300 calls of 100 keys in one batch, on every node: 100 bodies, and no mark is left."""
-    tasks = work_with(concurrency=4, **settings)
-    counts = tasks.once.fan_out((f"k{number % 100}",) for number in range(300))
-    assert (counts.accepted, counts.duplicates, counts.failed) == (100, 200, 0)
-    journal.wait_for("end", 100)
-    assert len(journal.entries(what="end")) == 100
+    each_key_runs_once(work_with(concurrency=4, **settings), journal, 100)
     for node in cluster.nodes:
         wait_until(lambda n=node: not list(n.client().scan_iter("t:*:queued")), "no mark")
         assert list(node.client().scan_iter("t:*:holder"))
@@ -318,7 +308,7 @@ def test_call_is_published_while_the_cluster_cannot_be_reached(tasks_of, journal
 def test_worker_starts_without_its_cluster(work_with):
     """A warning, no refusal, as with any lock server that is down."""
     tasks = work_with(setnx_url="redis+cluster://127.0.0.1:1")
-    assert "Until it answers, tasks do as their on_redis_error says" in tasks.worker.log_text()
+    tasks.worker.wait_for_log("Until it answers, tasks do as their on_redis_error says")
 
 
 def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):
@@ -326,7 +316,7 @@ def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):
     node = cluster.nodes[1]
     node.ask("CONFIG", "SET", "maxmemory", "50mb", "maxmemory-policy", "allkeys-lru")
     try:
-        log = work_with(**settings).worker.log_text()
+        log = work_with(**settings).worker.wait_for_log("maxmemory-policy")
     finally:
         node.ask("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
     assert log.count("maxmemory-policy allkeys-lru") == 1

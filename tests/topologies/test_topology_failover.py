@@ -16,7 +16,6 @@ import pytest
 import redis
 
 from tests.harness import Journal, wait_until
-from tests.topologies.servers import Sentinels
 
 FAILOVERS = int(os.environ.get("FAILOVERS", "3"))
 KEYS = [f"k{number}" for number in range(4)]
@@ -130,10 +129,7 @@ def bodies_of(journal: Journal) -> list[Body]:
     return sorted(found, key=lambda body: body.start)
 
 
-def test_workers_go_on_through_failovers(
-    work_with: Any, settings: Any, sentinels: Sentinels, journal: Journal, load_of: Any,
-    failovers: list[float], note: Callable[[str], None],
-) -> None:  # fmt: skip
+def test_workers_go_on_through_failovers(work_with, settings, sentinels, journal, load_of, failovers, note):
     """kill -9 of the master under load: every call is done, nobody overlaps untold, no fence falls."""
     tasks = work_with(concurrency=4, **settings)
     load = load_of(tasks)
@@ -192,9 +188,8 @@ def test_workers_go_on_through_failovers(
 
 
 def test_lost_write_costs_exclusion_and_the_first_holder_is_told(
-    work_with: Any, settings: Any, sentinels: Sentinels, journal: Journal, gates: Any,
-    failovers: list[float], name: str,
-) -> None:  # fmt: skip
+    work_with, settings, sentinels, journal, gates, failovers, name
+):
     """A lock that no replica has seen is lost with its master: two holders, the second's fence is larger."""
     tasks = work_with(**settings)
     assert tasks.work.delay("a").get(timeout=10) == "a"  # both ways are warm
@@ -223,9 +218,8 @@ def test_lost_write_costs_exclusion_and_the_first_holder_is_told(
 
 
 def test_lease_that_outlasts_the_failover_keeps_its_lock(
-    work_with: Any, settings: Any, sentinels: Sentinels, journal: Journal, gates: Any,
-    failovers: list[float], name: str,
-) -> None:  # fmt: skip
+    work_with, settings, sentinels, journal, gates, failovers, name
+):
     """The replicas have seen the lock: its holder renews it on the new master, and is never in doubt."""
     tasks = work_with(**settings)
     result = tasks.careful.apply_async([name], singleton={"lease": 12})

@@ -1,7 +1,6 @@
 """RabbitMQ as the broker: classic queues, and quorum queues with native delayed delivery."""
 
 import itertools
-import json
 import threading
 import time
 import uuid
@@ -22,8 +21,9 @@ from celery_setnx.exceptions import FanOutFailed
 from celery_setnx.keys import line_names
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Journal, wait_until
 from tests.topologies.conftest import APP
+from tests.topologies.contract import each_key_runs_once
 from tests.topologies.rabbitmq import RabbitMQ
 
 QUEUE_LEASE_S = 3600
@@ -78,14 +78,12 @@ def settings(settings_of, kind) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shared(settings_of, kind, logs) -> Iterator[dict[str, Any]]:
+def shared(settings_of, kind, module_worker) -> dict[str, Any]:
     """The settings of an app whose worker serves two queues for this whole module."""
     settings: dict[str, Any] = settings_of(kind)
     queue = settings["task_default_queue"]
-    environment = {"TOPOLOGY_CONF": json.dumps(settings)}
-    worker = Worker(logs, APP, concurrency=4, queues=f"{queue},{other(queue)}", environment=environment)
-    yield settings
-    worker.stop()
+    module_worker(APP, concurrency=4, queues=f"{queue},{other(queue)}", conf=settings)
+    return settings
 
 
 @pytest.fixture
@@ -134,6 +132,13 @@ def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
     assert len(turns) == 2 * bodies
 
 
+def told_by(policy: dict[str, Any]) -> dict[str, Any]:
+    """All that a message may say of its call."""
+    expires = datetime.now(timezone.utc) + timedelta(minutes=5)
+    limits = {"time_limit": 100, "soft_time_limit": 90, "expires": expires}
+    return {"headers": {"tenant": "acme"}, "priority": 5, "shadow": "alias", "singleton": policy, **limits}
+
+
 def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
     """Four calls at once: the lock keeps them apart, and each ends with its own result."""
     results = [tasks.load.delay("a", 0.1) for _ in range(4)]
@@ -154,15 +159,7 @@ def test_conflict_may_be_skipped(tasks, journal, gates, name):
 
 def test_call_that_waited_is_unchanged(tasks, kind, journal, gates, name):
     """Headers, priority, expiry, time limits, shadow and key, and its own retries are not used up."""
-    options: dict[str, Any] = {
-        "headers": {"tenant": "acme"},
-        "priority": 5,
-        "expires": datetime.now(timezone.utc) + timedelta(minutes=5),
-        "time_limit": 100,
-        "soft_time_limit": 90,
-        "shadow": "alias",
-        "singleton": RETRY,
-    }
+    options = told_by(RETRY)
     first = tasks.tell.apply_async([name], **options)
     journal.wait_for("start", task_id=first.id)
     second = tasks.tell.apply_async([name], **options)
@@ -294,15 +291,7 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates,
 
 def test_call_that_was_woken_is_unchanged(tasks, journal, gates, name):
     """Headers, priority, expiry, time limits, shadow and key; it came undelayed, the way it came at first."""
-    options: dict[str, Any] = {
-        "headers": {"tenant": "acme"},
-        "priority": 5,
-        "expires": datetime.now(timezone.utc) + timedelta(minutes=5),
-        "time_limit": 100,
-        "soft_time_limit": 90,
-        "shadow": "alias",
-        "singleton": WAIT,
-    }
+    options = told_by(WAIT)
     first = tasks.tell.apply_async([name], **options)
     journal.wait_for("start", task_id=first.id)
     second = tasks.tell.apply_async([name], **options)
@@ -378,10 +367,7 @@ def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, n
 
 def test_fan_out_sends_each_key_once(tasks, locks, journal):
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
-    counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
-    assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
-    ends = journal.wait_for("end", 20)
-    assert sorted(end["name"] for end in ends) == sorted(f"k{number}" for number in range(20))
+    each_key_runs_once(tasks, journal, 20)
     wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
 
 
@@ -439,9 +425,8 @@ def test_outage_of_the_lock_server_spends_no_deliveries(work_with, settings, jou
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
 @pytest.mark.parametrize("limit", [None, 3], ids=["unlimited", "limited"])
 def test_call_that_cannot_be_sent_back_is_requeued(
-    work_with: Any, settings: Any, own_broker: RabbitMQ, locks: redis.Redis, journal: Journal,
-    gates: Any, name: str, limit: int | None,
-) -> None:  # fmt: skip
+    work_with, settings, own_broker, locks, journal, gates, name, limit
+):
     """acks_late and no way to publish: redelivered once a second; a delivery limit drops it unheard.
 
     One of the documented limits: with a limit the call is neither run nor failed.
@@ -541,9 +526,8 @@ def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken, locks):
 
 @pytest.mark.parametrize("policy", [RETRY, WAIT], ids=["retry", "wait"])
 def test_broker_is_killed_while_calls_run_and_wait(
-    work_with: Any, settings: Any, own_broker: RabbitMQ, locks: redis.Redis, journal: Journal,
-    gates: Any, failovers: list[float], name: str, policy: dict[str, Any],
-) -> None:  # fmt: skip
+    work_with, settings, own_broker, locks, journal, gates, failovers, name, policy
+):
     """The body runs on, its message is delivered again and does not run beside it; nothing is lost."""
     tasks = work_with(concurrency=4, **settings, **LATE)
     policy = {**policy, "lease": 10}

@@ -9,8 +9,8 @@ import redis
 
 from celery_setnx import LockRefused, LockUnavailable, OptionError, SetnxLock
 from celery_setnx.connection import client_for
-from tests.harness import Journal, wait_until
-from tests.topologies.servers import Sentinels
+from tests.harness import wait_until
+from tests.topologies.contract import each_key_runs_once, runs_under_its_lock
 
 
 @pytest.fixture
@@ -29,58 +29,20 @@ def locks(sentinels) -> Iterator[redis.Redis]:
 
 
 def test_tasks_are_locked_on_the_master(work_with, settings, locks, journal, gates, name):
-    """setnx_url=sentinel://...: a lock with its record while the body runs; locked() names the holder."""
-    tasks = work_with(**settings)
-    result = tasks.work.delay(name)
-    (start,) = journal.wait_for("start", task_id=result.id)
-    assert locks.exists(start["key"], f"{start['key']}:holder") == 2
-    holder = tasks.work.locked(name)
-    assert (holder.task_id, holder.state, holder.fence) == (result.id, "running", start["fence"])
-    gates(name)
-    assert result.get(timeout=10) == name
-    assert tasks.work.locked(name) is None
-    assert locks.exists(start["key"]) == 0
-
-
-def test_lease_is_renewed_on_the_master(work_with, settings, locks, journal, gates, name):
-    """The keeper moves the deadline while the body runs, and the lock is ours at its end."""
-    tasks = work_with(**settings)
-    result = tasks.careful.delay(name)
-    journal.wait_for("start", task_id=result.id)
-    first = tasks.careful.locked(name).deadline
-    wait_until(lambda: tasks.careful.locked(name).deadline > first + 1, "two renewals")
-    gates(name)
-    assert result.get(timeout=10) == name
-    assert journal.entries(what="lost") == []
-    assert [entry["outcome"] for entry in journal.entries(what="released")] == ["released"]
-
-
-def test_calls_are_deduplicated_over_sentinels(work_with, settings, locks, journal, gates, name):
-    """The second call of a running one is not published."""
-    tasks = work_with(**settings)
-    result = tasks.once.delay(name)
-    journal.wait_for("start", task_id=result.id)
-    again = tasks.once.delay(name)
-    assert (again.deduplicated, again.id) == (True, result.id)
-    gates(name)
-    assert again.get(timeout=10) == name
+    """setnx_url=sentinel://...: locked, looked at, deduplicated, renewed, released."""
+    runs_under_its_lock(work_with(**settings), journal, gates, name, locks.exists)
 
 
 def test_fan_out_over_sentinels_sends_each_key_once(work_with, settings, locks, journal):
     """60 calls of 20 keys: 20 bodies, and no mark is left."""
-    tasks = work_with(**settings)
-    counts = tasks.once.fan_out((f"k{number % 20}",) for number in range(60))
-    assert (counts.accepted, counts.duplicates, counts.failed) == (20, 40, 0)
-    starts = journal.wait_for("end", 20)
-    assert sorted(start["name"] for start in starts) == sorted(f"k{number}" for number in range(20))
+    each_key_runs_once(work_with(**settings), journal, 20)
     wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
 
 
 @pytest.mark.parametrize("setting", ["result_backend", "broker_url"])
 def test_sentinels_of_celery_itself_hold_the_locks(
-    work_with: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal, gates: Any,
-    name: str, setting: str,
-) -> None:  # fmt: skip
+    work_with, sentinels, locks, journal, gates, name, setting
+):
     """Broker and result backend on Sentinels with Celery's own transport options; no setnx_url."""
     options = sentinels.transport_options
     conf: dict[str, Any] = {"broker_url": sentinels.url(), "broker_transport_options": options}
@@ -102,9 +64,8 @@ def test_sentinels_of_celery_itself_hold_the_locks(
 
 @pytest.mark.parametrize(("how", "within_s"), [("kill", 5), ("freeze", 10)])
 def test_one_dead_sentinel_of_three_is_no_problem(
-    work_with: Any, settings: Any, sentinels: Sentinels, locks: redis.Redis, journal: Journal,
-    how: str, within_s: float,
-) -> None:  # fmt: skip
+    work_with, settings, sentinels, locks, journal, how, within_s
+):
     """The first of the URL is dead, or stands still: the next one is asked, within seconds."""
     dead = sentinels.sentinels[0]
     dead.kill() if how == "kill" else dead.freeze()

@@ -1,0 +1,175 @@
+"""Signals that end a beat strike anywhere: at any line of its loop, twice, and where Python swallows them."""
+
+import contextlib
+import os
+import random
+import shelve
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import celery.beat
+import pytest
+from celery import Celery
+from celery.apps.beat import Beat
+from celery.signals import beat_init
+
+import celery_setnx.beat
+import celery_setnx.lock
+from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
+from tests.harness import wait_until
+
+LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_setnx.lock, shelve)}
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOPS, SIDE_BY_SIDE, WITHIN_S = 200, 8, 0.15
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def strike(signum: int = signal.SIGTERM) -> None:
+    """The handler raises SystemExit at the line that runs."""
+    os.kill(os.getpid(), signum)
+
+
+class Dying:
+    """The handler raises in a `__del__`, where Python swallows it."""
+
+    def __del__(self) -> None:
+        strike()
+
+
+def hooked_beat(app: Celery, file: Path, strikes: dict[int, Callable[[], Any]], *, whole: bool) -> int:
+    """Run a beat in this process until it ends, as `celery beat` does, and strike at these lines of its loop.
+
+    Args:
+        app: What it ticks for.
+        file: Its schedule file.
+        strikes: What is done at which line, counted as they run.
+        whole: Whether the count begins with the start, not once the scheduler is made.
+
+    Returns:
+        How many lines have run.
+    """
+    service = celery.beat.Service(app, scheduler_cls=HOT_STANDBY, schedule_filename=str(file))
+    lines = 0
+
+    def trace(frame: Any, event: str, _arg: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            strikes.get(lines, int)()
+        return trace if frame.f_code.co_filename in LOOP else None
+
+    def begin(**_signal: Any) -> None:
+        sys.settrace(trace)
+
+    kept = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    Beat(app=app, quiet=True).install_sync_handler(service)
+    beat_init.connect(begin)
+    if whole:
+        begin()
+    try:
+        with contextlib.suppress(SystemExit):
+            service.start()
+    finally:
+        sys.settrace(None)
+        beat_init.disconnect(begin)
+        for signum, handler in kept.items():
+            signal.signal(signum, handler)
+    return lines
+
+
+@pytest.fixture
+def struck(server, locks, tmp_path, capfd) -> Callable[..., int]:
+    """Runs a beat that is struck at these lines; it must end, say nothing, and lead no more."""
+    app = Celery("beats", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t", setnx_beat_lease=600, result_expires=None)
+    app.conf.beat_schedule = {"every": {"task": "unknown", "schedule": 0.0}}
+    app.finalize()
+    runs = iter(range(10_000))
+
+    def struck(strikes: dict[int, Callable[[], Any]], *, whole: bool = False) -> int:
+        lines = hooked_beat(app, tmp_path / f"schedule{next(runs)}", strikes, whole=whole)
+        assert (locks.get(LOCK), capfd.readouterr().err) == (None, ""), strikes
+        return lines
+
+    return struck
+
+
+# In these lines it is made, leads, and sends; then everything comes again. Every 15th, others in each run.
+LINES, EACH = 900, 15
+
+
+@pytest.mark.parametrize(("how", "whole"), [(strike, True), (Dying, False)], ids=["raised", "swallowed"])
+def test_signal_may_strike_at_any_line(struck, how, whole):
+    """The beat ends without an error, and gives its lead back."""
+    for line in range(random.randrange(1, EACH), LINES, EACH):
+        struck({line: how}, whole=whole)
+
+
+def test_second_signal_may_strike_at_any_line_after_the_first(struck):
+    """Also in the midst of closing, and of giving the lead back."""
+    for first in random.sample(range(150, LINES), 6):
+        last = struck({first: Dying})
+        for second in random.sample(range(first + 1, last + 1), min(10, last - first)):
+            struck({first: Dying, second: strike})
+
+
+def forked_beat(directory: Path, conf: dict[str, Any]) -> int:
+    """Start `celery beat` in a fork of this process, which has imported everything; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        app = Celery("beats", set_as_current=False)
+        app.conf.update(conf)
+        Beat(app=app, scheduler=HOT_STANDBY, schedule=str(directory / "s"), loglevel="INFO", quiet=True).run()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def test_two_hundred_stops_at_random_moments_end_with_code_0(server, locks, tmp_path):
+    """A tick every 20 ms; SIGTERM or SIGINT: no error in any log, and no lock is left behind."""
+    chance = random.Random()
+    for batch in range(STOPS // SIDE_BY_SIDE):
+        beats = {}
+        for number in range(SIDE_BY_SIDE):
+            directory = tmp_path / f"{batch}-{number}"
+            directory.mkdir()
+            conf = {
+                "broker_url": server.url(0),
+                "setnx_url": server.url(1),
+                "setnx_prefix": f"t{number}",
+                "setnx_beat_lease": 600,
+                "task_default_queue": QUEUE,
+                "beat_schedule": {"every": {"task": "unknown", "schedule": 0.02}},
+            }
+            beats[number] = forked_beat(directory, conf), directory / "log"
+        for number, (pid, log) in beats.items():
+            wait_until(
+                lambda log=log: log.exists() and "beat: Starting" in log.read_text(), f"start in {log}"
+            )
+            time.sleep(chance.uniform(0, WITHIN_S))
+            os.kill(pid, SIGNALS[batch % 2])
+            _pid, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0, log.read_text()
+            assert_clean(log.read_text())
+            assert "Exception ignored" not in log.read_text()
+            assert locks.get(LOCK.replace("t:", f"t{number}:")) is None
