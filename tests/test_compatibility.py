@@ -17,6 +17,7 @@ BOUNDS = {
 ROW = Row(
     {"celery": Version("5.6.0"), "kombu": Version("5.6.0"), "redis": Version("5.0.0")},
     {"celery": Version("5.6.3"), "kombu": Version("5.7.0"), "redis": Version("8.1.0")},
+    "3.12",
 )
 
 
