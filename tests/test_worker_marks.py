@@ -238,7 +238,7 @@ def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates):
     journal.wait_for("postrun", task_id=second, state="SUCCESS")
     gates("gated")
     tasks.started.apply_async(["gated"], task_id=second)
-    wait_until(lambda: len(journal.entries(what="end", task_id=second)) == 2, "its second run", 5)
+    wait_until(lambda: len(journal.entries(what="end", task_id=second)) == 2, "its second run")
 
 
 @pytest.mark.parametrize(
