@@ -3,6 +3,7 @@
 import os
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import LockRefused, OptionError, SetnxLock
+from celery_setnx import LockRefused, OptionError, SetnxLock, trial
 from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
 from celery_setnx.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
@@ -143,6 +144,12 @@ def test_forked_child_has_a_client_of_its_own(server):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client_for(app) is parents
     assert parents.ping()
+
+
+@pytest.fixture(autouse=True)
+def instant(monkeypatch):
+    """The check's own clock stands still: a late reply of a slow machine is no trouble of the server's."""
+    monkeypatch.setattr(trial, "SetnxLock", partial(SetnxLock, clock=lambda: 0.0))
 
 
 def start_worker_check(app: Celery) -> None:
