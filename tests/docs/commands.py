@@ -90,9 +90,7 @@ COMMANDS: list[Run | Elsewhere] = [
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
-    Elsewhere(
-        r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: pytest tests/beat"
-    ),
+    Elsewhere(r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: pytest tests/beat"),
     Elsewhere(
         r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8",
         "tests/test_metrics.py::test_scrape_of_a_prefork_worker_counts_exactly_what_happened",
