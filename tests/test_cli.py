@@ -26,7 +26,7 @@ from celery_setnx.process import identity
 from celery_setnx.signals import lock_released
 from celery_setnx.survey import TakeOver, note_take_over
 from celery_setnx.testing import locks_on, pass_time
-from tests.harness import is_parked, wait_until
+from tests.harness import CONF, is_parked, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 DOCS = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
@@ -546,6 +546,7 @@ def test_release_of_marks_says_who_shares_the_scope(cli):
 # errors
 
 UNREACHABLE = "redis://ops:secret@127.0.0.1:1/1"
+TOLD = "Error: redis://ops:**@127.0.0.1:1/1 (setnx_url)"
 
 
 @pytest.mark.parametrize("command", [["list"], ["show", "t:{a}"], ["release", "t:{a}", "--yes"]])
@@ -555,7 +556,7 @@ def test_an_unreachable_server_ends_with_3(cli, command):
         result = ask(*command)
     assert result.exit_code == 3
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: redis://ops:**@127.0.0.1:1/1 (setnx_url)")
+    assert line.startswith(TOLD)
     assert "secret" not in result.output
 
 
@@ -680,6 +681,16 @@ def test_without_an_app_it_says_so():
     assert done.stderr.endswith("No app was given: celery -A app setnx ...\n")
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
+
+
+def test_executable_says_in_one_line_what_does_not_answer(server):
+    """No log line beside it, no password; exit code 3."""
+    conf = json.dumps({"setnx_url": UNREACHABLE})
+    done = celery_command("-A", "tests.cliapp", "setnx", "list", **{CONF: conf})
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(TOLD)
+    assert "secret" not in done.stdout + done.stderr
+    assert done.returncode == 3
 
 
 def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path, locks):

@@ -8,6 +8,7 @@ asserted of them, stands in `setups`. `redis://localhost:6379` is the server of 
 import ast
 import doctest
 import linecache
+import os
 import re
 import sys
 import types
@@ -31,6 +32,7 @@ def run(page: str, server: str) -> None:
     Raises:
         Exception: What a block raises; its traceback has the page's own lines.
     """
+    os.chdir(ROOT)  # pages name files of the repository
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     names = vars(module)
