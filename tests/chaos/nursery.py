@@ -12,9 +12,16 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from celery_setnx.process import has_ended
+
+_NEEDED = (
+    "celery.apps.worker", "celery.backends.redis", "celery.bin.celery", "celery.concurrency.prefork",
+    "celery.fixups.django", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",
+    "celery.worker.strategy", "kombu.transport.redis", "tests.soak.flaws",
+)  # fmt: skip
 
 
 class Nursery:
@@ -34,7 +41,7 @@ class Nursery:
             return Sprout(int(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """Start no more; those that live live on."""
+        """Start no more, and kill those that live, also who never got ready."""
         self._process.communicate()
 
 
@@ -64,25 +71,29 @@ class Sprout:
 
 
 def main() -> None:
-    """Import all that a worker will, and fork."""
-    import kombu.transport.redis  # noqa: F401
-
-    import tests.soak.flaws  # noqa: F401
-
-    signal.signal(signal.SIGCHLD, reap)
+    """Import all that a worker will, and fork; at the end kill those that live."""
+    for module in _NEEDED:
+        import_module(module)
+    alive: set[int] = set()
+    signal.signal(signal.SIGCHLD, lambda *_signal: reap(alive))
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             run(**order)
+        alive.add(pid)
         print(pid, flush=True)
+    for pid in list(alive):
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
-def reap(*_signal: Any) -> None:
+def reap(alive: set[int]) -> None:
     """Let those go that have ended: nobody else can wait for them."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
+    for pid in list(alive):
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                alive.discard(pid)
 
 
 def run(argv: list[str], env: dict[str, str], log: str) -> None:

@@ -85,9 +85,9 @@ def test_several_retries_with_hold_on_retry_keep_one_fence(scene, pool):
 
 
 @every_pool
-@pytest.mark.parametrize("end", ["revoked", "expired"])
+@pytest.mark.parametrize("end", ["revoked", pytest.param("expired", marks=pytest.mark.clock)])
 def test_retry_that_is_dropped_frees_the_held_lock(scene, pool, worker_of, end):
-    """As soon as Celery drops the waiting retry, not after the queue lease."""
+    """As soon as Celery drops the waiting retry, not after the queue lease; Celery's expiry is real time."""
     queue, options = (scene.later, {}) if end == "revoked" else (None, {"expires": 3})
     waiting = {"countdown": 4 if end == "expired" else 0}
     held_back = {**HELD_BACK, "queue_lease": 600}

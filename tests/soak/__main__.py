@@ -10,6 +10,8 @@ from tests.soak.hunt import end_on_sigterm, hunt, side_by_side
 
 ROUND_S = 60.0
 CONTROL_S = 5.0
+# Soaks beside each other do less in a second: with so much more time they do no less in all.
+BESIDE = 1.2
 
 
 def main() -> int:
@@ -35,7 +37,7 @@ def main() -> int:
 def _main_soak(seconds: float, seed: int, lanes: int) -> bool:
     """In rounds, each with a server and a history of its own, so that no history outgrows the memory."""
     rounds = max(lanes, round(seconds / ROUND_S))
-    rows = [(Scenario(), seconds / rounds, seed + number) for number in range(rounds)]
+    rows = [(Scenario(), BESIDE * seconds / rounds, seed + number) for number in range(rounds)]
     floors = {"kills of a holder": seconds / 3, "connection faults": seconds}
     return _total(f"soak of {seconds:g} s, {lanes} at a time", rows, lanes, floors)
 
