@@ -145,7 +145,10 @@ class Dying:
         self._act()
 
 
-@pytest.mark.parametrize(("how", "sent"), [(Dying, ["a", "closed"]), (lambda act: act(), ["closed"])])
+SIGNAL_AMID = {"swallowed": (Dying, ["a", "closed"]), "raised": (lambda act: act(), ["closed"])}
+
+
+@pytest.mark.parametrize(("how", "sent"), SIGNAL_AMID.values(), ids=SIGNAL_AMID)
 def test_signal_amid_a_send_ends_the_loop(beat, locks, capfd, how, sent):
     """Though Python swallows what a `__del__` raises: nothing is closed under it, and no tick begins."""
     leader = beat({"a": overdue(3600, 5)}, setnx_beat_lease=600)

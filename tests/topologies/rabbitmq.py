@@ -13,7 +13,7 @@ from tests.harness import wait_until
 from tests.topologies.servers import HOST, free_port
 
 IMAGE = "rabbitmq:3"
-BOOT_S = 60
+BOOT_S = 180
 
 # The end of standard input is the test process's end, even by kill -9.
 _SUPERVISOR = """

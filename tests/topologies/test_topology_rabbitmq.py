@@ -40,7 +40,10 @@ QUORUM = {
 }
 KINDS: dict[str, dict[str, Any]] = {"classic": {}, "quorum": QUORUM}
 
-pytestmark = pytest.mark.skipif(celery.VERSION < (5, 5), reason="quorum queues need Celery 5.5")
+pytestmark = [
+    pytest.mark.skipif(celery.VERSION < (5, 5), reason="quorum queues need Celery 5.5"),
+    pytest.mark.timeout(400),  # a killed broker boots for more than a minute on a busy machine
+]
 
 
 @pytest.fixture(scope="module")
@@ -545,7 +548,11 @@ def test_broker_is_killed_while_calls_run_and_wait(
     after = tasks.work.delay("after")
     (start,) = journal.wait_for("start", task_id=after.id)
     failovers.append(start["at"] - began)
-    wait_until(lambda: len(journal.entries(what="conflict", task_id=running.id)) > met, "its redelivery")
+
+    def has_come_again() -> bool:
+        return len(journal.entries(what="conflict", task_id=running.id)) > met
+
+    wait_until(has_come_again, "its redelivery", 60)
     assert len(journal.entries(what="start", name=name)) == 1
     for _ in range(4):
         gates(name)
