@@ -66,6 +66,8 @@ class Script:
 
     def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
+        if not calls:
+            return []
         if not is_cluster(client):
             return self._in_one_go(client, client, calls)
         settled: dict[int, Any] = {}

@@ -189,8 +189,3 @@ def observer(worker_of) -> str:
 def start(start_worker) -> Callable[..., Worker]:
     """Starts workers of the test's own, to be killed or shut down."""
     return lambda queues, **options: start_worker(APP, queues=queues, **options)
-
-
-def pytest_configure(config):
-    """Tests whose assertion needs a real duration."""
-    config.addinivalue_line("markers", "clock: needs a real duration")
