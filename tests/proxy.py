@@ -152,11 +152,11 @@ class Proxy:
             while True:
                 client, _address = self._listener.accept()
                 try:
-                    server = socket.create_connection(self._server, timeout=5)
+                    link = _Link(self, client, socket.create_connection(self._server, timeout=5))
                 except OSError:
                     _reset(client)
                 else:
-                    _Link(self, client, server).start()
+                    link.start()
 
     def _struck_by(self, command: bytes, reply: bytes | None = None) -> Fault | None:
         """The first fault that strikes this command now."""
@@ -172,13 +172,14 @@ class _Link:
         self._pending: deque[bytes] = deque()
         self._stalled = self._draining = False
         self._paired = True
+        for end in (client, server):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def start(self) -> None:
         with self._proxy._lock:
             self._proxy._links.add(self)
         for source, pump in ((self._client, self._send), (self._server, self._answer)):
-            source.settimeout(None)
-            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._run, args=(source, pump), name="proxy-link", daemon=True).start()
 
     def cut(self) -> None:
