@@ -18,7 +18,6 @@ OBSERVER = "observer"
 ELSEWHERE = {"setnx_same_host": False}
 LONG = {"lease": 600}
 RETRY = {"on_conflict": "retry"}
-LEASES = 1.5
 IMPATIENT_DB, VISIBILITY_S = 2, 2
 
 
@@ -101,15 +100,15 @@ class Scene:
         rival = SetnxLock(self.locks, key)
         wait_until(lambda: (lock := rival.acquire().lock) and lock.release(), f"{key} is free")
 
-    def assert_renewed(self, *keys: str) -> None:
-        """Rivals never get the locks until renewals have held them for another one and a half leases."""
+    def assert_renewed(self, *keys: str, leases: float = 1.5) -> None:
+        """Rivals never get the locks until renewals have held them for so many leases more."""
 
         def deadline(key: str) -> float:
             outcome = SetnxLock(self.locks, key).acquire()
             assert not outcome.acquired, f"a rival got {key}"
             return outcome.holder.deadline  # type: ignore[union-attr]
 
-        enough = {key: deadline(key) + LEASES * self.tasks.LEASE_S for key in keys}
+        enough = {key: deadline(key) + leases * self.tasks.LEASE_S for key in keys}
         wait_until(lambda: all(deadline(key) >= enough[key] for key in keys), f"{keys} renewed")
 
     def _at_gates(self) -> int:
