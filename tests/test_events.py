@@ -170,7 +170,8 @@ def test_events_follow_the_remote_control(ear, apart):
             lost = apart("remote").lose() if command == "enable_events" else None
             with Ear(ear.app):
                 heard[command] = ear.types(call.id)
-            assert lost is None or ear.types(lost.id) == ["task-lock-lost"]
+            if lost:
+                wait_until(lambda lost=lost: ear.types(lost.id) == ["task-lock-lost"], "the loss")
     assert heard == {None: [], "enable_events": ["task-lock-conflict"], "disable_events": []}
 
 

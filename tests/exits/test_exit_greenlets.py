@@ -2,15 +2,18 @@
 
 import pytest
 
-from tests.test_events import apart, assert_loss_is_told, ear  # noqa: F401 - fixtures
+from tests.harness import wait_until
+from tests.test_events import apart, ear  # noqa: F401 - fixtures
 
 beside_greenlets = pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 
 
 @beside_greenlets
-def test_loss_is_told_beside_greenlets(logs, ear, apart, pool):  # noqa: F811
+def test_loss_is_told_beside_greenlets(ear, apart, start_worker, pool):  # noqa: F811
     """By a connection of its own."""
-    assert_loss_is_told(logs, ear, apart, pool)
+    start_worker("tests.watchapp", pool=pool, queues=pool, arguments=("-E",))
+    call = apart(pool).lose()
+    wait_until(lambda: ear.types(call.id) == ["task-lock-lost"], "the loss")
 
 
 @beside_greenlets
