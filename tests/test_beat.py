@@ -164,7 +164,8 @@ def test_signal_amid_a_send_ends_the_loop(beat, locks, capfd, how, sent):
     leader.close()
     assert leader.sent == sent
     assert SetnxLock(locks, LOCK).holder() is None
-    assert capfd.readouterr().err == ""
+    err = capfd.readouterr().err  # a Celery that logs there may tell of the late tick
+    assert [word for word in ("Exception ignored", "Traceback") if word in err] == []
 
 
 def test_tick_is_noted_with_the_number_of_runs(beat, locks):
