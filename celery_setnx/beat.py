@@ -11,7 +11,8 @@ import heapq
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from types import FrameType
 from typing import Any
@@ -66,11 +67,16 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     making = vars(app).setdefault("_setnx_beats_in_making", [])
     if making:
         raise SystemExit  # a signal's handler asks for a scheduler, to close it, while the first one is made
+    swallowed: list[bool] = []
     try:
         making.append(scheduler_class)
-        return scheduler_class(app, *args, **kwargs)
+        with _swallowed_exits(lambda: swallowed.append(True)):
+            scheduler = scheduler_class(app, *args, **kwargs)
     finally:
         making.clear()
+    if swallowed:
+        raise SystemExit
+    return scheduler
 
 
 def leader(app: Celery) -> Holder | None:
@@ -182,19 +188,11 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def _undisturbed(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do what the scheduler must not be closed under; an exit that Python swallows meanwhile is noted."""
-        hook = sys.unraisablehook
-
-        def note(unraisable: Any) -> None:
-            if issubclass(unraisable.exc_type, (SystemExit, KeyboardInterrupt)):
-                self._is_to_end = True
-            else:
-                hook(unraisable)
-
-        sys.unraisablehook = note
-        try:
+        with _swallowed_exits(self._note_end):
             return act(*args, **kwargs)
-        finally:
-            sys.unraisablehook = hook
+
+    def _note_end(self) -> None:
+        self._is_to_end = True
 
     def _is_at_work(self) -> bool:
         """True if what is not to be disturbed has been interrupted. No flag, which could be left behind."""
@@ -353,6 +351,24 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         heap = self._heap
         if heap and heap[0].entry is entry:
             heapq.heapreplace(heap, heap[0]._replace(time=self._when(entry, seconds)))
+
+
+@contextmanager
+def _swallowed_exits(note: Callable[[], None]) -> Iterator[None]:
+    """Tell of the exits that Python swallows meanwhile, as in a `__del__`, instead of printing them."""
+    hook = sys.unraisablehook
+
+    def tell(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, (SystemExit, KeyboardInterrupt)):
+            note()
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = tell
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _row(entry: ScheduleEntry) -> Any:

@@ -11,6 +11,7 @@ from tests.app import LOCK_DB, URL, journal, make_app
 from tests.beat.beats import LOCK, QUEUE
 
 app = make_app("beats", setnx_same_host=False, setnx_beat_lease=3, task_default_queue=QUEUE)
+app.set_current()  # a crontab tells the time by the current app
 
 
 def entry(name: str, spec: Any) -> dict[str, Any]:

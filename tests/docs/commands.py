@@ -91,7 +91,7 @@ COMMANDS: list[Run | Elsewhere] = [
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
     Elsewhere(
-        r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: $pytest tests/beat"
+        r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: $pytest -n 4 tests/beat"
     ),
     Elsewhere(
         r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8",

@@ -557,6 +557,6 @@ def test_broker_is_killed_while_calls_run_and_wait(
     for _ in range(4):
         gates(name)
     results = [running, *waiting, later, after]
-    assert [result.get(timeout=40) for result in results] == [name] * 3 + ["later", "after"]
+    assert [result.get(timeout=120) for result in results] == [name] * 3 + ["later", "after"]
     assert journal.entries(what="lost") == []
     one_at_a_time(journal, name, 3)
