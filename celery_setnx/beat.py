@@ -68,12 +68,12 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     if making:
         raise SystemExit  # a signal's handler asks for a scheduler, to close it, while the first one is made
     swallowed: list[bool] = []
-    try:
-        making.append(scheduler_class)
-        with _swallowed_exits(lambda: swallowed.append(True)):
+    with _swallowed_exits(lambda: swallowed.append(True)):
+        try:
+            making.append(scheduler_class)
             scheduler = scheduler_class(app, *args, **kwargs)
-    finally:
-        making.clear()
+        finally:
+            making.clear()
     if swallowed:
         raise SystemExit
     return scheduler

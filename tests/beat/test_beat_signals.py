@@ -1,6 +1,7 @@
 """Signals that end a beat strike anywhere: at any line of its loop, twice, and where Python swallows them."""
 
 import contextlib
+import gc
 import os
 import random
 import shelve
@@ -56,6 +57,7 @@ def hooked_beat(app: Celery, file: Path, strikes: dict[int, Callable[[], Any]], 
     """
     service = celery.beat.Service(app, scheduler_cls=HOT_STANDBY, schedule_filename=str(file))
     lines = 0
+    gc.collect()  # the shelves of beats before it are none of its own
 
     def trace(frame: Any, event: str, _arg: Any) -> Any:
         nonlocal lines
