@@ -1,5 +1,6 @@
 """Processes of their own for what a user starts, forked from one that has imported Celery already."""
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -13,6 +14,7 @@ from celery.__main__ import main
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["celery.bin.celery", "_pytest.terminal", __name__])
 _DEADLINE_S = 60
+SAID = "said.txt"
 
 
 def ended(
@@ -22,13 +24,24 @@ def ended(
 
     A variable of the environment that is None is not there.
     """
-    output = directory / "said.txt"
-    process = _FORKS.Process(target=_call, args=(output, environment, function, args))
+    return end(start(directory, function, *args, **environment), directory)
+
+
+def start(
+    directory: Path, function: Callable[..., Any], *args: Any, **environment: str | None
+) -> multiprocessing.process.BaseProcess:
+    """Start what is to end by a signal; what it prints is in SAID, in its directory."""
+    process = _FORKS.Process(target=_call, args=(directory / SAID, environment, function, args))
     process.start()
+    return process
+
+
+def end(process: multiprocessing.process.BaseProcess, directory: Path) -> tuple[int | None, str]:
+    """Wait for its end: its exit code, and what it has printed."""
     process.join(_DEADLINE_S)
     process.kill()
     process.join()
-    return process.exitcode, output.read_text()
+    return process.exitcode, (directory / SAID).read_text()
 
 
 def celery(*arguments: str) -> None:
@@ -48,6 +61,7 @@ def _call(
     with output.open("wb") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
+    faulthandler.enable(sys.__stderr__)  # also where it crashes
     os.chdir(output.parent)
     sys.path.insert(0, str(output.parent))
     for name, value in environment.items():

@@ -8,7 +8,6 @@ import shelve
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from celery.signals import beat_init
 
 import celery_setnx.beat
 import celery_setnx.lock
+from tests import forks
 from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
 from tests.harness import wait_until
 
@@ -123,30 +123,11 @@ def test_second_signal_may_strike_at_any_line_after_the_first(struck):
             struck({first: Dying, second: strike})
 
 
-def forked_beat(directory: Path, conf: dict[str, Any]) -> int:
-    """Start `celery beat` in a fork of this process, which has imported everything; its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        for signum in SIGNALS:
-            signal.signal(signum, signal.SIG_DFL)
-        log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        app = Celery("beats", set_as_current=False)
-        app.conf.update(conf)
-        Beat(app=app, scheduler=HOT_STANDBY, schedule=str(directory / "s"), loglevel="INFO", quiet=True).run()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def beat(conf: dict[str, Any]) -> None:
+    """What `celery beat` does, with its schedule file in this directory."""
+    app = Celery("beats", set_as_current=False)
+    app.conf.update(conf)
+    Beat(app=app, scheduler=HOT_STANDBY, schedule="schedule", loglevel="INFO", quiet=True).run()
 
 
 def test_two_hundred_stops_at_random_moments_end_with_code_0(server, locks, tmp_path):
@@ -165,15 +146,16 @@ def test_two_hundred_stops_at_random_moments_end_with_code_0(server, locks, tmp_
                 "task_default_queue": QUEUE,
                 "beat_schedule": {"every": {"task": "unknown", "schedule": 0.02}},
             }
-            beats[number] = forked_beat(directory, conf), directory / "log"
-        for number, (pid, log) in beats.items():
+            beats[number] = forks.start(directory, beat, conf), directory
+        for number, (process, directory) in beats.items():
+            log = directory / forks.SAID
             wait_until(
                 lambda log=log: log.exists() and "beat: Starting" in log.read_text(), f"start in {log}"
             )
             time.sleep(chance.uniform(0, WITHIN_S))
-            os.kill(pid, SIGNALS[batch % 2])
-            _pid, status = os.waitpid(pid, 0)
-            assert os.waitstatus_to_exitcode(status) == 0, log.read_text()
-            assert_clean(log.read_text())
-            assert "Exception ignored" not in log.read_text()
+            os.kill(process.pid, SIGNALS[batch % 2])
+            code, said = forks.end(process, directory)
+            assert code == 0, said
+            assert_clean(said)
+            assert "Exception ignored" not in said
             assert locks.get(LOCK.replace("t:", f"t{number}:")) is None
