@@ -14,11 +14,10 @@ from celery.signals import task_postrun, task_retry, task_revoked
 
 from celery_setnx import current_lock, signals
 from celery_setnx.waiting import COURIER
-from tests.harness import CONF, Journal
+from tests.harness import CONF, GATE_S, Journal
 
 BROKER_DB, LOCK_DB = 0, 1
 URL = os.environ["SETNX_TEST_URL"]
-GATE_S = 60
 
 control = redis.Redis.from_url(f"{URL}/0", socket_timeout=None)
 journal = Journal(control)

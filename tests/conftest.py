@@ -15,7 +15,7 @@ from celery.exceptions import TimeoutError
 from celery.result import AsyncResult
 
 from examples.embedded import EmbeddedServer
-from tests.harness import Journal, Worker
+from tests.harness import GATE_S, Journal, Worker
 from tests.stage import Parked, Stage
 from tests.versions.conditions import LOSES_RESULTS
 
@@ -144,7 +144,7 @@ def gates(journal) -> Callable[..., None]:
 
     def open_gate(name: str, times: int = 1) -> None:
         journal._client.rpush(f"gate:{name}", *["open"] * times)
-        journal._client.expire(f"gate:{name}", 60)
+        journal._client.expire(f"gate:{name}", GATE_S)
 
     return open_gate
 

@@ -16,7 +16,9 @@ import redis
 
 Value = TypeVar("Value")
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+GATE_S = 300
+"""How long a body waits at its gate: longer than a killed broker takes to boot on a busy machine."""
 CONF = "SETNX_TEST_CONF"
 
 

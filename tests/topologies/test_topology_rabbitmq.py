@@ -552,7 +552,7 @@ def test_broker_is_killed_while_calls_run_and_wait(
     def has_come_again() -> bool:
         return len(journal.entries(what="conflict", task_id=running.id)) > met
 
-    wait_until(has_come_again, "its redelivery", 60)
+    wait_until(has_come_again, "its redelivery")
     assert len(journal.entries(what="start", name=name)) == 1
     for _ in range(4):
         gates(name)
