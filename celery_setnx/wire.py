@@ -36,7 +36,7 @@ def ask(client: Any, command: Command) -> Any:
     Raises:
         redis.RedisError: As the client's own `execute_command`.
     """
-    wire = _wire_of(client)
+    wire, command = _wire_of(client), _text(command)
     return client.execute_command(*command) if wire is None else wire.ask(command)
 
 
@@ -46,7 +46,7 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
     Raises:
         redis.RedisError: As the client's own pipeline.
     """
-    wire = _wire_of(client)
+    wire, commands = _wire_of(client), [_text(command) for command in commands]
     if wire is not None:
         return wire.ask_many(commands)
     with client.pipeline(transaction=False) as pipe:
@@ -155,6 +155,11 @@ def _is_dead(connection: Any) -> bool:
         return bool(connection.can_read())
     except _DEAD:
         return True
+
+
+def _text(command: Command) -> Command:
+    """Without numbers: hiredis (3.5) crashes if a signal's handler raises while it makes text of one."""
+    return tuple(part if isinstance(part, (str, bytes)) else str(part) for part in command)
 
 
 def _packed(connection: Any, command: Command) -> list[bytes]:

@@ -1,12 +1,16 @@
 """Commands past the client's layers: a connection is one exchange's alone, and ends with its trouble."""
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
+import hiredis
 import pytest
 import redis
 from redis.backoff import NoBackoff
@@ -17,6 +21,7 @@ from celery_setnx import SetnxLock
 from celery_setnx.lock import renew_all
 from celery_setnx.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
+from tests import forks
 from tests.harness import wait_until
 
 ECHO = ("EVAL", "return ARGV[1]", 0)
@@ -180,3 +185,26 @@ def test_scripts_that_were_forgotten_cost_three_round_trips(client, admin, monke
     monkeypatch.setattr(redis.Connection, "send_packed_command", counting)
     assert renew_all(locks) == [None] * 300
     assert len(sent) == 3
+
+
+def pack_under_signals() -> None:
+    """Commands that are packed as redis-py does it, until a handler that raises has struck 1,000 times."""
+
+    class Struck(Exception):
+        pass
+
+    def strike(_signum: int, _frame: Any) -> None:
+        raise Struck
+
+    client = SimpleNamespace(execute_command=lambda *command: hiredis.pack_command(command))
+    signal.signal(signal.SIGALRM, strike)
+    for _ in range(1_000):
+        with suppress(Struck):
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 200e-6))
+            while True:
+                ask(client, (*ECHO, 1_234_567, 1_234_567, 1_234_567))
+
+
+def test_signal_whose_handler_raises_may_strike_while_a_command_is_packed(tmp_path):
+    """As a soft time limit does, and the end of a beat: the process lives on."""
+    assert forks.ended(tmp_path, pack_under_signals) == (0, "")

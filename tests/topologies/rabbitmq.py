@@ -13,6 +13,8 @@ from tests.harness import wait_until
 from tests.topologies.servers import HOST, free_port
 
 IMAGE = "rabbitmq:3"
+# After how long a delayed call that a broker was killed with is sent on again; by default 180 s.
+ONWARDS_AGAIN = "-rabbit dead_letter_worker_publisher_confirm_timeout 5000"
 BOOT_S = 180
 
 # The end of standard input is the test process's end, even by kill -9.
@@ -63,6 +65,7 @@ class RabbitMQ:
                 IMAGE,
                 name=name,
                 hostname="rabbit",  # the data is stored under it
+                environment={"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ONWARDS_AGAIN},
                 ports={"5672/tcp": (HOST, self.port)},
                 detach=True,
             )
