@@ -559,4 +559,8 @@ def test_broker_is_killed_while_calls_run_and_wait(
     results = [running, *waiting, later, after]
     assert [result.get(timeout=120) for result in results] == [name] * 3 + ["later", "after"]
     assert journal.entries(what="lost") == []
-    one_at_a_time(journal, name, 3)
+    # A second delivery is dropped if the result says SUCCESS: it runs only if it came before that was stored.
+    (stored,) = journal.wait_for("postrun", task_id=running.id, state="SUCCESS")[:1]
+    _first, *again = journal.entries(what="start", task_id=running.id)
+    assert [entry for entry in again if entry["at"] > stored["at"]] == []
+    one_at_a_time(journal, name, 3 + len(again))
