@@ -7,7 +7,7 @@ import pytest
 
 from tests.model import DEEP, bound
 from tests.model.clients import Freed, LateCopy, Ours, Parent
-from tests.model.explorer import World, explore
+from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import SAFETY, fences_rise, slowest_acquire
 
 LONGEST = 5  # ticks: the longest lease below; rests and holds are shorter
@@ -90,25 +90,15 @@ WORLDS = {
 def test_lock_holds_in_every_interleaving(name):
     """No interleaving breaks a property, and from every state a lone client acquires in bounded time."""
     world = WORLDS[name]()
-    result = explore(world, SAFETY)
-    print(f"{name}: {result}")
-    assert not result.broken, str(result)
-    assert slowest_acquire(world.lock, result, LONGEST) <= LONGEST
+    assert slowest_acquire(world.lock, assert_holds(world, SAFETY), LONGEST) <= LONGEST
 
 
 def test_fences_rise_when_redis_loses_its_data():
     """Fences rise across a loss of all data, though exclusion does not survive it."""
-    result = explore(
-        World(
-            Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP), ticks=bound(5, small=3), wipes=1 + DEEP
-        ),
-        [fences_rise],
-    )
-    print(f"loss of data: {result}")
-    assert not result.broken, str(result)
+    clients = Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP)
+    assert_holds(World(*clients, ticks=bound(5, small=3), wipes=1 + DEEP), [fences_rise])
 
 
 def test_exclusion_does_not_survive_a_loss_of_data():
     """What is not promised: two holders after Redis lost its data."""
-    result = explore(World(Ours("a"), Ours("b"), ticks=3, wipes=1), SAFETY)
-    assert result.broken == "exclusion"
+    assert_broken(World(Ours("a"), Ours("b"), ticks=3, wipes=1), "exclusion", SAFETY)

@@ -6,7 +6,18 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model.clients import Call, Classic, Freed, Ours
-from tests.model.explorer import DONE, TICK, Client, Move, Program, Property, State, World, explore
+from tests.model.explorer import (
+    DONE,
+    TICK,
+    Client,
+    Move,
+    Program,
+    Property,
+    State,
+    World,
+    assert_broken,
+    explore,
+)
 from tests.model.lock import Lock
 from tests.model.properties import (
     entry_kept,
@@ -91,7 +102,7 @@ def marks_again_over_anothers(lock: Lock, store: Store, now: int, token: str, ag
 def marks_in_one_phase(call: Call, state: State, world: World) -> Answer:
     """The long lease at once, as if the message had been sent."""
     lease = call.queue_lease // MS
-    return world.verbs.mark(state.store, state.now, task_id=call.task, lease=lease, dedupe=call.dedupe)
+    return world.run("mark", state, task_id=call.task, lease=lease, dedupe=call.dedupe)
 
 
 class MarksAfterRelease(Call):
@@ -118,7 +129,7 @@ class FreesWhileItWaits(Call):
         return self._queued(me)._replace(at="waiving")
 
     def _when_waiving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.verbs.unmark(state.store, state.now, task_id=self.task)
+        store, reply = world.run("unmark", state, task_id=self.task)
         yield Move(self._queued(me), store, "unmark", self.task, reply)
 
 
@@ -282,9 +293,7 @@ MUTANTS = {
 def test_mutant_is_killed(name):
     """The mistake breaks its property."""
     must_break, world = MUTANTS[name]
-    result = explore(world, [must_break])
-    print(f"{name}: {result}")
-    assert result.broken == must_break.__name__
+    assert_broken(world, must_break.__name__, [must_break])
 
 
 def test_mutant_that_never_takes_over_is_killed():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.model import DEEP, SMALL, bound
-from tests.model.explorer import Property, explore
+from tests.model.explorer import Property, assert_broken, assert_holds
 from tests.model.lock import Lock
 from tests.model.store import Ticket
 from tests.model.test_model_mutants import changed, wrong
@@ -58,38 +58,30 @@ WORLDS = {
 def test_no_wake_is_lost_in_any_interleaving(name):
     """From every state every call may still end; on no way to that one runs twice or overtakes."""
     world = WORLDS[name]()
-    result = explore(world, SAFE, goal=world.is_over)
-    print(f"{name}: {result}")
-    assert not result.broken, str(result)
+    assert_holds(world, SAFE, goal=world.is_over)
 
 
 @pytest.mark.parametrize("late", ["", "a", *["ab"] * DEEP])
 def test_no_call_is_lost_when_its_worker_and_the_next_die(late):
     """Whatever a call that is acknowledged late has begun before its worker died, it ends."""
     world = Waiters("ab", late=late, crashes=bound(2, small=1))
-    result = explore(world, [at_most_once], goal=world.all_end)
-    print(f"two deaths, acknowledged late: {late or 'none'}: {result}")
-    assert not result.broken, str(result)
+    assert_holds(world, [at_most_once], goal=world.all_end)
 
 
 @pytest.mark.parametrize("crashes", [0, 1])
 def test_no_call_is_lost_with_the_data(crashes):
     """When Redis loses its data every waiting call runs all the same, perhaps beside another or twice."""
     world = Waiters("ab", wipes=1 + DEEP, crashes=bound(crashes, small=0))
-    result = explore(world, [], goal=world.all_end)
-    print(f"loss of data: {result}")
-    assert not result.broken, str(result)
-    assert explore(world, [side_by_side]).broken
-    assert explore(world, [at_most_once]).broken
+    assert_holds(world, [], goal=world.all_end)
+    assert_broken(world, "side_by_side", [side_by_side])
+    assert_broken(world, "at_most_once", [at_most_once])
 
 
 def test_no_call_is_lost_when_a_lease_ends_too_soon():
     """A holder that stands still past its lease runs beside the next one; that loses or repeats no call."""
     world = Waiters("ab", lapses=1, crashes=bound(1, small=0))
-    result = explore(world, [at_most_once], goal=world.is_over)
-    print(f"a lease ends too soon: {result}")
-    assert not result.broken, str(result)
-    assert explore(world, [side_by_side]).broken
+    assert_holds(world, [at_most_once], goal=world.is_over)
+    assert_broken(world, "side_by_side", [side_by_side])
 
 
 def hands_to_the_last(lock: Lock, store: Any, now: int) -> tuple[str | None, int, tuple[str, ...]]:
@@ -176,9 +168,6 @@ def test_mutant_of_the_line_is_killed(name):
     """The mistake loses a call, runs it twice, or lets one overtake."""
     must_break, world = MUTANTS[name]
     if isinstance(must_break, str):
-        result = explore(world, [], goal=world.all_end)
-        assert result.broken == "all_end"
+        assert_broken(world, "all_end", [], goal=world.all_end)
     else:
-        result = explore(world, [must_break])
-        assert result.broken == must_break.__name__
-    print(f"{name}: {result}")
+        assert_broken(world, must_break.__name__, [must_break])

@@ -74,48 +74,27 @@ Step = tuple[Event, Scene]
 
 @dataclass(eq=False)
 class Waiters:
-    """Calls of one key, each published at the start, and how much may go wrong.
+    """Calls of one key, each published at the start, and how much may go wrong."""
 
-    Args:
-        tasks: The calls' ids, a letter each.
-        slots: How many workers there are. Defaults to 2.
-        late: Whose messages are acknowledged late. Defaults to nobody's.
-        retries: How often a call retries itself. Defaults to no call ever.
-        couriers: Whether couriers are delivered. Defaults to yes; without them only wake-ups move the line.
-        linger: Whether a call may ask again in its slot before it is parked. Defaults to no.
-        rests: Whether the lock rests after each run. Defaults to no.
-        proof: Whether the death of a holder may be proved. Defaults to no.
-        parents: Whether a worker's parent may survive its child, and free its lock. Defaults to no.
-        watch: Whether one courier watches for the whole line. Defaults to no.
-        crashes: How many workers may be killed.
-        wipes: How often Redis may lose its data.
-        late_wakes: How often a lock that is kept for a call may expire though the call is on its way.
-        lapses: How often the lease of a living holder may end.
-        revokes: How many woken calls may be revoked (or expire, or end with another's result).
-        seconds: How often a message may be delivered again while its first delivery runs.
-        early_seconds: Whether that may be while the first is being parked. Defaults to no.
-        lock: The verbs. Defaults to the model's own; a mutant replaces them.
-    """
-
-    tasks: str
+    tasks: str  # their ids, a letter each
     _: KW_ONLY
-    slots: int = 2
-    late: str = ""
-    retries: Mapping[str, int] = field(default_factory=dict)
-    couriers: bool = True
-    linger: bool = False
-    rests: bool = False
-    proof: bool = False
-    parents: bool = False
-    watch: bool = False
-    crashes: int = 0
-    wipes: int = 0
-    late_wakes: int = 0
-    lapses: int = 0
-    revokes: int = 0
-    seconds: int = 0
-    early_seconds: bool = False
-    lock: Lock = field(default_factory=Lock)
+    slots: int = 2  # workers
+    late: str = ""  # whose messages are acknowledged late
+    retries: Mapping[str, int] = field(default_factory=dict)  # how often a call retries itself
+    couriers: bool = True  # are delivered; without them only wake-ups move the line
+    linger: bool = False  # a call may ask again in its slot before it is parked
+    rests: bool = False  # the lock, after each run
+    proof: bool = False  # the death of a holder may be proved
+    parents: bool = False  # a worker's parent may survive its child, and free its lock
+    watch: bool = False  # one courier watches for the whole line
+    crashes: int = 0  # workers that may be killed
+    wipes: int = 0  # how often Redis may lose its data
+    late_wakes: int = 0  # how often a lock kept for a call may expire though the call is on its way
+    lapses: int = 0  # how often the lease of a living holder may end
+    revokes: int = 0  # woken calls that may be revoked (or expire, or end with another's result)
+    seconds: int = 0  # how often a message may be delivered again while its first delivery runs
+    early_seconds: bool = False  # that may be while the first is being parked
+    lock: Lock = field(default_factory=Lock)  # a mutant replaces its verbs
 
     def __post_init__(self) -> None:
         self.delivers_again = {"inside", "leaves", "wakes", "stores"}
