@@ -151,9 +151,8 @@ class Case:
         self.last, keys = sent["token"], PAIR
         if self.random.random() < 0.9 or self.state == "handed":
             keys += (*WAITING, MARK) if task is None else (*WAITING, MARK, TICKETS[task])
-        if self.random.random() >= (
-            0.4 if self.state == "handed" else 0.15
-        ):  # a call that has not waited, and will not, says nothing of it
+        says_nothing = 0.4 if self.state == "handed" else 0.15  # of a call that has not waited, and will not
+        if self.random.random() >= says_nothing:
             sent["copy"], sent["remember"] = choose(COPIES), choose((0, 0, 0, 0, 0, *MARK_LEASES_MS))
             sent["linger"] = choose((0, 1, 20_000, 9 * SECOND)) if LINE in keys and task else 0
             sent["since"] = choose((0, self.now - self.random.randrange(3) * SECOND))
@@ -264,9 +263,7 @@ class Case:
         choose, store, rarely = self.random.choice, self.store, self.random.random() < 0.3
         second = str(self.now // SECOND + choose((-3, -2, -1, 0, 1, 2, 3)))
         number = choose((second, second, f"{second}.5", f"{second}.", f"00{second}", "0"))
-        what = choose(
-            ["getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line"]
-        )
+        what = choose(FOREIGN)
         if what == "getset" and store.value != NOT_A_STRING:
             changed, commands = {"value": number, "expiry": None}, [("GETSET", LOCK, number)]
         elif what == "setnx":
