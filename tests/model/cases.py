@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.model.injected import CLOCK_KEY, EPOCH, SECOND
+from tests.model.injected import EPOCH, SECOND, set_clock
 from tests.model.line import first_in_line, without_call
 from tests.model.lock import Lock
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
@@ -112,7 +112,7 @@ class Case:
 
     def steps(self) -> Iterator[Step]:
         """The operations, each with the state that the model expects after it."""
-        yield self.plain("start", [("DEL", *KEYS), *_set_clock(self.now)])
+        yield self.plain("start", [("DEL", *KEYS), *set_clock(self.now)])
         for _ in range(OPERATIONS):
             verbs = VERBS
             if self.state == "held_for_retry":
@@ -256,7 +256,7 @@ class Case:
         expired = [LOCK] * (before.value != self.store.value)
         expired += [RECORD] * (before.record != self.store.record)
         deleted = [("DEL", *expired)] if expired else []
-        return self.plain(f"clock {self.now}", [*_set_clock(self.now), *deleted])
+        return self.plain(f"clock {self.now}", [*set_clock(self.now), *deleted])
 
     def foreign(self) -> Step:
         """What other programs do to the keys."""
@@ -330,7 +330,3 @@ class Case:
     def plain(self, what: str, commands: list[tuple[Any, ...]]) -> Step:
         """Commands that are no script."""
         return Step(what, commands, None, sight_of(self.store, self.now))
-
-
-def _set_clock(now: int) -> list[tuple[Any, ...]]:
-    return [("DEL", CLOCK_KEY), ("RPUSH", CLOCK_KEY, now // SECOND, now % SECOND)]

@@ -1,6 +1,6 @@
 """Every property has teeth: each of these mistakes is found, by the property that it should break."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -30,14 +30,11 @@ def holder_of(store: Store, token: str) -> str:
     return store.record.token if isinstance(store.record, Record) else token
 
 
-def renews_for_anybody(lock: Lock, store: Store, now: int, *, token: str, **rest: Any) -> Answer:
+def for_anybody(verb: Callable[..., Answer]) -> Callable[..., Answer]:
     """As if the token were the holder's."""
-    return Lock.renew(lock, store, now, token=holder_of(store, token), **rest)
-
-
-def releases_for_anybody(lock: Lock, store: Store, now: int, *, token: str, **rest: Any) -> Answer:
-    """As if the token were the holder's."""
-    return Lock.release(lock, store, now, token=holder_of(store, token), **rest)
+    return lambda lock, store, now, *, token, **rest: verb(
+        lock, store, now, token=holder_of(store, token), **rest
+    )
 
 
 def never_takes_over(lock: Lock, store: Store, now: int, **rest: Any) -> Answer:
@@ -156,9 +153,10 @@ def mutant(must_break: str, *programs: Program, **options: Any) -> tuple[str, Wo
 A, B = Ours("a"), Ours("b")
 BELIEVES_THE_VALUE = {"record_decides": believes_the_value, "store": DEAD_CLASSIC}
 MUTANTS = {
-    "release without owner check": mutant("no_stale_release", A, B, release=releases_for_anybody, ticks=6),
-    "renewal without owner check": mutant("entry_kept", Ours("a", beats=1), B, renew=renews_for_anybody,
-        ticks=6),
+    "release without owner check": mutant("no_stale_release", A, B,
+        release=for_anybody(Lock.release), ticks=6),
+    "renewal without owner check": mutant("entry_kept", Ours("a", beats=1), B,
+        renew=for_anybody(Lock.renew), ticks=6),
     "renewal revives an expired lease": mutant("entry_kept", Ours("a", beats=1, lease=1), Classic(timeout=1),
         may_still_renew=lambda *_: True, ticks=8),
     "take-over one tick early": mutant("exclusion", A, B,

@@ -70,6 +70,7 @@ class Scene(NamedTuple):
 
 
 Step = tuple[Event, Scene]
+Answered = tuple[Scene, tuple[Any, ...]]
 
 
 @dataclass(eq=False)
@@ -232,8 +233,7 @@ class Waiters:
             "attempt": message.attempt,
         }
         for dead in self._proofs(scene):
-            store, reply = self._acquired(scene, token, dead, **details)
-            after = scene._replace(store=store)
+            after, reply = self._acquired(scene, token, dead, **details)
             fate = self._fate(scene, message)
             if reply[0] == "stale":
                 yield _event(message, "is dropped", token, reply), after
@@ -254,9 +254,9 @@ class Waiters:
         """
         return bool(message.again) or (message.copy != ORIGINAL and message.task in self.late)
 
-    def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answer:
-        keys, asked = scene.store, {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
-        return self.acquire(keys, **asked, dead=dead, line=True, **details)
+    def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answered:
+        asked = {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
+        return _answered(scene, self.acquire, **asked, dead=dead, line=True, **details)
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
@@ -325,8 +325,7 @@ class Waiters:
 
     def _parks(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
-        store, reply = self._parked(scene, message, message.copy, self.call_of(message))
-        after = scene._replace(store=store)
+        after, reply = self._parked(scene, message, message.copy, self.call_of(message))
         goes_on = reply[0] != "stale" and self.is_free(scene.store)
         if reply[0] == "handed":
             after = self.taken_to_ask_still(after, message)
@@ -355,22 +354,14 @@ class Waiters:
         """Whether a call that has parked is to let the line go on itself."""
         return _is_free(store)
 
-    def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answer:
-        return self.park(
-            scene.store,
-            task=message.task,
-            attempt=message.attempt,
-            copy=copy,
-            since=self._since(scene, message),
-            call=call,
-            remember=REMEMBER_MS,
-            watch=LEASE if self.watch else 0,
-        )
+    def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answered:
+        about = {"task": message.task, "attempt": message.attempt, "since": self._since(scene, message)}
+        watch = LEASE if self.watch else 0
+        return _answered(scene, self.park, **about, copy=copy, call=call, remember=REMEMBER_MS, watch=watch)
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
         """A courier comes."""
-        store, reply = self._parked(scene, courier, "", courier.copy)
-        after = scene._replace(store=store)
+        after, reply = self._parked(scene, courier, "", courier.copy)
         if self.courier_ends(reply):
             yield _event(courier, "ends", "", reply), after
         elif reply[0] == "new" and self._fate(scene, courier) == "ended":
@@ -390,8 +381,8 @@ class Waiters:
         return reply[0] != "handed" and (_is_free(scene.store) or len(self._proofs(scene)) > 1)
 
     def _cleans(self, scene: Scene, process: Process) -> Iterator[Step]:
-        store, reply = self._left(scene, process.message, "c")
-        yield _event(process.message, "leaves the line", "", reply), scene._replace(store=store)
+        after, reply = self._left(scene, process.message, "c")
+        yield _event(process.message, "leaves the line", "", reply), after
 
     def _returns(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield _event(process.message, "will come again"), _sent(scene, process.message)
@@ -399,16 +390,12 @@ class Waiters:
     def _goes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         token = _new_token(scene, "c")
         for dead in self._proofs(scene):
-            store, reply = self._acquired(scene, token, dead)
-            after = scene._replace(store=store)
+            after, reply = self._acquired(scene, token, dead)
             if reply[0] == "held":
                 yield _event(process.message, "finds it held", token, reply), self._finished(after, process)
             else:
                 holds = process._replace(at="lets_go", token=token)
                 yield _event(process.message, "lets the line go on", token, reply), _with(after, holds)
-
-    def _lets_go(self, scene: Scene, process: Process) -> Iterator[Step]:
-        yield from self._releases(scene, process)
 
     def _inside(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
@@ -427,20 +414,9 @@ class Waiters:
         process = process._replace(then="stores" if message.task in self.late else "ends")
         yield from self._releases(scene, process, START + LEASE if self.rests else 0)
 
-    def _frees(self, scene: Scene, process: Process) -> Iterator[Step]:
-        """A parent gives back what its dead child held."""
-        yield from self._releases(scene, process)
-
     def _releases(self, scene: Scene, process: Process, rest_until: int = 0) -> Iterator[Step]:
-        store, reply = self.release(
-            scene.store,
-            token=process.token,
-            rest_until=rest_until,
-            remember=REMEMBER_MS,
-            hand_over=LEASE,
-            line=True,
-        )
-        after = scene._replace(store=store)
+        about = {"token": process.token, "rest_until": rest_until, "hand_over": LEASE}
+        after, reply = _answered(scene, self.release, **about, remember=REMEMBER_MS, line=True)
         heir, call = reply[3:5]
         if heir and call:
             call = "nudge" if reply[0] == "resting" else call
@@ -448,6 +424,9 @@ class Waiters:
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
+
+    _lets_go = _releases
+    _frees = _releases  # a parent gives back what its dead child held
 
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
         what = f"wakes {process.heir}"
@@ -474,8 +453,7 @@ class Waiters:
     def _quits(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A woken call that need not run leaves the line."""
         message = process.message
-        store, reply = self._left(scene, message, message.copy)
-        after = scene._replace(store=store)
+        after, reply = self._left(scene, message, message.copy)
         if reply[0] != "stale":
             after = self._fated(after, message, "ended")
         if self.passes_on(reply):
@@ -486,15 +464,14 @@ class Waiters:
         """Whether a call that has left the line is to hand a lock to the next one."""
         return bool(reply[0] == "handed")
 
-    def _left(self, scene: Scene, message: Message, copy: str) -> Answer:
+    def _left(self, scene: Scene, message: Message, copy: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "copy": copy}
-        return self.leave(scene.store, **about, remember=REMEMBER_MS)
+        return _answered(scene, self.leave, **about, remember=REMEMBER_MS)
 
     def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
         token = _new_token(scene, f"{message.task}|{message.attempt}|")
-        store, reply = self._acquired(scene, token, "", copy=message.copy, attempt=message.attempt)
-        after = scene._replace(store=store)
+        after, reply = self._acquired(scene, token, "", copy=message.copy, attempt=message.attempt)
         if reply[0] not in ("held", "stale"):
             after = _with(after, process._replace(at="lets_go", token=token))
         yield _event(message, "passes it on", token, reply), after
@@ -616,6 +593,11 @@ def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
         waiting = [waiter for _, waiter in store.line.places if calls.get(waiter) != _lingers(OVER)]
         return bool(event.reply[3] == waiting[0])
     return True
+
+
+def _answered(scene: Scene, verb: Callable[..., Answer], **arguments: Any) -> Answered:
+    store, reply = verb(scene.store, **arguments)
+    return scene._replace(store=store), reply
 
 
 def _is_free(store: Store) -> bool:
