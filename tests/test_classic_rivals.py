@@ -15,6 +15,7 @@ import redis
 from celery_setnx import HeldLock, SetnxLock
 from celery_setnx.testing import _age
 from tests.model.injected import CLOCK_KEY, SECOND, ServerClock
+from tests.protocol.client import ClassicClient, Server
 
 LOCK_DB = 1
 NAME = "lock.shared"
@@ -22,36 +23,12 @@ LONG_S = 600  # nothing expires because the machine is slow
 FORK = multiprocessing.get_context("fork")
 
 
-class ClassicLock:
-    """The SETNX recipe of the Redis documentation as programs have it: client clocks and all.
-
-    Args:
-        client: A Redis client that decodes replies.
-        timeout: Seconds that a lock is valid.
-        clock: Its own. Defaults to the host's.
-    """
+class ClassicLock(ClassicClient):
+    """The SETNX recipe of the Redis documentation as programs have it: client clocks and all."""
 
     def __init__(self, client: Any, timeout: int, clock: Callable[[], float] = time.time) -> None:
-        self.client, self.timeout, self.clock = client, timeout, clock
-        self.stamp = 0
-
-    def acquire(self) -> bool:
-        now = int(self.clock())
-        stamp = now + self.timeout + 1
-        if not self.client.setnx(NAME, stamp):
-            value = self.client.get(NAME)
-            if value is not None and not now > int(value):
-                return False
-            old = self.client.getset(NAME, stamp)
-            if old is not None and not now > int(old):
-                return False
-        self.stamp = stamp
-        return True
-
-    def release(self) -> None:
-        """DEL, guarded by the clock as the recipe says."""
-        if self.clock() < self.stamp:
-            self.client.delete(NAME)
+        options = client.connection_pool.connection_kwargs
+        super().__init__(Server(options["port"], LOCK_DB), NAME, timeout, clock=clock)
 
 
 class OurLock:
@@ -109,10 +86,8 @@ def test_ours_and_the_recipe_exclude_each_other(server, locks, foreign_keys, tmp
     sections = sorted((float(begin), float(end), kind) for begin, end, kind in found)
     assert [pair for pair in pairwise(sections) if pair[1][0] < pair[0][1]] == []
     assert Counter(kind for *_, kind in sections) == {"ours": 150, "classic": 150}
-    assert {(one[2], other[2]) for one, other in pairwise(sections)} >= {
-        ("ours", "classic"),
-        ("classic", "ours"),
-    }
+    follow = {(one[2], other[2]) for one, other in pairwise(sections)}
+    assert follow >= {("ours", "classic"), ("classic", "ours")}
 
 
 @pytest.mark.parametrize(("victim", "heir"), [("ours", "classic"), ("classic", "ours")])

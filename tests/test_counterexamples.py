@@ -22,11 +22,10 @@ ZERO = EPOCH // SECOND
 class Recipe:
     """A client of the recipe: `SETNX lock <now + timeout + 1>`, GET, GETSET, each a step of its own."""
 
-    def __init__(self, client: redis.Redis, *, timeout: int, name: str = CLASSIC, now: float = 10) -> None:
-        self.client = client
-        self.timeout = timeout
-        self.name = name
-        self.now = now
+    def __init__(
+        self, client: redis.Redis, *, timeout: int = 3, name: str = CLASSIC, now: float = 10
+    ) -> None:
+        self.client, self.timeout, self.name, self.now = client, timeout, name, now
 
     @property
     def value(self) -> int:
@@ -62,30 +61,25 @@ class Scene:
     """A server at second 10, with a lock of the recipe and a lock of ours."""
 
     def __init__(self, client: redis.Redis, clock: ServerClock) -> None:
-        self.client = client
-        self.clock = clock
+        self.client, self.clock = client, clock
 
     def at(self, second: float) -> None:
         """Let the server's time, and every process's, be a second."""
         self.clock.set(second)
 
-    def dead_locks(self) -> None:
-        """Both locks were left behind by clients that died: second 9."""
-        self.client.mset({CLASSIC: ZERO + 9, OURS: ZERO + 9})
-
-    def recipe(self, *, timeout: int = 3, name: str = CLASSIC, now: float = 10) -> Recipe:
+    def recipe(self, **options: Any) -> Recipe:
         """A client of the recipe, which has read the clock."""
-        return Recipe(self.client, timeout=timeout, name=name, now=now)
+        return Recipe(self.client, **options)
 
-    def late(self, *, timeout: int = 3, name: str = CLASSIC, now: float = 10) -> Recipe:
+    def late(self, **options: Any) -> Recipe:
         """A client of the recipe that has found the dead lock expired: GETSET is its next step."""
-        client = self.recipe(timeout=timeout, name=name, now=now)
+        client = self.recipe(**options)
         assert client.finds_expired()
         return client
 
-    def inside(self, *, timeout: int = 1, now: float = 10) -> Recipe:
+    def inside(self, *, timeout: int = 1, **options: Any) -> Recipe:
         """A client of the recipe that has the lock."""
-        client = self.recipe(timeout=timeout, now=now)
+        client = self.recipe(timeout=timeout, **options)
         assert client.setnx()
         return client
 
@@ -107,6 +101,13 @@ class Scene:
         """Whether our lock keeps a client of ours out, and nothing else does."""
         outcome = self.ours(**options).acquire()
         return not outcome.acquired and outcome.holder is not None
+
+    def late_for_a_lock_that_vanishes(self) -> Recipe:
+        """A client of the recipe whose GETSET comes when a winner has released the dead lock."""
+        winner, loser = self.late(timeout=1), self.late(timeout=1)
+        assert winner.getset()
+        winner.delete()
+        return loser
 
     def second(self, name: str) -> int | None:
         """A lock's value, in seconds of the test's own count."""
@@ -132,9 +133,8 @@ class Scene:
 class Interfered:
     """A client of Redis to which something happens between the server's answer and its arrival."""
 
-    def __init__(self, client: redis.Redis, meanwhile: Callable[[], object]) -> None:
-        self.client = client
-        self.meanwhile = meanwhile
+    def __init__(self, client: redis.Redis, meanwhile: Callable[[], object] = bool) -> None:
+        self.client, self.meanwhile = client, meanwhile
 
     def execute_command(self, *command: Any) -> Any:
         """The script's answer, late."""
@@ -146,13 +146,10 @@ class Interfered:
 class LosesReplies(Interfered):
     """A client whose every first reply is lost, so that redis-py sends the command again."""
 
-    def __init__(self, client: redis.Redis) -> None:
-        super().__init__(client, lambda: None)
-
     def execute_command(self, *command: Any) -> Any:
         """The second answer."""
-        super().execute_command(*command)
-        return super().execute_command(*command)
+        self.client.execute_command(*command)
+        return self.client.execute_command(*command)
 
 
 @pytest.fixture
@@ -162,9 +159,14 @@ def scene(locks, foreign_keys, monkeypatch) -> Scene:
     return Scene(locks, ServerClock(locks, monkeypatch))
 
 
-def test_f0_take_over_by_del_and_setnx_has_two_winners(scene):
+@pytest.fixture
+def dead_locks(locks) -> None:
+    """Both locks were left behind by clients that died: second 9."""
+    locks.mset({CLASSIC: ZERO + 9, OURS: ZERO + 9})
+
+
+def test_f0_take_over_by_del_and_setnx_has_two_winners(scene, dead_locks):
     """Two clients that DEL a dead lock and SETNX it both win; of ours only one takes over."""
-    scene.dead_locks()
     for client in (scene.late(), scene.late()):
         client.delete()
         assert client.setnx()
@@ -173,9 +175,8 @@ def test_f0_take_over_by_del_and_setnx_has_two_winners(scene):
     assert scene.is_held()
 
 
-def test_f1a_loser_extends_the_winners_lease(scene):
+def test_f1a_loser_extends_the_winners_lease(scene, dead_locks):
     """A late loser's GETSET moves the winner's deadline; a conflict with ours changes nothing."""
-    scene.dead_locks()
     winner, loser = scene.late(), scene.late(now=11)
     assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 15)
@@ -186,9 +187,8 @@ def test_f1a_loser_extends_the_winners_lease(scene):
     assert scene.second(OURS) == 14
 
 
-def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene):
+def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene, dead_locks):
     """With unequal timeouts a loser needs no pause to end a lease early; a rival of ours leaves it alone."""
-    scene.dead_locks()
     winner, loser = scene.late(timeout=3), scene.late(timeout=2)
     assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (14, 13)
@@ -198,9 +198,8 @@ def test_f1b_loser_with_a_shorter_timeout_shortens_the_winners_lease(scene):
     assert scene.second(OURS) == 14
 
 
-def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene):
+def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene, dead_locks):
     """With equal timeouts a loser that paused ends a lease early; a late rival of ours leaves it alone."""
-    scene.dead_locks()
     loser, winner = scene.late(), scene.late(now=11)
     assert loser.loses_to(winner)
     assert (winner.value - ZERO, scene.second(CLASSIC)) == (15, 14)
@@ -211,9 +210,8 @@ def test_f1c_loser_with_a_stale_clock_shortens_the_winners_lease(scene):
     assert scene.second(OURS) == 15
 
 
-def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
+def test_f1d_release_of_only_the_own_value_loses_the_release(scene, dead_locks):
     """After a loser's GETSET a holder that compares values cannot release; ours can, and says `repaired`."""
-    scene.dead_locks()
     winner, loser = scene.late(), scene.late(now=11)
     assert loser.loses_to(winner)
     assert scene.client.get(CLASSIC) != str(winner.value), "so it does not delete it, and nobody will"
@@ -225,9 +223,8 @@ def test_f1d_release_of_only_the_own_value_loses_the_release(scene):
     assert scene.second(OURS) is None
 
 
-def test_f2a_loser_breaks_mutual_exclusion(scene):
+def test_f2a_loser_breaks_mutual_exclusion(scene, dead_locks):
     """A paused loser lets a third client into a valid lease; past a loser of the recipe ours holds."""
-    scene.dead_locks()
     paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
     assert paused.loses_to(winner)
     assert scene.recipe(timeout=1, now=13).takes_over()
@@ -242,9 +239,8 @@ def test_f2a_loser_breaks_mutual_exclusion(scene):
     assert holder.release() == "repaired"
 
 
-def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene):
+def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene, dead_locks):
     """With the documentation's `<=` it takes one step less; ours holds to its exact deadline."""
-    scene.dead_locks()
     paused, winner = scene.late(timeout=1), scene.late(timeout=1, now=12)
     assert paused.loses_to(winner)
     assert scene.second(CLASSIC) == 12, "which the documentation calls expired at 12, two seconds early"
@@ -256,9 +252,8 @@ def test_f2b_loser_breaks_mutual_exclusion_by_the_documents_comparison(scene):
     assert scene.is_held(lease=2)
 
 
-def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
+def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene, dead_locks):
     """A prompt loser with a shorter timeout takes three seconds of six; among ours the record decides."""
-    scene.dead_locks()
     winner, loser = scene.late(timeout=5), scene.late(timeout=1)
     assert loser.loses_to(winner)
     assert scene.recipe(timeout=1, now=13).takes_over()
@@ -273,9 +268,8 @@ def test_f2c_unequal_timeouts_break_mutual_exclusion_without_a_pause(scene):
     assert scene.second(OURS) == 19, "repaired, with the TTL that the loser's GETSET had removed"
 
 
-def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene):
+def test_f2d_reading_the_clock_again_before_getset_does_not_help(scene, dead_locks):
     """The pause moves behind the second reading; ours reads the clock in the same step as it writes."""
-    scene.dead_locks()
     paused = scene.late(timeout=1)
     paused.now = 10  # read again, before the pause
     assert scene.late(timeout=1, now=12).getset()
@@ -303,12 +297,9 @@ def test_f3a_lock_vanishes_between_setnx_and_get(scene):
     scene.acquired()
 
 
-def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene):
+def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene, dead_locks):
     """The recipe dies of int(None) once it has written a lock that nobody holds; ours leaves none."""
-    scene.dead_locks()
-    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
-    assert winner.getset()
-    winner.delete()
+    loser = scene.late_for_a_lock_that_vanishes()
     with pytest.raises(TypeError):
         loser.getset()
     assert scene.second(CLASSIC) == 12
@@ -318,12 +309,9 @@ def test_f3b_getset_on_a_vanished_lock_leaves_an_orphan(scene):
     assert scene.second(OURS) is None
 
 
-def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene):
+def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene, dead_locks):
     """A client that reads nil as "not expired" locks everybody out; of ours the next one in line acquires."""
-    scene.dead_locks()
-    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
-    assert winner.getset()
-    winner.delete()
+    loser = scene.late_for_a_lock_that_vanishes()
     assert scene.client.getset(CLASSIC, loser.value) is None, "and it starts over"
     third = scene.recipe(timeout=1, now=12)
     assert not third.setnx()
@@ -334,12 +322,9 @@ def test_f3c_reading_no_value_as_lost_leaves_an_orphan(scene):
     scene.acquired()
 
 
-def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene):
+def test_f3d_reading_no_value_as_won_leaves_no_orphan(scene, dead_locks):
     """Nil says that the lock was free: the client that reads it so is the holder, as the next of ours is."""
-    scene.dead_locks()
-    winner, loser = scene.late(timeout=1), scene.late(timeout=1)
-    assert winner.getset()
-    winner.delete()
+    loser = scene.late_for_a_lock_that_vanishes()
     assert scene.client.getset(CLASSIC, loser.value) is None, "and it is the holder"
     loser.delete()
     assert scene.recipe().setnx()
@@ -508,9 +493,8 @@ def test_f11a_winner_of_a_resent_setnx_thinks_it_lost(scene):
     assert scene.acquired(client=LosesReplies(scene.client)).release() == "released"
 
 
-def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene):
+def test_f11b_winner_of_a_resent_getset_thinks_it_lost(scene, dead_locks):
     """After a lost reply GETSET answers the winner's own value; ours knows its token again."""
-    scene.dead_locks()
     winner = scene.late()
     assert winner.getset()
     assert not winner.getset()

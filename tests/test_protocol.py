@@ -61,9 +61,7 @@ def section(verb: str) -> str:
 def described(verb: str) -> dict[str, dict[int, str]]:
     """The names that docs/protocol.md gives to what a script takes, by number."""
     found: dict[str, dict[int, str]] = {"KEYS": {}, "ARGV": {}}
-    for kind, number, name in re.findall(
-        r"^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", section(verb), re.MULTILINE
-    ):
+    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", section(verb)):
         found[kind][int(number)] = name
     return found
 
@@ -72,14 +70,11 @@ def declared(text: str) -> dict[str, dict[int, str]]:
     """The names that a script's own head gives to what it takes."""
     head = text.split("-- Returns")[0]
     keys, _, arguments = head.partition("-- ARGV")
-    found_keys = re.findall(r"(?<![\w.])(\d+) ([a-z]+)", keys.partition("-- KEYS")[2])
-    found_arguments = re.findall(
-        r"^(?:--)?\s+(\d+)(?:\.\.\.)? ([a-z ]+?)(?:\s{2,}|$)", arguments, re.MULTILINE
-    )
-    return {
-        "KEYS": {int(number): name for number, name in found_keys},
-        "ARGV": {int(number): name for number, name in found_arguments},
+    found = {
+        "KEYS": re.findall(r"(?<![\w.])(\d+) ([a-z]+)", keys.partition("-- KEYS")[2]),
+        "ARGV": re.findall(r"(?m)^(?:--)?\s+(\d+)(?:\.\.\.)? ([a-z ]+?)(?:\s{2,}|$)", arguments),
     }
+    return {kind: {int(number): name for number, name in names} for kind, names in found.items()}
 
 
 def words_of(text: str) -> set[str]:
@@ -100,14 +95,9 @@ def answers_of(text: str) -> set[str]:
 def test_client_shares_no_code_with_the_package():
     """What the client of these tests can do, the two pages have told it."""
     tree = ast.parse(Path(client.__file__).read_text())
-    imported = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in (
-            [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-        )
-    }
+    nodes = list(ast.walk(tree))
+    imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert "socket" in imported
     assert not [name for name in imported if re.match(r"celery|redis|kombu|tests", name)]
 
@@ -174,9 +164,7 @@ def test_every_test_that_a_page_names_is_there(page):
     there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", text))
     assert {name for name in named if f"def {name}(" not in there} == set()
-    assert {
-        name for name in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / name).is_file()
-    } == set()
+    assert all((ROOT / name).is_file() for name in re.findall(r"`(tests/[\w/]+\.py)`", text))
     assert named or "`tests/" in text
 
 

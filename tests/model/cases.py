@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.model.injected import CLOCK_KEY, EPOCH, SECOND
+from tests.model.injected import EPOCH, SECOND, set_clock
 from tests.model.line import first_in_line, without_call
 from tests.model.lock import Lock
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
@@ -112,7 +112,7 @@ class Case:
 
     def steps(self) -> Iterator[Step]:
         """The operations, each with the state that the model expects after it."""
-        yield self.plain("start", [("DEL", *KEYS), *_set_clock(self.now)])
+        yield self.plain("start", [("DEL", *KEYS), *set_clock(self.now)])
         for _ in range(OPERATIONS):
             verbs = VERBS
             if self.state == "held_for_retry":
@@ -151,9 +151,8 @@ class Case:
         self.last, keys = sent["token"], PAIR
         if self.random.random() < 0.9 or self.state == "handed":
             keys += (*WAITING, MARK) if task is None else (*WAITING, MARK, TICKETS[task])
-        if self.random.random() >= (
-            0.4 if self.state == "handed" else 0.15
-        ):  # a call that has not waited, and will not, says nothing of it
+        says_nothing = 0.4 if self.state == "handed" else 0.15  # of a call that has not waited, and will not
+        if self.random.random() >= says_nothing:
             sent["copy"], sent["remember"] = choose(COPIES), choose((0, 0, 0, 0, 0, *MARK_LEASES_MS))
             sent["linger"] = choose((0, 1, 20_000, 9 * SECOND)) if LINE in keys and task else 0
             sent["since"] = choose((0, self.now - self.random.randrange(3) * SECOND))
@@ -257,16 +256,14 @@ class Case:
         expired = [LOCK] * (before.value != self.store.value)
         expired += [RECORD] * (before.record != self.store.record)
         deleted = [("DEL", *expired)] if expired else []
-        return self.plain(f"clock {self.now}", [*_set_clock(self.now), *deleted])
+        return self.plain(f"clock {self.now}", [*set_clock(self.now), *deleted])
 
     def foreign(self) -> Step:
         """What other programs do to the keys."""
         choose, store, rarely = self.random.choice, self.store, self.random.random() < 0.3
         second = str(self.now // SECOND + choose((-3, -2, -1, 0, 1, 2, 3)))
         number = choose((second, second, f"{second}.5", f"{second}.", f"00{second}", "0"))
-        what = choose(
-            ["getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line"]
-        )
+        what = choose(FOREIGN)
         if what == "getset" and store.value != NOT_A_STRING:
             changed, commands = {"value": number, "expiry": None}, [("GETSET", LOCK, number)]
         elif what == "setnx":
@@ -333,7 +330,3 @@ class Case:
     def plain(self, what: str, commands: list[tuple[Any, ...]]) -> Step:
         """Commands that are no script."""
         return Step(what, commands, None, sight_of(self.store, self.now))
-
-
-def _set_clock(now: int) -> list[tuple[Any, ...]]:
-    return [("DEL", CLOCK_KEY), ("RPUSH", CLOCK_KEY, now // SECOND, now % SECOND)]

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
-from tests.model.store import MS, SECOND, Answer, Record
+from tests.model.store import MS, SECOND, Answer, Record, Store
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -12,33 +13,20 @@ REMEMBER_MS = 1_000
 
 @dataclass(eq=False)
 class Ours(Program):
-    """One delivery of a task: acquire, renew, leave, release; with retries, the attempts after it.
+    """One delivery of a task: acquire, renew, leave, release; with retries, the attempts after it."""
 
-    Args:
-        task: The task id. Two programs with the same one are two deliveries of one task.
-        lease: In ticks, like all durations here. Defaults to 3.
-        tries: How often a held lock is tried. Defaults to 2.
-        beats: How often the lease may be renewed. Defaults to 0.
-        at_least_for: How long after its acquisition the lock rests. Defaults to 0.
-        retries: How many attempts follow the first. Defaults to 0.
-        hold: How long the lock is held for the next attempt. Defaults to 0: it is released.
-        proof: Whether the holder's process may be proved dead. Defaults to no.
-        slow_send: Whether time may pass between the send and the server. Defaults to no.
-    """
+    marks = False  # whether its acquire is given the key of its mark, which ends with its start
 
-    marks = False
-    """Whether its acquire is given the key of its mark, which ends with its start."""
-
-    task: str
+    task: str  # two programs with the same one are two deliveries of one task
     _: KW_ONLY
-    lease: int = 3
-    tries: int = 2
-    beats: int = 0
-    at_least_for: int = 0
-    retries: int = 0
-    hold: int = 0
-    proof: bool = False
-    slow_send: bool = False
+    lease: int = 3  # in ticks, like all durations here
+    tries: int = 2  # of a held lock
+    beats: int = 0  # how often the lease may be renewed
+    at_least_for: int = 0  # how long after its acquisition the lock rests
+    retries: int = 0  # attempts that follow the first
+    hold: int = 0  # how long the lock is held for the next attempt; 0: it is released
+    proof: bool = False  # the holder's process may be proved dead
+    slow_send: bool = False  # time may pass between the send and the server
 
     def __post_init__(self) -> None:
         self.lease *= TICK
@@ -60,19 +48,15 @@ class Ours(Program):
     def acquire(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its acquire."""
         asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
-        return world.verbs.acquire(state.store, state.now, **asked, dead=me.dead, line=self.marks)
+        return world.run("acquire", state, **asked, dead=me.dead, line=self.marks)
 
-    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
+    def release(self, me: Client, index: int, state: State, world: World, **again: int) -> Answer:
         """What the server does with its release, or when it holds the lock for its retry."""
         token = self.token(me, index)
         if self.hold and me.attempt < self.retries:
-            return world.verbs.hold(
-                state.store, state.now, token=token, lease=self.hold, retention=RETENTION_MS
-            )
+            return world.run("hold", state, token=token, lease=self.hold, retention=RETENTION_MS)
         rest_until = me.since + self.at_least_for if self.at_least_for else 0
-        return world.verbs.release(
-            state.store, state.now, token=token, rest_until=rest_until, remember=REMEMBER_MS
-        )
+        return world.run("release", state, token=token, rest_until=rest_until, remember=REMEMBER_MS, **again)
 
     def may_enter(self, me: Client, now: int) -> bool:
         """Whether the lease is still ahead when the reply is read."""
@@ -113,9 +97,15 @@ class Ours(Program):
                 assert isinstance(store.record, Record)
                 since = store.record.since
             answered = me._replace(at="answered", word=word, until=until, since=since, seen="", dead="")
-        yield Move(answered, store, "acquire", token, reply)
+        yield from self.answers(me, answered, state, store, "acquire", token, reply)
+
+    def answers(
+        self, me: Client, answered: Client, state: State, store: Store, verb: str, token: str, reply: Any
+    ) -> Iterator[Move]:
+        """The reply of a verb arrives, or, if it changed something, is lost: the command is sent again."""
+        yield Move(answered, store, verb, token, reply)
         if store is not state.store:
-            yield Move(me, store, "acquire", token, reply, True)
+            yield Move(me, store, verb, token, reply, True)
 
     def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         if me.word == "held":
@@ -138,12 +128,9 @@ class Ours(Program):
 
     def _when_renewing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         token = self.token(me, index)
-        store, reply = world.verbs.renew(
-            state.store, state.now, token=token, lease=self.lease, retention=RETENTION_MS
-        )
-        yield Move(me._replace(at="renewed", word=reply[0]), store, "renew", token, reply)
-        if store is not state.store:
-            yield Move(me, store, "renew", token, reply, True)
+        store, reply = world.run("renew", state, token=token, lease=self.lease, retention=RETENTION_MS)
+        renewed = me._replace(at="renewed", word=reply[0])
+        yield from self.answers(me, renewed, state, store, "renew", token, reply)
 
     def _when_renewed(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         if me.word in ("renewed", "repaired"):
@@ -153,10 +140,8 @@ class Ours(Program):
 
     def _when_leaving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         store, reply = self.release(me, index, state, world)
-        token = self.token(me, index)
-        yield Move(self.after_release(me), store, "release", token, reply)
-        if store is not state.store:
-            yield Move(me, store, "release", token, reply, True)
+        token, after = self.token(me, index), self.after_release(me)
+        yield from self.answers(me, after, state, store, "release", token, reply)
 
     def _leaving(self, me: Client) -> Client:
         return Client("leaving", attempt=me.attempt, since=me.since, until=me.until)
@@ -170,7 +155,7 @@ class Freed(Program):
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Free it once, at any time."""
-        store, reply = world.verbs.free(state.store, state.now, task_id=self.task, remember=REMEMBER_MS)
+        store, reply = world.run("free", state, task_id=self.task, remember=REMEMBER_MS)
         yield Move(DONE, store, "free", self.task, reply)
 
 
@@ -211,9 +196,7 @@ class Parent(Program):
                 yield Move(Client("knows"), state.store)
             return
         token = child.token(Client(), self.child)
-        store, reply = world.verbs.release(
-            state.store, state.now, token=token, rest_until=0, remember=REMEMBER_MS
-        )
+        store, reply = world.run("release", state, token=token, rest_until=0, remember=REMEMBER_MS)
         yield Move(DONE, store, "release", token, reply)
 
 
@@ -223,27 +206,17 @@ class Call(Ours):
 
     Its publisher and its worker are two processes: the mark may be extended at any time after the send, even
     when the call is over, or never. A publisher that dies is one that makes no further move.
-
-    Args:
-        task: The task id.
-        until_done: At most one queued or running; otherwise `until_started`, at most one queued.
-        queue_lease: How long its mark lasts, in ticks, once its message is sent.
-        grace: How long its mark lasts until then. Defaults to 1.
-        publishes: How often a duplicate is published again. Defaults to 2.
-        skips: Whether a held lock ends it. Defaults to no: it comes back later.
-        countdown: How long its retry is put off, in ticks. Defaults to 0.
-        options: As for `Ours`.
     """
 
     marks = True
 
     _: KW_ONLY
-    until_done: bool
-    queue_lease: int
-    grace: int = 1
-    publishes: int = 2
-    skips: bool = False
-    countdown: int = 0
+    until_done: bool  # at most one queued or running; otherwise `until_started`, at most one queued
+    queue_lease: int  # how long its mark lasts once its message is sent
+    grace: int = 1  # how long its mark lasts until then
+    publishes: int = 2  # how often a duplicate is published again
+    skips: bool = False  # a held lock ends it; otherwise it comes back later
+    countdown: int = 0  # how long its retry is put off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,18 +254,10 @@ class Call(Ours):
         # Not sent yet, or about to give the mark back; a key lives to the end of its last millisecond.
         return me.at in ("idle", "marked", "freeing") and now <= me.marked_until
 
-    def release(self, me: Client, index: int, state: State, world: World) -> Answer:
+    def release(self, me: Client, index: int, state: State, world: World, **_: int) -> Answer:
         """Release; on a retry with `until_done` the mark comes back."""
-        if not self._marks_again(me):
-            return super().release(me, index, state, world)
-        return world.verbs.release(
-            state.store,
-            state.now,
-            token=self.token(me, index),
-            rest_until=me.since + self.at_least_for if self.at_least_for else 0,
-            remember=REMEMBER_MS,
-            again=self.again // MS,
-        )
+        again = {"again": self.again // MS} if self._marks_again(me) else {}
+        return super().release(me, index, state, world, **again)
 
     def after_conflict(self, me: Client) -> Client:
         """Sent back, and its mark is to be extended; or about to free its mark."""
@@ -308,14 +273,10 @@ class Call(Ours):
 
     def mark(self, state: State, world: World) -> Answer:
         """What the server does with its mark."""
-        return world.verbs.mark(
-            state.store, state.now, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe
-        )
+        return world.run("mark", state, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe)
 
     def _extended(self, me: Client, state: State, world: World) -> Move:
-        store, reply = world.verbs.extend(
-            state.store, state.now, task_id=self.task, lease=self.queue_lease // MS
-        )
+        store, reply = world.run("extend", state, task_id=self.task, lease=self.queue_lease // MS)
         after = DONE if me.at == "over" else me._replace(extends=False)
         if reply[0] == "extended" and after is not DONE:
             after = after._replace(marked_until=max(me.marked_until, state.now + self.queue_lease))
@@ -336,10 +297,8 @@ class Call(Ours):
         yield Move(me._replace(at="freeing"), state.store)  # the broker refuses it
 
     def _when_freeing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.verbs.unmark(state.store, state.now, task_id=self.task)
-        yield Move(DONE, store, "unmark", self.task, reply)
-        if store is not state.store:
-            yield Move(Client("freeing"), store, "unmark", self.task, reply, True)
+        store, reply = world.run("unmark", state, task_id=self.task)
+        yield from self.answers(Client("freeing"), DONE, state, store, "unmark", self.task, reply)
 
     def _when_queued(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         return self._when_sent(me._replace(at="sent", sent=state.now), index, state, world)
@@ -370,22 +329,14 @@ class Call(Ours):
 
 @dataclass(eq=False)
 class Classic(Program):
-    """The recipe of the Redis documentation, on its own clock (which is right here).
-
-    Args:
-        timeout: Whole seconds; it writes now + timeout + 1.
-        tries: How often it starts over. Defaults to 1.
-        strict: Whether it takes over after the value's second, as most clients do, or within it, as the
-            documentation says. Defaults to after.
-        pauses: Whether time may pass between its clock reading and its verdict. Defaults to no.
-    """
+    """The recipe of the Redis documentation, on its own clock (which is right here)."""
 
     foreign = True
 
-    timeout: int
-    tries: int = 1
-    strict: bool = True
-    pauses: bool = False
+    timeout: int  # whole seconds; it writes now + timeout + 1
+    tries: int = 1  # how often it starts over
+    strict: bool = True  # takes over after the value's second, as most do; the documentation says within it
+    pauses: bool = False  # time may pass between its clock reading and its verdict
 
     def __post_init__(self) -> None:
         self.prompt = frozenset() if self.pauses else frozenset({"setnx", "get", "getset"})

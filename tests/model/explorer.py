@@ -14,13 +14,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.lock import Lock
-from tests.model.store import SECOND, Store, purge
+from tests.model.store import SECOND, Answer, Store, purge
 
 TICK = SECOND // 2
 START = 10 * SECOND
 INSIDE = frozenset({"inside", "renewing", "renewed"})
 NOTHING = Store()
 ENDED = frozenset({"done", "dead"})
+VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark")
 
 
 class Client(NamedTuple):
@@ -95,43 +96,29 @@ class Program:
         raise NotImplementedError
 
 
-class Verbs:
-    """The verbs of one lock, each computed once for equal arguments."""
-
-    def __init__(self, lock: Lock) -> None:
-        for verb in ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark"):
-            setattr(self, verb, cache(getattr(lock, verb)))
-
-
 class World:
-    """Clients on one lock, and how much may go wrong.
-
-    Args:
-        programs: What the clients do.
-        lock: The verbs. Defaults to the model's own; a mutant replaces them.
-        store: What Redis holds at the start. Defaults to nothing.
-        ticks: Half seconds that the clock may advance.
-        crashes: How many clients may be killed.
-        losses: How many replies may be lost, and the command sent again.
-        wipes: How often Redis may lose all its data, and be away for a tick.
-    """
+    """Clients on one lock, and how much may go wrong."""
 
     def __init__(
         self,
         *programs: Program,
-        lock: Lock | None = None,
-        store: Store = NOTHING,
-        ticks: int,
-        crashes: int = 0,
-        losses: int = 0,
-        wipes: int = 0,
+        lock: Lock | None = None,  # a mutant replaces its verbs
+        store: Store = NOTHING,  # what Redis holds at the start
+        ticks: int,  # half seconds that the clock may advance
+        crashes: int = 0,  # clients that may be killed
+        losses: int = 0,  # replies that may be lost, and the command sent again
+        wipes: int = 0,  # how often Redis may lose all its data, and be away for a tick
     ) -> None:
         self.programs = programs
         self.lock = lock or Lock()
-        self.verbs = Verbs(self.lock)
+        self.verbs = {verb: cache(getattr(self.lock, verb)) for verb in VERBS}
         self.end = START + ticks * TICK
         clients = tuple(program.begin() for program in programs)
         self.start = State(START, store, clients, crashes, losses, wipes)
+
+    def run(self, verb: str, state: State, **about: Any) -> Answer:
+        """What the server does with a verb; computed once for equal arguments."""
+        return self.verbs[verb](state.store, state.now, **about)
 
     def steps(self, state: State) -> Iterator[tuple[Event, State]]:
         """Everything that may happen next."""
@@ -155,19 +142,9 @@ class World:
                     new_fence = max(fence, int(reply[2]))
                     if reply[0] == "taken_over" and reply[5]:
                         new_buried = tuple(sorted({*buried, grant_in(reply[5])}))
-                yield (
-                    Event(index, verb or client.at, token, reply),
-                    State(
-                        now,
-                        new_store,
-                        (*before, client, *behind),
-                        crashes,
-                        losses - loses_reply,
-                        wipes,
-                        new_fence,
-                        new_buried,
-                    ),
-                )
+                all_of_them, left = (*before, client, *behind), losses - loses_reply
+                after = State(now, new_store, all_of_them, crashes, left, wipes, new_fence, new_buried)
+                yield Event(index, verb or client.at, token, reply), after
         if clock_runs:
             later = now + TICK
             yield Event(None, "tick"), state._replace(now=later, store=purge(store, later))
@@ -210,9 +187,7 @@ class Result(NamedTuple):
     trace: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = (
-            f"{self.broken} is broken in {len(self.trace)} steps" if self.broken else "every property holds"
-        )
+        found = f"{self.broken} is broken in {len(self.trace)} steps" if self.broken else "all holds"
         lines = "".join(f"\n    {line}" for line in self.trace)
         return f"{self.states:,} states in {self.seconds:.1f} s: {found}{lines}"
 
@@ -235,6 +210,21 @@ def explore(
         return _explore(world, properties, limit, goal)
     finally:
         gc.enable()
+
+
+def assert_holds(world: Any, properties: Sequence[Property], **options: Any) -> Result:
+    """Fail if a property is broken in a state that can be reached."""
+    result = explore(world, properties, **options)
+    print(result)
+    assert not result.broken, str(result)
+    return result
+
+
+def assert_broken(world: Any, must_break: str, properties: Sequence[Property], **options: Any) -> None:
+    """Fail unless this is what is broken."""
+    result = explore(world, properties, **options)
+    print(result)
+    assert result.broken == must_break
 
 
 def _explore(

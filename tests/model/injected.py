@@ -42,10 +42,9 @@ def texts() -> dict[str, str]:
     }
 
 
-def set_clock(client: Any, now: int) -> None:
-    """Set the test's clock, in microseconds."""
-    client.delete(CLOCK_KEY)
-    client.rpush(CLOCK_KEY, now // SECOND, now % SECOND)
+def set_clock(now: int) -> list[tuple[Any, ...]]:
+    """The commands that set the test's clock, in microseconds."""
+    return [("DEL", CLOCK_KEY), ("RPUSH", CLOCK_KEY, now // SECOND, now % SECOND)]
 
 
 class ServerClock:
@@ -62,4 +61,5 @@ class ServerClock:
     def set(self, second: float) -> None:
         """Set the clock to a second of the test's own count."""
         self.now = EPOCH + round(second * SECOND)
-        set_clock(self._client, self.now)
+        for command in set_clock(self.now):
+            self._client.execute_command(*command)

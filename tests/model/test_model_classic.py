@@ -4,7 +4,7 @@ import pytest
 
 from tests.model import DEEP, bound
 from tests.model.clients import Classic, Ours
-from tests.model.explorer import World, explore
+from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import SAFETY, exclusion, slowest_acquire
 from tests.model.store import Store
 
@@ -12,41 +12,29 @@ DEAD_CLASSIC = Store("9")
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
 
 
-def assert_holds(world: World) -> None:
+def assert_safe(world: World) -> None:
     """Fail if a property is broken, or a lone client cannot acquire in bounded time."""
-    result = explore(world, SAFETY)
-    print(result)
-    assert not result.broken, str(result)
-    assert slowest_acquire(world.lock, result, 8) <= 8
+    assert slowest_acquire(world.lock, assert_holds(world, SAFETY), 8) <= 8
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_lock_and_recipe_exclude_each_other(strict):
     """On a free key, and past either's death, ours and a prompt classic client never run together."""
     classics = Classic(timeout=1, tries=3, strict=strict), Classic(timeout=1, strict=strict)
-    assert_holds(World(Ours("a", beats=1), *classics, ticks=bound(7, small=4, deep=12), crashes=1))
+    assert_safe(World(Ours("a", beats=1), *classics, ticks=bound(7, small=4, deep=12), crashes=1))
 
 
 def test_lock_holds_beside_prompt_classic_losers():
     """Losers that do not pause may overwrite the value, if our lease <= their timeout + 1."""
-    assert_holds(
-        World(
-            Ours("a", lease=4, beats=2),
-            Classic(timeout=1, tries=1 + DEEP),
-            Classic(timeout=1),
-            Ours("b", lease=3, tries=1),
-            store=DEAD_CLASSIC,
-            ticks=bound(5, small=2, deep=9),
-            crashes=1,
-        )
-    )
+    ours = Ours("a", lease=4, beats=2), Ours("b", lease=3, tries=1)
+    losers = Classic(timeout=1, tries=1 + DEEP), Classic(timeout=1)
+    ticks = bound(5, small=2, deep=9)
+    assert_safe(World(ours[0], *losers, ours[1], store=DEAD_CLASSIC, ticks=ticks, crashes=1))
 
 
 def assert_breaks_exclusion(*programs: Classic | Ours, ticks: int) -> None:
     """Fail unless two of them come to run side by side on a dead classic lock."""
-    result = explore(World(*programs, store=DEAD_CLASSIC, ticks=ticks), [exclusion])
-    print(result)
-    assert result.broken == "exclusion"
+    assert_broken(World(*programs, store=DEAD_CLASSIC, ticks=ticks), "exclusion", [exclusion])
 
 
 def test_longer_lease_than_the_recipes_is_not_safe_beside_it():

@@ -7,108 +7,52 @@ import pytest
 
 from tests.model import DEEP, bound
 from tests.model.clients import Freed, LateCopy, Ours, Parent
-from tests.model.explorer import World, explore
+from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import SAFETY, fences_rise, slowest_acquire
 
 LONGEST = 5  # ticks: the longest lease below; rests and holds are shorter
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
 
 WORLDS = {
-    "two clients and two crashes": lambda: World(
-        Ours("a", tries=3), Ours("b", tries=3), ticks=bound(12, small=6, deep=20), crashes=2
-    ),
-    "three clients with unequal leases": lambda: World(
-        Ours("a", lease=2, tries=1 + DEEP),
-        Ours("b", lease=5),
-        Ours("c", lease=1),
-        ticks=bound(6, small=3, full=7, deep=9),
-        crashes=1 + DEEP,
-    ),
-    "renewals": lambda: World(
-        Ours("a", lease=2, beats=2),
-        Ours("b", lease=2, beats=1),
-        ticks=bound(7, small=5, full=8, deep=11),
-        crashes=1 + DEEP,
-    ),
-    "lost replies": lambda: World(
-        Ours("a", beats=1),
-        Ours("b", tries=1 + DEEP),
-        ticks=bound(5, small=3, full=6, deep=7),
-        crashes=1,
-        losses=2 + DEEP,
-    ),
-    "sends that take their time": lambda: World(
-        Ours("a", beats=1, slow_send=True),
-        Ours("b", slow_send=True),
-        ticks=bound(5, small=4, full=6, deep=9),
-        crashes=1 + DEEP,
-    ),
-    "copies that arrive late": lambda: World(
-        Ours("a"),
-        Ours("b", beats=DEEP),
-        LateCopy("acquire", 0),
-        LateCopy("release", 0),
-        ticks=bound(6, small=4, deep=8),
-        crashes=1,
-    ),
-    "a lock that rests": lambda: World(
-        Ours("a", lease=2, at_least_for=4, retries=1),
-        Ours("b", tries=2 + DEEP),
-        ticks=bound(6, small=3, full=7, deep=12),
-        crashes=1,
-        losses=1,
-    ),
-    "a lock held for retry, with a second delivery": lambda: World(
-        Ours("a", lease=2, hold=3, retries=1),
-        Ours("a", tries=1),
-        Ours("b", lease=2, tries=1 + DEEP),
-        ticks=bound(4, small=3, full=5, deep=7),
-        crashes=1,
-    ),
-    "a lock held for a retry that may be revoked": lambda: World(
-        Ours("a", lease=2, hold=3, retries=1 + DEEP),
-        Ours("b", tries=1 + DEEP),
-        Freed("a"),
-        ticks=bound(4, small=2, full=6, deep=7),
-        crashes=1,
-        losses=1,
-    ),
-    "death that can be proved": lambda: World(
-        Ours("a", at_least_for=2),
-        Ours("b", tries=2, proof=True),
-        Ours("c", tries=1 + DEEP, proof=True),
-        ticks=bound(4, small=2, deep=5),
-        crashes=2,
-    ),
-    "a worker parent": lambda: World(
-        Ours("a"), Ours("b", proof=True), Parent(0), ticks=bound(7, small=5, deep=9), crashes=2
-    ),
-}
+    "two clients and two crashes": lambda: World(Ours("a", tries=3), Ours("b", tries=3),
+        ticks=bound(12, small=6, deep=20), crashes=2),
+    "three clients with unequal leases": lambda: World(Ours("a", lease=2, tries=1 + DEEP), Ours("b", lease=5),
+        Ours("c", lease=1), ticks=bound(6, small=3, full=7, deep=9), crashes=1 + DEEP),
+    "renewals": lambda: World(Ours("a", lease=2, beats=2), Ours("b", lease=2, beats=1),
+        ticks=bound(7, small=5, full=8, deep=11), crashes=1 + DEEP),
+    "lost replies": lambda: World(Ours("a", beats=1), Ours("b", tries=1 + DEEP),
+        ticks=bound(5, small=3, full=6, deep=7), crashes=1, losses=2 + DEEP),
+    "sends that take their time": lambda: World(Ours("a", beats=1, slow_send=True), Ours("b", slow_send=True),
+        ticks=bound(5, small=4, full=6, deep=9), crashes=1 + DEEP),
+    "copies that arrive late": lambda: World(Ours("a"), Ours("b", beats=DEEP), LateCopy("acquire", 0),
+        LateCopy("release", 0), ticks=bound(6, small=4, deep=8), crashes=1),
+    "a lock that rests": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1),
+        Ours("b", tries=2 + DEEP), ticks=bound(6, small=3, full=7, deep=12), crashes=1, losses=1),
+    "a lock held for retry, with a second delivery": lambda: World(Ours("a", lease=2, hold=3, retries=1),
+        Ours("a", tries=1), Ours("b", lease=2, tries=1 + DEEP), ticks=bound(4, small=3, full=5, deep=7),
+        crashes=1),
+    "a lock held for a retry that may be revoked": lambda: World(Ours("a", lease=2, hold=3, retries=1 + DEEP),
+        Ours("b", tries=1 + DEEP), Freed("a"), ticks=bound(4, small=2, full=6, deep=7), crashes=1, losses=1),
+    "death that can be proved": lambda: World(Ours("a", at_least_for=2), Ours("b", tries=2, proof=True),
+        Ours("c", tries=1 + DEEP, proof=True), ticks=bound(4, small=2, deep=5), crashes=2),
+    "a worker parent": lambda: World(Ours("a"), Ours("b", proof=True), Parent(0),
+        ticks=bound(7, small=5, deep=9), crashes=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_lock_holds_in_every_interleaving(name):
     """No interleaving breaks a property, and from every state a lone client acquires in bounded time."""
     world = WORLDS[name]()
-    result = explore(world, SAFETY)
-    print(f"{name}: {result}")
-    assert not result.broken, str(result)
-    assert slowest_acquire(world.lock, result, LONGEST) <= LONGEST
+    assert slowest_acquire(world.lock, assert_holds(world, SAFETY), LONGEST) <= LONGEST
 
 
 def test_fences_rise_when_redis_loses_its_data():
     """Fences rise across a loss of all data, though exclusion does not survive it."""
-    result = explore(
-        World(
-            Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP), ticks=bound(5, small=3), wipes=1 + DEEP
-        ),
-        [fences_rise],
-    )
-    print(f"loss of data: {result}")
-    assert not result.broken, str(result)
+    clients = Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP)
+    assert_holds(World(*clients, ticks=bound(5, small=3), wipes=1 + DEEP), [fences_rise])
 
 
 def test_exclusion_does_not_survive_a_loss_of_data():
     """What is not promised: two holders after Redis lost its data."""
-    result = explore(World(Ours("a"), Ours("b"), ticks=3, wipes=1), SAFETY)
-    assert result.broken == "exclusion"
+    assert_broken(World(Ours("a"), Ours("b"), ticks=3, wipes=1), "exclusion", SAFETY)

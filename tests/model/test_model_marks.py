@@ -6,7 +6,7 @@ import pytest
 
 from tests.model import DEEP, bound
 from tests.model.clients import Call, Ours
-from tests.model.explorer import Client, Move, State, World, explore
+from tests.model.explorer import Client, Move, State, World, assert_holds
 from tests.model.properties import MARKS, slowest_publish
 
 QUEUE_LEASE = LEASE = 3
@@ -42,9 +42,7 @@ def test_marks_hold_in_every_interleaving(name):
         crashes=bound(1, small=0, deep=2),
         losses=1,
     )
-    result = explore(world, MARKS)
-    print(f"{name}: {result}")
-    assert not result.broken, str(result)
+    result = assert_holds(world, MARKS)
     # A key lives to the end of its last millisecond.
     longest = max(QUEUE_LEASE + options.get("countdown", 0), LEASE) + 1
     assert slowest_publish(world.lock, result, longest, until_done=until_done) <= longest
@@ -53,16 +51,8 @@ def test_marks_hold_in_every_interleaving(name):
 @pytest.mark.parametrize("until_done", [False, True])
 def test_marks_hold_beside_calls_without_marks(until_done):
     """A third call that has no mark excludes the others at run time, and leaves their marks alone."""
-    world = World(
-        call("a", until_done),
-        call("b", until_done),
-        Ours("c", tries=1),
-        ticks=bound(3, small=1, deep=5),
-        crashes=1,
-    )
-    result = explore(world, MARKS)
-    print(f"until_done={until_done}: {result}")
-    assert not result.broken, str(result)
+    programs = call("a", until_done), call("b", until_done), Ours("c", tries=1)
+    assert_holds(World(*programs, ticks=bound(3, small=1, deep=5), crashes=1), MARKS)
 
 
 class NeverSent(Call):
@@ -78,6 +68,5 @@ def test_publisher_that_dies_before_the_send_blocks_for_the_grace_lease(until_do
     """A mark whose message was never sent is gone after the grace lease; in one phase it would not be."""
     dead = NeverSent("a", until_done=until_done, queue_lease=QUEUE_LEASE, grace=grace)
     world = World(dead, ticks=2, crashes=1, losses=1)
-    result = explore(world, MARKS)
-    assert not result.broken, str(result)
+    result = assert_holds(world, MARKS)
     assert (slowest_publish(world.lock, result, GRACE + 1, until_done=until_done) <= GRACE + 1) == holds

@@ -1,28 +1,14 @@
 """Every property has teeth: each of these mistakes is found, by the property that it should break."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
 
+from tests.model import properties
 from tests.model.clients import Call, Classic, Freed, Ours
-from tests.model.explorer import DONE, TICK, Client, Move, Program, Property, State, World, explore
+from tests.model.explorer import DONE, TICK, Client, Move, Program, State, World, assert_broken, explore
 from tests.model.lock import Lock
-from tests.model.properties import (
-    entry_kept,
-    exclusion,
-    fences_rise,
-    mark_lasts,
-    no_false_loss,
-    no_ghost,
-    no_release_lost,
-    no_stale_release,
-    one_queued,
-    one_taker,
-    others_mark_kept,
-    slowest_acquire,
-    slowest_publish,
-)
 from tests.model.store import MS, Answer, Mark, Record, Store, task_of
 
 Kind = TypeVar("Kind")
@@ -44,14 +30,11 @@ def holder_of(store: Store, token: str) -> str:
     return store.record.token if isinstance(store.record, Record) else token
 
 
-def renews_for_anybody(lock: Lock, store: Store, now: int, *, token: str, **rest: Any) -> Answer:
+def for_anybody(verb: Callable[..., Answer]) -> Callable[..., Answer]:
     """As if the token were the holder's."""
-    return Lock.renew(lock, store, now, token=holder_of(store, token), **rest)
-
-
-def releases_for_anybody(lock: Lock, store: Store, now: int, *, token: str, **rest: Any) -> Answer:
-    """As if the token were the holder's."""
-    return Lock.release(lock, store, now, token=holder_of(store, token), **rest)
+    return lambda lock, store, now, *, token, **rest: verb(
+        lock, store, now, token=holder_of(store, token), **rest
+    )
 
 
 def never_takes_over(lock: Lock, store: Store, now: int, **rest: Any) -> Answer:
@@ -91,7 +74,7 @@ def marks_again_over_anothers(lock: Lock, store: Store, now: int, token: str, ag
 def marks_in_one_phase(call: Call, state: State, world: World) -> Answer:
     """The long lease at once, as if the message had been sent."""
     lease = call.queue_lease // MS
-    return world.verbs.mark(state.store, state.now, task_id=call.task, lease=lease, dedupe=call.dedupe)
+    return world.run("mark", state, task_id=call.task, lease=lease, dedupe=call.dedupe)
 
 
 class MarksAfterRelease(Call):
@@ -118,7 +101,7 @@ class FreesWhileItWaits(Call):
         return self._queued(me)._replace(at="waiving")
 
     def _when_waiving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.verbs.unmark(state.store, state.now, task_id=self.task)
+        store, reply = world.run("unmark", state, task_id=self.task)
         yield Move(self._queued(me), store, "unmark", self.task, reply)
 
 
@@ -161,7 +144,7 @@ def calls(until_done: bool, kind: type[Call] = Call, **options: Any) -> list[Cal
     return [kind(task, until_done=until_done, queue_lease=3, lease=2, **options) for task in "ab"]
 
 
-def mutant(must_break: Property, *programs: Program, **options: Any) -> tuple[Property, World]:
+def mutant(must_break: str, *programs: Program, **options: Any) -> tuple[str, World]:
     """What the mistake breaks, and where: options are of the world, or methods that the lock has instead."""
     methods = {name: options.pop(name) for name in list(options) if hasattr(Lock, name)}
     return must_break, World(*programs, lock=wrong(**methods), **options)
@@ -170,128 +153,80 @@ def mutant(must_break: Property, *programs: Program, **options: Any) -> tuple[Pr
 A, B = Ours("a"), Ours("b")
 BELIEVES_THE_VALUE = {"record_decides": believes_the_value, "store": DEAD_CLASSIC}
 MUTANTS = {
-    "release without owner check": mutant(no_stale_release, A, B, release=releases_for_anybody, ticks=6),
-    "renewal without owner check": mutant(
-        entry_kept, Ours("a", beats=1), B, renew=renews_for_anybody, ticks=6
-    ),
-    "renewal revives an expired lease": mutant(
-        entry_kept, Ours("a", beats=1, lease=1), Classic(timeout=1), may_still_renew=lambda *_: True, ticks=8
-    ),
-    "take-over one tick early": mutant(
-        exclusion, A, B, is_past=lambda _, now, deadline: now >= deadline - TICK, ticks=6
-    ),
-    "acquire in two round trips": mutant(
-        one_taker, TwoRoundTrips("a"), TwoRoundTrips("b"), Ours("c"), ticks=5, crashes=1
-    ),
-    "fence by INCR": mutant(fences_rise, A, B, next_fence=lambda _, n, now: n + 1, ticks=6, wipes=1),
-    "fence by INCR, record expired": mutant(fences_rise, A, B, next_fence=lambda _, n, now: n + 1, ticks=8),
-    "release keeps the lock": mutant(no_release_lost, A, release=keeps_the_lock, ticks=2),
-    "no deadline check after acquire": mutant(
-        exclusion, changed(Ours, may_enter=lambda *_: True)("a"), B, ticks=6
-    ),
-    "lease counted from the reply": mutant(exclusion, CountsFromReply("a"), B, ticks=6),
-    "deadline rounded down": mutant(
-        exclusion,
-        Ours("a", lease=3),
-        Classic(timeout=1, tries=2, strict=False),
-        value_of=lambda _, deadline: str(deadline // 1000000),
-        ticks=8,
-    ),
-    "proof of death of anybody": mutant(
-        exclusion,
-        A,
-        Ours("b", proof=True),
-        Ours("c", proof=True),
-        proves_death=lambda _, record, dead: dead != "" and record.state == "running",
-        ticks=3,
-        crashes=1,
-    ),
-    "proof of death of a lock that rests": mutant(
-        entry_kept,
-        Ours("a", at_least_for=4),
-        Ours("b", proof=True),
-        proves_death=lambda _, record, dead: dead != "" and record.token == dead,
-        ticks=3,
-        crashes=1,
-        losses=1,
-    ),
-    "rest ignored": mutant(
-        entry_kept,
-        Ours("a", at_least_for=4),
-        B,
-        passes_rest=lambda _, record, token: record.state == "resting",
-        ticks=4,
-    ),
-    "hold resumed by the same attempt": mutant(
-        entry_kept, Ours("a", hold=3, retries=1), A, resumes=resumes_any_attempt, ticks=4
-    ),
-    "another's hold freed": mutant(
-        no_stale_release, Ours("a", hold=3, retries=1), Freed("b"), free=frees_any_hold, ticks=4
-    ),
-    "no repair: release lost": mutant(
-        no_release_lost, Ours("a", lease=4), *classics(), **BELIEVES_THE_VALUE, ticks=8
-    ),
-    "no repair: told lost": mutant(
-        no_false_loss, Ours("a", lease=4, beats=1), *classics(), **BELIEVES_THE_VALUE, ticks=8
-    ),
-    "no repair: two holders": mutant(
-        exclusion, Ours("a", lease=8), Classic(timeout=1), B, **BELIEVES_THE_VALUE, ticks=12
-    ),
-    "mark deleted by another": mutant(
-        others_mark_kept, *calls(False), Ours("c"), ends_mark=lambda *_: True, ticks=5
-    ),
-    "mark over another's": mutant(others_mark_kept, *calls(False), may_mark=lambda *_: True, ticks=2),
-    "mark beside the running": mutant(one_queued, *calls(True), executes_a_task=lambda *_: False, ticks=2),
-    "mark kept by the start": mutant(no_ghost, *calls(False), ends_mark=lambda *_: False, ticks=2),
-    "mark not written back": mutant(
-        one_queued,
-        *calls(True, MarksAfterRelease, retries=1),
-        marked_again=lambda _, store, *rest: store,
-        ticks=3,
-    ),
-    "mark written back over another's": mutant(
-        others_mark_kept, *calls(True, retries=1), marked_again=marks_again_over_anothers, ticks=3
-    ),
-    "lapsed mark extended": mutant(
-        no_ghost,
-        *calls(False),
-        may_extend=lambda _, mark, task_id: mark is None or mark.task_id == task_id,
-        ticks=2,
-    ),
-    "mark shortened": mutant(
-        mark_lasts, *calls(True, retries=1, countdown=3), longer=lambda _, mark, new: new, ticks=5
-    ),
-    "another's mark extended": mutant(
-        others_mark_kept, *calls(False), may_extend=lambda _, mark, task_id: mark is not None, ticks=2
-    ),
-    "another's mark freed": mutant(others_mark_kept, *calls(False), may_unmark=lambda *_: True, ticks=3),
-    "mark in one phase": mutant(
-        no_ghost, *calls(False, changed(Call, mark=marks_in_one_phase)), ticks=3, crashes=1
-    ),
-    "mark written back after the release": mutant(
-        one_queued, *calls(True, MarksAfterRelease, retries=1), ticks=3
-    ),
-    "mark kept by the skipped": mutant(
-        no_ghost, *calls(False, changed(Call, after_conflict=lambda *_: DONE)), Ours("c", tries=1), ticks=2
-    ),
-    "mark freed by the waiting": mutant(mark_lasts, *calls(False, FreesWhileItWaits), ticks=2),
-}
+    "release without owner check": mutant("no_stale_release", A, B,
+        release=for_anybody(Lock.release), ticks=6),
+    "renewal without owner check": mutant("entry_kept", Ours("a", beats=1), B,
+        renew=for_anybody(Lock.renew), ticks=6),
+    "renewal revives an expired lease": mutant("entry_kept", Ours("a", beats=1, lease=1), Classic(timeout=1),
+        may_still_renew=lambda *_: True, ticks=8),
+    "take-over one tick early": mutant("exclusion", A, B,
+        is_past=lambda _, now, deadline: now >= deadline - TICK, ticks=6),
+    "acquire in two round trips": mutant("one_taker", TwoRoundTrips("a"), TwoRoundTrips("b"), Ours("c"),
+        ticks=5, crashes=1),
+    "fence by INCR": mutant("fences_rise", A, B, next_fence=lambda _, n, now: n + 1, ticks=6, wipes=1),
+    "fence by INCR, record expired": mutant("fences_rise", A, B, next_fence=lambda _, n, now: n + 1, ticks=8),
+    "release keeps the lock": mutant("no_release_lost", A, release=keeps_the_lock, ticks=2),
+    "no deadline check after acquire": mutant("exclusion", changed(Ours, may_enter=lambda *_: True)("a"), B,
+        ticks=6),
+    "lease counted from the reply": mutant("exclusion", CountsFromReply("a"), B, ticks=6),
+    "deadline rounded down": mutant("exclusion", Ours("a", lease=3),
+        Classic(timeout=1, tries=2, strict=False), value_of=lambda _, deadline: str(deadline // 1000000),
+        ticks=8),
+    "proof of death of anybody": mutant("exclusion", A, Ours("b", proof=True), Ours("c", proof=True),
+        proves_death=lambda _, record, dead: dead != "" and record.state == "running", ticks=3, crashes=1),
+    "proof of death of a lock that rests": mutant("entry_kept", Ours("a", at_least_for=4),
+        Ours("b", proof=True), proves_death=lambda _, record, dead: dead != "" and record.token == dead,
+        ticks=3, crashes=1, losses=1),
+    "rest ignored": mutant("entry_kept", Ours("a", at_least_for=4), B,
+        passes_rest=lambda _, record, token: record.state == "resting", ticks=4),
+    "hold resumed by the same attempt": mutant("entry_kept", Ours("a", hold=3, retries=1), A,
+        resumes=resumes_any_attempt, ticks=4),
+    "another's hold freed": mutant("no_stale_release", Ours("a", hold=3, retries=1), Freed("b"),
+        free=frees_any_hold, ticks=4),
+    "no repair: release lost": mutant("no_release_lost", Ours("a", lease=4), *classics(),
+        **BELIEVES_THE_VALUE, ticks=8),
+    "no repair: told lost": mutant("no_false_loss", Ours("a", lease=4, beats=1), *classics(),
+        **BELIEVES_THE_VALUE, ticks=8),
+    "no repair: two holders": mutant("exclusion", Ours("a", lease=8), Classic(timeout=1), B,
+        **BELIEVES_THE_VALUE, ticks=12),
+    "mark deleted by another": mutant("others_mark_kept", *calls(False), Ours("c"), ends_mark=lambda *_: True,
+        ticks=5),
+    "mark over another's": mutant("others_mark_kept", *calls(False), may_mark=lambda *_: True, ticks=2),
+    "mark beside the running": mutant("one_queued", *calls(True), executes_a_task=lambda *_: False, ticks=2),
+    "mark kept by the start": mutant("no_ghost", *calls(False), ends_mark=lambda *_: False, ticks=2),
+    "mark not written back": mutant("one_queued", *calls(True, MarksAfterRelease, retries=1),
+        marked_again=lambda _, store, *rest: store, ticks=3),
+    "mark written back over another's": mutant("others_mark_kept", *calls(True, retries=1),
+        marked_again=marks_again_over_anothers, ticks=3),
+    "lapsed mark extended": mutant("no_ghost", *calls(False),
+        may_extend=lambda _, mark, task_id: mark is None or mark.task_id == task_id, ticks=2),
+    "mark shortened": mutant("mark_lasts", *calls(True, retries=1, countdown=3),
+        longer=lambda _, mark, new: new, ticks=5),
+    "another's mark extended": mutant("others_mark_kept", *calls(False),
+        may_extend=lambda _, mark, task_id: mark is not None, ticks=2),
+    "another's mark freed": mutant("others_mark_kept", *calls(False), may_unmark=lambda *_: True, ticks=3),
+    "mark in one phase": mutant("no_ghost", *calls(False, changed(Call, mark=marks_in_one_phase)), ticks=3,
+        crashes=1),
+    "mark written back after the release": mutant("one_queued", *calls(True, MarksAfterRelease, retries=1),
+        ticks=3),
+    "mark kept by the skipped": mutant("no_ghost",
+        *calls(False, changed(Call, after_conflict=lambda *_: DONE)), Ours("c", tries=1), ticks=2),
+    "mark freed by the waiting": mutant("mark_lasts", *calls(False, FreesWhileItWaits), ticks=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_killed(name):
     """The mistake breaks its property."""
     must_break, world = MUTANTS[name]
-    result = explore(world, [must_break])
-    print(f"{name}: {result}")
-    assert result.broken == must_break.__name__
+    assert_broken(world, must_break, [getattr(properties, must_break)])
 
 
 def test_mutant_that_never_takes_over_is_killed():
     """Without take-over a dead lock is not acquired within its lease."""
     for lock, holds in ((Lock(), True), (wrong(acquire=never_takes_over), False)):
         world = World(Ours("a", lease=3), Ours("b", lease=3), lock=lock, ticks=4, crashes=1)
-        assert (slowest_acquire(lock, explore(world, []), 3) <= 3) == holds
+        assert (properties.slowest_acquire(lock, explore(world, []), 3) <= 3) == holds
 
 
 @pytest.mark.parametrize("until_done", [False, True])
@@ -299,4 +234,4 @@ def test_mutant_that_marks_for_ever_is_killed(until_done):
     """A mark without a lease blocks its key for ever once the call is lost."""
     lock = wrong(mark_of=lambda _, task_id, now, lease: Mark(task_id, None))
     world = World(*calls(until_done), lock=lock, ticks=4, crashes=1)
-    assert slowest_publish(world.lock, explore(world, []), 1_000, until_done=until_done) > 1_000
+    assert properties.slowest_publish(world.lock, explore(world, []), 1_000, until_done=until_done) > 1_000

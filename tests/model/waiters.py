@@ -70,52 +70,32 @@ class Scene(NamedTuple):
 
 
 Step = tuple[Event, Scene]
+Answered = tuple[Scene, tuple[Any, ...]]
 
 
 @dataclass(eq=False)
 class Waiters:
-    """Calls of one key, each published at the start, and how much may go wrong.
+    """Calls of one key, each published at the start, and how much may go wrong."""
 
-    Args:
-        tasks: The calls' ids, a letter each.
-        slots: How many workers there are. Defaults to 2.
-        late: Whose messages are acknowledged late. Defaults to nobody's.
-        retries: How often a call retries itself. Defaults to no call ever.
-        couriers: Whether couriers are delivered. Defaults to yes; without them only wake-ups move the line.
-        linger: Whether a call may ask again in its slot before it is parked. Defaults to no.
-        rests: Whether the lock rests after each run. Defaults to no.
-        proof: Whether the death of a holder may be proved. Defaults to no.
-        parents: Whether a worker's parent may survive its child, and free its lock. Defaults to no.
-        watch: Whether one courier watches for the whole line. Defaults to no.
-        crashes: How many workers may be killed.
-        wipes: How often Redis may lose its data.
-        late_wakes: How often a lock that is kept for a call may expire though the call is on its way.
-        lapses: How often the lease of a living holder may end.
-        revokes: How many woken calls may be revoked (or expire, or end with another's result).
-        seconds: How often a message may be delivered again while its first delivery runs.
-        early_seconds: Whether that may be while the first is being parked. Defaults to no.
-        lock: The verbs. Defaults to the model's own; a mutant replaces them.
-    """
-
-    tasks: str
+    tasks: str  # their ids, a letter each
     _: KW_ONLY
-    slots: int = 2
-    late: str = ""
-    retries: Mapping[str, int] = field(default_factory=dict)
-    couriers: bool = True
-    linger: bool = False
-    rests: bool = False
-    proof: bool = False
-    parents: bool = False
-    watch: bool = False
-    crashes: int = 0
-    wipes: int = 0
-    late_wakes: int = 0
-    lapses: int = 0
-    revokes: int = 0
-    seconds: int = 0
-    early_seconds: bool = False
-    lock: Lock = field(default_factory=Lock)
+    slots: int = 2  # workers
+    late: str = ""  # whose messages are acknowledged late
+    retries: Mapping[str, int] = field(default_factory=dict)  # how often a call retries itself
+    couriers: bool = True  # are delivered; without them only wake-ups move the line
+    linger: bool = False  # a call may ask again in its slot before it is parked
+    rests: bool = False  # the lock, after each run
+    proof: bool = False  # the death of a holder may be proved
+    parents: bool = False  # a worker's parent may survive its child, and free its lock
+    watch: bool = False  # one courier watches for the whole line
+    crashes: int = 0  # workers that may be killed
+    wipes: int = 0  # how often Redis may lose its data
+    late_wakes: int = 0  # how often a lock kept for a call may expire though the call is on its way
+    lapses: int = 0  # how often the lease of a living holder may end
+    revokes: int = 0  # woken calls that may be revoked (or expire, or end with another's result)
+    seconds: int = 0  # how often a message may be delivered again while its first delivery runs
+    early_seconds: bool = False  # that may be while the first is being parked
+    lock: Lock = field(default_factory=Lock)  # a mutant replaces its verbs
 
     def __post_init__(self) -> None:
         self.delivers_again = {"inside", "leaves", "wakes", "stores"}
@@ -253,8 +233,7 @@ class Waiters:
             "attempt": message.attempt,
         }
         for dead in self._proofs(scene):
-            store, reply = self._acquired(scene, token, dead, **details)
-            after = scene._replace(store=store)
+            after, reply = self._acquired(scene, token, dead, **details)
             fate = self._fate(scene, message)
             if reply[0] == "stale":
                 yield _event(message, "is dropped", token, reply), after
@@ -275,9 +254,9 @@ class Waiters:
         """
         return bool(message.again) or (message.copy != ORIGINAL and message.task in self.late)
 
-    def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answer:
-        keys, asked = scene.store, {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
-        return self.acquire(keys, **asked, dead=dead, line=True, **details)
+    def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answered:
+        asked = {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
+        return _answered(scene, self.acquire, **asked, dead=dead, line=True, **details)
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
@@ -346,8 +325,7 @@ class Waiters:
 
     def _parks(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
-        store, reply = self._parked(scene, message, message.copy, self.call_of(message))
-        after = scene._replace(store=store)
+        after, reply = self._parked(scene, message, message.copy, self.call_of(message))
         goes_on = reply[0] != "stale" and self.is_free(scene.store)
         if reply[0] == "handed":
             after = self.taken_to_ask_still(after, message)
@@ -376,22 +354,14 @@ class Waiters:
         """Whether a call that has parked is to let the line go on itself."""
         return _is_free(store)
 
-    def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answer:
-        return self.park(
-            scene.store,
-            task=message.task,
-            attempt=message.attempt,
-            copy=copy,
-            since=self._since(scene, message),
-            call=call,
-            remember=REMEMBER_MS,
-            watch=LEASE if self.watch else 0,
-        )
+    def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answered:
+        about = {"task": message.task, "attempt": message.attempt, "since": self._since(scene, message)}
+        watch = LEASE if self.watch else 0
+        return _answered(scene, self.park, **about, copy=copy, call=call, remember=REMEMBER_MS, watch=watch)
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
         """A courier comes."""
-        store, reply = self._parked(scene, courier, "", courier.copy)
-        after = scene._replace(store=store)
+        after, reply = self._parked(scene, courier, "", courier.copy)
         if self.courier_ends(reply):
             yield _event(courier, "ends", "", reply), after
         elif reply[0] == "new" and self._fate(scene, courier) == "ended":
@@ -411,8 +381,8 @@ class Waiters:
         return reply[0] != "handed" and (_is_free(scene.store) or len(self._proofs(scene)) > 1)
 
     def _cleans(self, scene: Scene, process: Process) -> Iterator[Step]:
-        store, reply = self._left(scene, process.message, "c")
-        yield _event(process.message, "leaves the line", "", reply), scene._replace(store=store)
+        after, reply = self._left(scene, process.message, "c")
+        yield _event(process.message, "leaves the line", "", reply), after
 
     def _returns(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield _event(process.message, "will come again"), _sent(scene, process.message)
@@ -420,16 +390,12 @@ class Waiters:
     def _goes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         token = _new_token(scene, "c")
         for dead in self._proofs(scene):
-            store, reply = self._acquired(scene, token, dead)
-            after = scene._replace(store=store)
+            after, reply = self._acquired(scene, token, dead)
             if reply[0] == "held":
                 yield _event(process.message, "finds it held", token, reply), self._finished(after, process)
             else:
                 holds = process._replace(at="lets_go", token=token)
                 yield _event(process.message, "lets the line go on", token, reply), _with(after, holds)
-
-    def _lets_go(self, scene: Scene, process: Process) -> Iterator[Step]:
-        yield from self._releases(scene, process)
 
     def _inside(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
@@ -448,20 +414,9 @@ class Waiters:
         process = process._replace(then="stores" if message.task in self.late else "ends")
         yield from self._releases(scene, process, START + LEASE if self.rests else 0)
 
-    def _frees(self, scene: Scene, process: Process) -> Iterator[Step]:
-        """A parent gives back what its dead child held."""
-        yield from self._releases(scene, process)
-
     def _releases(self, scene: Scene, process: Process, rest_until: int = 0) -> Iterator[Step]:
-        store, reply = self.release(
-            scene.store,
-            token=process.token,
-            rest_until=rest_until,
-            remember=REMEMBER_MS,
-            hand_over=LEASE,
-            line=True,
-        )
-        after = scene._replace(store=store)
+        about = {"token": process.token, "rest_until": rest_until, "hand_over": LEASE}
+        after, reply = _answered(scene, self.release, **about, remember=REMEMBER_MS, line=True)
         heir, call = reply[3:5]
         if heir and call:
             call = "nudge" if reply[0] == "resting" else call
@@ -469,6 +424,9 @@ class Waiters:
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
+
+    _lets_go = _releases
+    _frees = _releases  # a parent gives back what its dead child held
 
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
         what = f"wakes {process.heir}"
@@ -495,8 +453,7 @@ class Waiters:
     def _quits(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A woken call that need not run leaves the line."""
         message = process.message
-        store, reply = self._left(scene, message, message.copy)
-        after = scene._replace(store=store)
+        after, reply = self._left(scene, message, message.copy)
         if reply[0] != "stale":
             after = self._fated(after, message, "ended")
         if self.passes_on(reply):
@@ -507,15 +464,14 @@ class Waiters:
         """Whether a call that has left the line is to hand a lock to the next one."""
         return bool(reply[0] == "handed")
 
-    def _left(self, scene: Scene, message: Message, copy: str) -> Answer:
+    def _left(self, scene: Scene, message: Message, copy: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "copy": copy}
-        return self.leave(scene.store, **about, remember=REMEMBER_MS)
+        return _answered(scene, self.leave, **about, remember=REMEMBER_MS)
 
     def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
         token = _new_token(scene, f"{message.task}|{message.attempt}|")
-        store, reply = self._acquired(scene, token, "", copy=message.copy, attempt=message.attempt)
-        after = scene._replace(store=store)
+        after, reply = self._acquired(scene, token, "", copy=message.copy, attempt=message.attempt)
         if reply[0] not in ("held", "stale"):
             after = _with(after, process._replace(at="lets_go", token=token))
         yield _event(message, "passes it on", token, reply), after
@@ -637,6 +593,11 @@ def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
         waiting = [waiter for _, waiter in store.line.places if calls.get(waiter) != _lingers(OVER)]
         return bool(event.reply[3] == waiting[0])
     return True
+
+
+def _answered(scene: Scene, verb: Callable[..., Answer], **arguments: Any) -> Answered:
+    store, reply = verb(scene.store, **arguments)
+    return scene._replace(store=store), reply
 
 
 def _is_free(store: Store) -> bool:

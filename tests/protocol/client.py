@@ -245,33 +245,19 @@ class Record:
 
 @dataclass
 class FullClient:
-    """A client that runs the scripts: the steps of "A full client".
-
-    Attributes:
-        server: The server.
-        lock: The lock's name.
-        lease_us: The lease.
-        info: What the record says of this client.
-        is_task_lock: Whether the lock is a task's, with a line and a mark beside it.
-        clock: A monotonic clock, in seconds.
-        token: The proof of being the holder, once it tried.
-        fence: The fence, once it holds the lock.
-        relies_until: When it must stop relying on the lock, by its clock.
-        dead: The record of the holder from whom the lock was taken over.
-        deadline_us: The deadline that was read last.
-    """
+    """A client that runs the scripts: the steps of "A full client"."""
 
     server: Server
     lock: str
     lease_us: int = 30_000_000
-    info: Mapping[str, Any] = field(default_factory=dict)
-    is_task_lock: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)  # what the record says of this client
+    is_task_lock: bool = False  # with a line and a mark beside it
     clock: Callable[[], float] = time.monotonic
-    token: str = ""
+    token: str = ""  # the proof of being the holder, once it tried
     fence: int = 0
-    relies_until: float = 0.0
-    dead: Record | None = None
-    deadline_us: int = 0
+    relies_until: float = 0.0  # when it must stop relying on the lock, by its clock
+    dead: Record | None = None  # of the holder from whom the lock was taken over
+    deadline_us: int = 0  # that was read last
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -335,23 +321,17 @@ class FullClient:
 
 @dataclass
 class ClassicClient:
-    """A client of the recipe: the steps of "A classic client".
-
-    Attributes:
-        server: The server.
-        lock: The lock's name.
-        timeout_s: The timeout T.
-        until: The second that it wrote.
-    """
+    """A client of the recipe: the steps of "A classic client"."""
 
     server: Server
     lock: str
-    timeout_s: int = 10
-    until: int = 0
+    timeout_s: int = 10  # the page's T
+    until: int = 0  # the second that it wrote
+    clock: Callable[[], float] | None = None  # in seconds; None: the server's
 
     def acquire(self) -> bool:
         """Steps 1 to 3, once."""
-        now = self.server.time() // 1_000_000
+        now = self._now()
         self.until = now + self.timeout_s + 1
         if self.server.ask("SETNX", self.lock, self.until) == 1:
             return True
@@ -363,8 +343,11 @@ class ClassicClient:
 
     def release(self) -> None:
         """Step 4."""
-        if self.server.time() // 1_000_000 < self.until - 1:
+        if self._now() < self.until - 1:
             self.server.ask("DEL", self.lock)
+
+    def _now(self) -> int:
+        return int(self.clock() if self.clock else self.server.time() // 1_000_000)
 
 
 class Producer:
