@@ -69,6 +69,11 @@ class Journal:
 
         return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}")
 
+    def reached(self, what: str, result: Any) -> Any:
+        """The result of a call, once this has happened to it."""
+        self.wait_for(what, task_id=result.id)
+        return result
+
 
 class Worker:
     """A `celery worker` process, started and ready; `conf` goes over the settings of its app."""

@@ -36,8 +36,7 @@ def answer_beside(deploy: Deploy, stage: str, other: str, account: str, gates: A
 
     found = str(wait_until(word, f"what becomes of {second}"))
     assert not deploy.journal.entries(what="end", task_id=first)
-    gates(account)
-    gates(account)
+    gates(account, 2)
     deploy.answers()
     return found
 

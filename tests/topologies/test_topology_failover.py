@@ -209,8 +209,7 @@ def test_lost_write_costs_exclusion_and_the_first_holder_is_told(
 
     (lost,) = journal.wait_for("lost", task_id=first.id)
     assert lost["fence"] == start["fence"]
-    gates(name)
-    gates(name)
+    gates(name, 2)
     with pytest.raises(Exception, match="is lost"):
         first.get(timeout=10)
     assert second.get(timeout=10) == name
