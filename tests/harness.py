@@ -69,9 +69,9 @@ class Journal:
 
         return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}")
 
-    def reached(self, what: str, result: Any) -> Any:
-        """The result of a call, once this has happened to it."""
-        self.wait_for(what, task_id=result.id)
+    def reached(self, what: str, result: Any, count: int = 1) -> Any:
+        """The result of a call, once this has happened to it that often."""
+        self.wait_for(what, count, task_id=result.id)
         return result
 
 

@@ -261,7 +261,7 @@ def test_call_that_expires_in_the_queue(busy, tasks, shop):
 def test_task_that_is_ignored(busy, tasks, shop, journal):
     """Their lock stays; ours is released."""
     for kind in (tasks.once, tasks.lone, tasks.ours):
-        result = journal.reached("postrun", kind.ignored.delay("quiet"))
+        journal.reached("postrun", kind.ignored.delay("quiet"))
     assert lock_of(shop, ONCE) is not None
     assert lock_of(shop, LONE) is not None
     assert tasks.ours.ignored.locked("quiet") is None
@@ -271,7 +271,7 @@ def test_task_that_is_ignored(busy, tasks, shop, journal):
 def test_argument_that_json_changes(busy, tasks, shop, journal):
     """celery-once's lock of a tuple stays after the end; ours is that of the list."""
     for kind in (tasks.once, tasks.ours):
-        result = journal.reached("postrun", kind.work.delay((1, 2)))
+        journal.reached("postrun", kind.work.delay((1, 2)))
     assert lock_of(shop, ONCE) is not None
     with pytest.raises(AlreadyQueued):
         tasks.once.work.delay((1, 2))

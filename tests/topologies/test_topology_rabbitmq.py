@@ -26,7 +26,7 @@ from tests.topologies.rabbitmq import RabbitMQ
 
 QUEUE_LEASE_S = 3600
 RETRY = {"on_conflict": "retry", "retry_delay": 1, "retry_delay_max": 1}
-WAIT, JOIN = {"on_conflict": "wait"}, {"on_conflict": "join"}
+WAIT = {"on_conflict": "wait"}
 LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
 QUORUM = {
     "task_default_queue_type": "quorum",
@@ -139,7 +139,7 @@ def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
 
 
 def test_conflict_may_be_skipped_or_end_with_max_wait(tasks, journal, gates, name):
-    """One call ends at once, successfully, and names the first; one with LockTimeout while that still runs."""
+    """One call ends at once with success, and names the first; one with LockTimeout while that still runs."""
     first = journal.reached("start", tasks.work.delay(name))
     skipped = tasks.work.delay(name).get(timeout=20)
     assert is_skipped(skipped)
@@ -181,11 +181,9 @@ def test_call_that_waited_is_unchanged(tasks, shared, kind, journal, gates, name
 def test_call_waits_again_and_again(tasks, journal, gates, name):
     """A wait of 3 s takes two of the delaying queues, and the next wait the same two."""
     first = journal.reached("start", tasks.paced.delay(name))
-    second = tasks.paced.delay(name)
-    journal.wait_for("conflict", 2, task_id=second.id)
+    second = journal.reached("conflict", tasks.paced.delay(name), 2)
     gates(name, 2)
-    assert first.get(timeout=20) == name
-    assert second.get(timeout=20) == name
+    assert [first.get(timeout=20), second.get(timeout=20)] == [name] * 2
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])
@@ -200,9 +198,10 @@ def test_retry_of_its_own(tasks, journal, hold):
     one_at_a_time(journal, "a", 2 if hold else 3)
 
 
-def test_call_marked_until_started_is_marked_through_its_countdown(tasks, locks, journal, gates, name):
-    """The mark lasts for the queue lease beyond the countdown, and ends with the start."""
-    options = {"countdown": 2, "singleton": {"dedupe": "until_started"}}
+@pytest.mark.parametrize("dedupe", ["until_started", "until_done"])
+def test_call_is_marked_through_its_countdown(tasks, locks, journal, gates, name, dedupe):
+    """For the queue lease beyond the countdown; equal calls are duplicates until the start, or the end."""
+    options = {"countdown": 2, "singleton": {"dedupe": dedupe}}
     began = time.monotonic()
     first = tasks.once.apply_async([name], **options)
     mark = f"{tasks.once.lock_key(name)}:queued"
@@ -212,20 +211,11 @@ def test_call_marked_until_started_is_marked_through_its_countdown(tasks, locks,
     assert (again.deduplicated, again.id) == (True, first.id)
     journal.wait_for("start", task_id=first.id)
     assert not locks.exists(mark)
-    gates(name)
+    if dedupe == "until_done":  # by then its lock says so
+        assert tasks.once.delay(name).deduplicated
+    gates(name, 2)
     assert first.get(timeout=20) == name
-
-
-def test_call_marked_until_done_is_marked_through_countdown_and_run(tasks, locks, journal, gates, name):
-    """An equal call is a duplicate until the end."""
-    first = tasks.once.apply_async([name], countdown=2)
-    assert tasks.once.delay(name).deduplicated
-    journal.wait_for("start", task_id=first.id)
-    assert tasks.once.delay(name).deduplicated
-    gates(name)
-    assert first.get(timeout=20) == name
-    assert not locks.exists(f"{tasks.once.lock_key(name)}:queued")
-    gates(name)
+    assert not locks.exists(mark)
     afterwards = tasks.once.delay(name)
     assert not afterwards.deduplicated
     assert afterwards.get(timeout=20) == name
@@ -316,7 +306,9 @@ def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, lo
 def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, name):
     """Three join one that runs: a single body, and every call has its result."""
     first = journal.reached("start", tasks.work.delay(name))
-    joining = [tasks.work.apply_async([name, number], singleton=JOIN) for number in range(3)]
+    joining = [
+        tasks.work.apply_async([name, number], singleton={"on_conflict": "join"}) for number in range(3)
+    ]
     wait_for_waiters(tasks, name, 3)
     gates(name)
     assert [call.get(timeout=20) for call in (first, *joining)] == [name] * 4
