@@ -44,10 +44,7 @@ VARIES = {
 }
 # How many of its calls are duplicates depends on how fast the worker is; that they add up, it checks itself.
 VARIES_IN = {
-    "fan_out": {
-        r"(?<![\d,])\d{1,3}(,\d{3})*(?![\d,])(?! calls| in all)": "<number>",
-        r" +(?=<elapsed>)": " ",
-    }
+    "fan_out": {r"(?<![\d,])\d{1,3}(,\d{3})*(?![\d,])(?! calls| in all)": "<number>", r" +(?=<elapsed>)": " "}
 }
 
 
