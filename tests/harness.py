@@ -62,14 +62,21 @@ class Journal:
         """What happened to one task, in order."""
         return [entry["what"] for entry in self.entries(task_id=task_id)]
 
-    def wait_for(self, what: str, count: int = 1, **wanted: Any) -> list[dict[str, Any]]:
+    def wait_for(
+        self, what: str, count: int = 1, deadline_s: float = DEADLINE_S, **wanted: Any
+    ) -> list[dict[str, Any]]:
         """The entries, once there are that many."""
 
         def enough() -> list[dict[str, Any]]:
             found = self.entries(what=what, **wanted)
             return found if len(found) >= count else []
 
-        return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}")
+        return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}", deadline_s)
+
+    def reached(self, what: str, result: Any, count: int = 1) -> Any:
+        """The result of a call, once this has happened to it that often."""
+        self.wait_for(what, count, task_id=result.id)
+        return result
 
 
 class Worker:

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from celery_setnx import SetnxLock
-from tests.harness import CONF, Journal, wait_until
+from tests.harness import CONF, Journal, Worker, wait_until
 
 QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
@@ -21,7 +21,7 @@ DEADLINE_S = 30.0
 _SENDS = "Scheduler: Sending due task"
 
 
-class Beat:
+class Beat(Worker):
     """A `celery beat` process with a schedule file and a log of its own, which outlive its death."""
 
     def __init__(
@@ -36,6 +36,7 @@ class Beat:
         **conf: Any,
     ) -> None:
         self.log = directory / f"{name}.log"
+        self.log.touch()
         self._command = [
             sys.executable, "-m", "celery", "-A", app, "beat", "-l", level, "--pidfile=",
             "-s", str(directory / f"{name}.schedule"), *(["-S", scheduler] if scheduler else []),
@@ -55,28 +56,20 @@ class Beat:
                 env=self._environment,
                 start_new_session=True,
             )
-        wait_until(lambda: self._has_started(lines), f"beat started; its log: {self.log}", DEADLINE_S)
 
-    def _has_started(self, lines: int) -> bool:
-        if self.process.poll() is not None:
-            return True
-        return self.log_text().count("beat: Starting") > lines
+        def has_started() -> bool:
+            return self.process.poll() is not None or self.log_text().count("beat: Starting") > lines
+
+        wait_until(has_started, f"beat started; its log: {self.log}", DEADLINE_S)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def log_text(self) -> str:
-        """All it has logged so far."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
     def wait_for_log(self, text: str, count: int = 1) -> str:
         """The log, once it holds the text so many times."""
-        return wait_until(
-            lambda: self.log_text().count(text) >= count and self.log_text(),
-            f"{count} x {text!r} in {self.log}",
-            DEADLINE_S,
-        )
+        found = f"{count} x {text!r} in {self.log}"
+        return wait_until(lambda: self.log_text().count(text) >= count and self.log_text(), found, DEADLINE_S)
 
     def sent(self) -> int:
         """How many calls it has begun to send."""
@@ -89,11 +82,6 @@ class Beat:
         """
         since = self.log_text().rpartition(_SENDS)[2]
         return self.sent() > sent and self.sent() % entries == 0 and "beat: Waking up" in since
-
-    def kill(self) -> None:
-        """kill -9."""
-        os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait()
 
     def freeze(self) -> None:
         """Stop it as SIGSTOP does, until `thaw`."""
@@ -142,12 +130,7 @@ class Beats:
 
     def wait_for_leader(self, but: Beat | None = None) -> Beat:
         """A leader other than this one."""
-
-        def found() -> Beat | None:
-            leader = self.leader()
-            return None if leader is None or leader is but else leader
-
-        return wait_until(found, "a leader", DEADLINE_S)
+        return wait_until(lambda: (leader := self.leader()) is not but and leader, "a leader", DEADLINE_S)
 
     def ticks(self, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
         """What has been published of an entry, in order."""
@@ -155,16 +138,12 @@ class Beats:
 
     def wait_for_ticks(self, count: int, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
         """The publications of an entry, once there are so many."""
+        return self._journal.wait_for("tick", count, DEADLINE_S, entry=entry, **wanted)
 
-        def enough() -> list[dict[str, Any]]:
-            found = self.ticks(entry, **wanted)
-            return found if len(found) >= count else []
-
-        return wait_until(enough, f"{count} ticks of {entry} {wanted} in {self.ticks(entry)}", DEADLINE_S)
-
-    def wait_for_next_tick(self, entry: str = "every") -> dict[str, Any]:
-        """The next publication of an entry."""
-        return self.wait_for_ticks(len(self.ticks(entry)) + 1, entry)[-1]
+    def wait_for_more(self, count: int, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
+        """The publications that come from now on, once there are so many."""
+        known = len(self.ticks(entry, **wanted))
+        return self.wait_for_ticks(known + count, entry, **wanted)[known:]
 
     def messages(self) -> int:
         """How many messages are in the queue."""

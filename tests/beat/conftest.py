@@ -3,11 +3,13 @@
 import os
 import statistics
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
 import redis
 
+from tests.beat.beats import Beats
 from tests.tables import Recorded, recorded, write
 
 
@@ -43,8 +45,6 @@ def broker(server) -> Iterator[redis.Redis]:
 @pytest.fixture
 def beats(server, tmp_path, locks, journal, broker) -> Iterator[Any]:
     """Starts beats; all are killed at the end."""
-    from tests.beat.beats import Beats
-
     beats = Beats(tmp_path, locks, journal, broker)
     yield beats
     beats.stop()
@@ -74,3 +74,19 @@ def tables(django_tables) -> Any:
     for model in (models.PeriodicTask, models.IntervalSchedule, models.ClockedSchedule, models.PeriodicTasks):
         model.objects.all().delete()
     return models
+
+
+@pytest.fixture
+def row(tables) -> Callable[..., Any]:
+    """Makes a periodic task, every second unless its fields say otherwise; or one for a time, once."""
+
+    def row(name: str, at: datetime | None = None, **fields: Any) -> Any:
+        if at is not None:
+            fields |= {"clocked": tables.ClockedSchedule.objects.create(clocked_time=at), "one_off": True}
+        elif "crontab" not in fields:
+            fields["interval"], _new = tables.IntervalSchedule.objects.get_or_create(
+                every=1, period="seconds"
+            )
+        return tables.PeriodicTask.objects.create(name=name, task="beats.tick", args=f'["{name}"]', **fields)
+
+    return row

@@ -48,8 +48,8 @@ def test_ticks_follow_the_clock_of_the_server_whoever_leads(beats, skewed, repor
         follower.wait_for_log("Stands by; the leader is")
         beats.wait_for_ticks(5, pid=leader.pid)
         leader.kill()
-        dead, known = beats.server_time(), len(beats.ticks())
-        deaths.append(beats.wait_for_ticks(known + 1)[known]["at"] - dead)
+        dead = beats.server_time()
+        deaths.append(beats.wait_for_more(1)[0]["at"] - dead)
         leader = follower
     assert len(deaths) >= 3
     beats.assert_each_once(1.0)
@@ -75,16 +75,8 @@ def test_interval_is_kept_by_a_leader_with_another_clock(beats, skewed, seconds)
     assert beats.worst_gap() < 2 + 1 + away_s + SLACK_S
 
 
-@pytest.fixture
-def row(tables) -> Callable[..., Any]:
-    """Makes a periodic task that ran an hour ago."""
-
-    def row(name: str, **schedule: Any) -> Any:
-        about = {"name": name, "task": "beats.tick", "args": f'["{name}"]'}
-        ago = datetime.now(timezone.utc) - timedelta(hours=1)
-        return tables.PeriodicTask.objects.create(last_run_at=ago, **about, **schedule)
-
-    return row
+def an_hour_ago() -> datetime:
+    return datetime.now(timezone.utc) - timedelta(hours=1)
 
 
 @pytest.mark.parametrize("seconds", [SKEW_S, -SKEW_S])
@@ -92,15 +84,14 @@ def test_interval_in_the_tables_is_kept_by_a_leader_with_another_clock(
     beats, skewed, django_tables, tables, row, seconds
 ):
     """Also when the tables change, and all rows with their last runs are read again."""
-    second = tables.IntervalSchedule.objects.create(every=1, period="seconds")
-    row("every", interval=second)
+    row("every", last_run_at=an_hour_ago())
     beat = skewed(seconds, **with_tables(django_tables))
     beats.wait_for_ticks(4)
-    row("other", interval=second)
+    row("other", last_run_at=an_hour_ago())
     later = datetime.now(timezone.utc) + timedelta(hours=1)  # changes are told apart by clocks as well
     tables.PeriodicTasks.objects.update(last_update=later)
     beat.wait_for_log("Schedule changed")
-    beats.wait_for_ticks(len(beats.ticks()) + 4)
+    beats.wait_for_more(4)
     beats.assert_each_once(1.0)
     assert beats.worst_gap() < 1 + 1 + SLACK_S
 
@@ -110,7 +101,7 @@ def test_crontab_in_the_tables_is_not_sent_again_by_a_leader_with_another_clock(
     beats, skewed, django_tables, tables, row
 ):
     """Its schedule asks the host's clock, so one that is fast sends it early; the next leader knows that."""
-    row("minutely", crontab=tables.CrontabSchedule.objects.create())
+    row("minutely", crontab=tables.CrontabSchedule.objects.create(), last_run_at=an_hour_ago())
     fast = skewed(SKEW_S, **with_tables(django_tables))
     beats.wait_for_ticks(1, "minutely")  # of the hour before
     wait_until(lambda: len(beats.ticks("minutely")) >= 2, "the next minute", 70)

@@ -14,19 +14,8 @@ from tests.beat.test_beat_deaths import INTERVAL_S, LEASE_S, SLACK_S, kill_leade
 from tests.harness import wait_until
 
 
-@pytest.fixture
-def rows(tables) -> Callable[..., Any]:
-    """Makes a periodic task, every second or at a time, once."""
-
-    def row(name: str, at: datetime | None = None) -> Any:
-        about: dict[str, Any] = {"name": name, "task": "beats.tick", "args": f'["{name}"]'}
-        if at is None:
-            second, _new = tables.IntervalSchedule.objects.get_or_create(every=1, period="seconds")
-            return tables.PeriodicTask.objects.create(interval=second, **about)
-        clocked = tables.ClockedSchedule.objects.create(clocked_time=at)
-        return tables.PeriodicTask.objects.create(clocked=clocked, one_off=True, **about)
-
-    return row
+def now(**later: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(**later)
 
 
 @pytest.fixture
@@ -38,9 +27,9 @@ def start(beats, django_tables) -> Callable[..., Any]:
 
 
 @pytest.mark.timeout(180)
-def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, start, rows, report):
+def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, start, row, report):
     """As with the default scheduler."""
-    rows("every")
+    row("every")
     start(3)
     deaths = kill_leaders(beats, 5)
     beats.assert_each_once(INTERVAL_S)
@@ -48,10 +37,10 @@ def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, st
     report("DatabaseScheduler, other hosts, lease 3 s", beats, deaths)
 
 
-def test_one_off_whose_sender_is_killed_is_not_sent_again(beats, start, rows, broker):
+def test_one_off_whose_sender_is_killed_is_not_sent_again(beats, start, row, broker):
     """The dead leader's row says that it never ran; what Redis remembers counts, and the row is disabled."""
-    rows("every")
-    once = rows("once", datetime.now(timezone.utc) + timedelta(seconds=12))
+    row("every")
+    once = row("once", now(seconds=12))
     start(2)
     beats.wait_for_ticks(1)
     (tick,) = beats.wait_for_ticks(1, "once")
@@ -66,24 +55,22 @@ def test_one_off_whose_sender_is_killed_is_not_sent_again(beats, start, rows, br
     wait_until(lambda: once.refresh_from_db() or not once.enabled, "it is disabled")
 
 
-def test_changes_in_the_tables_are_picked_up(beats, start, rows):
+def test_changes_in_the_tables_are_picked_up(beats, start, row):
     """A row that comes is sent, one that is disabled is not, by the leader and by its follower."""
-    every = rows("every")
+    every = row("every")
     start(2)
     beats.wait_for_ticks(2)
-    rows("new")
+    row("new")
     beats.wait_for_ticks(2, "new")
     every.refresh_from_db()
     every.enabled = False
     every.save()
-    known = len(beats.ticks("new"))
-    beats.wait_for_ticks(known + 3, "new")  # the change has been seen by then
+    beats.wait_for_more(3, "new")  # the change has been seen by then
     ended = len(beats.ticks())
     leader = beats.wait_for_leader()
     leader.kill()
     beats.wait_for_leader(but=leader)
-    known = len(beats.ticks("new"))
-    beats.wait_for_ticks(known + 2, "new")
+    beats.wait_for_more(2, "new")
     assert len(beats.ticks()) == ended
     beats.assert_each_once(INTERVAL_S, "new")
 
@@ -124,13 +111,12 @@ def scheduler(server, locks, tables) -> Iterator[Callable[[], Any]]:
         each.close()
 
 
-def test_one_off_is_sent_once_though_its_row_is_read_again(scheduler, rows, tables, locks):
+def test_one_off_is_sent_once_though_its_row_is_read_again(scheduler, row, tables):
     """An admin's change after the take-over makes the new leader read the row of the dead one's one-off."""
-    rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
+    row("once", now(seconds=-1))
     dead, new = scheduler(), scheduler()
     wait_until(lambda: dead.tick() is not None and dead.sent, "the one-off is sent")
-    token = dead._leads_by.token
-    assert new._lock.acquire(dead=token).lock.release() == "released"
+    assert new._lock.acquire(dead=dead._leads_by.token).lock.release() == "released"
     assert new._takes_the_lead()
     tables.PeriodicTasks.update_changed()  # another admin saves something
     for _ in range(20):
@@ -139,30 +125,29 @@ def test_one_off_is_sent_once_though_its_row_is_read_again(scheduler, rows, tabl
     assert new.sent == []
 
 
-def test_one_off_that_could_not_be_saved_is_sent_once(scheduler, rows, tables):
-    """Its own leader reads the row again while the database did not take that it ran."""
-    rows("once", datetime.now(timezone.utc) - timedelta(seconds=1))
+@pytest.mark.parametrize("kind", ["one-off", "interval"])
+def test_row_that_could_not_be_saved_is_sent_once(scheduler, row, tables, kind):
+    """Its leader reads it again, and it is due by its row; by what Redis remembers it is not."""
+    row("once", **({"at": now(seconds=-1)} if kind == "one-off" else {"last_run_at": now(hours=-2)}))
+    tables.IntervalSchedule.objects.update(every=3600)
     leader = scheduler()
-    wait_until(lambda: leader.tick() is not None and leader.sent, "the one-off is sent")
+    wait_until(lambda: leader.tick() is not None and leader.sent, "it is sent")
     tables.PeriodicTasks.update_changed()
     for _ in range(20):
         leader.tick()
     assert leader.sent == ["once"]
+    assert SetnxLock(leader._lock.client, leader._lock.name).holder() is not None
 
 
-def test_entry_that_is_not_sent_disturbs_no_other(scheduler, rows, tables, locks, caplog):
+def test_entry_that_is_not_sent_disturbs_no_other(scheduler, row, tables, locks, caplog):
     """One that ran meanwhile is put right by itself; what this leader has sent is not looked up again."""
     for number in range(20):
-        rows(f"e{number}")
-    odd = rows("odd")
+        row(f"e{number}", last_run_at=now(hours=-2))
+    row("odd", last_run_at=now(hours=-1, seconds=10))
     tables.IntervalSchedule.objects.update(every=3600)
-    ago = datetime.now(timezone.utc) - timedelta(hours=2)
-    tables.PeriodicTask.objects.exclude(pk=odd.pk).update(last_run_at=ago)
-    tables.PeriodicTask.objects.filter(pk=odd.pk).update(last_run_at=ago + timedelta(hours=1, seconds=10))
     leader = scheduler()
     wait_until(lambda: leader.tick() is not None and len(leader.sent) == 20, "all but one are sent")
-    now = datetime.now(timezone.utc).timestamp()
-    locks.hset(leader._entries, "odd", f"{round(now * 1e6)} 1 0")
+    locks.hset(leader._entries, "odd", f"{round(now().timestamp() * 1e6)} 1 0")
     wait_until(
         lambda: leader.tick() is not None and "odd is not sent" in caplog.text, "it is due, and not sent"
     )
@@ -170,18 +155,3 @@ def test_entry_that_is_not_sent_disturbs_no_other(scheduler, rows, tables, locks
         leader.tick()
     assert len(leader.sent) == 20
     assert caplog.text.count("is not sent: it was") == 1
-
-
-def test_row_of_an_interval_that_could_not_be_saved_is_not_sent_again(scheduler, rows, tables):
-    """Read again, it is due by its row, and not by what Redis remembers."""
-    row = rows("every")
-    tables.IntervalSchedule.objects.update(every=3600)
-    row.last_run_at = datetime.now(timezone.utc) - timedelta(hours=2)
-    row.save()
-    leader = scheduler()
-    wait_until(lambda: leader.tick() is not None and leader.sent, "it is sent")
-    tables.PeriodicTasks.update_changed()
-    for _ in range(20):
-        leader.tick()
-    assert leader.sent == ["every"]
-    assert SetnxLock(leader._lock.client, leader._lock.name).holder() is not None

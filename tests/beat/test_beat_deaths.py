@@ -21,33 +21,38 @@ def kill_leaders(beats: Beats, times: int) -> list[float]:
         beats.wait_for_ticks(2, pid=leader.pid)
         leader.kill()
         dead = beats.server_time()
-        known = len(beats.ticks())
-        deaths.append(beats.wait_for_ticks(known + 1)[known]["at"] - dead)
+        deaths.append(beats.wait_for_more(1)[0]["at"] - dead)
         leader.start()
     return deaths
 
 
 @pytest.mark.timeout(300)
-def test_ten_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, report):
-    """3 beats as on 3 hosts, a tick a second, kill -9 ten times within a minute or two."""
-    beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
-    deaths = kill_leaders(beats, 10)
+@pytest.mark.parametrize(
+    ("count", "kills", "entries", "lease", "same_host"),
+    [
+        pytest.param(3, 10, 0, LEASE_S, False, id="PersistentScheduler, other hosts, lease 3 s"),
+        pytest.param(2, 5, 0, 60, True, id="PersistentScheduler, same host, lease 60 s"),
+        pytest.param(2, 2, 200, LEASE_S, False, id="201 entries"),
+    ],
+)
+def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
+    beats, report, journal, request, count, kills, entries, lease, same_host
+):
+    """A tick a second, kill -9; on the same host a proof of its death costs much less than the lease.
+
+    What was due meanwhile fires once each, and a take-over costs no longer than with one entry.
+    """
+    others = {f"e{number}": 60.0 for number in range(entries)}
+    conf = {"setnx_beat_lease": lease, "setnx_same_host": same_host}
+    beats.start(count, entries={**others, "every": INTERVAL_S}, **conf)
+    deaths = kill_leaders(beats, kills)
     beats.assert_each_once(INTERVAL_S)
     assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
     assert beats.worst_gap() < LEASE_S + 1 + INTERVAL_S + SLACK_S
+    assert [name for name in others if len(beats.ticks(name)) > 2] == []
     # What was journalled was sent, but for a leader that was killed in between.
-    assert len(beats.ticks()) - 10 <= beats.messages() <= len(beats.ticks())
-    report("PersistentScheduler, other hosts, lease 3 s", beats, deaths)
-
-
-@pytest.mark.timeout(180)
-def test_dead_leader_on_the_same_host_is_replaced_on_proof_of_its_death(beats, report):
-    """Long before its lease of a minute."""
-    beats.start(2, entries={"every": INTERVAL_S}, setnx_beat_lease=60, setnx_same_host=True)
-    deaths = kill_leaders(beats, 5)
-    assert max(deaths) < 10
-    beats.assert_each_once(INTERVAL_S)
-    report("PersistentScheduler, same host, lease 60 s", beats, deaths)
+    assert len(journal.entries(what="tick")) - kills <= beats.messages() <= len(journal.entries(what="tick"))
+    report(request.node.callspec.id, beats, deaths)
 
 
 def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats):
@@ -75,8 +80,7 @@ def test_terminated_leader_hands_the_lead_over_at_once(beats, report):
         beats.wait_for_ticks(1, pid=leader.pid)
         began = beats.server_time()
         assert leader.stop() == 0
-        known = len(beats.ticks())
-        ends.append(beats.wait_for_ticks(known + 1)[known]["at"] - began)
+        ends.append(beats.wait_for_more(1)[0]["at"] - began)
         assert_clean(leader.log_text())
         leader.start()
     assert max(ends) < 1 + INTERVAL_S + SLACK_S
@@ -100,7 +104,7 @@ def test_frozen_leader_sends_nothing_more_when_it_wakes(beats, report):
         thawed = len(beats.ticks(pid=leader.pid))
         leader.thaw()
         leader.wait_for_log("Leads no more", number + 1)
-        beats.wait_for_ticks(len(beats.ticks(pid=follower.pid)) + 2, pid=follower.pid)
+        beats.wait_for_more(2, pid=follower.pid)
         assert len(beats.ticks(pid=leader.pid)) <= thawed + 1
         follower.freeze()  # so that the one that was frozen leads again
         beats.wait_for_leader(but=follower)
@@ -108,16 +112,6 @@ def test_frozen_leader_sends_nothing_more_when_it_wakes(beats, report):
         follower.wait_for_log("Leads no more", number + 1)
     beats.assert_each_once(INTERVAL_S, stops=2 * stops)
     report("SIGSTOP past the lease instead of kill", beats, gaps)
-
-
-def test_leader_with_two_hundred_entries_is_followed_without_a_storm(beats, report):
-    """What was due meanwhile fires once each, and the take-over costs no longer than with one entry."""
-    entries = {f"e{number}": 60.0 for number in range(200)}
-    beats.start(2, entries={**entries, "every": INTERVAL_S}, setnx_beat_lease=LEASE_S)
-    deaths = kill_leaders(beats, 2)
-    assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
-    assert [name for name in entries if len(beats.ticks(name)) > 2] == []
-    report("201 entries", beats, deaths)
 
 
 def test_sigint_ends_a_standby_cleanly(beats):
@@ -129,5 +123,5 @@ def test_sigint_ends_a_standby_cleanly(beats):
     os.kill(standby.pid, signal.SIGINT)
     assert standby.process.wait(15) == 0
     assert_clean(standby.log_text())
-    beats.wait_for_next_tick()
+    beats.wait_for_more(1)
     assert beats.leader() is leader

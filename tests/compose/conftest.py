@@ -2,25 +2,23 @@
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import docker
 import pytest
 from docker.errors import DockerException
 
-from tests.compose.stack import Ran, Stack, compose_command
+from tests.compose.stack import Stack, compose_command
 from tests.topologies.servers import free_port, not_here
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[docker.DockerClient]:
+def engine() -> docker.DockerClient:
     try:
         engine = docker.from_env()
         engine.ping()
     except DockerException as error:
         not_here(f"no Docker engine answers: {error}")
-    yield engine
-    engine.close()
+    return engine
 
 
 @pytest.fixture(scope="session")
@@ -55,19 +53,3 @@ def stack(engine, project, broker) -> Iterator[Stack]:
         yield stack
     finally:
         stack.down()
-
-
-@dataclass(frozen=True)
-class Demonstration(Ran):
-    """What the demo said, and how often alpha's container was started again meanwhile."""
-
-    restarts: int
-
-
-@pytest.fixture(scope="session")
-def demo(stack) -> Demonstration:
-    """One run of the demo."""
-    before = stack.containers()["alpha"].attrs["RestartCount"]
-    ran = stack.run("run", "--rm", "-T", "demo")
-    restarts = stack.containers()["alpha"].attrs["RestartCount"] - before
-    return Demonstration(ran.code, ran.text, restarts)

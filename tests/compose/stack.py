@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import docker
@@ -14,22 +13,15 @@ TOP = Path(__file__).parents[2]
 PATIENCE_S = 600  # images may have to be pulled
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a command said, and how it ended."""
-
-    code: int
-    text: str
+Ran = subprocess.CompletedProcess[str]
 
 
 def compose_command() -> list[str] | None:
     """`DOCKER_COMPOSE`, else `docker compose` or `docker-compose`, whichever is there."""
     named = os.environ.get("DOCKER_COMPOSE")
     for command in [shlex.split(named)] if named else [["docker", "compose"], ["docker-compose"]]:
-        if (
-            shutil.which(command[0])
-            and not subprocess.run([*command, "version"], capture_output=True).returncode
-        ):
+        version = [*command, "version"]
+        if shutil.which(command[0]) and not subprocess.run(version, capture_output=True).returncode:
             return command
     return None
 
@@ -54,7 +46,7 @@ class Stack:
 
     def run(self, *arguments: str) -> Ran:
         """Run a command of Compose."""
-        ran = subprocess.run(
+        return subprocess.run(
             [*self._command, *arguments],
             cwd=TOP,
             env=self._environment,
@@ -64,7 +56,6 @@ class Stack:
             text=True,
             timeout=PATIENCE_S,
         )
-        return Ran(ran.returncode, ran.stdout)
 
     def up(self) -> None:
         """What the head of docker-compose.yml says."""
@@ -88,21 +79,20 @@ class Stack:
 
     def redis_url(self) -> str:
         """Where the tests find the Redis of the containers."""
-        return f"redis://{self.run('port', 'redis', '6379').text.strip()}/0"
+        return f"redis://{self.run('port', 'redis', '6379').stdout.strip()}/0"
 
     def down(self) -> None:
         """What the head of docker-compose.yml says; nothing may be left."""
         ran = self.run("down", "--volumes")
-        engine = self.engine
-        left = [
-            *engine.containers.list(all=True, filters=self._ours),
-            *engine.networks.list(filters=self._ours),
-            *engine.volumes.list(filters=self._ours),
+        left = self.engine.containers.list(all=True, filters=self._ours)
+        left += [
+            *self.engine.networks.list(filters=self._ours),
+            *self.engine.volumes.list(filters=self._ours),
         ]
-        assert (ran.code, left) == (0, []), ran.text
+        assert (ran.returncode, left) == (0, []), ran.stdout
 
     def _check(self, up: Ran) -> None:
-        assert up.code == 0, f"{up.text}\n{self.run('logs', '--tail', '50').text}"
+        assert up.returncode == 0, f"{up.stdout}\n{self.run('logs', '--tail', '50').stdout}"
 
     @property
     def _ours(self) -> dict[str, str]:

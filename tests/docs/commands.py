@@ -10,32 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """A command that is run here, in a directory with the modules of `PROJECT`, on an empty server.
-
-    Attributes:
-        command: A pattern of the whole line.
-        code: The exit code.
-        says: A text that it prints.
-    """
+    """A command that is run here, in a directory with the modules of `PROJECT`, on an empty server."""
 
     command: str
+    """A pattern of the whole line."""
     code: int
     says: str
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A command that something else runs.
-
-    Attributes:
-        command: A pattern of the whole line.
-        by: What does: a test as `tests/file.py::name`, a line of `.ci/run` as `.ci/run: text`.
-        pages: Only on these pages. Defaults to all.
-    """
+    """A command that a test runs, `tests/file.py::name`, or a line of `.ci/run`, `.ci/run: text`."""
 
     command: str
     by: str
     pages: tuple[str, ...] = ()
+    """Only on these pages. Defaults to all."""
 
 
 # What `-A app`, `-A shop` and `-A proj` are, where a command is run here.
@@ -64,16 +54,15 @@ _APP = r"celery -A (app|shop|proj) setnx "
 
 _CLI = "tests/test_cli.py"
 _EXAMPLES = "tests/examples/test_examples.py"
+_PRINTED = "tests/docs/test_printed.py"
+_BEAT = r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler"
+_METRICS = r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8"
 
 COMMANDS: list[Run | Elsewhere] = [
     # Whole pages, as they are printed.
-    Elsewhere(".*", "tests/docs/test_printed.py::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
-    Elsewhere(
-        ".*", "tests/docs/test_printed.py::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)
-    ),
-    Elsewhere(
-        r"python manage\.py test", f"{_EXAMPLES}::test_tests_of_the_django_project_pass", ("docs/django.md",)
-    ),
+    Elsewhere(".*", f"{_PRINTED}::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
+    Elsewhere(".*", f"{_PRINTED}::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
+    Elsewhere(r"python manage\.py test", f"{_EXAMPLES}::test_django_project_is_whole", ("docs/django.md",)),
     Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
     Run(_APP + "doctor", 0, "The lock server answers"),
     Run(_APP + "check", 0, "their options go together"),
@@ -84,18 +73,13 @@ COMMANDS: list[Run | Elsewhere] = [
     Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A)", 0, "Yes"),
     Run(_APP + r"release (setnx:\S+|KEY)", 1, "Nothing to release"),
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
-    Elsewhere(
-        r"echo \$\?", "tests/test_cli.py::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"
-    ),
+    Elsewhere(r"echo \$\?", f"{_CLI}::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"),
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
+    Elsewhere(_BEAT, ".ci/run: $pytest -n 4 tests/beat"),
     Elsewhere(
-        r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler", ".ci/run: $pytest -n 4 tests/beat"
-    ),
-    Elsewhere(
-        r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8",
-        "tests/test_metrics.py::test_scrape_of_a_prefork_worker_counts_exactly_what_happened",
+        _METRICS, "tests/test_metrics.py::test_scrape_of_a_prefork_worker_counts_exactly_what_happened"
     ),
 ]
 

@@ -21,21 +21,13 @@ def pages() -> list[str]:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or a comment `<!-- setup`, whose Python readers do not see.
+    """A fenced block, or a comment `<!-- setup`, whose Python readers do not see."""
 
-    Attributes:
-        language: The first word after the fence; `setup` for a comment.
-        info: The words after that.
-        text: What is between the fences, without their indentation.
-        line: The page's line on which the text begins, from 1.
-        before: The line before the fence, blank lines left out.
-    """
-
-    language: str
-    info: str
-    text: str
-    line: int
-    before: str = ""
+    language: str  # the first word after the fence; `setup` for a comment
+    info: str  # the words after that
+    text: str  # what is between the fences, without their indentation
+    line: int  # the page's line on which the text begins, from 1
+    before: str = ""  # the line before the fence, blank lines left out
 
 
 def blocks(text: str) -> list[Block]:

@@ -46,7 +46,10 @@ def run(page: str, server: str) -> None:
             fragments = [fragment for fragment in unused if fragment.marks in block.text]
             for fragment in fragments:
                 _execute(fragment.before, f"before {page}:{block.line}", 1, server, names)
-            _run_block(block, path, server, names)
+            if block.text.startswith(">>>"):
+                _run_doctest(block, path, server, names)
+            else:
+                _execute(block.text, str(path), block.line, server, names)
             for fragment in fragments:
                 _execute(fragment.after, f"after {page}:{block.line}", 1, server, names)
                 unused.remove(fragment)
@@ -60,13 +63,6 @@ def prelude(server: str) -> dict[str, Any]:
     app.conf.update(setnx_url=f"{server}/1", broker_connection_retry_on_startup=True)
     public = {name: getattr(celery_setnx, name) for name in celery_setnx.__all__}
     return {**public, "app": app, "client": redis.Redis.from_url(f"{server}/1", decode_responses=True)}
-
-
-def _run_block(block: Block, path: Path, server: str, names: dict[str, Any]) -> None:
-    if block.text.startswith(">>>"):
-        _run_doctest(block, path, server, names)
-    else:
-        _execute(block.text, str(path), block.line, server, names)
 
 
 def _run_doctest(block: Block, path: Path, server: str, names: dict[str, Any]) -> None:

@@ -114,16 +114,9 @@ class Reader:
 
     def _begin(self, command: str, output: Any) -> subprocess.Popen[str]:
         """A command line that has begun, in a process group of its own; both outputs go to one place."""
-        return subprocess.Popen(
-            ["bash", "-c", command],
-            cwd=self.directory,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "text": True}
+        where = {"cwd": self.directory, "env": self.environment, "start_new_session": True}
+        return subprocess.Popen(["bash", "-c", command], **pipes, **where)
 
     def _ask(self, command: str) -> tuple[str, int]:
         """What a command says, and its exit code."""
@@ -150,13 +143,15 @@ class Reader:
     def _compare(self, block: Block, where: str) -> None:
         """What the block before has said. A command that only looks is asked again until it sees it."""
         wanted, command = alike(block.text), self.ran[-1]
-        if " setnx list" not in command:
-            assert alike(self.said) == wanted, f"{where}: {command} said:\n{self.said}"
-            return
-        wait_until(lambda: alike(self.said) == wanted or self._look(command), f"{where}: {command}: {wanted}")
 
-    def _look(self, command: str) -> None:
-        self.said, _code = self._ask(command)
+        def is_said() -> bool:
+            if alike(self.said) != wanted:
+                self.said, _code = self._ask(command)
+            return alike(self.said) == wanted
+
+        if " setnx list" in command:
+            wait_until(is_said, f"{where}: {command}: {wanted}")
+        assert alike(self.said) == wanted, f"{where}: {command} said:\n{self.said}"
 
     def _compare_log(self, block: Block, where: str) -> None:
         """The worker has logged these lines, in any order, between others."""

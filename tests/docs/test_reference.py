@@ -11,7 +11,7 @@ from celery import Celery, Task
 from celery.utils.dispatch import Signal
 
 import celery_setnx
-from celery_setnx import OptionError, SetnxError, SingletonTask, exceptions, signals, singleton
+from celery_setnx import OptionError, SetnxError, SingletonTask, exceptions, signals, singleton, testing
 from celery_setnx.options import (
     CONFLICT_POLICIES,
     DEDUPE_MODES,
@@ -49,37 +49,27 @@ def literal(cell: str) -> Any:
 # options.md
 
 
-def test_every_option_has_its_default_in_the_table():
-    """All of `Options`, and nothing else."""
+def test_every_option_has_its_default_in_the_table_and_a_section():
+    """All of `Options`, and nothing else; and the table's links lead to one section each."""
     rows = table(page("options.md"), "option", "type", "unit", "default")
     listed = {linked(name): default for name, _type, _unit, default in rows}
     known = {option.name: option.default for option in dataclasses.fields(Options)}
     assert listed.keys() == known.keys()
-    assert listed.pop("skip_result") == repr(UNSET)
-    assert {name: literal(default) for name, default in listed.items()} == {
-        name: default for name, default in known.items() if default is not UNSET
-    }
+    found = [section for section in sections(page("options.md"), 3) if section in known]
+    assert sorted(found) == sorted(listed)
+    assert listed.pop("skip_result") == repr(known.pop("skip_result")) == repr(UNSET)
+    assert {name: literal(default) for name, default in listed.items()} == known
 
 
-def test_every_option_has_a_section():
-    """What the table's links lead to."""
-    listed = [linked(row[0]) for row in table(page("options.md"), "option", "type", "unit", "default")]
-    listed.sort(key=lambda name: page("options.md").index(f"### `{name}`"))
-    assert [s for s in sections(page("options.md"), 3) if s in Options.__dataclass_fields__] == listed
+POLICIES = {"on_conflict": CONFLICT_POLICIES, "dedupe": DEDUPE_MODES}
+POLICIES |= {"on_duplicate": DUPLICATE_POLICIES, "on_redis_error": REDIS_ERROR_POLICIES}
 
 
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("on_conflict", CONFLICT_POLICIES),
-        ("dedupe", DEDUPE_MODES),
-        ("on_duplicate", DUPLICATE_POLICIES),
-        ("on_redis_error", REDIS_ERROR_POLICIES),
-    ],
-)
-def test_every_value_of_an_option_is_explained(option, values):
+@pytest.mark.parametrize("option", POLICIES)
+def test_every_value_of_an_option_is_explained(option):
     """In the option's own section."""
-    assert [value for value in values if f'`"{value}"`' not in sections(page("options.md"), 3)[option]] == []
+    text = sections(page("options.md"), 3)[option]
+    assert [value for value in POLICIES[option] if f'`"{value}"`' not in text] == []
 
 
 def refusal(base: type[Task], options: dict[str, Any]) -> str:
@@ -105,12 +95,9 @@ def test_refused_options_are_refused_in_these_words(options, error):
 
 def test_other_refusals_are_in_the_words_of_the_code():
     """Each error of the second table is a message of the package."""
-    source = "".join(
-        node.value
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    nodes = [node for path in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    source = "".join(text for text in texts if isinstance(text, str))
     rows = table(page("options.md"), "what", "error")
     words = [re.search(r"`([^`]+)`$", error)[1] for _what, error in rows]  # type: ignore[index]
     assert [error for error in words if error not in source] == []
@@ -139,8 +126,8 @@ def known_settings() -> dict[str, Any]:
     return {name: getattr(read, name.removeprefix("setnx_"), None) for name in asked | fields}
 
 
-def test_every_setting_has_its_default_in_the_table():
-    """All that the code asks for, and nothing else."""
+def test_every_setting_has_its_default_in_the_table_and_a_section():
+    """All that the code asks for, and nothing else; and what the table's links lead to."""
     rows = table(page("settings.md"), "setting", "type", "default")
     listed = {linked(name): default for name, _type, default in rows}
     known = known_settings()
@@ -149,11 +136,7 @@ def test_every_setting_has_its_default_in_the_table():
     assert listed["setnx_url"] == "the result backend, else the broker"
     values = {name: literal(default) for name, default in listed.items() if known[name] is not None}
     assert values == {name: value for name, value in known.items() if value is not None}
-
-
-def test_every_setting_has_a_section():
-    """What the table's links lead to."""
-    assert set(known_settings()) <= set(sections(page("settings.md"), 3))
+    assert set(known) <= set(sections(page("settings.md"), 3))
 
 
 # signals.md
@@ -186,11 +169,8 @@ def test_orders_are_those_of_the_signals_tests():
 
 def test_every_exception_has_a_section_and_a_row():
     """All of `exceptions`, and nothing else."""
-    known = {
-        name
-        for name, value in vars(exceptions).items()
-        if isinstance(value, type) and issubclass(value, SetnxError)
-    }
+    classes = [value for value in vars(exceptions).values() if isinstance(value, type)]
+    known = {value.__name__ for value in classes if issubclass(value, SetnxError)}
     rows = table(page("exceptions.md"), "exception", "where it is raised", "retry?")
     assert set(sections(page("exceptions.md"))) == known
     assert {linked(row[0]) for row in rows} == known - {"SetnxError"}
@@ -201,10 +181,9 @@ def test_attributes_of_an_exception_are_listed(error):
     """Those that it has beyond its parent's, and no others."""
     text = sections(page("exceptions.md"))[type(error).__name__]
     listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
-    parent = (
-        set(vars(exceptions.AlreadyRunning("t", "k", {}))) if type(error).__name__ == "LockTimeout" else set()
-    )
-    assert set(listed) == set(vars(error)) - parent
+    is_child = type(error).__name__ == "LockTimeout"
+    parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if is_child else set()
+    assert set(listed) == set(vars(error)) - parents
 
 
 # api.md, glossary.md
@@ -214,12 +193,6 @@ def test_every_public_name_is_in_the_api():
     """`celery_setnx.__all__`, and `__all__` of the test kit."""
     documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", page("api.md"), re.MULTILINE))
     assert {f"celery_setnx.{name}" for name in celery_setnx.__all__} <= documented
-
-
-def test_test_kit_is_in_the_api():
-    """All of `celery_setnx.testing.__all__`."""
-    from celery_setnx import testing
-
     (members,) = re.findall(r"automodule:: celery_setnx.testing\n   :members: (.+)", page("api.md"))
     assert {*members.split(", "), "Held"} == set(testing.__all__)
 
@@ -236,7 +209,6 @@ def test_words_of_the_glossary_are_those_of_the_code():
 def test_states_of_a_lock_are_in_the_glossary():
     """Those that a `Holder` may have, and that of a lock which nobody holds."""
     (text,) = [row[1] for row in table(page("glossary.md"), "word", "meaning") if row[0] == "*state*"]
-    states = re.search(r"state: (.*?)since:", celery_setnx.Holder.__doc__ or "", re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", states[1])) | {"free"} == set(  # type: ignore[index]
-        re.findall(r"`(\w+)`", text)
-    ) - {"at_least_for"}
+    (states,) = re.findall(r"state: (.*?)since:", celery_setnx.Holder.__doc__ or "", re.DOTALL)
+    explained = set(re.findall(r"`(\w+)`", text)) - {"at_least_for"}
+    assert {*re.findall(r"`(\w+)`", states), "free"} == explained

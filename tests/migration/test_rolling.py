@@ -36,8 +36,7 @@ def answer_beside(deploy: Deploy, stage: str, other: str, account: str, gates: A
 
     found = str(wait_until(word, f"what becomes of {second}"))
     assert not deploy.journal.entries(what="end", task_id=first)
-    gates(account)
-    gates(account)
+    gates(account, 2)
     deploy.answers()
     return found
 
@@ -155,12 +154,10 @@ def test_crash_in_the_middle_of_the_deploy(deploy_of, gates):
     old.kill()
     assert deploy.publish_to("step-2", "step-1", "gated-7") == dead, "the old lock is the dead call's"
     pass_time(60, deploy.settle("step-2"), "gated-7", "step-1")
-
-    def accepted() -> str | None:
-        task_id = deploy.publish_to("step-2", "step-2", "gated-7")
-        return None if task_id == dead else task_id
-
-    heir = wait_until(accepted, "a call that is no duplicate of the dead one")
+    heir = wait_until(
+        lambda: (task_id := deploy.publish_to("step-2", "step-2", "gated-7")) != dead and task_id,
+        "a call that is no duplicate of the dead one",
+    )
     deploy.journal.wait_for("start", task_id=heir)
     gates("gated-7")
     assert deploy.result(heir).get(timeout=20) is None

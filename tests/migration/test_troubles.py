@@ -76,16 +76,6 @@ def runs_still(journal: Journal, result: Any) -> bool:
     return [w for w in journal.words(result.id) if w in ("start", "end", "postrun")] == ["start"]
 
 
-def fresh(task: Any, name: str) -> Any:
-    """A call of ours that is no duplicate of a dead one."""
-
-    def accepted() -> Any:
-        result = task.delay(name)
-        return None if result.deduplicated else result
-
-    return wait_until(accepted, "a call that is no duplicate of the dead one")
-
-
 def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_worker):
     """Theirs refuses, or skips, every further call, until its timeout if it has one; ours is taken over."""
     victim = start_worker(APP, concurrency=5, queues=MORTAL)
@@ -112,7 +102,8 @@ def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_
     lapse(shop, HEIMDALL)
     lapse(shop, CACHED)
     pass_time(tasks.LEASE_S, tasks.ours.work, name)
-    again = [tasks.heimdall.work.delay(name), tasks.cached.work.delay(name), fresh(tasks.ours.work, name)]
+    ours = wait_until(lambda: not (new := tasks.ours.work.delay(name)).deduplicated and new, "no duplicate")
+    again = [tasks.heimdall.work.delay(name), tasks.cached.work.delay(name), ours]
     for result in again:
         journal.wait_for("start", task_id=result.id)
         gates(name)
@@ -125,19 +116,16 @@ def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypa
 
     Our keeper really renews: three leases of a second pass.
     """
-    ours = tasks.ours.work.apply_async(("gated-ours",), singleton={"lease": 1})
-    journal.wait_for("start", task_id=ours.id)
+    ours = journal.reached("start", tasks.ours.work.apply_async(("gated-ours",), singleton={"lease": 1}))
     began = tasks.ours.work.locked("gated-ours").since
 
     monkeypatch.setattr(tasks.lone.work, "lock_expiry", 600)  # the publisher sets it
     for kind, pattern in (("once", ONCE), ("lone", LONE), ("heimdall", HEIMDALL), ("cached", CACHED)):
         name = f"gated-long-{kind}"
         task = getattr(tasks, kind).work
-        first = task.delay(name)
-        journal.wait_for("start", task_id=first.id)
+        first = journal.reached("start", task.delay(name))
         lapse(shop, pattern)
-        second = task.delay(name)
-        journal.wait_for("start", task_id=second.id)
+        second = journal.reached("start", task.delay(name))
         assert runs_still(journal, first)
         assert lock_of(shop, pattern) is not None
         gates(name)
@@ -163,8 +151,7 @@ def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypa
 def test_task_that_retries_itself(busy, tasks, shop, journal):
     """celery-singleton's and heimdall's are never sent, for their own lock; celery-once's and ours run."""
     for task, pattern in ((tasks.lone.retrying, LONE), (tasks.heimdall.retrying, HEIMDALL)):
-        lost = task.delay("again")
-        journal.wait_for("postrun", task_id=lost.id)
+        lost = journal.reached("postrun", task.delay("again"))
         assert received(busy, lost) == 1
         assert lost.state == "RETRY"
         assert shop.get(lock_of(shop, pattern)) == lost.id
@@ -187,8 +174,7 @@ def test_recipe_task_that_retries_itself(tasks, journal, start_worker):
 def test_retry_that_starts_before_its_run_has_ended(busy, tasks, journal, gates):
     """The recipe skips it, for its own run's lock, and says success; ours runs it afterwards."""
     name = "untidy-cached"
-    lost = tasks.cached.tidying.delay(name)
-    journal.wait_for("tidying", task_id=lost.id)
+    lost = journal.reached("tidying", tasks.cached.tidying.delay(name))
     assert lost.get(timeout=20) is None
     journal.wait_for("postrun", task_id=lost.id)
     gates(name)
@@ -198,11 +184,9 @@ def test_retry_that_starts_before_its_run_has_ended(busy, tasks, journal, gates)
     assert lost.get(timeout=20) is None
 
     name = "untidy-ours"
-    result = tasks.ours.tidying.delay(name)
-    journal.wait_for("tidying", task_id=result.id)
+    result = journal.reached("tidying", tasks.ours.tidying.delay(name))
     wait_until(lambda: received(busy, result) >= 2, "the retry has reached the worker")
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert result.get(timeout=20) == name
     words = [w for w in journal.words(result.id) if w in ("start", "end", "tidying", "tidied")]
     assert words == ["start", "end", "tidying", "tidied"] * 2, "one after the other"
@@ -239,8 +223,7 @@ def test_chord_of_equal_members(busy, tasks, shop, journal, gates):
     assert len(journal.entries(what="start", name=name)) == 1
 
     counted, name = begin("ours")
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert counted.get(timeout=20) == [name, name]
     assert received(busy, counted) == 1
     assert len(journal.entries(what="start", name=name)) == 2
@@ -260,8 +243,7 @@ def test_call_that_expires_in_the_queue(busy, tasks, shop):
     assert tasks.heimdall.work.apply_async(("late",), queue=NOWHERE).id == results[0].id
     assert shop.llen(NOWHERE) == 1
     assert shop.pttl(lock_of(shop, HEIMDALL)) > 3_500_000
-    assert lock_of(shop, ONCE) is not None
-    assert lock_of(shop, LONE) is not None
+    assert None not in (lock_of(shop, ONCE), lock_of(shop, LONE))
     assert lock_of(shop, CACHED) is None
     assert tasks.cached.work.delay("late").get(timeout=20) == "late"
 
@@ -269,10 +251,8 @@ def test_call_that_expires_in_the_queue(busy, tasks, shop):
 def test_task_that_is_ignored(busy, tasks, shop, journal):
     """Their lock stays; ours is released."""
     for kind in (tasks.once, tasks.lone, tasks.ours):
-        result = kind.ignored.delay("quiet")
-        journal.wait_for("postrun", task_id=result.id)
-    assert lock_of(shop, ONCE) is not None
-    assert lock_of(shop, LONE) is not None
+        journal.reached("postrun", kind.ignored.delay("quiet"))
+    assert None not in (lock_of(shop, ONCE), lock_of(shop, LONE))
     assert tasks.ours.ignored.locked("quiet") is None
     assert not tasks.ours.ignored.apply_async(("quiet",), queue=NOWHERE).deduplicated
 
@@ -280,8 +260,7 @@ def test_task_that_is_ignored(busy, tasks, shop, journal):
 def test_argument_that_json_changes(busy, tasks, shop, journal):
     """celery-once's lock of a tuple stays after the end; ours is that of the list."""
     for kind in (tasks.once, tasks.ours):
-        result = kind.work.delay((1, 2))
-        journal.wait_for("postrun", task_id=result.id)
+        journal.reached("postrun", kind.work.delay((1, 2)))
     assert lock_of(shop, ONCE) is not None
     with pytest.raises(AlreadyQueued):
         tasks.once.work.delay((1, 2))
@@ -289,43 +268,33 @@ def test_argument_that_json_changes(busy, tasks, shop, journal):
     assert tasks.ours.work.lock_key((1, 2)) == tasks.ours.work.lock_key([1, 2])
 
 
-@pytest.mark.parametrize("kind", ["once_early", "ours_early"])
+@pytest.mark.parametrize("kind", ["once_early", "ours_early", "heimdall"])
 def test_call_that_is_published_during_the_run(busy, tasks, journal, gates, kind):
-    """With unlock_before_run both bodies run at once; with until_started the second waits."""
+    """With unlock_before_run both bodies run at once; with until_started the second waits.
+
+    With heimdall it is not published: the caller gets the run that began before.
+    """
     task, name = getattr(tasks, kind).work, f"gated-{kind}"
-    first = task.delay(name)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", task.delay(name))
     second = task.delay(name)
-    assert second.id != first.id
-    if kind == "once_early":
+    assert (second.id == first.id) == (kind == "heimdall")
+    if kind == "heimdall":
+        assert received(busy, first) == started(journal, first) == 1
+    elif kind == "once_early":
         journal.wait_for("start", task_id=second.id)
         assert runs_still(journal, first)
     else:
         wait_until(lambda: task.locked(name).waiting == 1, "the second waits in line")
         assert started(journal, second) == 0
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert [first.get(timeout=20), second.get(timeout=20)] == [name, name]
-
-
-def test_call_of_heimdall_that_is_published_during_the_run(busy, tasks, journal, gates):
-    """It is not published: the caller gets the run that began before."""
-    name = "gated-during-heimdall"
-    first = tasks.heimdall.work.delay(name)
-    journal.wait_for("start", task_id=first.id)
-    assert tasks.heimdall.work.delay(name).id == first.id
-    gates(name)
-    journal.wait_for("postrun", task_id=first.id)
-    assert received(busy, first) == 1
-    assert len(journal.entries(what="start", name=name)) == 1
 
 
 def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journal, gates):
     """It is skipped if a worker takes it during the run; it runs if one takes it afterwards."""
     name, late = "gated-during-cached", f"late-{uuid.uuid4().hex}"
     task = tasks.cached.work
-    first = task.delay(name)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", task.delay(name))
     queued = task.apply_async((name,), queue=late)
     at_once = task.delay(name)
     assert at_once.get(timeout=20) is None
@@ -347,8 +316,7 @@ def test_call_by_its_name_only(busy, tasks, journal, gates, kind):
     for result in both:
         journal.wait_for("start", task_id=result.id)
     assert journal.entries(what="end", name=name) == []
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert [result.get(timeout=20) for result in both] == [name, name]
 
 
@@ -356,8 +324,7 @@ def test_call_by_its_name_only(busy, tasks, journal, gates, kind):
 def test_third_call_by_its_name_only(busy, tasks, journal, gates, kind, skips):
     """The recipe and ours meet the lock when they start: they skip the second, and the third as well."""
     name = f"gated-third-{kind}"
-    first = tasks.app.send_task(f"{kind}.work", (name,))
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.app.send_task(f"{kind}.work", (name,)))
     for _ in range(2):
         result = tasks.app.send_task(f"{kind}.work", (name,))
         assert skips(result.get(timeout=20))
@@ -371,19 +338,16 @@ def test_third_call_by_its_name_only(busy, tasks, journal, gates, kind, skips):
 def test_call_of_heimdall_by_its_name_only(busy, tasks, shop, journal, gates):
     """The second is skipped when it starts, but deletes the lock of the first: a third runs beside that."""
     name = "gated-named-heimdall"
-    first = tasks.app.send_task("heimdall.work", (name,))
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.app.send_task("heimdall.work", (name,)))
     assert shop.get(lock_of(shop, HEIMDALL)) == first.id
     second = tasks.app.send_task("heimdall.work", (name,))
     assert second.get(timeout=20) is None
     journal.wait_for("postrun", task_id=second.id)
     assert started(journal, second) == 0
     assert lock_of(shop, HEIMDALL) is None
-    third = tasks.app.send_task("heimdall.work", (name,))
-    journal.wait_for("start", task_id=third.id)
+    third = journal.reached("start", tasks.app.send_task("heimdall.work", (name,)))
     assert runs_still(journal, first)
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert [first.get(timeout=20), third.get(timeout=20)] == [name, name]
 
 

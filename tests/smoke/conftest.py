@@ -237,11 +237,11 @@ def control(celery_setup) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def gates(control) -> Callable[[str], None]:
-    """Call it with a name to let one body of that name go on."""
+def gates(control) -> Callable[..., None]:
+    """Call it with a name to let one body of that name go on, or as many as are given."""
 
-    def open_gate(name: str) -> None:
-        control.rpush(f"gate:{name}", "open")
+    def open_gate(name: str, times: int = 1) -> None:
+        control.rpush(f"gate:{name}", *["open"] * times)
         control.expire(f"gate:{name}", 60)
 
     return open_gate

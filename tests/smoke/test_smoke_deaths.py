@@ -19,8 +19,7 @@ def test_second_call_takes_over_from_a_killed_container(tasks, workers, journal,
     holder, other = workers
     first = call_on(holder, tasks.work, name)
     (start,) = journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.work, name)
-    journal.wait_for("conflict", task_id=second.id)
+    second = journal.reached("conflict", call_on(other, tasks.work, name))
     holder.kill()
     killed = time.monotonic()
     (after,) = journal.wait_for("start", task_id=second.id)
@@ -58,18 +57,15 @@ def test_killed_containers_call_is_delivered_again(tasks, workers, journal, gate
 def test_warm_restart_lets_the_holder_end(tasks, workers, journal, gates, name):
     """docker restart: the body ends first and gives its lock back; the call that waits runs next."""
     holder, other = workers
-    first = call_on(holder, tasks.work, name)
-    journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.work, name)
-    journal.wait_for("conflict", task_id=second.id)
+    first = journal.reached("start", call_on(holder, tasks.work, name))
+    second = journal.reached("conflict", call_on(other, tasks.work, name))
     restart = threading.Thread(target=holder.restart)
     restart.start()
     try:
         wait_until(lambda: "Warm shutdown" in holder.logs(), "a warm shutdown")
         assert journal.entries(what="start", task_id=second.id) == []
     finally:
-        gates(name)
-        gates(name)
+        gates(name, 2)
         restart.join()
     assert first.get(timeout=20) == second.get(timeout=20) == name
     journal.wait_for("end", 2)

@@ -16,16 +16,13 @@ def test_broker_pause_longer_than_the_lease_leaves_the_lock_alone(
 ):
     """docker pause of the broker: the lock lives elsewhere and is renewed; all calls end."""
     holder, other = workers
-    first = call_on(holder, tasks.work, name)
-    journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.work, name)
-    journal.wait_for("conflict", task_id=second.id)
+    first = journal.reached("start", call_on(holder, tasks.work, name))
+    second = journal.reached("conflict", call_on(other, tasks.work, name))
     before = tasks.work.locked(name)
     with celery_broker.container.paused():
         wait_until(lambda: tasks.work.locked(name).deadline > before.deadline + LEASE_S + 1, "renewals")
         assert tasks.work.locked(name).token == before.token
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert first.get(timeout=20) == second.get(timeout=30) == name
     assert journal.entries(what="lost") == journal.entries(what="taken_over") == []
 
@@ -37,8 +34,7 @@ def test_lock_servers_pause_shorter_than_the_lease_keeps_the_lock(
 ):
     """docker pause of the lock's Redis: a renewal fails and is repeated; the holder is never in doubt."""
     holder, _other = workers
-    result = call_on(holder, tasks.work, name, singleton={"lease": 15})
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", call_on(holder, tasks.work, name, singleton={"lease": 15}))
     before = tasks.work.locked(name)
     with lock_server.paused():
         wait_until(lambda: "renewing goes on" in holder.logs(), "a renewal that fails")
@@ -60,8 +56,7 @@ def test_holder_cut_off_past_its_lease_is_told_and_harms_nobody(
     holder, other = workers
     first = call_on(holder, tasks.stranded, name)
     (start,) = journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.stranded, name)
-    journal.wait_for("conflict", task_id=second.id)
+    second = journal.reached("conflict", call_on(other, tasks.stranded, name))
     default_pytest_celery_network.disconnect(holder.container.id)
     cut = time.monotonic()
     (after,) = journal.wait_for("start", task_id=second.id)

@@ -11,10 +11,8 @@ LEASE_S = 60
 def test_revoked_holder_frees_its_lock_at_once(tasks, workers, journal, gates, name):
     """revoke(terminate=True): the worker frees the lock long before its lease ends."""
     holder, other = workers
-    first = call_on(holder, tasks.work, name, singleton={"lease": LEASE_S})
-    journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.work, name)
-    journal.wait_for("conflict", task_id=second.id)
+    first = journal.reached("start", call_on(holder, tasks.work, name, singleton={"lease": LEASE_S}))
+    second = journal.reached("conflict", call_on(other, tasks.work, name))
     first.revoke(terminate=True)
     journal.wait_for("start", task_id=second.id)
     gates(name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from docker.errors import DockerException
 
+from celery_setnx.connection import client_for
 from tests.tables import Recorded, failover_table, recorded, write
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
 from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, not_here, tls_server
@@ -41,23 +42,34 @@ def failovers(request) -> Recorded:
 @pytest.fixture(scope="session")
 def sentinels(tmp_path_factory) -> Iterator[Sentinels]:
     """A master, two replicas and three Sentinels."""
-    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels"))
-    try:
+    with Sentinels(tmp_path_factory.mktemp("sentinels")) as sentinels:
         sentinels.start()
         yield sentinels
-    finally:
-        sentinels.stop()
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of three masters."""
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    try:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.start()
         yield cluster
-    finally:
-        cluster.stop()
+
+
+@pytest.fixture
+def settings(cluster) -> Iterator[dict[str, Any]]:
+    """Locks on the empty cluster; afterwards every key of ours must have a TTL."""
+    for node in cluster.nodes:
+        node.ask("FLUSHALL")
+    yield {"setnx_url": cluster.url()}
+    for node in cluster.nodes:
+        client = node.client()
+        assert not [key for key in client.scan_iter("t:*") if client.pttl(key) == -1]
+
+
+@pytest.fixture
+def client(tasks_of, settings) -> Any:
+    """The client that the app's locks have."""
+    return client_for(tasks_of(**settings).app)
 
 
 @pytest.fixture(scope="session")

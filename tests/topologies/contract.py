@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from celery_setnx import SetnxLock
 from celery_setnx.keys import record_name
 from tests.harness import Journal, wait_until
 
@@ -34,3 +35,20 @@ def each_key_runs_once(tasks: Any, journal: Journal, keys: int) -> None:
     assert (counts.accepted, counts.duplicates, counts.failed) == (keys, 2 * keys, 0)
     ends = journal.wait_for("end", keys)
     assert sorted(end["name"] for end in ends) == sorted(f"k{number}" for number in range(keys))
+
+
+def lock_lives_and_ends(client: Any) -> None:
+    """acquire, held, renew, hold, look, resume, take over, release."""
+    lock = SetnxLock(client, "t:{life}", lease=5)
+    held = lock.acquire(token="id|0|aa").lock
+    assert lock.acquire().holder.token == "id|0|aa"
+    held.renew()
+    assert held.hold(30) == "held_for_retry"
+    assert lock.holder().state == "held_for_retry"
+    again = lock.acquire(token="id|1|bb").lock
+    assert again.fence == held.fence
+    taken = lock.acquire(dead="id|1|bb")
+    assert taken.taken_over_from.token == "id|1|bb"
+    assert taken.lock.fence > held.fence
+    assert again.release() == "lost"
+    assert taken.lock.release() == taken.lock.release() == "released"

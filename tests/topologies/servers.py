@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,10 +24,9 @@ SLOTS = 16384
 
 # The end of standard input is the test process's end, even by kill -9.
 _SUPERVISOR = '"$@" </dev/null >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null'
-_given: set[int] = set()
-_PORTS = range(
-    20_000, 30_000
-)  # below those that the system gives to clients, so that a restart finds its own
+# Below those that the system gives to clients, so that a restart finds its own.
+_PORTS = list(range(20_000, 30_000))
+random.shuffle(_PORTS)
 
 
 class Server:
@@ -126,13 +126,8 @@ class Server:
 
     def client(self, **options: Any) -> redis.Redis:
         """A client of this very process."""
-        own: dict[str, Any] = {
-            "host": HOST,
-            "port": self.port,
-            "password": self._password,
-            "socket_timeout": 2,
-        }
-        own["retry"] = Retry(NoBackoff(), 0)  # who waits for it, asks again
+        own: dict[str, Any] = {"host": HOST, "port": self.port, "password": self._password}
+        own |= {"socket_timeout": 2, "retry": Retry(NoBackoff(), 0)}  # who waits for it, asks again
         return redis.Redis(**{**own, **(self._tls or {}), "decode_responses": True, **options})
 
     def ask(self, *command: Any) -> Any:
@@ -151,23 +146,33 @@ def not_here(missing: str) -> NoReturn:
 def free_port() -> int:
     """A port of the loopback address that nobody listens on."""
     while True:
-        port = random.choice(_PORTS)
-        if port in _given:
-            continue
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            _given.add(port)
-            return port
+        port = _PORTS.pop()
+        with socket.socket() as asks, socket.socket() as binds:
+            binds.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                if asks.connect_ex((HOST, port)) != 0:
+                    binds.bind((HOST, port))
+                    return port
 
 
-class Sentinels:
+class Group:
+    """Servers that belong together: `servers`, from the first to be killed to the last."""
+
+    servers: list[Server]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """kill -9 of all."""
+        for server in self.servers:
+            server.kill()
+
+
+class Sentinels(Group):
     """A master with two replicas and three Sentinels, with passwords of their own."""
 
     NAME = "main"
@@ -192,6 +197,7 @@ class Sentinels:
             Server(directory / f"sentinel{n}", watched, mode=["--sentinel"], password=self.SENTINEL_PASSWORD)
             for n in range(3)
         ]
+        self.servers = [*self.sentinels, *self.nodes]
 
     def start(self) -> None:
         """Start them, and wait until all know each other."""
@@ -202,11 +208,6 @@ class Sentinels:
         for sentinel in self.sentinels:
             sentinel.start()
         self.wait_until_whole()
-
-    def stop(self) -> None:
-        """kill -9 of all."""
-        for server in [*self.sentinels, *self.nodes]:
-            server.kill()
 
     def url(self, db: int = 0, password: str | None = PASSWORD) -> str:
         """All Sentinels, with the password of the data nodes, as Celery wants them."""
@@ -221,8 +222,7 @@ class Sentinels:
     def master(self) -> Server:
         """The node that most of the Sentinels call master."""
         named = [self._named(sentinel) for sentinel in self.sentinels if sentinel.is_running]
-        port = max(named, key=named.count)
-        return next(node for node in self.nodes if node.port == port)
+        return next(node for node in self.nodes if node.port == max(named, key=named.count))
 
     def _named(self, sentinel: Server) -> int:
         return int(sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1])
@@ -286,28 +286,22 @@ class Sentinels:
 
     def _sees_all(self, sentinel: Server) -> bool:
         client = sentinel.client()
-        master = client.sentinel_master(self.NAME)
-        replicas = client.sentinel_slaves(self.NAME)
+        master, replicas = client.sentinel_master(self.NAME), client.sentinel_slaves(self.NAME)
         up = [replica for replica in replicas if set(replica["flags"].split(",")) == {"slave"}]
-        return (
-            len(up) == 2 and master["num-other-sentinels"] == 2 and master["flags"] in ("master", {"master"})
-        )
+        is_up = master["flags"] in ("master", {"master"})
+        return is_up and len(up) == 2 and master["num-other-sentinels"] == 2
 
 
-class Cluster:
+class Cluster(Group):
     """Three masters. What a dead one has is unavailable; the others go on."""
 
     def __init__(self, directory: Path) -> None:
-        self.nodes = []
-        for number in range(3):
-            config = [
-                "cluster-enabled yes",
-                "cluster-config-file nodes.conf",
-                "cluster-node-timeout 1000",
-                "cluster-require-full-coverage no",
-                f"cluster-port {free_port()}",
-            ]
-            self.nodes.append(Server(directory / f"node{number}", config))
+        config = ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 1000"]
+        config += ["cluster-require-full-coverage no"]
+        self.servers = self.nodes = [
+            Server(directory / f"node{number}", [*config, f"cluster-port {free_port()}"])
+            for number in range(3)
+        ]
         self._moved: dict[int, Server] = {}
 
     def start(self) -> None:
@@ -319,16 +313,10 @@ class Cluster:
             node.ask("CLUSTER", "ADDSLOTSRANGE", number * per_node, last)
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         first = self.nodes[0]
-        with first.client() as client:
-            bus_port = client.config_get("cluster-port")["cluster-port"]
+        bus_port = first.client().config_get("cluster-port")["cluster-port"]
         for node in self.nodes[1:]:
             node.ask("CLUSTER", "MEET", HOST, first.port, bus_port)
         self.wait_until_whole()
-
-    def stop(self) -> None:
-        """kill -9 of all."""
-        for node in self.nodes:
-            node.kill()
 
     def wait_until_whole(self) -> None:
         """Wait until every node knows who has every slot."""
@@ -385,54 +373,39 @@ class Certificates:
         self.ca = self._authority("ca")
         self.wrong_ca = self._authority("wrong-ca")
         self.server, self.server_key = self._signed("server", "subjectAltName=DNS:localhost")
-        self.client, self.client_key = self._signed("client", "extendedKeyUsage=clientAuth")
+        client, client_key = self._signed("client", "extendedKeyUsage=clientAuth")
+        self.options = {"ssl_ca_certs": self.ca, "ssl_certfile": client, "ssl_keyfile": client_key}
+        """What a client of the server needs."""
 
     def _authority(self, name: str) -> str:
         self._openssl(
-            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
-            "-keyout", f"{name}.key", "-out", f"{name}.pem",
-        )  # fmt: skip
+            f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN={name} -keyout {name}.key -out {name}.pem"
+        )
         return str(self._directory / f"{name}.pem")
 
     def _signed(self, name: str, extension: str) -> tuple[str, str]:
-        self._openssl(
-            "req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}",
-            "-keyout", f"{name}.key", "-out", f"{name}.csr",
-        )  # fmt: skip
         (self._directory / f"{name}.ext").write_text(extension)
-        self._openssl(
-            "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-CAcreateserial", "-extfile", f"{name}.ext", "-out", f"{name}.pem",
-        )  # fmt: skip
+        self._openssl(f"req -newkey rsa:2048 -nodes -subj /CN={name} -keyout {name}.key -out {name}.csr")
+        signs = "-CA ca.pem -CAkey ca.key -CAcreateserial"
+        self._openssl(f"x509 -req -days 2 -in {name}.csr {signs} -extfile {name}.ext -out {name}.pem")
         return str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
 
-    def _openssl(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self._directory, check=True, capture_output=True)
+    def _openssl(self, command: str) -> None:
+        subprocess.run(["openssl", *command.split()], cwd=self._directory, check=True, capture_output=True)
 
 
 def tls_server(directory: Path, certificates: Certificates) -> Server | None:
     """A server that speaks nothing but TLS, with clients it knows; None if no program here can."""
-    config = [
-        f"tls-cert-file {certificates.server}",
-        f"tls-key-file {certificates.server_key}",
-        f"tls-ca-cert-file {certificates.ca}",
-        "tls-auth-clients yes",
-    ]
-    client = {
-        "host": "localhost",
-        "ssl": True,
-        "ssl_ca_certs": certificates.ca,
-        "ssl_certfile": certificates.client,
-        "ssl_keyfile": certificates.client_key,
-    }
+    files = [f"tls-cert-file {certificates.server}", f"tls-key-file {certificates.server_key}"]
+    config = [*files, f"tls-ca-cert-file {certificates.ca}", "tls-auth-clients yes"]
+    client = {"host": "localhost", "ssl": True, **certificates.options}
     for number, binary in enumerate(_binaries(directory)):
         server = Server(directory / f"tls{number}", config, binary=binary, tls=client)
         try:
             server.start()
+            return server
         except RuntimeError:
             server.kill()
-            continue
-        return server
     return None
 
 

@@ -51,8 +51,7 @@ def refused(limited) -> Callable[[], set[str]]:
 def test_guarded_task_runs_with_the_needed_commands_alone(work_with, settings, refused, journal, gates, name):
     """Locked, marked, renewed and released by a user with eleven commands and one key pattern."""
     tasks = work_with(**settings)
-    result = tasks.once.delay(name)
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", tasks.once.delay(name))
     assert tasks.once.locked(name).task_id == result.id
     assert tasks.once.delay(name).deduplicated
     counts = tasks.once.fan_out([(name,), ("another",)])

@@ -1,13 +1,15 @@
 """Locks on a Redis Cluster."""
 
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
 from celery_setnx import LockUnavailable, SetnxLock
 from celery_setnx.connection import client_for
@@ -15,27 +17,11 @@ from celery_setnx.keeper import Keeper
 from celery_setnx.keys import mark_name, record_name
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from tests.harness import wait_until
-from tests.topologies.contract import each_key_runs_once, runs_under_its_lock
+from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server
 
 PROCESSES, TIMES, MOVES = 4, 150, 20
-
-
-@pytest.fixture
-def settings(cluster) -> Iterator[dict[str, Any]]:
-    """Locks on the empty cluster; afterwards every key of ours must have a TTL."""
-    for node in cluster.nodes:
-        node.ask("FLUSHALL")
-    yield {"setnx_url": cluster.url()}
-    for node in cluster.nodes:
-        client = node.client()
-        assert not [key for key in client.scan_iter("t:*") if client.pttl(key) == -1]
-
-
-@pytest.fixture
-def client(tasks_of, settings) -> Any:
-    """The client that the app's locks have."""
-    return client_for(tasks_of(**settings).app)
+NOWHERE = "redis+cluster://127.0.0.1:1"
 
 
 def test_tasks_are_locked_on_the_cluster(work_with, settings, cluster, journal, gates, name):
@@ -56,19 +42,8 @@ def test_fan_out_over_the_cluster_sends_each_key_once(work_with, settings, clust
 
 
 def test_lock_lives_and_ends_on_the_cluster(client):
-    """acquire, held, renew, hold, resume, take over, release."""
-    lock = SetnxLock(client, "t:{life}", lease=5)
-    held = lock.acquire(token="id|0|aa").lock
-    assert lock.acquire().holder.token == "id|0|aa"
-    held.renew()
-    assert held.hold(30) == "held_for_retry"
-    again = lock.acquire(token="id|1|bb").lock
-    assert again.fence == held.fence
-    taken = lock.acquire(dead="id|1|bb")
-    assert taken.taken_over_from.token == "id|1|bb"
-    assert taken.lock.fence > held.fence
-    assert again.release() == "lost"
-    assert taken.lock.release() == taken.lock.release() == "released"
+    """acquire, held, renew, hold, look, resume, take over, release."""
+    lock_lives_and_ends(client)
 
 
 def test_marks_of_many_slots_are_set_in_one_go(client):
@@ -122,40 +97,54 @@ def test_keys_of_a_named_lock_share_a_slot(client, cluster, name):
     client.delete(name, record_name(name))
 
 
+def increment(url: str, name: str, file: Path) -> tuple[Counter[str], list[int]]:
+    """Increment an unprotected number under a lock: what the lock answered how often, and the fences."""
+    app = Celery("incrementer", set_as_current=False)
+    app.conf.update(setnx_url=url)
+    lock, answers, fences = SetnxLock(client_for(app), name, lease=5), Counter[str](), []
+    while len(fences) < TIMES:
+        try:
+            held = lock.acquire(wait=10).lock
+        except LockUnavailable as error:
+            answers[f"unavailable: {error.reason[:60]}"] += 1
+            continue
+        if held is None:
+            answers["held"] += 1
+            continue
+        number = int(file.read_text())
+        held.ensure()
+        file.write_text(str(number + 1))
+        fences.append(held.fence)
+        try:
+            answers[held.release()] += 1
+        except LockUnavailable as error:
+            answers[f"not released: {error.reason[:60]}"] += 1
+    return answers, fences
+
+
 def test_nothing_is_lost_while_a_slot_moves(settings, cluster, tmp_path, note):
     """Processes increment under a lock whose slot goes to and fro: no overlap, no error, rising fences."""
-    counter = tmp_path / "counter"
-    counter.write_text("0")
+    (counter := tmp_path / "counter").write_text("0")
     lock = "t:{moving}"
-    about = {"url": cluster.url(), "lock": lock, "counter": str(counter), "times": TIMES}
-    command = [sys.executable, "-m", "tests.topologies.incrementer", json.dumps(about)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
-    try:
+    slot = cluster.slot(lock)
+    home = cluster.owner(slot)
+    away = next(node for node in cluster.nodes if node is not home)
+    moves = keys = 0
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(increment, cluster.url(), lock, counter) for _ in range(PROCESSES)]
         wait_until(lambda: int(counter.read_text() or 0) > 0, "the first increment")
-        slot = cluster.slot(lock)
-        home = cluster.owner(slot)
-        away = next(node for node in cluster.nodes if node is not home)
-        moves = keys = 0
-        while any(process.poll() is None for process in processes) and moves < 400:
+        while not all(future.done() for future in running) and moves < 400:
             keys += cluster.move(slot, home if cluster.owner(slot) is away else away)
             moves += 1
-        results = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        if cluster.owner(slot) is not home:
-            cluster.move(slot, home)
-    answers: dict[str, int] = {}
-    for result in results:
-        for answer, count in result["answers"].items():
-            answers[answer] = answers.get(answer, 0) + count
+        results = [future.result(60) for future in running]
+    if cluster.owner(slot) is not home:
+        cluster.move(slot, home)
+    answers = sum((answers for answers, _fences in results), Counter[str]())
     note(f"cluster: {PROCESSES * TIMES} increments, {moves} moves of the slot with {keys} keys; {answers}")
-    assert [process.returncode for process in processes] == [0] * PROCESSES
     assert int(counter.read_text()) == PROCESSES * TIMES
-    fences = [fence for result in results for fence in result["fences"]]
+    fences = [fence for _answers, fences in results for fence in fences]
     assert len(set(fences)) == len(fences)
-    assert all(result["fences"] == sorted(result["fences"]) for result in results)
+    assert all(fences == sorted(fences) for _answers, fences in results)
     assert moves >= MOVES
     assert "lost" not in answers
     assert "gone" not in answers
@@ -188,14 +177,14 @@ def name_on(tasks: Any, cluster: Cluster, node: Server) -> str:
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_locks_of_a_dead_node_are_unavailable_soon_and_others_go_on(client, cluster, fail, note, how):
     """LockUnavailable within seconds, at once and later; locks of other nodes are served all the while."""
-    on_dead = cluster.key_on(cluster.nodes[2], lambda n: f"t:{{dead:{n}}}")
-    on_living = cluster.key_on(cluster.nodes[0], lambda n: f"t:{{living:{n}}}")
-    held = SetnxLock(client, on_dead, lease=60).acquire().lock
-    other = SetnxLock(client, on_living, lease=60).acquire().lock
+    lock, other = (
+        SetnxLock(client, cluster.key_on(node, lambda n: f"t:{{dead:{n}}}"), lease=60)
+        for node in (cluster.nodes[2], cluster.nodes[0])
+    )
+    held, other = lock.acquire().lock, other.acquire().lock
     fail(how, cluster.nodes[2])
-    attempts = [SetnxLock(client, on_dead).acquire, held.renew, SetnxLock(client, on_dead).holder]
     times = []
-    for attempt in attempts if how == "kill" else attempts[:1]:
+    for attempt in [lock.acquire, held.renew, lock.holder] if how == "kill" else [lock.acquire]:
         began = time.monotonic()
         with pytest.raises(LockUnavailable):
             attempt()
@@ -214,11 +203,9 @@ def test_dead_node_does_not_fail_the_marks_of_others(client, cluster, fail, how)
     assert not [m for m in mark_all(client, marks, dedupe="until_done", lease=30) if m.state != "marked"]
     fail(how, cluster.nodes[2])
     found = mark_all(client, marks, dedupe="until_done", lease=30)
-    for mark, outcome in zip(marks, found):
-        if cluster.serves(cluster.nodes[2], mark.key):
-            assert isinstance(outcome, LockUnavailable)
-        else:
-            assert outcome.state == "marked"
+    on_dead = [cluster.serves(cluster.nodes[2], mark.key) for mark in marks]
+    assert [isinstance(outcome, LockUnavailable) for outcome in found] == on_dead
+    assert {outcome.state for outcome, is_dead in zip(found, on_dead) if not is_dead} == {"marked"}
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
@@ -293,22 +280,17 @@ def test_worker_starts_while_a_node_is_dead(work_with, settings, fail, cluster):
 
 
 def test_cluster_that_cannot_be_reached_is_unavailable(tasks_of):
-    """No node answers: the error of any unreachable Redis, at the first use and at a publish."""
-    tasks = tasks_of(setnx_url="redis+cluster://127.0.0.1:1")
+    """The error of any unreachable Redis; but publishing goes on, because the run is guarded."""
+    tasks = tasks_of(setnx_url=NOWHERE, task_default_queue="topologies-nowhere")
     with pytest.raises(LockUnavailable):
         tasks.work.locked("a")
-
-
-def test_call_is_published_while_the_cluster_cannot_be_reached(tasks_of, journal):
-    """Publishing goes on, because the run is guarded."""
-    tasks = tasks_of(setnx_url="redis+cluster://127.0.0.1:1", task_default_queue="topologies-nowhere")
     assert not tasks.once.delay("a").deduplicated
 
 
 def test_worker_starts_without_its_cluster(work_with):
     """A warning, no refusal, as with any lock server that is down."""
-    tasks = work_with(setnx_url="redis+cluster://127.0.0.1:1")
-    tasks.worker.wait_for_log("Until it answers, tasks do as their on_redis_error says")
+    worker = work_with(setnx_url=NOWHERE).worker
+    worker.wait_for_log("Until it answers, tasks do as their on_redis_error says")
 
 
 def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):

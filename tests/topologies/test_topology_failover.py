@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -38,22 +38,16 @@ def settings(sentinels) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Body:
-    """One run of a body: when, under which fence, and whether it was told of a loss.
-
-    Attributes:
-        told: Place in the journal at which it was told, or None.
-        began: Place in the journal at which it began.
-        took_over: Fence of the dead holder that it took over from, or None.
-    """
+    """One run of a body: when, under which fence, and whether it was told of a loss."""
 
     task_id: str
     key: str
     fence: int
     start: float
     end: float
-    told: int | None
-    began: int
-    took_over: int | None
+    told: int | None  # place in the journal at which it was told
+    began: int  # place in the journal at which it began
+    took_over: int | None  # fence of the dead holder that it took over from
 
     def overlaps(self, other: Body) -> bool:
         return self.start < other.end and other.start < self.end
@@ -92,47 +86,30 @@ class Load:
 
 
 @pytest.fixture
-def load_of(server) -> Iterator[Callable[[Any], Load]]:
-    """Starts a load of an app's tasks; stops it in any case."""
-    loads = []
+def load(server, work_with, settings) -> Iterator[Load]:
+    """A load of calls, and the worker that runs them; stopped in any case."""
     with redis.Redis.from_url(server.url(0)) as broker:
-
-        def load_of(tasks: Any) -> Load:
-            loads.append(Load(tasks, broker))
-            return loads[-1]
-
-        yield load_of
-        for load in loads:
-            load.stop()
+        load = Load(work_with(concurrency=4, **settings), broker)
+        yield load
+        load.stop()
 
 
 def bodies_of(journal: Journal) -> list[Body]:
     """Every body that ran, in the order of their starts."""
-    told: dict[tuple[str, int], int] = {}
-    taken: dict[tuple[str, int], int] = {}
-    ends: dict[tuple[str, int], float] = {}
-    entries = journal.entries()
-    for place, entry in enumerate(entries):
-        life = (entry.get("task_id"), entry.get("fence"))
-        if entry["what"] == "lost":
-            told[life] = place
-        elif entry["what"] == "taken_over":
-            taken[life] = entry["holder"]["fence"]
-        elif entry["what"] == "end":
-            ends[life] = entry["at"]
+    entries = [(place, e, (e.get("task_id"), e.get("fence"))) for place, e in enumerate(journal.entries())]
+    told = {life: place for place, e, life in entries if e["what"] == "lost"}
+    taken = {life: e["holder"]["fence"] for _place, e, life in entries if e["what"] == "taken_over"}
+    ends = {life: e["at"] for _place, e, life in entries if e["what"] == "end"}
     found = []
-    for place, entry in enumerate(entries):
-        if entry["what"] == "start":
-            life = (entry["task_id"], entry["fence"])
-            own = (entry["name"], entry["fence"], entry["at"], ends.get(life, float("inf")))
-            found.append(Body(entry["task_id"], *own, told.get(life), place, taken.get(life)))
+    for place, e, life in entries:
+        if e["what"] == "start":
+            own = (e["task_id"], e["name"], e["fence"], e["at"], ends.get(life, float("inf")))
+            found.append(Body(*own, told.get(life), place, taken.get(life)))
     return sorted(found, key=lambda body: body.start)
 
 
-def test_workers_go_on_through_failovers(work_with, settings, sentinels, journal, load_of, failovers, note):
+def test_workers_go_on_through_failovers(load, sentinels, journal, failovers, note):
     """kill -9 of the master under load: every call is done, nobody overlaps untold, no fence falls."""
-    tasks = work_with(concurrency=4, **settings)
-    load = load_of(tasks)
     wait_until(lambda: load.ended() >= 10, "some bodies")
     kills: list[float] = []
     for _ in range(FAILOVERS):
@@ -209,8 +186,7 @@ def test_lost_write_costs_exclusion_and_the_first_holder_is_told(
 
     (lost,) = journal.wait_for("lost", task_id=first.id)
     assert lost["fence"] == start["fence"]
-    gates(name)
-    gates(name)
+    gates(name, 2)
     with pytest.raises(Exception, match="is lost"):
         first.get(timeout=10)
     assert second.get(timeout=10) == name

@@ -1,17 +1,15 @@
 """RabbitMQ as the broker: classic queues, and quorum queues with native delayed delivery."""
 
 import itertools
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from types import SimpleNamespace
 from typing import Any
 
 import celery
 import pytest
-import redis
 from celery import chain, chord
 from celery.exceptions import TaskRevokedError
 
@@ -28,7 +26,7 @@ from tests.topologies.rabbitmq import RabbitMQ
 
 QUEUE_LEASE_S = 3600
 RETRY = {"on_conflict": "retry", "retry_delay": 1, "retry_delay_max": 1}
-WAIT, JOIN = {"on_conflict": "wait"}, {"on_conflict": "join"}
+WAIT = {"on_conflict": "wait"}
 LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
 QUORUM = {
     "task_default_queue_type": "quorum",
@@ -74,26 +72,24 @@ def kind(request) -> str:
 
 
 @pytest.fixture
-def settings(settings_of, kind) -> dict[str, Any]:
+def settings(settings_of, kind) -> Any:
     """Of an app of the test's own."""
-    settings: dict[str, Any] = settings_of(kind)
-    return settings
+    return settings_of(kind)
 
 
 @pytest.fixture(scope="module")
-def shared(settings_of, kind, module_worker) -> dict[str, Any]:
+def shared(settings_of, kind, module_worker) -> Any:
     """The settings of an app whose worker serves two queues for this whole module."""
-    settings: dict[str, Any] = settings_of(kind)
+    settings = settings_of(kind)
     queue = settings["task_default_queue"]
     module_worker(APP, concurrency=4, queues=f"{queue},{other(queue)}", conf=settings)
     return settings
 
 
 @pytest.fixture
-def tasks(tasks_of, shared, locks) -> SimpleNamespace:
+def tasks(tasks_of, shared, locks) -> Any:
     """The tasks of the shared worker; no lock is held."""
-    tasks: SimpleNamespace = tasks_of(**shared)
-    return tasks
+    return tasks_of(**shared)
 
 
 @pytest.fixture
@@ -135,13 +131,6 @@ def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
     assert len(turns) == 2 * bodies
 
 
-def told_by(policy: dict[str, Any]) -> dict[str, Any]:
-    """All that a message may say of its call."""
-    expires = datetime.now(timezone.utc) + timedelta(minutes=5)
-    limits = {"time_limit": 100, "soft_time_limit": 90, "expires": expires}
-    return {"headers": {"tenant": "acme"}, "priority": 5, "shadow": "alias", "singleton": policy, **limits}
-
-
 def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
     """Four calls at once: the lock keeps them apart, and each ends with its own result."""
     results = [tasks.load.delay("a", 0.1) for _ in range(4)]
@@ -149,69 +138,52 @@ def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
     one_at_a_time(journal, "a", 4)
 
 
-def test_conflict_may_be_skipped(tasks, journal, gates, name):
-    """The second call ends at once, successfully, and names the first."""
-    first = tasks.work.delay(name)
-    journal.wait_for("start", task_id=first.id)
+def test_conflict_may_be_skipped_or_end_with_max_wait(tasks, journal, gates, name):
+    """One call ends at once with success, and names the first; one with LockTimeout while that still runs."""
+    first = journal.reached("start", tasks.work.delay(name))
     skipped = tasks.work.delay(name).get(timeout=20)
     assert is_skipped(skipped)
     assert skipped["holder"]["task_id"] == first.id
+    with pytest.raises(LockTimeout):
+        tasks.work.apply_async([name], singleton={**RETRY, "max_wait": 1.5}).get(timeout=20)
+    assert first.state != "SUCCESS"
     gates(name)
     assert first.get(timeout=20) == name
 
 
-def test_call_that_waited_is_unchanged(tasks, kind, journal, gates, name):
-    """Headers, priority, expiry, time limits, shadow and key, and its own retries are not used up."""
-    options = told_by(RETRY)
-    first = tasks.tell.apply_async([name], **options)
-    journal.wait_for("start", task_id=first.id)
+@pytest.mark.parametrize("policy", [RETRY, WAIT], ids=["retry", "wait"])
+def test_call_that_waited_is_unchanged(tasks, shared, kind, journal, gates, name, policy):
+    """Headers, priority, expiry, limits, shadow, key and queue, and its own retries are not used up.
+
+    One that was woken came undelayed, the way it came at first.
+    """
+    queue = other(shared["task_default_queue"])
+    expires = datetime.now(timezone.utc) + timedelta(minutes=5)
+    options = {"time_limit": 100, "soft_time_limit": 90, "expires": expires, "queue": queue}
+    options |= {"headers": {"tenant": "acme"}, "priority": 5, "shadow": "alias", "singleton": policy}
+    first = journal.reached("start", tasks.tell.apply_async([name], **options))
     second = tasks.tell.apply_async([name], **options)
-    journal.wait_for("conflict", 2, task_id=second.id)
-    gates(name)
-    gates(name)
+    if policy is RETRY:
+        journal.wait_for("conflict", 2, task_id=second.id)
+    else:
+        wait_for_waiters(tasks, name, 1, task=tasks.tell)
+    gates(name, 2)
     told, waited = first.get(timeout=20), second.get(timeout=20)
-    assert (told["retries"], told["priority"], told["tenant"]) == (0, 5, "acme")
-    came = waited.pop("exchange")
-    assert (came == "celery_delayed_delivery") == (kind == "quorum"), came
-    del told["exchange"]
+    assert (told["retries"], told["priority"], told["tenant"], told["queue"]) == (0, 5, "acme", queue)
+    if policy is RETRY:
+        came = waited.pop("exchange")
+        assert (came == "celery_delayed_delivery") == (kind == "quorum"), came
+        del told["exchange"]
     assert waited == told
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
 def test_call_waits_again_and_again(tasks, journal, gates, name):
     """A wait of 3 s takes two of the delaying queues, and the next wait the same two."""
-    first = tasks.paced.delay(name)
-    journal.wait_for("start", task_id=first.id)
-    second = tasks.paced.delay(name)
-    journal.wait_for("conflict", 2, task_id=second.id)
-    gates(name)
-    gates(name)
-    assert first.get(timeout=20) == name
-    assert second.get(timeout=20) == name
-
-
-def test_call_waits_in_its_own_queue(tasks, shared, journal, gates, name):
-    """A call that was sent to another than the default queue comes back there."""
-    queue = other(shared["task_default_queue"])
-    first = tasks.tell.apply_async([name], queue=queue)
-    journal.wait_for("start", task_id=first.id)
-    second = tasks.tell.apply_async([name], queue=queue, singleton=RETRY)
-    journal.wait_for("conflict", task_id=second.id)
-    gates(name)
-    gates(name)
-    assert first.get(timeout=20)["queue"] == queue
-    assert second.get(timeout=20)["queue"] == queue
-
-
-def test_max_wait_ends_the_waiting(tasks, journal, gates, name):
-    """The waiting call fails with LockTimeout while the first still runs."""
-    first = tasks.work.delay(name)
-    journal.wait_for("start", task_id=first.id)
-    with pytest.raises(LockTimeout):
-        tasks.work.apply_async([name], singleton={**RETRY, "max_wait": 1.5}).get(timeout=20)
-    assert first.state != "SUCCESS"
-    gates(name)
-    assert first.get(timeout=20) == name
+    first = journal.reached("start", tasks.paced.delay(name))
+    second = journal.reached("conflict", tasks.paced.delay(name), 2)
+    gates(name, 2)
+    assert [first.get(timeout=20), second.get(timeout=20)] == [name] * 2
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])
@@ -226,9 +198,10 @@ def test_retry_of_its_own(tasks, journal, hold):
     one_at_a_time(journal, "a", 2 if hold else 3)
 
 
-def test_call_marked_until_started_is_marked_through_its_countdown(tasks, locks, journal, gates, name):
-    """The mark lasts for the queue lease beyond the countdown, and ends with the start."""
-    options = {"countdown": 2, "singleton": {"dedupe": "until_started"}}
+@pytest.mark.parametrize("dedupe", ["until_started", "until_done"])
+def test_call_is_marked_through_its_countdown(tasks, locks, journal, gates, name, dedupe):
+    """For the queue lease beyond the countdown; equal calls are duplicates until the start, or the end."""
+    options = {"countdown": 2, "singleton": {"dedupe": dedupe}}
     began = time.monotonic()
     first = tasks.once.apply_async([name], **options)
     mark = f"{tasks.once.lock_key(name)}:queued"
@@ -238,20 +211,11 @@ def test_call_marked_until_started_is_marked_through_its_countdown(tasks, locks,
     assert (again.deduplicated, again.id) == (True, first.id)
     journal.wait_for("start", task_id=first.id)
     assert not locks.exists(mark)
-    gates(name)
+    if dedupe == "until_done":  # by then its lock says so
+        assert tasks.once.delay(name).deduplicated
+    gates(name, 2)
     assert first.get(timeout=20) == name
-
-
-def test_call_marked_until_done_is_marked_through_countdown_and_run(tasks, locks, journal, gates, name):
-    """An equal call is a duplicate until the end."""
-    first = tasks.once.apply_async([name], countdown=2)
-    assert tasks.once.delay(name).deduplicated
-    journal.wait_for("start", task_id=first.id)
-    assert tasks.once.delay(name).deduplicated
-    gates(name)
-    assert first.get(timeout=20) == name
-    assert not locks.exists(f"{tasks.once.lock_key(name)}:queued")
-    gates(name)
+    assert not locks.exists(mark)
     afterwards = tasks.once.delay(name)
     assert not afterwards.deduplicated
     assert afterwards.get(timeout=20) == name
@@ -282,28 +246,13 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates,
     for number in range(1, 5):
         calls.append(tasks.work.apply_async([name], singleton={"lease": 60, **WAIT}))
         wait_for_waiters(tasks, name, number)
-    for _ in calls:
-        gates(name)
+    gates(name, len(calls))
     assert [call.get(timeout=20) for call in calls] == [name] * 5
     one_at_a_time(journal, name, 5)
     starts, ends = journal.entries(what="start", name=name), journal.entries(what="end", name=name)
     assert [start["task_id"] for start in starts] == [call.id for call in calls]
     hand_overs = [start["at"] - end["at"] for start, end in zip(starts[1:], ends)]
     assert max(hand_overs) < 1, hand_overs
-
-
-def test_call_that_was_woken_is_unchanged(tasks, journal, gates, name):
-    """Headers, priority, expiry, time limits, shadow and key; it came undelayed, the way it came at first."""
-    options = told_by(WAIT)
-    first = tasks.tell.apply_async([name], **options)
-    journal.wait_for("start", task_id=first.id)
-    second = tasks.tell.apply_async([name], **options)
-    wait_for_waiters(tasks, name, 1, task=tasks.tell)
-    gates(name)
-    gates(name)
-    told = first.get(timeout=20)
-    assert (told["retries"], told["priority"], told["tenant"]) == (0, 5, "acme")
-    assert second.get(timeout=20) == told
 
 
 def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
@@ -313,8 +262,7 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
     queue = other(settings["task_default_queue"])
     tasks = work_with(queues=queue, **settings)
     soon = {"lease": 20, "retry_delay": 0.1, "retry_delay_max": 0.1}
-    first = tasks.tell.apply_async([name], queue=queue, singleton=soon)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.tell.apply_async([name], queue=queue, singleton=soon))
     second = tasks.tell.apply_async([name], queue=queue, singleton={**soon, **WAIT})
     wait_for_waiters(tasks, name, 1, task=tasks.tell)
     line, calls = line_names(tasks.tell.lock_key(name))
@@ -332,8 +280,7 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
     assert min(after - before for before, after in itertools.pairwise(visits)) > 0.95
     locks.delete(line, calls)
     wait_for_waiters(tasks, name, 1, task=tasks.tell)
-    gates(name)
-    gates(name)
+    gates(name, 2)
     assert [call.get(timeout=20)["queue"] for call in (first, second)] == [queue] * 2
     one_at_a_time(journal, name, 2)
 
@@ -358,9 +305,10 @@ def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, lo
 
 def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, name):
     """Three join one that runs: a single body, and every call has its result."""
-    first = tasks.work.delay(name)
-    journal.wait_for("start", task_id=first.id)
-    joining = [tasks.work.apply_async([name, number], singleton=JOIN) for number in range(3)]
+    first = journal.reached("start", tasks.work.delay(name))
+    joining = [
+        tasks.work.apply_async([name, number], singleton={"on_conflict": "join"}) for number in range(3)
+    ]
     wait_for_waiters(tasks, name, 3)
     gates(name)
     assert [call.get(timeout=20) for call in (first, *joining)] == [name] * 4
@@ -438,20 +386,17 @@ def test_call_that_cannot_be_sent_back_is_requeued(
     user = own_broker.limit(f"user-{queue}", may_not_write="celery_delayed_27")
     conf = {**settings, **LATE, "task_queues": {queue: quorum_queue(settings, limit)}, "broker_url": user}
     tasks = work_with(**conf)
-    first = tasks.work.delay(name)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.work.delay(name))
     began = time.monotonic()
     second = tasks.work.apply_async([name], singleton=RETRY)
     if limit is None:
         journal.wait_for("conflict", 4, task_id=second.id)
         assert time.monotonic() - began >= 3
-        gates(name)
-        gates(name)
+        gates(name, 2)
         assert second.get(timeout=20) == name
     else:
         journal.wait_for("conflict", limit + 1, task_id=second.id)
-        gates(name)
-        gates(name)
+        gates(name, 2)
         assert first.get(timeout=20) == name
         # What is published afterwards overtakes nothing, so the lost call is not merely late.
         assert tasks.work.delay("b").get(timeout=20) == "b"
@@ -468,63 +413,40 @@ def quorum_queue(settings: dict[str, Any], limit: int | None) -> dict[str, Any]:
     return {"exchange": queue, "exchange_type": "topic", "routing_key": queue, "queue_arguments": arguments}
 
 
-@pytest.fixture
-def broken(tasks_of, settings_of, own_broker, locks) -> Iterator[SimpleNamespace]:
-    """Two fan-outs, with and without publisher confirms, to a broker that froze and was killed."""
-    never = {"max_retries": 0}
-    plain = tasks_of(**settings_of("classic", broker_transport_options={}, task_publish_retry_policy=never))
-    confirmed = tasks_of(**settings_of("classic", task_publish_retry_policy=never))
-    for tasks in (plain, confirmed):
-        # The connection stands, and the queue is declared.
-        tasks.work.apply_async(["first"], retry_policy={"max_retries": 3})
-    own_broker.freeze()
-    found = SimpleNamespace(plain=plain, confirmed=confirmed, counts=None, error=None)
-    found.counts = plain.once.fan_out(names("p"))
-
-    def fan_out() -> None:
-        try:
-            confirmed.once.fan_out(names("c"))
-        except FanOutFailed as error:
-            found.error = error
-
-    sender = threading.Thread(target=fan_out, daemon=True)
-    sender.start()
-    wait_until(lambda: marked(locks, confirmed, "c") == 5, "the marks of the second")
-    own_broker.kill()
-    sender.join(20)
-    own_broker.start()
-    found.messages = own_broker.messages
-    yield found
-    for tasks in (plain, confirmed):
-        tasks.app.close()
-
-
-def names(letter: str) -> list[tuple[str]]:
-    """Five calls."""
-    return [(f"{letter}{number}",) for number in range(5)]
-
-
-def marked(locks: redis.Redis, tasks: Any, letter: str) -> int:
-    """How many of the five are marked."""
-    return sum(locks.exists(f"{tasks.once.lock_key(name)}:queued") for (name,) in names(letter))
-
-
-def test_fan_out_knows_what_a_dead_broker_has_confirmed(broken, locks):
+def test_fan_out_knows_what_a_dead_broker_has_confirmed(tasks_of, settings_of, own_broker, locks):
     """With confirms: the call that was on its way is uncertain, the rest not sent, and none is marked.
 
     Without: the documented limit. All were accepted, all are lost, and marked for the queue lease.
     """
-    error = broken.error
-    assert (error.accepted, error.uncertain, error.not_sent) == (0, 1, 4)
-    assert marked(locks, broken.confirmed, "c") == 0
-    again = broken.confirmed.once.fan_out(names("c"))
-    assert again.accepted == 5
-    # And the first; and the uncertain one, if the broker had read it.
-    assert broken.messages(broken.confirmed.app.conf.task_default_queue) in (6, 7)
+    never = {"task_publish_retry_policy": {"max_retries": 0}}
+    plain = tasks_of(**settings_of("classic", broker_transport_options={}, **never))
+    confirmed = tasks_of(**settings_of("classic", **never))
+    lost, kept = ([(f"{letter}{n}",) for n in range(5)] for letter in "pc")
 
-    assert broken.counts.accepted == 5
-    assert broken.messages(broken.plain.app.conf.task_default_queue) <= 1  # the first, if it was in time
-    assert marked(locks, broken.plain, "p") == 5
+    def marked(calls: Any) -> int:
+        return sum(locks.exists(f"{plain.once.lock_key(name)}:queued") for (name,) in calls)
+
+    for tasks in (plain, confirmed):
+        # The connection stands, and the queue is declared.
+        tasks.work.apply_async(["first"], retry_policy={"max_retries": 3})
+    own_broker.freeze()
+    counts = plain.once.fan_out(lost)
+    sending = ThreadPoolExecutor().submit(confirmed.once.fan_out, kept)
+    wait_until(lambda: marked(kept) == 5, "the marks of the second")
+    own_broker.kill()
+    error: Any = sending.exception(20)
+    assert isinstance(error, FanOutFailed)
+    own_broker.start()
+    assert (error.accepted, error.uncertain, error.not_sent) == (0, 1, 4)
+    assert marked(kept) == 0
+    assert confirmed.once.fan_out(kept).accepted == 5
+    # And the first; and the uncertain one, if the broker had read it.
+    assert own_broker.messages(confirmed.app.conf.task_default_queue) in (6, 7)
+    assert counts.accepted == 5
+    assert own_broker.messages(plain.app.conf.task_default_queue) <= 1  # the first, if it was in time
+    assert marked(lost) == 5
+    for tasks in (plain, confirmed):
+        tasks.app.close()
 
 
 @pytest.mark.parametrize("policy", [RETRY, WAIT], ids=["retry", "wait"])

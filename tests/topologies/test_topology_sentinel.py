@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import LockRefused, LockUnavailable, OptionError, SetnxLock
-from celery_setnx.connection import client_for
+from celery_setnx import LockRefused, LockUnavailable, OptionError
 from tests.harness import wait_until
-from tests.topologies.contract import each_key_runs_once, runs_under_its_lock
+from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 
 
 @pytest.fixture
@@ -39,26 +38,24 @@ def test_fan_out_over_sentinels_sends_each_key_once(work_with, settings, locks, 
     wait_until(lambda: not list(locks.scan_iter("t:*:queued")), "no mark")
 
 
-@pytest.mark.parametrize("setting", ["result_backend", "broker_url"])
+@pytest.mark.parametrize("backend", [2, None], ids=["result_backend", "broker_url"])
 def test_sentinels_of_celery_itself_hold_the_locks(
-    work_with, sentinels, locks, journal, gates, name, setting
+    work_with, sentinels, locks, journal, gates, name, backend
 ):
-    """Broker and result backend on Sentinels with Celery's own transport options; no setnx_url."""
+    """Those of the result backend's database, else of the broker's, with Celery's own transport options."""
     options = sentinels.transport_options
-    conf: dict[str, Any] = {"broker_url": sentinels.url(), "broker_transport_options": options}
-    if setting == "result_backend":
-        conf.update(result_backend=sentinels.url(2), result_backend_transport_options=options)
-    else:
-        conf.update(result_backend="cache+memory://")
+    conf = {"broker_url": sentinels.url(), "broker_transport_options": options}
+    stores = sentinels.url(backend) if backend else "cache+memory://"
+    conf |= {"result_backend": stores, "result_backend_transport_options": options}
     tasks = work_with(**conf)
     result = tasks.once.delay(name)
     (start,) = journal.wait_for("start", task_id=result.id)
-    with sentinels.master().client(db=2 if setting == "result_backend" else 0) as where:
+    with sentinels.master().client(db=backend or 0) as where:
         assert where.exists(start["key"]) == 1
     assert tasks.once.delay(name).deduplicated
     gates(name)
     journal.wait_for("postrun", task_id=result.id, state="SUCCESS")
-    if setting == "result_backend":
+    if backend:
         assert result.get(timeout=10) == name
 
 
@@ -83,9 +80,8 @@ def test_one_dead_sentinel_of_three_is_no_problem(
 
 def test_missing_master_name_is_said_at_once(tasks_of, sentinels):
     """An error that names the setting."""
-    tasks = tasks_of(setnx_url=sentinels.url())
     with pytest.raises(OptionError, match=r"setnx_transport_options = .*master_name"):
-        tasks.work.locked("a")
+        tasks_of(setnx_url=sentinels.url()).work.locked("a")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,9 @@ def test_wrong_name_or_password_is_an_error_that_says_so(tasks_of, sentinels, wr
 
 def test_password_of_the_nodes_is_that_of_the_url(tasks_of, sentinels):
     """Without it the master refuses."""
-    tasks = tasks_of(
-        setnx_url=sentinels.url(password=None), setnx_transport_options=sentinels.transport_options
-    )
+    conf = {"setnx_transport_options": sentinels.transport_options}
     with pytest.raises(LockRefused, match="AuthenticationError"):
-        tasks.work.locked("a")
+        tasks_of(setnx_url=sentinels.url(password=None), **conf).work.locked("a")
 
 
 def test_sentinels_may_be_named_by_one_url(tasks_of, sentinels, locks):
@@ -121,14 +115,6 @@ def test_sentinels_may_be_named_by_one_url(tasks_of, sentinels, locks):
     assert tasks.work.locked("a") is None
 
 
-def test_lock_is_held_for_a_retry_on_the_master(tasks_of, settings, locks):
-    """acquire, renew, hold, look and release over Sentinels."""
-    app = tasks_of(**settings).app
-    lock = SetnxLock(client_for(app), "t:{sentinel}", lease=5)
-    held = lock.acquire(token="id|0|aa").lock
-    held.renew()
-    assert held.hold(30) == "held_for_retry"
-    assert lock.holder().state == "held_for_retry"
-    again = lock.acquire(token="id|1|bb").lock
-    assert again.fence == held.fence
-    assert again.release() == "released"
+def test_lock_lives_and_ends_on_the_master(client, locks):
+    """acquire, held, renew, hold, look, resume, take over, release."""
+    lock_lives_and_ends(client)

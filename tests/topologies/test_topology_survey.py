@@ -3,9 +3,6 @@
 import time
 from typing import Any
 
-import pytest
-
-from celery_setnx.connection import client_for
 from celery_setnx.keys import digest, key_name
 from celery_setnx.line import Place, park
 from celery_setnx.lock import SetnxLock
@@ -13,14 +10,6 @@ from celery_setnx.marks import Mark, mark_all
 from celery_setnx.survey import drop, look, survey, waiters
 
 LOCKS = 300
-
-
-@pytest.fixture
-def client(tasks_of, cluster) -> Any:
-    """The client that the app's locks have, on the empty cluster."""
-    for node in cluster.nodes:
-        node.ask("FLUSHALL")
-    return client_for(tasks_of(setnx_url=cluster.url()).app)
 
 
 def hold(client: Any, number: int) -> str:

@@ -9,14 +9,6 @@ import pytest
 from celery_setnx import LockUnavailable, OptionError
 from tests.topologies.contract import runs_under_its_lock
 
-NAMES = {"ca": "ssl_ca_certs", "client": "ssl_certfile", "client_key": "ssl_keyfile"}
-
-
-@pytest.fixture
-def files(certificates) -> dict[str, str]:
-    """What a client of the server needs."""
-    return {option: getattr(certificates, name) for name, option in NAMES.items()}
-
 
 @pytest.fixture
 def url_of(secured) -> Callable[..., str]:
@@ -28,21 +20,21 @@ def url_of(secured) -> Callable[..., str]:
     return url_of
 
 
-def test_tasks_are_locked_behind_tls(work_with, url_of, files, secured, journal, gates, name):
+def test_tasks_are_locked_behind_tls(work_with, url_of, certificates, secured, journal, gates, name):
     """rediss:// with a CA, a client certificate and the server's name: locked, renewed, deduplicated."""
-    tasks = work_with(setnx_url=url_of(**files))
+    tasks = work_with(setnx_url=url_of(**certificates.options))
     runs_under_its_lock(tasks, journal, gates, name, partial(secured.ask, "EXISTS"))
 
 
-def test_tls_options_of_celery_serve_the_locks(tasks_of, url_of, files):
+def test_tls_options_of_celery_serve_the_locks(tasks_of, url_of, certificates):
     """redis_backend_use_ssl instead of a long URL."""
-    tasks = tasks_of(setnx_url=url_of(), redis_backend_use_ssl={**files, "ssl_cert_reqs": "CERT_REQUIRED"})
-    assert tasks.work.locked("a") is None
+    options = {**certificates.options, "ssl_cert_reqs": "CERT_REQUIRED"}
+    assert tasks_of(setnx_url=url_of(), redis_backend_use_ssl=options).work.locked("a") is None
 
 
-def test_server_is_not_verified_if_told_so(tasks_of, url_of, files):
+def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
     """ssl_cert_reqs=none: neither the CA nor the name counts."""
-    own = {name: files[name] for name in ("ssl_certfile", "ssl_keyfile")}
+    own = {name: value for name, value in certificates.options.items() if name != "ssl_ca_certs"}
     tasks = tasks_of(setnx_url=url_of("127.0.0.1", ssl_cert_reqs="none", **own))
     assert tasks.work.locked("a") is None
 
@@ -58,9 +50,10 @@ def test_server_is_not_verified_if_told_so(tasks_of, url_of, files):
     ],
     ids=["another CA", "another name", "no certificate of its own", "missing file"],
 )
-def test_what_does_not_match_is_said(tasks_of, url_of, files, certificates, host, own, message):
+def test_what_does_not_match_is_said(tasks_of, url_of, certificates, host, own, message):
     """The server's CA, its name (the certificate is localhost's), the client's certificate, a path."""
-    files |= {option: getattr(certificates, str(value), value) for option, value in own.items()}
+    own = {option: getattr(certificates, str(value), value) for option, value in own.items()}
+    files = {**certificates.options, **own}
     if files["ssl_certfile"] is None:
         del files["ssl_certfile"], files["ssl_keyfile"]
     tasks = tasks_of(setnx_url=url_of(host, **files))

@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -95,11 +97,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
     table = rows(README.read_text())
-    chosen = [
-        cell
-        for cell in cells(table)
-        if options.row in ("", cell.row.celery) and options.edge in (None, cell.edge)
-    ]
+    chosen = [cell for cell in cells(table) if options.row in ("", cell.row.celery)]
+    chosen = [cell for cell in chosen if options.edge in (None, cell.edge)]
     if not chosen:
         parser.error(f"no row {options.row}")
     if any(cell.server == "Redis" for cell in chosen) and shutil.which("redis-server") is None:
@@ -203,9 +202,8 @@ def _make_environment(interpreter: str, path: Path, *wanted: str) -> Path:
 def _wheel(directory: Path) -> Path:
     if "WHEEL" in os.environ:
         return Path(os.environ["WHEEL"]).resolve()
-    _call(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={directory}", str(ROOT)]
-    )
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    _call([*pip, f"--wheel-dir={directory}", str(ROOT)])
     (wheel,) = directory.glob("*.whl")
     return wheel
 
@@ -228,14 +226,9 @@ def _call(command: list[str], directory: Path | None = None) -> str:
     ran = None
     with tempfile.TemporaryFile("w+") as printed:
         # Not a pipe: a process that outlives the command would keep it open.
-        process = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
-        )
-        try:
-            ran = process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        where: Any = {"cwd": directory, "stdout": printed, "stderr": subprocess.STDOUT}
+        with suppress(subprocess.TimeoutExpired):
+            ran = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DEADLINE_S, **where).returncode
         printed.seek(0)
         text = printed.read()
     if ran != 0:
