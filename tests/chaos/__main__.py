@@ -51,14 +51,9 @@ def _chaos(names: list[str], scale: str, seed: int, lanes: int) -> int:
 
 
 _LONG = (
-    "kill -9 of a worker",
-    "cuts, stalls, lost replies",
-    "max_tasks_per_child",
-    "kill -9 of a pool child",
-    "server clock +-120 s",
-    "worker clocks +-60 s",
-    "kill -9 of a waiting worker",
-)
+    "kill -9 of a worker", "cuts, stalls, lost replies", "max_tasks_per_child", "kill -9 of a pool child",
+    "server clock +-120 s", "worker clocks +-60 s", "kill -9 of a waiting worker",
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from celery.signals import task_failure, task_postrun, task_received, task_retry, task_revoked
+from celery.signals import task_failure, task_postrun, task_received, task_revoked
 
 from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
 from celery_setnx import trial as trial_module
@@ -23,7 +23,6 @@ from tests.soak import flaws
 from tests.soak.history import History
 
 LEASE_S = 1.5
-RETRY_MAX_S = 0.2
 WAIT_PACE_S = 2.0
 GAP_S = 0.25
 _STEP_S = 0.01
@@ -90,7 +89,7 @@ class Keyed(SingletonTask):
         "scope": "chaos",
         "lease": LEASE_S,
         "retry_delay": 0.05,
-        "retry_delay_max": RETRY_MAX_S,
+        "retry_delay_max": 0.2,
     }
 
 
@@ -153,11 +152,6 @@ def note_failure(task_id: str, exception: BaseException, **_details: Any) -> Non
 @task_revoked.connect
 def note_revoked(request: Any, **_details: Any) -> None:
     note("revoked", tid=request.id)
-
-
-@task_retry.connect
-def note_retry(request: Any, **_details: Any) -> None:
-    note("retry", tid=request.id)
 
 
 def _note_renewals() -> None:

@@ -40,7 +40,7 @@ class Life:
     kill: Record | None = None
     doom: float = _INFINITY
     lost: Record | None = None
-    released: bool = False
+    released: Record | None = None
     died_releasing: bool = False
     resumed_at: float = 0.0
     excused: bool = False
@@ -136,18 +136,17 @@ def _lives(own: Sequence[Record], faults: Sequence[Record]) -> list[Life]:
             lives[life.id] = by_lock[life.tid, life.fence] = life
         elif kind == "end" and record["life"] in lives:
             lives[record["life"]].end = record
-        elif kind in ("renewed", "lost", "released"):
+        elif kind in ("renewed", "lost", "released", "holds"):
             held = by_lock.get((record["tid"], record["fence"]))
             if held is None:
                 continue
             if kind == "renewed" and held.end is None:
                 held.renewals.append(record)
-            elif kind == "lost":
-                held.lost = record
-            elif kind == "released":
-                held.released = True
-        elif kind == "holds":
-            _hold(by_lock.get((record["tid"], record["fence"])), own)
+            elif kind == "holds":  # until the retry begins
+                starts = [start["t"] for start in of_kind(own, "start") if start["tid"] == held.tid]
+                held.resumed_at = min((at for at in starts if at > held.start), default=_INFINITY)
+            elif kind != "renewed":
+                setattr(held, kind, record)
         elif kind == "failed" and record["error"] == "TimeLimitExceeded":
             for life in lives.values():
                 if life.tid == record["tid"] and life.start <= record["t"]:
@@ -155,14 +154,6 @@ def _lives(own: Sequence[Record], faults: Sequence[Record]) -> list[Life]:
     for life in lives.values():
         _blame(life, faults)
     return list(lives.values())
-
-
-def _hold(life: Life | None, own: Sequence[Record]) -> None:
-    """A lock that is held for a retry is held until the retry begins."""
-    if life is None:
-        return
-    starts = [r["t"] for r in own if r["kind"] == "start" and r["tid"] == life.tid and r["t"] > life.start]
-    life.resumed_at = min(starts, default=_INFINITY)
 
 
 def _blame(life: Life, faults: Sequence[Record]) -> None:
@@ -178,8 +169,8 @@ def _blame(life: Life, faults: Sequence[Record]) -> None:
             if fault["life"] in (life.id, "driver") and _meet(life, fault["since"], fault["t"]):
                 life.excused = True
         elif kind == "excuse":
-            whom = not fault["of_worker"] and not fault["of_pid"]
-            if (whom or fault["of_worker"] == life.worker or fault["of_pid"] == life.pid) and _meet(
+            whom = (fault["of_worker"], fault["of_pid"])
+            if whom in (("", 0), (life.worker, 0), ("", life.pid)) and _meet(
                 life, fault["since"], fault["until"]
             ):
                 life.excused = True
@@ -348,12 +339,10 @@ def _check_run_once(seen: Seen, report: Report) -> None:
         # What the server has forgotten may run again, and what was not acknowledged before its worker died.
         if more and not (first.epochs or first.excused or first.died_releasing):
             report.broken(f"run twice: {first} and {more[0]}")
-    ends = Counter(
-        r["tid"] for r in of_kind(seen.own, "done", "failed") if seen.sent[r["tid"]]["policy"] in WAITS
-    )
+    ends = Counter(record["tid"] for record in of_kind(seen.own, "done", "failed"))
     disturbed = {life.tid for life in seen.lives if life.harmed}
     for tid, count in ends.items():
-        if count > 1 and tid not in disturbed:
+        if count > 1 and tid not in disturbed and seen.sent[tid]["policy"] in WAITS:
             report.broken(f"{tid} ended {count} times")
 
 

@@ -1,7 +1,7 @@
 """Workers as forks of one process that has imported what each needs: a start takes a fifth of the time.
 
 `python -m tests.chaos.nursery` reads orders in JSON, one a line: a worker's arguments, environment and log.
-It answers each with the worker's pid, and ends with its standard input.
+It answers each with the worker's pid, and ends with its standard input; who has ended is a zombie till then.
 """
 
 import json
@@ -74,32 +74,22 @@ def main() -> None:
     """Import all that a worker will, and fork; at the end kill those that live."""
     for module in _NEEDED:
         import_module(module)
-    alive: set[int] = set()
-    signal.signal(signal.SIGCHLD, lambda *_signal: reap(alive))
+    pids = []
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             run(**order)
-        alive.add(pid)
+        pids.append(pid)
         print(pid, flush=True)
-    for pid in list(alive):
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-
-
-def reap(alive: set[int]) -> None:
-    """Let those go that have ended: nobody else can wait for them."""
-    for pid in list(alive):
-        with suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG) != (0, 0):
-                alive.discard(pid)
 
 
 def run(argv: list[str], env: dict[str, str], log: str) -> None:
     """Be a worker."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing, file = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND)
     for source, target in ((nothing, 0), (file, 1), (file, 2)):
         os.dup2(source, target)

@@ -43,6 +43,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "remote": {"concurrency": 3, "conf": {"setnx_same_host": False}},
 }
 _SHIM = Path(__file__).with_name("clock_shim.c")
+_COMPILER = "a C compiler that works: install the Debian packages gcc and libc6-dev"
 
 
 class MissingTool(Exception):
@@ -144,7 +145,7 @@ class Stage:
         self._exits.callback(nursery.close)
         self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.popen)})
         self._workers: list[Worker] = []
-        self._by_queue: dict[str, Worker] = {}
+        self._shared: dict[str, Worker] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -178,28 +179,22 @@ class Stage:
             raise BrokenStage(str(error)) from error
         with self._lock:
             self._workers.append(worker)
-            self._by_queue[queue] = worker
         return worker
 
-    def workers(self, **queues: dict[str, Any]) -> dict[str, Worker]:
+    def workers(self, **queues: dict[str, Any]) -> list[Worker]:
         """Start several at once: options by queue."""
         with ThreadPoolExecutor(max(1, len(queues))) as starters:
-            started = {
-                queue: starters.submit(self.worker, queue, **options) for queue, options in queues.items()
-            }
-        return {queue: worker.result() for queue, worker in started.items()}
+            started = [starters.submit(self.worker, queue, **options) for queue, options in queues.items()]
+        return [worker.result() for worker in started]
 
-    def company(self, *queues: str) -> None:
-        """Have those of the workers that scenarios share: two whose tasks come to harm, two of rivals.
+    def company(self) -> None:
+        """Have the workers that scenarios share: two whose tasks come to harm, two of rivals.
 
         The worker of the queue `remote` behaves like one on another host: it proves nobody dead.
         """
-        up = [queue for queue, worker in self._by_queue.items() if worker.process.poll() is None]
-        self.workers(**{queue: _SHARED[queue] for queue in queues if queue not in up})
-
-    def stop(self, queue: str) -> None:
-        """Warm shutdown of a worker that is not shared."""
-        self._by_queue[queue].stop()
+        up = [queue for queue, worker in self._shared.items() if worker.process.poll() is None]
+        missing = {queue: options for queue, options in _SHARED.items() if queue not in up}
+        self._shared.update(zip(missing, self.workers(**missing)))
 
     def kill_child(self, pid: int, waiter: str = "") -> None:
         """kill -9 of a pool process."""
@@ -262,7 +257,7 @@ class Play:
     """One run of one scenario on a stage."""
 
     def __init__(self, stage: Stage, name: str, count: int, policies: tuple[str, ...] = ("retry",)) -> None:
-        self.stage = stage
+        self.stage, self.wait = stage, stage.log.wait
         self.name = name
         self.count = count
         self._policies = policies
@@ -298,22 +293,11 @@ class Play:
         with self._lock:
             tid = f"{full_name}/{len(self._sent)}"
             self._sent[tid] = full_name
-        self.stage.note(
-            "sent", tid=tid, name=full_name, scenario=self.name, policy=policy, queue=queue, lease=lease,
-            task=task,
-        )  # fmt: skip
-        _TASKS[task].apply_async(
-            [full_name, seconds, deaf],
-            queue=queue,
-            task_id=tid,
-            singleton={"on_conflict": policy, "lease": lease, **_PACE.get(policy, {})},
-            **options,
-        )
+        self.stage.note("sent", tid=tid, name=full_name, scenario=self.name, policy=policy, task=task)
+        singleton = {"on_conflict": policy, "lease": lease, **_PACE.get(policy, {})}
+        arguments = [full_name, seconds, deaf]
+        _TASKS[task].apply_async(arguments, queue=queue, task_id=tid, singleton=singleton, **options)
         return tid
-
-    def wait(self, tid: str, *kinds: str, after: float = 0.0, patience: float = 1.0) -> Record:
-        """See `Log.wait`."""
-        return self.stage.log.wait(tid, *kinds, after=after, patience=patience)
 
     def all_done(self, *tids: str, patience: float = 1.0) -> None:
         """Wait until these tasks have ended, as they should."""
@@ -375,16 +359,18 @@ class Play:
         """Write down a promise that was seen broken while the scenario played."""
         self.failures.append(f"{self.name}: {what}")
 
-    def recovered(self, seconds: float) -> None:
-        """Write down how long a key did not run after a fault."""
-        self.recovery_s.append(seconds)
+    def soon(self, tid: str, *kinds: str, since: float, within_s: float) -> None:
+        """Wait for a record of a task; it must come so soon after a fault."""
+        record = self.wait(tid, *kinds)
+        took_s = record["t"] - since
+        self.recovery_s.append(took_s)
+        assert took_s <= within_s, f"{tid}: {record['kind']} only {took_s:.2f} s after the fault"
 
-    def joined(self, tid: str, since: float, within_s: float) -> None:
-        """Wait for the end of a call that joins, which may be the failure of the other."""
-        ended = self.stage.log.wait(tid, "done", "failed")
-        self.recovered(ended["t"] - since)
-        if ended["t"] - since > within_s:
-            raise AssertionError(f"{tid} ended only {ended['t'] - since:.2f} s after what it waited for died")
+    def inherit(self, queue: str, *tids: str, **options: Any) -> None:
+        """The next worker of a queue ends what the one before it has left."""
+        heir = self.stage.worker(queue, **options)
+        self.all_done(*tids)
+        heir.stop()
 
     def settle(self, queue: str = "q") -> None:
         """Wait until every task is accounted for, run every key once more, and look at the lock database."""
@@ -419,26 +405,15 @@ class Play:
         return [key for key in keys if not _REMEMBERED.search(key)]
 
 
-def find_compiler() -> str:
-    """The C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise MissingTool("a C compiler: install the Debian packages gcc and libc6-dev")
-    return compiler
-
-
 def clock_shim(directory: Path) -> Path:
     """The library that shifts a process's wall clock, compiled."""
     library = directory / "clock_shim.so"
     if not library.exists():
-        done = subprocess.run(
-            [find_compiler(), "-shared", "-fPIC", "-O2", "-o", str(library), str(_SHIM), "-ldl"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise MissingTool(_COMPILER)
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(_SHIM), "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise MissingTool(
-                f"a C compiler that works: install the Debian packages gcc and libc6-dev\n{done.stderr}"
-            )
+            raise MissingTool(f"{_COMPILER}\n{done.stderr}")
     return library

@@ -7,7 +7,7 @@ from multiprocessing.util import Finalize
 from statistics import median
 
 from tests.chaos.checker import CHILD_KILL_HAND_OVER_S, CHILD_KILL_MEDIAN_S, check
-from tests.chaos.scenarios import SCENARIOS, Scenario
+from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.stage import Play, Stage
 from tests.soak.history import Report
 
@@ -36,18 +36,15 @@ class Result:
         return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
 
 
-def count_of(scenario: Scenario, scale: str) -> int:
-    """How often a fault is injected: `full`, or a multiple of what CI does."""
-    return scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
-
-
 def play(name: str, scale: str, seed: int) -> Result:
     """Play one scenario on the stage of this process, which lives as long as the process does."""
     global _stage
     if _stage is None:
         _stage = Stage(seed)
         Finalize(None, _stage.close, exitpriority=1)
-    result = _play(_stage, name, count_of(SCENARIOS[name], scale))
+    scenario = SCENARIOS[name]
+    count = scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
+    result = _play(_stage, name, count)
     if result.report.violations:
         _stage.keep = True
         result.report.broken(f"logs and history: {_stage.directory}")
@@ -70,7 +67,8 @@ def _play(stage: Stage, name: str, count: int) -> Result:
     began = time.monotonic()
     short = "_".join([scenario.play.__name__, *scenario.policies])
     run = Play(stage, short, count, scenario.policies)
-    stage.company(*scenario.company)
+    if not scenario.own_stage:
+        stage.company()
     try:
         scenario.play(run)
     except AssertionError as error:

@@ -23,13 +23,9 @@ class Keyed(SingletonTask):
 
     abstract = True
     singleton = {
-        "scope": "exits",
-        "key": "name",
-        "lease": LEASE_S,
-        "retry_delay": 0.1,
-        "retry_delay_max": 0.2,
+        "scope": "exits", "key": "name", "lease": LEASE_S, "retry_delay": 0.1, "retry_delay_max": 0.2,
         "queue_lease": 20,
-    }
+    }  # fmt: skip
 
 
 def leave(way: str) -> str:
@@ -73,19 +69,13 @@ def retried_if_lost(self: Any, name: str) -> int:
 
 
 @app.task(base=Keyed, bind=True)
-def retrying(
-    self: Any,
-    name: str,
-    queue: str | None = None,
-    attempts: int = 2,
-    countdown: float = 0,
-    max_retries: int = 5,
-) -> int:
+def retrying(self: Any, name: str, queue: str | None = None, attempts: int = 2, **options: Any) -> int:
     """Retries itself until it has made that many attempts; its retries go to the queue, if one is named."""
     body(name)
     if self.request.retries + 1 < attempts:
-        error = ZeroDivisionError(name)
-        raise self.retry(exc=error, queue=queue, countdown=countdown, max_retries=max_retries)
+        raise self.retry(
+            exc=ZeroDivisionError(name), queue=queue, **{"countdown": 0, "max_retries": 5, **options}
+        )
     return self.request.retries  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ OBSERVER = "observer"
 ELSEWHERE = {"setnx_same_host": False}
 LONG = {"lease": 600}
 RETRY = {"on_conflict": "retry"}
-IMPATIENT_DB, VISIBILITY_S = 2, 2
+IMPATIENT_DB = 2
 
 
 class Held(NamedTuple):
@@ -119,11 +119,7 @@ class Scene:
 @pytest.fixture(scope="session")
 def impatient(server) -> dict[str, Any]:
     """Settings of workers that deliver again what is not acknowledged in 2 s, on a broker of their own."""
-    timing = {
-        "visibility_timeout": VISIBILITY_S,
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    }
+    timing = {"visibility_timeout": 2, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
     return {"broker_url": server.url(IMPATIENT_DB), "broker_transport_options": timing}
 
 

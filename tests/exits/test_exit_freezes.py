@@ -1,4 +1,4 @@
-"""Frozen past its lease, then awake: the loss is told, and the next holder's lock is never touched."""
+"""Frozen past its lease, or past at_most_for: the loss is told, the next holder's lock is never touched."""
 
 import os
 import signal
@@ -19,18 +19,20 @@ def hold_next(scene: Scene, observer: str) -> Held:
     return scene.hold(scene.tasks.careful, observer, gate, singleton={**RETRY, **LONG})
 
 
-def assert_lost(scene: Scene, call: Any, fence: int, rival: Held) -> None:
+def assert_lost(scene: Scene, call: Any, fence: int, rival: Held, reason: str = "") -> None:
     """The call was told so, once; the rival keeps its lock until its end, and gives it back itself."""
     (lost,) = scene.journal.wait_for("lost", task_id=call.id)
     assert lost["fence"] == fence < rival.fence
+    assert reason in lost["reason"]
     scene.open()
-    with pytest.raises(LockLost):
+    with pytest.raises(LockLost, match=reason or None):
         call.get(timeout=20)
     assert not SetnxLock(scene.locks, rival.key).acquire().acquired
     scene.open(f"{scene.name} rival")
     assert rival.result.get(timeout=20) == scene.name
     assert scene.outcomes(rival.result) == ["released"]
-    assert len(scene.journal.entries(what="taken_over")) == 1
+    (taken,) = scene.journal.entries(what="taken_over")
+    assert (taken["task_id"], taken["fence"]) == (rival.result.id, rival.fence)
     assert len(scene.journal.entries(what="lost")) == 1
 
 
@@ -44,6 +46,14 @@ def test_frozen_past_its_lease_leaves_the_next_holder_alone(scene, pool, observe
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     assert_lost(scene, frozen.result, frozen.fence, rival)
+
+
+@every_pool
+def test_at_most_for_ends_the_lock(scene, pool, observer):
+    """Renewal stops: the loss is told once, another takes over, and its lock is left alone."""
+    held = scene.hold(scene.tasks.careful, pool, singleton={"at_most_for": 0.2, **BRIEF})
+    rival = hold_next(scene, observer)
+    assert_lost(scene, held.result, held.fence, rival, "at_most_for is over")
 
 
 @every_pool

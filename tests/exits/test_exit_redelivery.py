@@ -52,20 +52,16 @@ def test_delivered_twice_waits_and_is_dropped_after_success(scene, delivered_twi
     assert not scene.locks.exists(held.key)
 
 
-@again_in("prefork")
-def test_delivered_twice_runs_again_after_a_failure(scene, delivered_twice):
-    """Only SUCCESS drops the second delivery: after a failure it runs, when the first has ended."""
-    assert_runs_again(scene, delivered_twice(scene.tasks.late, "raise"))
-
-
-@again_in("prefork", "gevent")
-def test_delivered_twice_with_ignore_result_runs_again(scene, delivered_twice):
-    """Nobody knows how the first ended: the second runs after it."""
-    assert_runs_again(scene, delivered_twice(scene.tasks.resultless))
-
-
-def assert_runs_again(scene, held: Held) -> None:
-    """The second body begins after the first has ended, with a larger fence."""
+@pytest.mark.parametrize(
+    ("delivered_twice", "call"),
+    [("prefork", ("late", "raise")), ("prefork", ("resultless",)), ("gevent", ("resultless",))],
+    indirect=["delivered_twice"],
+    ids=["after_a_failure", "ignore_result", "ignore_result-gevent"],
+)
+def test_delivered_twice_runs_again_unless_it_succeeded(scene, delivered_twice, call):
+    """After a failure, or if nobody knows how the first ended: when it has ended, with a larger fence."""
+    task, *arguments = call
+    held = delivered_twice(getattr(scene.tasks, task), *arguments)
     scene.open(times=2)
     ends = scene.journal.wait_for("end", count=2, task_id=held.result.id)
     starts = scene.journal.entries(what="start", task_id=held.result.id)

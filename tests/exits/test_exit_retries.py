@@ -13,13 +13,17 @@ HELD_BACK = {"hold_on_retry": True}
 
 
 @every_pool
-def test_retry_releases(scene, pool):
-    """self.retry() at once: each attempt acquires anew, with a larger fence."""
-    result = scene.send(scene.tasks.retrying, pool, None, 3)
-    assert result.get(timeout=20) == 2
-    assert scene.outcomes(result, 3) == ["released"] * 3
-    first, second, third = scene.fences(result)
-    assert first < second < third
+@pytest.mark.parametrize(
+    ("attempts", "options"), [(3, {}), (5, HELD_BACK)], ids=["released", "hold_on_retry"]
+)
+def test_retries_at_once_release_or_keep_one_fence(scene, pool, attempts, options):
+    """Each attempt acquires anew, with a larger fence, or comes before or after the lock is held for it."""
+    result = scene.send(scene.tasks.retrying, pool, None, attempts, singleton=options)
+    assert result.get(timeout=20) == attempts - 1
+    fences = scene.fences(result)
+    assert len(fences) == attempts
+    assert fences == [fences[0]] * attempts if options else fences == sorted(set(fences))
+    assert options or scene.outcomes(result, attempts) == ["released"] * attempts
 
 
 @every_pool
@@ -73,15 +77,6 @@ def test_replace_releases(scene, pool):
     scene.outcomes(result, 2)
     first, second = scene.fences(result)
     assert first < second
-
-
-@every_pool
-def test_several_retries_with_hold_on_retry_keep_one_fence(scene, pool):
-    """Retries that come at once, before or after the lock is held for them."""
-    result = scene.send(scene.tasks.retrying, pool, None, 5, singleton=HELD_BACK)
-    assert result.get(timeout=20) == 4
-    assert len(scene.fences(result)) == 5
-    assert len(set(scene.fences(result))) == 1
 
 
 @every_pool

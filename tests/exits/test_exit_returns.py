@@ -74,20 +74,3 @@ def test_at_least_for_rests_after_the_end(scene, pool, observer):
     assert scene.outcomes(result) == ["resting"]
     assert scene.send(scene.tasks.work, pool, singleton=RETRY).get(timeout=20) == "return"
     assert scene.journal.entries(what="taken_over") == []
-
-
-@every_pool
-def test_at_most_for_ends_the_lock(scene, pool, observer):
-    """Renewal stops: the loss is told once, another takes over, and its lock is left alone."""
-    held = scene.hold(scene.tasks.careful, pool, singleton={"at_most_for": 0.2, "lease": 1})
-    rival = scene.hold(scene.tasks.careful, observer, singleton={**RETRY, "lease": 600})
-    (taken,) = scene.journal.wait_for("taken_over", task_id=rival.result.id)
-    assert taken["fence"] == rival.fence > held.fence
-    (lost,) = scene.journal.wait_for("lost", task_id=held.result.id)
-    assert "at_most_for is over" in lost["reason"]
-    scene.open()
-    with pytest.raises(Exception, match="at_most_for is over"):
-        held.result.get(timeout=20)
-    scene.open()
-    assert rival.result.get(timeout=20) == scene.name
-    assert len(scene.journal.entries(what="lost")) == 1

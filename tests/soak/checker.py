@@ -22,29 +22,23 @@ class _Life:
 
     token: str
     lock: str = ""
-    uid: int = -1
     pid: int = 0
     lease_s: float = 0.0
     direct: bool = False
-    since_us: int | None = None
+    since: int = 0  # when the server granted it; 0 if it never did
     fence: int = 0
-    granted: Record | None = None
-    start: Record | None = None
-    end: Record | None = None
+    granted: Any = None
+    start: Any = None
+    end: Any = None
     releases: list[Record] = field(default_factory=list)
     renewals: list[Record] = field(default_factory=list)
     named_by: list[str] = field(default_factory=list)
-    killed: Record | None = None
+    killed: Any = None
 
     @property
     def unseen(self) -> bool:
         """Whether the take-over with which it began may have been told to nobody."""
         return self.granted is None or self.granted["word"] == "again"
-
-    @property
-    def since(self) -> int:
-        """When the server granted it; 0 if it never did."""
-        return self.since_us or 0
 
     def entitled(self) -> list[Span]:
         """When it might rely on the lock: until its end, its death or its deadline, whichever came first."""
@@ -90,15 +84,12 @@ def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
             continue
         life = lives.setdefault(token, _Life(token))
         if kind == "try":
-            life.lock, life.uid, life.pid = record["lock"], record["uid"], record["pid"]
+            life.lock, life.pid, life.killed = record["lock"], record["pid"], kills.get(record["uid"])
             life.lease_s, life.direct = record["lease"], record["direct"]
-            life.killed = kills.get(record["uid"])
         elif kind == "granted":
-            life.granted, life.since_us, life.fence = record, record["since"], record["fence"]
-        elif kind == "start":
-            life.start = record
-        elif kind == "end":
-            life.end = record
+            life.granted, life.since, life.fence = record, record["since"], record["fence"]
+        elif kind in ("start", "end"):
+            setattr(life, kind, record)
         elif kind == "renewed" and life.end is None:
             life.renewals.append(record)
         elif kind == "renew_failed":
@@ -115,12 +106,12 @@ def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
         if life is None:
             report.broken(f"a take-over names somebody unknown: {record}")
             continue
-        if life.since_us != victim["since"]:
+        if life.since != victim["since"]:
             # Granted once before, unseen: the reply was lost, and the lease over when it was asked again.
             earlier = f"{life.token}@{victim['since']}"
             if earlier not in lives:
                 lives[earlier] = replace(
-                    life, token=earlier, since_us=victim["since"], fence=victim["fence"], granted=None,
+                    life, token=earlier, since=victim["since"], fence=victim["fence"], granted=None,
                     start=None, end=None, releases=[], renewals=[], named_by=[],
                 )  # fmt: skip
             life = lives[earlier]
@@ -165,11 +156,8 @@ def _check_take_overs(lock: str, acquired: list[_Life], lives: dict[str, _Life],
     for life in acquired:
         if len(life.named_by) > 1:
             report.broken(f"{life.token} was taken over by each of {life.named_by}")
-        victim: dict[str, Any] | None = life.granted["victim"] if life.granted else None
-        if victim is None:
-            continue
-        assert life.granted is not None
-        dead = lives.get(victim["token"])
+        victim = life.granted and life.granted["victim"]
+        dead = lives.get(victim["token"]) if victim else None
         if dead is None:
             continue
         if dead.lock != lock or json.loads(victim["info"]).get("pid") != dead.pid:
@@ -186,8 +174,7 @@ def _check_take_overs(lock: str, acquired: list[_Life], lives: dict[str, _Life],
 
 def _check_releases(acquired: list[_Life], report: Report) -> None:
     """`released` is said only to the one who held the lock."""
-    for number, life in enumerate(acquired):
-        successor = acquired[number + 1] if number + 1 < len(acquired) else None
+    for life, successor in zip(acquired, [*acquired[1:], None]):
         for release in life.releases:
             word, now = release["word"], release["now"]
             if word in ("released", "repaired", "resting") and successor and successor.since < now:
@@ -199,9 +186,8 @@ def _check_releases(acquired: list[_Life], report: Report) -> None:
 
 
 def _known_deadline(life: _Life) -> int:
-    deadlines = [life.granted["deadline"]] if life.granted else [0]
-    deadlines += [r["deadline"] for r in life.renewals if r["deadline"] and r["word"] == "renewed"]
-    return max(deadlines)
+    renewed = [r["deadline"] for r in life.renewals if r["deadline"] and r["word"] == "renewed"]
+    return max([life.granted["deadline"] if life.granted else 0, *renewed])
 
 
 def _check_kills(
@@ -210,10 +196,9 @@ def _check_kills(
     """Who is killed with the lock is taken over, once, by the next, and in time."""
     pauses = [(r["us"], r["us"] + int(r["seconds"] * 1e6)) for r in of_kind(records, "full", "lag")]
     for number, life in enumerate(acquired):
-        if life.killed is None or life.end is not None or life.releases or life.granted is None:
+        # Without a start it was granted too late to be relied on, and perhaps given back in its last moment.
+        if not (life.killed and life.granted and life.start) or life.end or life.releases:
             continue
-        if life.start is None:
-            continue  # granted too late to be relied on, and perhaps given back in its last moment
         later = acquired[number + 1 :]
         if not later:
             if final:
@@ -235,12 +220,9 @@ def _check_words(life: _Life, report: Report) -> None:
     granted, start = life.granted, life.start
     if granted is None:
         return
-    if granted["now"] < granted["began_us"] - 5:
-        early_us = granted["began_us"] - granted["now"]
-        report.broken(
-            f"{life.token}: the server decided {early_us} us before it was asked, "
-            "so the local deadline is later than the real one"
-        )
+    early_us = granted["began_us"] - granted["now"]
+    if early_us > 5:  # so the local deadline is later than the real one
+        report.broken(f"{life.token}: the server decided {early_us} us before it was asked")
     if start is not None and start["replied_at"] >= start["until"]:
         report.broken(f"{life.token} was let in although its lease was over before the reply")
     deadline: int | None = granted["deadline"]

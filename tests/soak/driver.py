@@ -1,5 +1,6 @@
 """The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
 
+import ctypes
 import os
 import random
 import signal
@@ -8,8 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ _TICK_S = 0.005
 _LAG_S = 0.05
 _LOOK_EVERY_S = 0.7
 _ANSWERS = ("acquired", "taken_over", "released", "renewed")
-_DRIVER, _PROXY, _CLOSER = -1, -2, -3
+_DRIVER, _CLOSER = -1, -2
+_PR_SET_PDEATHSIG = 1
 # A record that is lost while the lock is free, as it is when its retention ends.
 _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[2]) or 0"
 
@@ -86,9 +88,11 @@ class Soak:
         self._random = random.Random(self.seed)
         self._notes = History(self.history, _DRIVER)
         self._locks = [f"lock.{number}" for number in range(self.scenario.locks)]
-        with EmbeddedServer() as server, redis.Redis(port=server.port) as admin:
+        far = _Far(ctx=get_context("fork"))
+        far.start(ctypes.CDLL(None).prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
+        with far, EmbeddedServer() as server, redis.Redis(port=server.port) as admin:
             self._admin, self._port = admin, server.port
-            self._proxy = _ProxyProcess(server.port, self.history)
+            self._proxy = far.Faults(server.port)  # type: ignore[attr-defined]
             try:
                 for number in range(self.scenario.processes):
                     self._start(direct=number >= self.scenario.proxied)
@@ -105,7 +109,7 @@ class Soak:
 
     def _start(self, *, direct: bool, once: bool = False) -> _Process:
         self._started += 1
-        port = self._port if direct else self._proxy.port
+        port = self._port if direct else self._proxy.port()
         uid = _CLOSER if once else self._started
         scenario = self.scenario
         duty = Duty(uid, port, direct, self._locks, scenario.leases, self.history, scenario.flaw, once)
@@ -149,9 +153,7 @@ class Soak:
         return mean * self._random.uniform(0.3, 1.7)
 
     def _kill(self) -> None:
-        process = self._random.choice(self._processes)
-        if self._random.random() < 0.5:
-            process = self._a_holder() or process
+        process = self._choose(self._processes)
         before, us = time.monotonic(), now_us()
         os.kill(process.pid, signal.SIGKILL)
         _pid, status = os.waitpid(process.pid, 0)
@@ -161,19 +163,17 @@ class Soak:
         self._processes.remove(process)
         self._start(direct=process.duty.direct)
 
-    def _a_holder(self) -> _Process | None:
-        record = self._admin.get(f"{{{self._random.choice(self._locks)}}}:holder")
-        token = record.split(b"\n")[0].decode() if record else ""
-        return next((p for p in self._processes if token.startswith(f"{p.duty.uid}-")), None)
+    def _choose(self, among: list[_Process]) -> _Process:
+        """Every other time a holder."""
+        record = self._admin.get(f"{{{self._random.choice(self._locks)}}}:holder") or b""
+        holders = [p for p in among if record.startswith(f"{p.duty.uid}-".encode())]
+        return self._random.choice(holders if holders and self._random.random() < 0.5 else among)
 
     def _stop(self) -> None:
         running = [process for process in self._processes if not process.continue_at]
         if len(running) < 2:
             return
-        process = self._random.choice(running)
-        if self._random.random() < 0.5:
-            holder = self._a_holder()
-            process = holder if holder in running else process
+        process = self._choose(running)
         seconds = self._random.uniform(0.3, 2.5) * max(self.scenario.leases)
         os.kill(process.pid, signal.SIGSTOP)
         process.continue_at = time.monotonic() + seconds
@@ -198,7 +198,7 @@ class Soak:
             {"action": "delay", "seconds": delay_s},
             {"action": "delay_reply", "answered": delayed, "seconds": reply_delay_s},
         ]
-        self._proxy.arm(self._random.choice(faults))
+        self._proxy.arm(**self._random.choice(faults))
 
     def _flush(self) -> None:
         self._admin.script_flush()
@@ -220,7 +220,7 @@ class Soak:
 
     def _drain(self) -> None:
         self._continue(float("inf"))
-        self._proxy.arm({})
+        self._proxy.disarm(0)
         for process in self._processes:
             os.kill(process.pid, signal.SIGTERM)
         give_up = time.monotonic() + 10
@@ -231,7 +231,7 @@ class Soak:
         for key in self._admin.scan_iter():
             if self._admin.pttl(key) == -1 and self.scenario.flaw != "classic_recipe":
                 self._notes.note("endless", key=key.decode())
-        self._proxy.end()
+        self._notes.note("proxy", struck=self._proxy.struck())
 
     def _await_end(self, process: _Process, give_up: float) -> None:
         while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
@@ -248,48 +248,39 @@ class Soak:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, 0)
         self._processes.clear()
-        self._proxy.end()
 
 
-class _ProxyProcess:
+class _Faults:
+    """A proxy, and the faults that it was given."""
+
+    def __init__(self, server_port: int) -> None:
+        self._proxy = Proxy(server_port)
+        self._faults: list[Fault] = []
+
+    def port(self) -> int:
+        """Where it listens."""
+        return self._proxy.port
+
+    def arm(self, action: Any, answered: str = "", **details: Any) -> None:
+        """Set a fault for one command; no backlog: what found nothing to strike gives way to a new one."""
+        self.disarm(4)
+        self._faults.append(self._proxy.arm(action, answered=answered.encode(), **details))
+
+    def disarm(self, but: int) -> None:
+        """Take all faults away that have not struck yet, but so many of the last."""
+        for fault in self._faults[: len(self._faults) - but]:
+            self._proxy.disarm(fault)
+
+    def struck(self) -> int:
+        """How often they have struck."""
+        return sum(fault.struck for fault in self._faults)
+
+
+class _Far(BaseManager):
     """The proxy in a process of its own: its threads must not live in a process that forks."""
 
-    def __init__(self, server_port: int, history: Path) -> None:
-        self._pipe, theirs = Pipe()
-        serve = get_context("fork").Process(target=_serve, args=(server_port, theirs, history), daemon=True)
-        serve.start()
-        self._process = serve
-        self.port: int = self._pipe.recv()
 
-    def arm(self, fault: dict[str, Any]) -> None:
-        """Set a fault for one command; without an action, take all away that have not struck yet."""
-        self._pipe.send(fault)
-
-    def end(self) -> None:
-        """End the process, which writes down how often its faults have struck."""
-        if self._process.is_alive():
-            self._pipe.send(None)
-            self._process.join()
-
-
-def _serve(server_port: int, pipe: Connection, history: Path) -> None:
-    faults: list[Fault] = []
-    parent = os.getppid()
-    with Proxy(server_port) as proxy:
-        pipe.send(proxy.port)
-        while os.getppid() == parent:
-            if not pipe.poll(_LOOK_EVERY_S):
-                continue
-            wish = pipe.recv()
-            if wish is None:
-                break
-            # No backlog: a fault that found nothing to strike gives way to a new one.
-            for fault in faults[:-4] if wish else faults:
-                proxy.disarm(fault)
-            if wish:
-                answered = wish.pop("answered", "").encode()
-                faults.append(proxy.arm(wish.pop("action"), answered=answered, **wish))
-        History(history, _PROXY).note("proxy", struck=sum(fault.struck for fault in faults))
+_Far.register("Faults", _Faults)
 
 
 def soak(scenario: Scenario, seconds: float, seed: int = 0, *, stop_at_violation: bool = False) -> Report:
