@@ -43,6 +43,18 @@ class Recording(Scheduler):
         super().close()
 
 
+def until(scheduler: Any, condition: Callable[[], object]) -> None:
+    """Let it tick until then."""
+    wait_until(lambda: scheduler.tick() is not None and condition(), f"more of {scheduler.sent}")
+
+
+def ticks(scheduler: Any, times: int) -> list[str]:
+    """What it has sent after so many ticks."""
+    for _ in range(times):
+        scheduler.tick()
+    return list(scheduler.sent)
+
+
 def remembered(locks: redis.Redis, entry: str) -> list[int]:
     """Last run (us), runs, missed."""
     return [int(number) for number in str(locks.hget(ENTRIES, entry)).split()]
@@ -107,32 +119,24 @@ def test_one_of_two_schedulers_sends(beat):
 
 
 def test_closing_the_leader_lets_another_lead_at_once(beat, locks):
-    """Its lock is given back, not left to its lease."""
+    """Its lock is given back, not left to its lease. Closing twice, as on SIGTERM, is harmless."""
     leader, standby = beat({"a": 0.05}, setnx_beat_lease=60), beat({"a": 0.05}, setnx_beat_lease=60)
     leader.tick()
     leader.close()
     assert SetnxLock(locks, LOCK).holder() is None
-    wait_until(lambda: standby.tick() is not None and standby.sent, "the other sends")
+    until(standby, lambda: standby.sent)
+    leader.close()
+    assert standby._leads()
 
 
 def test_leader_that_hangs_loses_the_lead(beat):
     """Nothing but its own loop renews it: one that is stuck in its broker keeps no other from sending."""
     leader, standby = beat({"a": 0.05}, setnx_beat_lease=1), beat({"a": 0.05}, setnx_beat_lease=1)
-    wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
+    until(leader, lambda: leader.sent)
     sent = len(leader.sent)
-    wait_until(lambda: standby.tick() is not None and standby.sent, "the other sends")
+    until(standby, lambda: standby.sent)
     leader.tick()
     assert len(leader.sent) == sent
-
-
-def test_closing_twice_is_harmless(beat):
-    """As `celery beat` does on SIGTERM."""
-    leader, standby = beat({"a": 1}), beat({"a": 1})
-    leader.tick()
-    leader.close()
-    standby.tick()
-    leader.close()
-    assert standby._leads()
 
 
 class Dying:
@@ -171,7 +175,7 @@ def test_signal_amid_a_send_ends_the_loop(beat, locks, capfd, how, sent):
 def test_tick_is_noted_with_the_number_of_runs(beat, locks):
     """The entry's last run in Redis is the one that the scheduler goes on with, on the server's clock."""
     leader = beat({"a": 0.05})
-    wait_until(lambda: leader.tick() is not None and len(leader.sent) == 3, "3 ticks")
+    until(leader, lambda: len(leader.sent) == 3)
     run, runs, missed = remembered(locks, "a")
     assert (runs, missed) == (3, 0)
     assert 0 <= server_us(locks) - run < 5_000_000
@@ -182,12 +186,9 @@ def test_tick_is_noted_with_the_number_of_runs(beat, locks):
 def test_new_leader_goes_on_where_the_dead_one_ended(beat):
     """Its own last runs are older; what has been sent is not sent again."""
     dead, new = beat({"a": overdue(3600, 5)}), beat({"a": overdue(3600, 5)})
-    dead.tick()
-    assert dead.sent == ["a"]
+    assert ticks(dead, 1) == ["a"]
     dead.close()
-    for _ in range(5):
-        new.tick()
-    assert new.sent == []
+    assert ticks(new, 5) == []
     assert new.schedule["a"].last_run_at == dead.schedule["a"].last_run_at
     assert new.schedule["a"].total_run_count == 1
 
@@ -198,9 +199,7 @@ def test_entry_that_ran_meanwhile_is_not_sent_and_says_so(beat, locks, caplog):
     assert leader._takes_the_lead()
     now = server_us(locks)
     remember(locks, "a", now, 7, 0)
-    for _ in range(3):
-        leader.tick()
-    assert leader.sent == []
+    assert ticks(leader, 3) == []
     assert remembered(locks, "a") == [now, 7, 0]
     assert caplog.text.count("beat: a is not sent: it was, at ") == 1
 
@@ -211,18 +210,17 @@ def test_leader_whose_redis_forgets_goes_on_from_its_own_last_runs(beat, locks):
     leader.tick()
     noted = remembered(locks, "a")
     locks.flushdb()
-    wait_until(lambda: leader.tick() is not None and locks.exists(ENTRIES), "it leads again")
+    until(leader, lambda: locks.exists(ENTRIES))
     assert remembered(locks, "a")[0] == noted[0]
-    leader.tick()
-    assert leader.sent == ["a"]
+    assert ticks(leader, 1) == ["a"]
 
 
 def test_entries_of_one_leader_are_unknown_to_the_other(beat):
     """Each leader sends what its own schedule has; a shared entry goes on."""
     one, two = beat({"both": 0.05, "one": 0.05}), beat({"both": 0.05, "two": 0.05})
-    wait_until(lambda: one.tick() is not None and {"both", "one"} <= {*one.sent}, "the first's ticks")
+    until(one, lambda: {"both", "one"} <= {*one.sent})
     one.close()
-    wait_until(lambda: two.tick() is not None and {"both", "two"} <= {*two.sent}, "the second's ticks")
+    until(two, lambda: {"both", "two"} <= {*two.sent})
     assert two.schedule["both"].total_run_count > two.schedule["two"].total_run_count
     assert "one" not in two.sent
 
@@ -237,13 +235,12 @@ def test_entry_that_comes_back_after_its_removal_begins_anew(beat, locks):
     without.close()
     assert locks.hkeys(ENTRIES) == ["b"]
     again = beat({"a": DAY_S})
-    again.tick()
-    assert again.sent == []
+    assert ticks(again, 1) == []
     assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
 
 
 def test_late_tick_is_logged_signalled_and_counted(beat, locks, caplog):
-    """Four due times were passed: one is sent, three are missed."""
+    """Four due times were passed: one is sent, three are missed, and not made up for."""
     heard: list[dict[str, Any]] = []
 
     def hear(sender: Any, **details: Any) -> None:
@@ -251,8 +248,7 @@ def test_late_tick_is_logged_signalled_and_counted(beat, locks, caplog):
 
     signals.tick_late.connect(hear)
     leader = beat({"a": overdue(10, 35)})
-    leader.tick()
-    assert leader.sent == ["a"]
+    assert ticks(leader, 5) == ["a"]
     assert remembered(locks, "a")[1:] == [1, 3]
     (told,) = heard
     assert (told["sender"], told["entry"], told["missed"]) == (leader, "a", 3)
@@ -261,34 +257,20 @@ def test_late_tick_is_logged_signalled_and_counted(beat, locks, caplog):
     assert "3 further due times have passed meanwhile." in caplog.text
 
 
-def test_leader_without_redis_does_not_fill_its_log(beat, proxy, caplog):
-    """An outage is a line, not one for each entry and try."""
-    leader = beat({name: overdue(3600, 5) for name in "abc"}, setnx_url=proxy.url(1))
-    assert leader._takes_the_lead()
-    with proxy.fault("cut_before", times=10_000):
-        wait_until(lambda: leader.tick() is not None and "Leads no more" in caplog.text, "it stands by")
-    assert 1 <= caplog.text.count("beat: Leads, but ") <= 3
+def test_leader_without_redis_sends_nothing_until_it_leads_again(beat, proxy, locks, caplog):
+    """What is due while Redis is away fires once, when the script has noted it.
 
-
-def test_what_was_due_for_long_fires_once(beat):
-    """Missed ticks are not made up for."""
-    leader = beat({"a": overdue(10, 500)})
-    for _ in range(5):
-        leader.tick()
-    assert leader.sent == ["a"]
-
-
-def test_leader_without_redis_sends_nothing_until_it_leads_again(beat, server, proxy, locks, caplog):
-    """What is due while Redis is away fires once, when the script has noted it."""
-    leader = beat({"a": 0.2}, setnx_url=proxy.url(1), setnx_beat_lease=1)
-    wait_until(lambda: leader.tick() is not None and leader.sent, "a tick")
+    An outage is a line of the log, not one for each entry and try.
+    """
+    leader = beat(dict.fromkeys("abc", 0.2), setnx_url=proxy.url(1))
+    until(leader, lambda: {*leader.sent} == {*"abc"})
     with proxy.fault("cut_before", times=10_000):
         sent = len(leader.sent)
-        wait_until(lambda: leader.tick() is not None and "Leads no more" in caplog.text, "it stands by")
-        leader.tick()
-        assert len(leader.sent) == sent
-    wait_until(lambda: leader.tick() is not None and len(leader.sent) > sent, "it leads again")
-    assert remembered(locks, "a")[1] == len(leader.sent)
+        until(leader, lambda: "Leads no more" in caplog.text)
+        assert len(ticks(leader, 1)) == sent
+    assert 1 <= caplog.text.count("beat: Leads, but ") <= 3
+    until(leader, lambda: len(leader.sent) > sent)
+    assert [remembered(locks, name)[1] for name in "abc"] == [leader.sent.count(name) for name in "abc"]
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["resent by the client", "asked again by the scheduler"])
@@ -298,10 +280,8 @@ def test_tick_whose_reply_is_lost_is_sent_once(beat, proxy, locks, times):
     assert leader._takes_the_lead()
     leader._note(ScheduleEntry("warm", "t", schedule=schedule(1), app=leader.app))  # the script is loaded
     with proxy.fault("drop_reply", containing=ENTRIES.encode(), answered=b"ticked", times=times):
-        wait_until(lambda: leader.tick() is not None and leader.sent, "it is sent")
-    for _ in range(3):
-        leader.tick()
-    assert leader.sent == ["a"]
+        until(leader, lambda: leader.sent)
+    assert ticks(leader, 3) == ["a"]
     assert remembered(locks, "a")[1] == 1
 
 
@@ -311,8 +291,7 @@ def test_lost_lead_is_found_by_the_note_itself(beat, locks):
     assert leader._takes_the_lead()
     token = leader._leads_by.token
     assert SetnxLock(locks, LOCK).acquire(dead=token).acquired
-    leader.tick()
-    assert leader.sent == []
+    assert ticks(leader, 1) == []
     assert not leader._leads()
 
 
@@ -321,12 +300,10 @@ def test_lock_set_by_hand_pauses_all_beats(beat, locks, foreign_keys):
     foreign_keys.add(LOCK)
     locks.setnx(LOCK, server_us(locks) // 1_000_000 + 600)
     paused = beat({"a": overdue(3600, 5)})
-    for _ in range(3):
-        paused.tick()
-    assert paused.sent == []
+    assert ticks(paused, 3) == []
     assert "a foreign client" in paused._said
     locks.delete(LOCK)
-    wait_until(lambda: paused.tick() is not None and paused.sent, "it goes on")
+    until(paused, lambda: paused.sent)
 
 
 def test_refused_command_ends_the_scheduler(server, beat, locks):
@@ -349,26 +326,18 @@ def test_lead_that_could_not_be_begun_is_given_back(beat, proxy, locks):
     assert leader._leads()
 
 
-def test_server_clock_rules_while_a_scheduler_leads(beat, locks, monkeypatch):
-    """The app's now() is the server's time for the leader, and the host's for a standby."""
-    ahead = datetime.now(timezone.utc) + timedelta(days=1)
-    monkeypatch.setattr(Celery, "now", lambda _app: ahead)
-    leader, standby = beat({"a": 1}), beat({"a": 1})
-    leader.tick()
-    standby.tick()
-    assert abs(leader.app.now().timestamp() - server_us(locks) / 1e6) < 5
-    assert standby.app.now() == ahead
-
-
 @pytest.mark.parametrize("days", [-1, 1])
-def test_new_entry_on_a_host_with_another_clock_is_not_due_at_once(beat, locks, monkeypatch, days):
-    """It was first seen now, by the server's clock."""
+def test_server_clock_rules_while_a_scheduler_leads(beat, locks, monkeypatch, days):
+    """The app's now() is the server's time for the leader, and the host's for a standby.
+
+    A new entry was first seen now, by the server's clock: it is not due at once.
+    """
     elsewhen = datetime.now(timezone.utc) + timedelta(days=days)
     monkeypatch.setattr(Celery, "now", lambda _app: elsewhen)
-    leader = beat({"a": 3600})
-    for _ in range(3):
-        leader.tick()
-    assert leader.sent == []
+    leader, standby = beat({"a": 3600}), beat({"a": 3600})
+    assert ticks(leader, 3) == ticks(standby, 1) == []
+    assert abs(leader.app.now().timestamp() - server_us(locks) / 1e6) < 5
+    assert standby.app.now() == elsewhen
     assert abs(remembered(locks, "a")[0] - server_us(locks)) < 5_000_000
 
 
@@ -400,32 +369,29 @@ def entry_of(every: Any, last: datetime) -> ScheduleEntry:
     return ScheduleEntry("a", "t", last_run_at=last, schedule=every, app=app)
 
 
-def lateness(every: Any, seconds_ago: float) -> tuple[float, int]:
-    now = datetime.now(timezone.utc)
-    return _lateness(entry_of(every, now - timedelta(seconds=seconds_ago)), now)
+class Whenever(BaseSchedule):
+    """A schedule of one's own, without remaining_estimate()."""
+
+    def is_due(self, _last: datetime) -> tuple[bool, Any]:
+        return schedstate(True, 1)
 
 
-def test_lateness_counts_further_due_times():
+@pytest.mark.parametrize(
+    ("every", "seconds_ago", "late_from", "late_to", "further"),
+    [
+        (10.0, 45, 35, 36, {3}),
+        (crontab(), 300, 180, 300, {3, 4}),
+        (Whenever(), 300, 0, 0, {0}),  # it is sent all the same
+    ],
+    ids=["interval", "every minute", "not known"],
+)
+def test_lateness_counts_further_due_times(every, seconds_ago, late_from, late_to, further):
     """Of an interval of 10 s, 45 s after its last run: 35 s late, 3 more have passed."""
-    late_s, missed = lateness(10.0, 45)
-    assert 35 <= late_s < 36
-    assert missed == 3
-
-
-def test_lateness_of_a_crontab_counts_its_own_times():
-    """Of every minute, 5 minutes after its last run: the first is late, 4 more or 3 have passed."""
-    late_s, missed = lateness(crontab(), 300)
-    assert missed == int(late_s // 60) in (3, 4)
-
-
-def test_lateness_of_a_schedule_of_ones_own_is_not_known():
-    """A class without remaining_estimate() is sent all the same."""
-
-    class Whenever(BaseSchedule):
-        def is_due(self, _last: datetime) -> tuple[bool, Any]:
-            return schedstate(True, 1)
-
-    assert lateness(Whenever(), 300) == (0.0, 0)
+    now = datetime.now(timezone.utc)
+    late_s, missed = _lateness(entry_of(every, now - timedelta(seconds=seconds_ago)), now)
+    assert late_from <= late_s <= late_to
+    assert missed in further
+    assert not isinstance(every, crontab) or missed == int(late_s // 60)
 
 
 @pytest.mark.parametrize("every", [crontab(minute="*/5"), crontab(minute="30")], ids=["5 min", "hour"])
@@ -451,17 +417,8 @@ def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int
 
     def send(held: Any, before: int, run: int) -> None:
         record = SetnxLock(locks, key).record
-        word, _last, _runs = _tick(
-            locks,
-            record=record,
-            entries=entries,
-            token=held.token,
-            entry="a",
-            before=before,
-            run=run,
-            missed=0,
-        )
-        if word == "ticked":
+        names = {"record": record, "entries": entries, "token": held.token, "entry": "a"}
+        if _tick(locks, **names, before=before, run=run, missed=0)[0] == "ticked":
             sent.append((before, run))
 
     def steps_of_the_frozen() -> Iterator[None]:

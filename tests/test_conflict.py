@@ -140,12 +140,8 @@ class Delivery:
     def __init__(self, wait: Any = None, *, retries: int = 0, redelivered: bool = False) -> None:
         self.task = task_on("redis://h")
         header = {"key": "setnx:{t}", "marked": True, **({"wait": wait} if wait else {})}
-        self.task.push_request(
-            **CALL,
-            retries=retries,
-            headers={"singleton": header},
-            delivery_info={"redelivered": redelivered},
-        )
+        about = {"headers": {"singleton": header}, "delivery_info": {"redelivered": redelivered}}
+        self.task.push_request(**CALL, **about, retries=retries)
         self.request = self.task.request
 
     def again(self, **wait: Any) -> Any:
@@ -164,18 +160,14 @@ def test_call_that_waits_again_stays_the_copy_that_it_is():
     }
 
 
-def test_call_that_waits_for_the_first_time_is_the_original():
-    """Its message names no copy until one is sent to wake it."""
-    delivery = Delivery()
+@pytest.mark.parametrize(
+    ("wait", "retries"), [(None, 0), ({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, 1)]
+)
+def test_call_that_waits_for_the_first_time_in_its_attempt_is_the_original(wait, retries):
+    """It names no copy until one is sent to wake it; a task's own retry is a new call to be woken."""
+    delivery = Delivery(wait, retries=retries)
     assert copy_of(delivery.request) == ORIGINAL
-    assert delivery.again(count=1, since=5.0)["wait"] == {"count": 1, "since": 5.0, "retries": 0}
-
-
-def test_copy_belongs_to_one_attempt():
-    """A task's own retry is a new call to be woken: what its last attempt was does not count."""
-    delivery = Delivery({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, retries=1)
-    assert copy_of(delivery.request) == ORIGINAL
-    assert delivery.again(count=1, since=9.0)["wait"] == {"count": 1, "since": 9.0, "retries": 1}
+    assert delivery.again(count=1, since=9.0)["wait"] == {"count": 1, "since": 9.0, "retries": retries}
 
 
 def test_second_delivery_stays_one_while_it_waits():

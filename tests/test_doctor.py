@@ -18,6 +18,7 @@ from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import wait_until
+from tests.test_connection import NEEDED
 from tests.topologies.servers import Cluster, Sentinels
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -128,13 +129,7 @@ def test_sound_server_has_no_findings_but_fine_ones(configured):
 
 def test_finding_is_plain_values():
     """For JSON."""
-    words = {
-        "level": "warning",
-        "subject": "clock",
-        "what": "It is late.",
-        "why": "Beat is.",
-        "do": "Run NTP.",
-    }
+    words = {"level": "warning", "subject": "clock", "what": "It is late.", "why": "Beat.", "do": "Run NTP."}
     assert Finding(*words.values()).as_dict() == words
 
 
@@ -239,19 +234,16 @@ def test_master_whose_writes_wait_for_no_replica_is_a_warning(configured, replic
     ("apart_s", "level"), [(0.0, "ok"), (0.9, "ok"), (-5.0, "warning"), (5.0, "warning")]
 )
 def test_clock_that_is_far_off_is_a_warning(locks, apart_s, level):
-    """More than a second, whichever is ahead."""
+    """More than a second, whichever is ahead; what a round trip could explain is no difference."""
     round_trip_s, ahead_s = clock_of(locks, lambda: time.time() - apart_s)
     assert abs(ahead_s - apart_s) <= round_trip_s / 2 + 0.001
     found = doctor._clock("The lock server", round_trip_s, ahead_s)
     assert found.level == level
     assert ("ahead of" if ahead_s > 0 else "behind") in found.what
-
-
-def test_clock_is_not_blamed_for_a_slow_network():
-    """What a round trip could explain is no difference."""
     assert doctor._clock("The lock server", 4.0, 2.5).level == "ok"
 
 
+ANSWERS = r"answers in \d+\.\d\d ms: redis://limited:\*\*@127\.0\.0\.1:.*\(setnx_url\)"
 FORBIDDEN = "'{0}'|{0} is forbidden|eval"
 
 
@@ -259,12 +251,7 @@ FORBIDDEN = "'{0}'|{0} is forbidden|eval"
     ("rules", "subject", "level", "said"),
     [
         # Which server, from which setting, without its password, and how fast.
-        (
-            [],
-            "connection",
-            "ok",
-            r"answers in \d+\.\d\d ms: redis://limited:\*\*@127\.0\.0\.1:.*\(setnx_url\)",
-        ),
+        ([], "connection", "ok", ANSWERS),
         # The server's own words.
         ([">other", "<s3cret"], "connection", "error", "invalid username-password pair"),
         # Each command was really tried, those of a take-over and of a line included.
@@ -277,9 +264,6 @@ FORBIDDEN = "'{0}'|{0} is forbidden|eval"
         # As on a hosted server: no crash, and what INFO tells is told.
         (["-config"], "persistence", "warning", ""),
         (["-config"], "replication", "ok", ""),
-        # The clock is not known; the trial says why.
-        (["-time"], "connection", "ok", ""),
-        (["-time"], "permissions", "error", ""),
     ],
 )
 def test_what_a_user_may_not_do_is_named(user, rules, subject, level, said):
@@ -292,18 +276,15 @@ def test_what_a_user_may_not_do_is_named(user, rules, subject, level, said):
 
 def test_least_user_can_lock_and_what_is_not_known_is_said(user):
     """INFO, CONFIG and SCAN are not among what a task needs."""
-    needed = (
-        "select eval evalsha time get exists set getset del pttl pexpire pexpireat "
-        "zadd zrem zrange zcard zrank hset hget hdel"
-    )
-    found = levels(user(*[f"+{name}" for name in needed.split()]))
+    found = levels(user("+select", *[f"+{name}" for name in NEEDED]))
     warned = {"server": "warning", "commands": "warning"}
     assert found == {**dict.fromkeys(["connection", "clock", "permissions", "tasks"], "ok"), **warned}
 
 
 def test_clock_that_is_not_known_has_no_finding(user):
-    """Where TIME is forbidden."""
-    assert "clock" not in levels(user("+@all", "-time"))
+    """Where TIME is forbidden; the trial says why."""
+    found = levels(user("+@all", "-time"))
+    assert (found["connection"], found["permissions"], "clock" in found) == ("ok", "error", False)
 
 
 def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):

@@ -1,8 +1,8 @@
 """Every error at every command: never acquired when in doubt, a documented exception, nothing left behind."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,29 +75,22 @@ def proxy(own) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def resending(proxy) -> Iterator[redis.Redis]:
-    """A client by way of the proxy that sends again after a lost reply, as redis-py does by default."""
-    # redis-py before 6 sends again after the errors that are named, and after no others.
-    named = {"retry": Retry(NoBackoff(), 3), "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
-    with redis.Redis.from_url(proxy.url(), **named, socket_timeout=20) as client:
-        client.ping()
-        yield client
+def far(proxy) -> Iterator[Callable[..., redis.Redis]]:
+    """Makes clients by way of the proxy. One never sends again, unless it is told so many times.
 
+    It waits long, unless it is told otherwise, for what is not answered.
+    """
+    with ExitStack() as clients:
 
-@pytest.fixture
-def giving_up(proxy) -> Iterator[redis.Redis]:
-    """A client by way of the proxy that never sends again."""
-    with redis.Redis.from_url(proxy.url(), retry=Retry(NoBackoff(), 0), socket_timeout=20) as client:
-        client.ping()
-        yield client
+        def far(sends_again: int = 0, socket_timeout: float = 20) -> redis.Redis:
+            # redis-py before 6 sends again after the errors that are named, and after no others.
+            errors = [redis.ConnectionError, redis.TimeoutError] if sends_again else []
+            again = {"retry": Retry(NoBackoff(), sends_again), "retry_on_error": errors}
+            client = redis.Redis.from_url(proxy.url(), **again, socket_timeout=socket_timeout)
+            clients.enter_context(client).ping()
+            return client
 
-
-@pytest.fixture
-def hasty(proxy) -> Iterator[redis.Redis]:
-    """One that does not wait long either, where nothing is answered."""
-    with redis.Redis.from_url(proxy.url(), retry=Retry(NoBackoff(), 0), socket_timeout=1) as client:
-        client.ping()
-        yield client
+        yield far
 
 
 class Attempt:
@@ -142,7 +135,7 @@ class Attempt:
 def _with(client: redis.Redis, **settings: object) -> Iterator[None]:
     """A server with these settings, for the length of a block."""
     names = [name.replace("_", "-") for name in settings]
-    before = client.config_get(*names)
+    before = client.config_get(*names) if names else {}
     for name, value in zip(names, settings.values()):
         client.config_set(name, value)
     try:
@@ -152,23 +145,14 @@ def _with(client: redis.Redis, **settings: object) -> Iterator[None]:
             client.config_set(name, before[name])
 
 
-def _full(client: redis.Redis) -> Any:
-    return _with(client, maxmemory_policy="noeviction", maxmemory=1)
-
-
 @contextmanager
-def _replica(client: redis.Redis) -> Iterator[None]:
-    client.replicaof("127.0.0.1", 1)
-    try:
-        yield
-    finally:
-        client.replicaof("NO", "ONE")
-
-
-@contextmanager
-def _stale_replica(client: redis.Redis) -> Iterator[None]:
-    with _with(client, replica_serve_stale_data="no"), _replica(client):
-        yield
+def _replica(client: redis.Redis, **settings: str) -> Iterator[None]:
+    with _with(client, **settings):
+        client.replicaof("127.0.0.1", 1)
+        try:
+            yield
+        finally:
+            client.replicaof("NO", "ONE")
 
 
 @contextmanager
@@ -225,7 +209,7 @@ def limited(own, admin) -> Iterator[redis.Redis]:
 
 TROUBLES = {
     "READONLY": _replica,
-    "MASTERDOWN": _stale_replica,
+    "MASTERDOWN": lambda client: _replica(client, replica_serve_stale_data="no"),
     "NOREPLICAS": lambda client: _with(client, min_replicas_to_write=1),
     "MISCONF": _failed_dump,
     "BUSY": _busy,
@@ -248,7 +232,8 @@ def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(clie
 def test_full_server_gives_no_lock_and_serves_whoever_holds_one(client, admin, verb):
     """Without memory nobody acquires; a held lock can be renewed and given back all the same."""
     attempt = Attempt(verb, client)
-    with _full(admin), pytest.raises(LockUnavailable) if verb in ACQUIRING else nullcontext():
+    full = _with(admin, maxmemory_policy="noeviction", maxmemory=1)
+    with full, pytest.raises(LockUnavailable) if verb in ACQUIRING else nullcontext():
         assert attempt.succeeds()
     assert verb in HOLDING or attempt.succeeds()
 
@@ -263,9 +248,9 @@ def test_full_server_gives_no_lock_and_serves_whoever_holds_one(client, admin, v
         "-ERR max number of clients reached",
     ],
 )
-def test_reply_that_a_healthy_server_never_gives_is_unavailable(admin, proxy, giving_up, reply, verb):
+def test_reply_that_a_healthy_server_never_gives_is_unavailable(admin, proxy, far, reply, verb):
     """A server that is not ready yet decides nothing."""
-    attempt = Attempt(verb, giving_up)
+    attempt = Attempt(verb, far())
     answer = f"{reply}\r\n".encode()
     with proxy.fault("answer", containing=b"EVALSHA", reply=answer), pytest.raises(LockUnavailable):
         attempt()
@@ -411,18 +396,10 @@ def test_acquire_of_a_lock_whose_value_is_no_time_is_held(client, admin, value, 
 
 
 @each_verb
-def test_verb_after_two_script_flushes_works(client, admin, verb):
-    """A script that is forgotten again and again is sent again and again."""
-    admin.script_flush()
-    attempt = Attempt(verb, client)
-    admin.script_flush()
-    assert attempt.succeeds()
-
-
-@each_verb
-def test_script_flush_between_the_refusal_and_the_resend_does_no_harm(admin, proxy, resending, verb):
+def test_script_that_is_forgotten_again_and_again_is_sent_again(admin, proxy, far, verb):
     """NOSCRIPT twice in a row: what follows the refusal carries the text, so it cannot be refused again."""
-    attempt = Attempt(verb, resending)
+    admin.script_flush()
+    attempt = Attempt(verb, far(sends_again=3))
     admin.script_flush()
     with proxy.fault("delay", containing=b"\r\nEVAL\r\n", meanwhile=admin.script_flush):
         assert attempt.succeeds()
@@ -443,9 +420,9 @@ def test_renew_all_sends_each_forgotten_script_again(client, admin):
     [pytest.param(verb, marks=needs_pipelines_sent_again if verb == "renew" else ()) for verb in VERBS],
 )
 @pytest.mark.parametrize("action", LOST_REPLIES)
-def test_lost_reply_is_answered_rightly_when_sent_again(admin, proxy, resending, action, verb):
+def test_lost_reply_is_answered_rightly_when_sent_again(admin, proxy, far, action, verb):
     """Whether or not the first sending was executed, the second gives the answer that the first gave."""
-    attempt = Attempt(verb, resending)
+    attempt = Attempt(verb, far(sends_again=3))
     with proxy.fault(action, containing=SCRIPT_OF[verb].sha.encode()):
         result = attempt()
     assert attempt.is_success(result)
@@ -459,9 +436,9 @@ def test_lost_reply_is_answered_rightly_when_sent_again(admin, proxy, resending,
 
 @each_verb
 @pytest.mark.parametrize("action", [*LOST_REPLIES, "stall", "stall_reply"])
-def test_lost_reply_that_is_not_sent_again_is_unavailable(admin, proxy, request, action, verb):
+def test_lost_reply_that_is_not_sent_again_is_unavailable(admin, proxy, far, action, verb):
     """Without an answer nobody has a lock, nobody has lost one, and a second call sets it right."""
-    attempt = Attempt(verb, request.getfixturevalue("hasty" if "stall" in action else "giving_up"))
+    attempt = Attempt(verb, far(socket_timeout=1 if "stall" in action else 20))
     with proxy.fault(action, containing=SCRIPT_OF[verb].sha.encode()), pytest.raises(LockUnavailable):
         attempt()
     if attempt.held is not None:
@@ -470,9 +447,9 @@ def test_lost_reply_that_is_not_sent_again_is_unavailable(admin, proxy, request,
 
 
 @acquiring
-def test_lock_that_was_acquired_unseen_ends_with_its_lease(admin, proxy, giving_up, verb):
+def test_lock_that_was_acquired_unseen_ends_with_its_lease(admin, proxy, far, verb):
     """A grant whose reply was lost blocks others for one lease, not for longer."""
-    attempt = Attempt(verb, giving_up, lease=30)
+    attempt = Attempt(verb, far(), lease=30)
     with proxy.fault("drop_reply", containing=SCRIPT_OF[verb].sha.encode()), pytest.raises(LockUnavailable):
         attempt()
     rival = SetnxLock(admin, NAME)
@@ -494,10 +471,10 @@ def test_reply_that_comes_after_the_lease_is_no_lock(admin, client, verb):
     assert admin.get(NAME) is None
 
 
-def test_renewal_without_answers_is_no_loss_until_the_local_deadline(admin, proxy, hasty):
+def test_renewal_without_answers_is_no_loss_until_the_local_deadline(admin, proxy, far):
     """A black hole between us and the server: ours until our own clock says otherwise, then lost."""
     now = [0.0]
-    held = SetnxLock(hasty, NAME, lease=30, clock=lambda: now[0]).acquire().lock
+    held = SetnxLock(far(socket_timeout=1), NAME, lease=30, clock=lambda: now[0]).acquire().lock
     with proxy.black_hole():
         with pytest.raises(LockUnavailable):
             held.renew()
@@ -510,9 +487,9 @@ def test_renewal_without_answers_is_no_loss_until_the_local_deadline(admin, prox
 
 
 @each_verb
-def test_server_that_is_gone_is_unavailable(admin, proxy, giving_up, verb):
+def test_server_that_is_gone_is_unavailable(admin, proxy, far, verb):
     """Connection refused is LockUnavailable for every verb."""
-    attempt = Attempt(verb, giving_up)
+    attempt = Attempt(verb, far())
     proxy.close()
     with pytest.raises(LockUnavailable):
         attempt()

@@ -110,28 +110,22 @@ def pair(line) -> Line:
     return line
 
 
-def test_line_is_in_order_of_waiting_time(line):
-    """First come, first served: by the first conflict, whoever has asked Redis first."""
-    assert [line.wait(who, since).place for who, since in (("b", 20.0), ("a", 10.0), ("c", 30.0))] == [
-        1,
-        1,
-        3,
-    ]
+def test_line_is_served_in_order_of_waiting_time_to_its_end(locks, line):
+    """First come, first served, by the first conflict, whoever has asked Redis first.
+
+    Every release hands the lock to the first, with what wakes it; the last one frees the lock.
+    """
+    calls = (("b", 20.0), ("a", 10.0), ("c", 30.0))
+    assert [line.wait(who, since).place for who, since in calls] == [1, 1, 3]
     assert line.members() == ["a", "b", "c"]
-
-
-def test_line_is_served_to_its_end(locks, line):
-    """Every release hands the lock to the first in line, with what wakes it; the last one frees the lock."""
-    for task_id, since in (("b", 20.0), ("a", 10.0), ("c", 30.0)):
-        line.wait(task_id, since)
     assert line.hand_on() == A
     for task_id, heir in (("a", B), ("b", C), ("c", None)):
         held = line.another()
         outcome = held.acquire(token=task_token(task_id, 0, "0a"), copy=f"{task_id}1")
-        assert outcome.acquired
-        assert outcome.taken_over_from is None
+        assert (outcome.acquired, outcome.taken_over_from) == (True, None)
         assert line.hand_on(held) == heir
     assert not locks.exists(NAME, LINE, CALLS)
+    assert line.lock.holder_and_waiters() is None  # nobody has it, nobody waits
 
 
 def test_place_is_kept_by_asking_again(line):
@@ -154,21 +148,15 @@ def test_place_is_found_again_after_redis_has_lost_it(locks, pair):
     assert pair.hand_on(again) == A
 
 
-def test_handed_lock_refuses_all_but_its_heir(locks, handed):
+def test_handed_lock_refuses_all_but_its_heir_and_names_it(locks, handed):
     """Nobody overtakes: another task, a lock without a line, and a program of the recipe find it held."""
-    assert not handed.attempt("b").acquired
+    holder = handed.attempt("b").holder
+    assert (holder.state, holder.task_id, holder.as_dict()["task_id"]) == ("handed", "a", "a")
+    assert "task a, the first in line, which was woken at" in str(holder)
     assert not SetnxLock(locks, NAME).acquire().acquired
     assert not locks.setnx(NAME, int(time.time()) + 60)
     assert int(str(locks.get(NAME))) >= locks.time()[0]
     assert handed.attempt("a", "a1").acquired
-
-
-def test_handed_lock_says_for_whom_it_is_kept(handed):
-    """Its holder is the one that was woken."""
-    holder = handed.attempt("b").holder
-    assert holder is not None
-    assert (holder.state, holder.task_id, holder.as_dict()["task_id"]) == ("handed", "a", "a")
-    assert "task a, the first in line, which was woken at" in str(holder)
 
 
 @pytest.mark.parametrize(("lease", "kept"), [(9, 9), (600, 10)])
@@ -203,15 +191,6 @@ def test_resent_release_answers_as_the_first(pair):
     pair.lock.heir = None
     assert pair.hand_on() == A
     assert pair.members() == ["b"]
-
-
-def test_release_after_the_heir_has_come_changes_nothing(handed):
-    """A release that is sent once more, late, is that of a stranger."""
-    handed.start("a", "a1")
-    record = handed.record()
-    assert handed.lock.release() == "lost"
-    assert handed.lock.heir is None
-    assert handed.record() == record
 
 
 def test_release_of_a_vanished_lock_hands_it_on(locks, line):
@@ -295,6 +274,7 @@ def test_only_one_message_of_a_call_starts_it(locks, handed):
 def test_start_is_remembered_where_another_message_may_come(locks, line, remember, stale):
     """A second delivery that acquires at once leaves its ticket as one that has waited; else none is left."""
     line.hand_on()
+    assert line.lock.holder_and_waiters() is None  # nor has anybody waited
     line.run("a", remember=remember)
     again = line.attempt("a", "a1")
     assert (again.stale, again.acquired) == (stale, not stale)
@@ -327,12 +307,16 @@ def test_ticket_of_a_started_call_keeps_it_not_from_the_line(ended, retries, cop
     assert ended.attempt("a", copy, retries=retries).acquired
 
 
-def test_stale_call_is_not_put_in_line(handed):
-    """Neither its late message nor its courier lets a call wait that has started."""
+def test_what_comes_late_for_a_started_call_changes_nothing(locks, handed):
+    """Its late message and its courier do not let it wait; a release that is sent again is a stranger's."""
     handed.start("a", "a1")
-    assert handed.wait("a", copy="a2").state == "stale"
-    assert handed.visit("a").state == "stale"
-    assert handed.members() == []
+    record = handed.record()
+    assert handed.wait("a", copy="a2").state == handed.visit("a").state == "stale"
+    assert (handed.lock.release(), handed.lock.heir) == ("lost", None)
+    assert (handed.record(), handed.members()) == (record, [])
+    # It outlives every other message of the call, and no more.
+    assert locks.get(ticket_name(NAME, "a")) == "0|a1"
+    assert 0 < locks.pttl(ticket_name(NAME, "a")) <= 60_000
 
 
 def test_task_that_leaves_is_passed_over(pair):
@@ -368,8 +352,7 @@ def test_earlier_attempt_cannot_leave_for_a_later_one(line):
 
 def test_task_may_leave_before_it_has_waited(locks, line):
     """Its messages are stale from then on."""
-    assert line.leave("a") == "left"
-    assert line.attempt("a").stale
+    assert (line.leave("a"), line.attempt("a").stale) == ("left", True)
     assert 0 < locks.pttl(ticket_name(NAME, "a")) <= 60_000
 
 
@@ -397,20 +380,13 @@ def test_courier_of_a_started_call_watches_on_while_others_wait(pair):
     assert (found.state, found.watches) == ("stale", False)
 
 
-def test_watch_makes_no_endless_hash(locks, pair):
-    """A watch is noted with a time to live, even where the calls of the line have been lost."""
-    pair.hand_on()
+def test_heir_whose_call_is_lost_is_named_and_watched_all_the_same(locks, pair):
+    """The lock is kept for it, and its courier wakes it; the watch is noted with a time to live."""
     locks.delete(CALLS)
-    assert pair.visit("a", watch=60).watches  # handed
+    assert pair.hand_on() == Heir("a", None)
+    assert (pair.visit("a", watch=60).watches, locks.hlen(CALLS)) == (True, 1)
     assert 0 < locks.pttl(CALLS) <= 60_000
-
-
-def test_heir_whose_call_is_lost_is_named_all_the_same(locks, line):
-    """The lock is kept for it, and its courier wakes it."""
-    line.wait("a")
-    locks.delete(CALLS)
-    assert line.hand_on() == Heir("a", None)
-    assert line.attempt("a", "a1").acquired
+    assert pair.attempt("a", "a1").acquired
 
 
 def test_waiters_are_seen_with_place_and_age(line):
@@ -437,25 +413,12 @@ def test_waiters_of_a_long_line_are_counted(line):
     assert line.attempt("late").waiters == 120
 
 
-def test_free_lock_has_no_holder_to_look_at(line):
-    """Neither before nor after anybody waited."""
-    line.hand_on()
-    assert line.lock.holder_and_waiters() is None
-
-
 def test_line_lives_as_long_as_the_longest_waiter(locks, line):
     """Every key of it expires; one who is remembered for longer keeps it, another does not shorten it."""
     park(locks, place("a", remember=600), copy=ORIGINAL, since=1.0, call="wake a")
     park(locks, place("b", remember=5), copy=ORIGINAL, since=2.0, call="wake b")
     assert min(locks.pttl(LINE), locks.pttl(CALLS), locks.pttl(ticket_name(NAME, "a"))) > 500_000
     assert 0 < locks.pttl(ticket_name(NAME, "b")) <= 5_000
-
-
-def test_claimed_ticket_keeps_its_time_to_live(locks, handed):
-    """It must outlive every other message of the call, and no more."""
-    handed.start("a", "a1")
-    assert locks.get(ticket_name(NAME, "a")) == "0|a1"
-    assert 0 < locks.pttl(ticket_name(NAME, "a")) <= 60_000
 
 
 def test_lingering_task_is_handed_the_lock_without_a_wake(locks, line):
