@@ -26,7 +26,7 @@ from celery_setnx.marks import GRACE_S
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
-from tests.harness import wait_until
+from tests.harness import raising, wait_until
 from tests.proxy import Proxy
 
 BROKER_DB = 5
@@ -51,7 +51,7 @@ def apps(server) -> Apps:
         def work(name: str, more: int = 0) -> str:
             return name
 
-        def expiring() -> None: ...
+        def expiring(name: str) -> None: ...
 
         def total(numbers: Any) -> None: ...
 
@@ -73,15 +73,10 @@ def broker(server) -> Iterator[redis.Redis]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def the_app(apps) -> Celery:
-    return apps()
-
-
 @pytest.fixture
-def app(the_app, locks, broker) -> Celery:
+def app(apps, locks, broker) -> Celery:
     """The app, with clean databases."""
-    return the_app
+    return apps()
 
 
 @pytest.fixture
@@ -153,11 +148,14 @@ def test_other_keys_are_other_calls(started, queued):
 
 
 def test_call_without_dedupe_says_that_it_is_none(app, queued, locks):
-    """Without the option every call is sent, asks no Redis, leaves no mark, and is no duplicate."""
+    """Without the option every call is sent, leaves no mark, and is no duplicate; one call may opt in."""
     always = app.tasks["always"]
     assert [always.delay("a").deduplicated for _time in range(2)] == [False, False]
     assert len(queued()) == 2
     assert locks.dbsize() == 0
+    results = [always.apply_async(["a"], singleton={"dedupe": "until_started"}) for _time in range(2)]
+    assert [result.deduplicated for result in results] == [False, True]
+    assert len(queued()) == 3
 
 
 @pytest.mark.parametrize(
@@ -215,14 +213,6 @@ def test_callable_sees_the_duplicate(app, locks, name):
     assert duplicate.state == ("running" if held else "queued")
     holder = duplicate.holder
     assert (holder and (holder.fence, holder.task_id)) == (held and (held.fence, "runs"))
-
-
-def test_one_call_may_opt_in(app, queued):
-    """`dedupe` for one call of a task without it."""
-    always, options = app.tasks["always"], {"dedupe": "until_started"}
-    results = [always.apply_async(["a"], singleton=options) for _time in range(2)]
-    assert [result.deduplicated for result in results] == [False, True]
-    assert len(queued()) == 1
 
 
 def test_publishing_options_do_not_travel(started, broker):
@@ -298,16 +288,10 @@ def test_duplicate_is_signalled_and_logged(started, seen, caplog):
     assert started.delay("a").id == first.id
 
 
-def test_eager_call_is_not_deduplicated(apps, locks):
-    """Eager calls run at once: there is no queue, and no mark; `.apply()` and a plain call are no other."""
-    task = apps(task_always_eager=True).tasks["started"]
-    results = [task.delay("a") for _time in range(2)]
-    assert [result.get() for result in results] == ["a", "a"]
-    assert [result.deduplicated for result in results] == [False, False]
-    assert locks.dbsize() == 0
-    queued = apps().tasks["started"]
-    queued.delay("a")
-    assert [queued.apply(["a"]).get(), queued("a")] == ["a", "a"]
+def test_direct_apply_is_not_deduplicated(started):
+    """`.apply()` and a plain call run beside a queued call."""
+    started.delay("a")
+    assert [started.apply(["a"]).get(), started("a")] == ["a", "a"]
 
 
 def entry_of(app: Celery, **options: Any) -> ScheduleEntry:
@@ -350,39 +334,33 @@ def after(seconds: float, **to: Any) -> Callable[[datetime], Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "seconds"),
+    ("options", "seconds", "name"),
     [
-        ({}, 3600),
-        ({"countdown": 600}, 4200),
-        ({"eta": after(600)}, 4200),
-        ({"eta": after(-600)}, 3600),
-        ({"eta": after(600, tz=timezone(timedelta(hours=9)))}, 4200),
-        ({"eta": lambda now: (now + timedelta(seconds=600)).replace(tzinfo=None)}, 4200),
-        ({"eta": lambda now: (now + timedelta(seconds=600)).isoformat()}, 4200),
-        *(({"expires": seconds}, seconds) for seconds in (4, 60)),
-        ({"expires": after(60)}, 60),
-        ({"expires": after(-5)}, 0.001),
-        ({"expires": 9000}, 3600),
-        ({"countdown": 600, "expires": 700}, 700),
-        ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690),
+        ({}, 3600, "started"),
+        ({"countdown": 600}, 4200, "started"),
+        ({"eta": after(600)}, 4200, "started"),
+        ({"eta": after(-600)}, 3600, "started"),
+        ({"eta": after(600, tz=timezone(timedelta(hours=9)))}, 4200, "started"),
+        ({"eta": lambda now: (now + timedelta(seconds=600)).replace(tzinfo=None)}, 4200, "started"),
+        ({"eta": lambda now: (now + timedelta(seconds=600)).isoformat()}, 4200, "started"),
+        *(({"expires": seconds}, seconds, "started") for seconds in (4, 60)),
+        ({"expires": after(60)}, 60, "started"),
+        ({"expires": after(-5)}, 0.001, "started"),
+        ({"expires": 9000}, 3600, "started"),
+        ({"countdown": 600, "expires": 700}, 700, "started"),
+        ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690, "started"),
+        ({}, 50, "expiring"),  # `expires` of the task counts as that of a call does, which may override it
+        ({"expires": 20}, 20, "expiring"),
+        ({"expires": None}, 3600, "expiring"),
     ],
 )
-def test_mark_lasts_for_the_queue_lease_after_the_send(started, locks, options, seconds):
+def test_mark_lasts_for_the_queue_lease_after_the_send(app, locks, options, seconds, name):
     """It counts from when the call may start, whatever kind of time says so; an expired call needs none."""
     now = datetime.now(timezone.utc)
     given = {name: value(now) if callable(value) else value for name, value in options.items()}
-    started.apply_async(["a"], **given)
+    app.tasks[name].apply_async(["a"], **given)
     passed = (datetime.now(timezone.utc) - now).total_seconds()
-    assert seconds - passed - 1 <= locks.pttl(mark_of(started, "a")) / 1000 <= seconds
-
-
-@pytest.mark.parametrize(("options", "seconds"), [({}, 50), ({"expires": 20}, 20), ({"expires": None}, 3600)])
-def test_mark_ends_when_the_tasks_own_expiry_is_over(app, locks, options, seconds):
-    """`expires` of the task counts as that of a call does, which may override it."""
-    began = time.monotonic()
-    app.tasks["expiring"].apply_async(**options)
-    left = locks.pttl(mark_of(app.tasks["expiring"])) / 1000
-    assert seconds - (time.monotonic() - began) - 1 <= left <= seconds
+    assert seconds - passed - 1 <= locks.pttl(mark_of(app.tasks[name], "a")) / 1000 <= seconds
 
 
 @pytest.mark.parametrize(
@@ -403,15 +381,10 @@ def test_failed_send_frees_the_mark(apps, started, locks, seen, retry):
 @pytest.mark.parametrize("interrupted", [False, True], ids=["not-serializable", "ctrl-c"])
 def test_message_that_is_not_sent_frees_the_mark(started, locks, monkeypatch, interrupted):
     """Whatever keeps the message from being sent, Ctrl-C in mid-send as well: its mark is gone."""
-
-    def interrupt(*_args: Any, **_options: Any) -> None:
-        raise KeyboardInterrupt
-
     if interrupted:
-        monkeypatch.setattr(started.app.amqp, "send_task_message", interrupt)
-    with pytest.raises(
-        KeyboardInterrupt if interrupted else Exception, match="" if interrupted else "serializable"
-    ):
+        monkeypatch.setattr(started.app.amqp, "send_task_message", raising(KeyboardInterrupt))
+    error, message = (KeyboardInterrupt, None) if interrupted else (Exception, "serializable")
+    with pytest.raises(error, match=message):
         started.apply_async(["a"], {"more": object()})
     assert not locks.exists(mark_of(started, "a"))
 
@@ -445,9 +418,7 @@ def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, server, 
     assert "is published without asking whether it is a duplicate" in caplog.text
 
 
-def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
-    apps, app, server, locks, queued, seen, caplog
-):
+def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, locks, queued, seen, caplog):
     """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
