@@ -156,3 +156,21 @@ def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:
     """Whether a call waits in line and has left its pool slot; one that lingers there has a mark "@"."""
     call = locks.hget(f"{key}:calls", task_id)
     return bool(call) and not str(call).startswith("@")
+
+
+def exit_code_of_fork(child: Callable[[], int]) -> int:
+    """What a forked child ends with: what the function in it returns."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # a child that hangs ends with -SIGALRM
+        os._exit(int(child()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """A function that raises whatever it is given."""
+
+    def fail(*_args: Any, **_options: Any) -> Any:
+        raise error
+
+    return fail

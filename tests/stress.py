@@ -51,9 +51,7 @@ def main() -> int:
     """Run the suite; 1 if a run of it failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often (default 5)")
-    parser.add_argument(
-        "--computing", type=int, default=4, metavar="N", help="processes that compute (default 4)"
-    )
+    parser.add_argument("--computing", type=int, default=4, metavar="N", help="busy processes (default 4)")
     parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="pytest's own, after --")
     chosen = parser.parse_args()
     rows = []
@@ -62,11 +60,8 @@ def main() -> int:
         with busy(chosen.computing):
             code = subprocess.call([sys.executable, "-m", "pytest", *chosen.pytest])
         rows.append((number, code, time.monotonic() - began))
-        print(
-            *(f"run {run}: {'FAILED' if code else 'ok'} in {took:.0f} s" for run, code, took in rows),
-            sep="\n",
-            flush=True,
-        )
+        for run, code, took in rows:
+            print(f"run {run}: {'FAILED' if code else 'ok'} in {took:.0f} s", flush=True)
     return int(any(code for _run, code, _took in rows))
 
 

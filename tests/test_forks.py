@@ -1,8 +1,6 @@
 """A fork waits for the threads that work beside it."""
 
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +10,9 @@ import pytest
 
 from celery_setnx import forks
 from celery_setnx.forks import between_forks
+from tests.harness import exit_code_of_fork
 
 FORKS = 12
-
-
-def exit_code_of_fork(child: Callable[[], int]) -> int:
-    """What a forked child ends with: what the function in it returns."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)  # a child that hangs ends with -SIGALRM
-        os._exit(int(child()))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
-from tests.harness import age
+from tests.harness import age, raising
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
 
@@ -33,7 +33,7 @@ def test_free_lock_is_acquired_with_a_fence(locks):
 
 
 def test_held_lock_is_an_outcome_that_names_the_holder(locks):
-    """Not getting the lock is a value: who holds it, since when, and for how long still."""
+    """Not getting the lock is a value: who holds it, since when, how long still. To `with` it is an error."""
     info = {"task": "proj.report", "task_id": "id-1", "worker": "celery@web1", "pid": 4711}
     SetnxLock(locks, NAME, lease=timedelta(seconds=600), info=info).acquire()
     outcome = SetnxLock(locks, NAME).acquire()
@@ -42,6 +42,8 @@ def test_held_lock_is_an_outcome_that_names_the_holder(locks):
     assert 500 < outcome.remaining_s <= 600
     assert outcome.holder.task_id == "id-1"
     assert outcome.holder.info == info
+    with pytest.raises(AlreadyRunning, match=r"lock\.foo is held by proj\.report\[id-1\]"):
+        SetnxLock(locks, NAME).__enter__()
     assert str(outcome.holder).startswith("proj.report[id-1] on celery@web1 (pid 4711), running since 20")
 
 
@@ -83,7 +85,7 @@ def test_lock_leaves_nothing_for_the_garbage_collector(locks):
 
 
 def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
-    """The outcome says from whom, and the fence has grown; the old holder's release changes nothing."""
+    """It says from whom; the old holder's release changes nothing. Fences grow, with all keys gone."""
     dead = SetnxLock(locks, NAME, info={"task": "t", "task_id": "dead"}).acquire().lock
     age(locks, NAME, 30)
     outcome = SetnxLock(locks, NAME).acquire()
@@ -94,6 +96,8 @@ def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
     before = locks.mget(NAME, RECORD)
     assert dead.release() == "lost"
     assert locks.mget(NAME, RECORD) == before
+    locks.flushdb()
+    assert SetnxLock(locks, NAME).acquire().lock.fence > outcome.lock.fence
 
 
 def test_renew_moves_the_deadline(locks):
@@ -104,16 +108,6 @@ def test_renew_moves_the_deadline(locks):
         held.renew()
         assert not SetnxLock(locks, NAME).acquire().acquired
     assert held.release() == "released"
-
-
-def test_expired_lease_is_not_renewed_back_to_life(locks):
-    """Once its deadline has passed a lock is lost, though nobody has taken it."""
-    held = SetnxLock(locks, NAME).acquire().lock
-    age(locks, NAME, 30)
-    before = locks.get(RECORD)
-    with pytest.raises(LockLost, match=r"its lease of 30 s ended before it was renewed"):
-        held.renew()
-    assert locks.get(RECORD) == before
 
 
 def test_ensure_raises_when_the_lease_may_be_over(locks):
@@ -129,22 +123,24 @@ def test_ensure_raises_when_the_lease_may_be_over(locks):
     assert held.remaining_s() == 0
 
 
-def test_vanished_lock_is_lost_at_the_next_renewal(locks):
-    """A key that was deleted or evicted is noticed."""
+@pytest.mark.parametrize(
+    ("lose", "message", "answer"),
+    [
+        (lambda locks: age(locks, NAME, 30), "its lease of 30 s ended before it was renewed", "released"),
+        (lambda locks: locks.delete(NAME), "vanished", "gone"),  # deleted or evicted
+        (lambda locks: locks.delete(RECORD), "no longer knows it as ours", "lost"),
+    ],
+    ids=["expired", "vanished", "without-record"],
+)
+def test_lock_that_is_lost_is_not_renewed_back_to_life(locks, lose, message, answer):
+    """Past its deadline, without its key or without its record it is lost, though nobody has taken it."""
     held = SetnxLock(locks, NAME).acquire().lock
-    locks.delete(NAME)
-    with pytest.raises(LockLost, match="vanished"):
+    lose(locks)
+    before = locks.get(RECORD)
+    with pytest.raises(LockLost, match=message):
         held.renew()
-    assert held.release() == held.release() == "gone"
-
-
-def test_lost_record_is_lost(locks):
-    """Without its record a lock cannot be shown to be ours."""
-    held = SetnxLock(locks, NAME).acquire().lock
-    locks.delete(RECORD)
-    with pytest.raises(LockLost, match="no longer knows it as ours"):
-        held.renew()
-    assert held.release() == "lost"
+    assert locks.get(RECORD) == before
+    assert held.release() == held.release() == answer
 
 
 def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
@@ -177,8 +173,10 @@ def test_foreign_second_is_respected_to_its_end(locks, foreign_keys, offset):
 
 
 def test_acquire_again_with_the_same_token_is_acquired(locks):
-    """A resent acquire is answered acquired, with the fence and deadline of the first."""
+    """A resent acquire is answered with the first's fence and deadline; a token is one line."""
     lock = SetnxLock(locks, NAME, lease=10)
+    with pytest.raises(ValueError, match="line break"):
+        lock.acquire(token="a\nb")
     first = lock.acquire(token="mine").lock
     record = locks.get(RECORD)
     again = lock.acquire(token="mine").lock
@@ -216,23 +214,11 @@ def test_wait_gives_up_in_time(locks):
 
 
 def test_with_holds_and_releases(locks):
-    """The README's three lines."""
+    """The README's three lines; also when the body raises, whose own error comes through."""
     with SetnxLock(locks, "nightly-report", lease=60) as held:
         assert held.fence
         assert locks.exists("nightly-report")
     assert not locks.exists("nightly-report")
-
-
-def test_with_raises_already_running_when_held(locks):
-    """`with` needs the lock: held by another is an error that names it."""
-    lock = SetnxLock(locks, NAME, info={"task": "t", "task_id": "1"})
-    lock.acquire()
-    with pytest.raises(AlreadyRunning, match=r"lock\.foo is held by t\[1\]"), SetnxLock(locks, NAME):
-        pass
-
-
-def test_with_releases_when_the_body_raises(locks):
-    """The body's own error comes through, and the lock is free."""
     with pytest.raises(ZeroDivisionError), SetnxLock(locks, NAME):
         raise ZeroDivisionError
     assert not locks.exists(NAME)
@@ -244,11 +230,7 @@ def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatc
         locks.delete(NAME)
     assert "was gone before it was released" in caplog.text
     lock = SetnxLock(locks, NAME)
-
-    def unavailable(*_args: Any) -> Any:
-        raise LockUnavailable(NAME, "gone away")
-
-    monkeypatch.setattr(lock, "_release", unavailable)
+    monkeypatch.setattr(lock, "_release", raising(LockUnavailable(NAME, "gone away")))
     with pytest.raises(ZeroDivisionError), lock:
         raise ZeroDivisionError
     assert "was not released" in caplog.text
@@ -262,19 +244,15 @@ def test_release_without_acquire_is_an_error(locks):
         SetnxLock(locks, NAME).release()
 
 
-@pytest.mark.parametrize("lease", [0, -1, timedelta(0), float("nan"), float("inf")])
-def test_lease_must_be_positive(locks, lease):
-    """A lease of nothing is refused at once."""
-    with pytest.raises(ValueError, match="more than 0 seconds"):
-        SetnxLock(locks, NAME, lease=lease)
+LEASES = (0, -1, timedelta(0), float("nan"), float("inf"))
 
 
-def test_bad_retention_and_token_are_refused(locks):
-    """A key that expires before its deadline would let a second holder in; the record is packed by lines."""
-    with pytest.raises(ValueError, match="must be 0 seconds or more"):
-        SetnxLock(locks, NAME, retention=-31)
-    with pytest.raises(ValueError, match="line break"):
-        SetnxLock(locks, NAME).acquire(token="a\nb")
+@pytest.mark.parametrize("options", [*({"lease": lease} for lease in LEASES), {"retention": -31}])
+def test_lock_for_no_time_is_refused(locks, options):
+    """A lease of nothing, at once, and a key that would expire before its deadline and let a second in."""
+    message = "more than 0 seconds" if "lease" in options else "must be 0 seconds or more"
+    with pytest.raises(ValueError, match=message):
+        SetnxLock(locks, NAME, **options)
 
 
 def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):
@@ -314,13 +292,6 @@ def test_own_rest_lets_the_same_task_pass(locks):
     outcome = SetnxLock(locks, NAME).acquire(token="id-1|1|cd")
     assert outcome.acquired
     assert outcome.taken_over_from is None
-
-
-def test_fence_grows_after_the_lock_was_forgotten(locks):
-    """Even with all keys gone, the next fence is larger."""
-    first = SetnxLock(locks, NAME).acquire().lock
-    locks.flushdb()
-    assert SetnxLock(locks, NAME).acquire().lock.fence > first.fence
 
 
 def test_client_that_returns_bytes_serves_as_well(server, locks):

@@ -57,14 +57,10 @@ def shaky(proxy) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_mark_lives_in_the_slot_of_its_lock():
-    """The mark's name holds the lock's, braces and all."""
-    assert Mark(KEY, "a").name == mark_name(KEY) == NAME
-
-
 @pytest.mark.parametrize("dedupe", MODES)
 def test_first_is_marked(locks, dedupe):
     """A free key is marked with the task's id, for the lease; the second is a duplicate, changing nothing."""
+    assert Mark(KEY, "a").name == mark_name(KEY) == NAME  # in the slot of its lock
     marked = mark(locks, "a", dedupe)
     assert marked == Marked("a", "marked")
     assert not marked.is_duplicate
@@ -115,20 +111,16 @@ def test_scripts_are_sent_again_after_a_script_flush(locks):
 
 
 def test_running_task_makes_duplicates_only_until_done(locks):
-    """until_done counts the running task, with its record; until_started does not."""
+    """until_done counts the running task, with its record, or one that holds its lock for its retry."""
     held = run(locks)
     marked = mark(locks, "b", "until_done")
     assert (marked.task_id, marked.state) == ("a", "running")
     assert marked.holder is not None
     assert marked.holder.fence == held.fence
+    held.hold(600)
+    assert mark(locks, "b", "until_done").task_id == "a"
     assert not locks.exists(NAME)
     assert mark(locks, "b", "until_started") == MARKED
-
-
-def test_lock_held_for_a_retry_makes_duplicates_until_done(locks):
-    """A task that waits for its retry under its lock is not done."""
-    run(locks).hold(600)
-    assert mark(locks, "b", "until_done").task_id == "a"
 
 
 LEFT = {
@@ -178,22 +170,20 @@ def test_free_ends_only_ones_own_mark(locks):
         assert not locks.exists(NAME)
 
 
-@pytest.mark.parametrize(("marked", "left"), [("a", None), ("b", "b")])
-def test_mark_ends_when_its_own_task_acquires(locks, marked, left):
-    """Start and end of the mark are one step, and the outcome says whose it was; another's stays."""
+@pytest.mark.parametrize(
+    ("marked", "held", "left"), [("a", False, None), ("b", False, "b"), ("a", True, "a")]
+)
+def test_mark_ends_when_its_own_task_acquires(locks, marked, held, left):
+    """In one step, and the outcome says whose it was; another's stays, and a waiting task's own."""
+    if held:
+        run(locks, "other")
     mark(locks, marked)
     outcome = acquire(locks)
-    assert (outcome.acquired, outcome.mark) == (True, marked)
+    assert (outcome.acquired, outcome.mark) == (not held, marked)
     assert locks.get(NAME) == left
-
-
-def test_mark_stays_when_its_task_meets_a_held_lock(locks):
-    """A task that has to wait is queued still."""
-    run(locks, "other")
-    mark(locks, "a")
-    outcome = acquire(locks)
-    assert (outcome.acquired, outcome.mark) == (False, "a")
-    assert locks.get(NAME) == "a"
+    if outcome.lock:
+        outcome.lock.release()  # without a retry it marks nothing
+    assert locks.get(NAME) == left
 
 
 def test_acquire_whose_reply_was_lost_still_knows_its_mark(locks, proxy, shaky):
@@ -222,12 +212,6 @@ def test_release_marks_again_for_the_retry(locks, rest, word):
     assert locks.get(NAME) == "a"
     assert 500_000 < locks.pttl(NAME) <= 600_000
     assert mark(locks, "b", "until_done") == Marked("a", "queued")
-
-
-def test_release_without_a_retry_marks_nothing(locks):
-    """A task that is done is not queued."""
-    run(locks).release()
-    assert not locks.exists(NAME)
 
 
 def test_release_leaves_anothers_mark(locks):

@@ -34,12 +34,9 @@ def test_nearest_layer_wins():
         ({"on_conflict": None}, "must be one of"),
         ({"on_redis_error": "ignore"}, "on_redis_error of proj.t must be one of 'retry', 'run', 'raise'"),
         ({"lease": 0}, "lease of proj.t must be positive and finite, in seconds, not 0"),
-        ({"lease": -1}, "must be positive"),
-        ({"lease": float("inf")}, "must be positive and finite"),
-        ({"lease": float("nan")}, "must be positive"),
+        *(({"lease": lease}, "must be positive and finite") for lease in (-1, float("inf"), float("nan"))),
         ({"lease": "30"}, "must be seconds or a timedelta, not '30'"),
-        ({"lease": True}, "must be seconds or a timedelta"),
-        ({"lease": None}, "must be seconds or a timedelta"),
+        *(({"lease": lease}, "must be seconds or a timedelta") for lease in (True, None)),
         ({"at_least_for": -1}, "must be not negative"),
         ({"max_wait": -1}, "must be not negative or None"),
         ({"retry_delay": 0}, "must be positive"),
@@ -49,7 +46,6 @@ def test_nearest_layer_wins():
         ({"scope": ""}, "must be a text without braces"),
         ({"hold_on_retry": 2}, "hold_on_retry of proj.t must be True or False"),
         ({"dedupe": "until_later"}, "dedupe of proj.t must be one of"),
-        ({"on_conflict": "wiat"}, "on_conflict of proj.t must be one of .*; did you mean 'wait'"),
         ({"on_conflict": "joins"}, "did you mean 'join'"),
         ({"max_wait": float("inf")}, "max_wait of proj.t must be not negative or None and finite"),
         ({"on_duplicate": "rais"}, "on_duplicate of proj.t must be one of .*did you mean 'raise'"),
@@ -77,19 +73,15 @@ def test_none_means_the_default(name):
 OTHERS = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
 
 
-@pytest.mark.parametrize(
-    ("policy", "others"),
-    [
-        *((policy, others) for policy in ("wait", "join") for others in OTHERS),
-        ("wait", {"dedupe": "until_started"}),
-    ],
-)
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("policy", ["wait", "join"])
 def test_waiting_goes_with_any_max_wait_and_dedupe(policy, others):
     """A call may wait in line, or join, for a while or for ever, and be the only one queued or running.
 
     What is published during a run must run after it: with until_started it waits, and does not join.
     """
     assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
+    assert merged("t", {"on_conflict": "wait", "dedupe": "until_started"}).on_conflict == "wait"
 
 
 def test_callable_of_one_call_is_refused():
@@ -107,10 +99,7 @@ def test_callable_of_one_call_is_refused():
         ({"setnx_key_version": 2}, "setnx_key_version must be one of 1, not 2"),
         ({"setnx_same_host": "no"}, "setnx_same_host must be True or False"),
         ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
-        (
-            {"setnx_defaults": {"leese": 1}},
-            "setnx_defaults has an unknown option 'leese'; did you mean 'lease'",
-        ),
+        ({"setnx_defaults": {"leese": 1}}, "setnx_defaults has an .* option 'leese'; did you mean 'lease'"),
     ],
 )
 def test_bad_setting_is_refused(conf, message):

@@ -13,7 +13,7 @@ import pytest
 
 from celery_setnx import process
 from celery_setnx.process import has_ended, identity, is_surely_dead
-from tests.harness import wait_until
+from tests.harness import exit_code_of_fork, raising, wait_until
 
 TELL = "import json,sys; from celery_setnx.process import identity; print(json.dumps(identity()), flush=True)"
 HALF_DEAD = (
@@ -29,9 +29,8 @@ class Child:
         command = [sys.executable, "-c", f"{TELL}; {code}"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
-        self.identity: dict[str, Any] = json.loads(
-            str(self._process.stdout and self._process.stdout.readline())
-        )
+        said = self._process.stdout and self._process.stdout.readline()
+        self.identity: dict[str, Any] = json.loads(str(said))
 
     def end(self) -> None:
         """Kill it, and have nothing left of it."""
@@ -64,11 +63,6 @@ def test_living_process_is_not_dead(living):
     os.kill(living.pid, signal.SIGCONT)
 
 
-def test_reaped_process_is_dead(dead):
-    """A pid that nobody has."""
-    assert is_surely_dead(dead)
-
-
 def test_zombie_is_dead(living):
     """A process that ended, though its parent has not looked yet."""
     os.kill(living.pid, signal.SIGKILL)
@@ -97,7 +91,8 @@ OTHERS = [{"boot": "x"}, {"host": "elsewhere"}, {"pid": None}, {"pid": -1}, {"pi
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_process_of_another_world_proves_nothing(dead, other):
-    """Another boot, pid namespace or host, or no pid at all: no verdict."""
+    """A pid that nobody has is dead; of another boot, pid namespace or host, or without a pid: no verdict."""
+    assert is_surely_dead(dead)
     assert not is_surely_dead({**dead, **other})
 
 
@@ -107,19 +102,10 @@ def test_record_without_an_identity_proves_nothing():
     assert not is_surely_dead({"pid": 2**22 + 1, "host": identity()["host"]})
 
 
-def failing(error: type[Exception]) -> Any:
-    """A function that fails."""
-
-    def fail(*_args: Any) -> Any:
-        raise error
-
-    return fail
-
-
 def test_machine_without_proc_proves_nothing(dead, monkeypatch):
     """Where there is no Linux /proc, nobody is declared dead."""
     process._identity_of.cache_clear()
-    monkeypatch.setattr(process, "_state_and_start", failing(FileNotFoundError))
+    monkeypatch.setattr(process, "_state_and_start", raising(FileNotFoundError))
     assert "boot" not in identity()
     assert not is_surely_dead(dead)
     process._identity_of.cache_clear()
@@ -128,14 +114,12 @@ def test_machine_without_proc_proves_nothing(dead, monkeypatch):
 @pytest.mark.parametrize(("module", "name"), [(os, "kill"), (process, "_state_and_start")])
 def test_process_that_is_out_of_reach_is_not_dead(monkeypatch, module, name):
     """EPERM means alive, as pid 1 is to an ordinary user; and what cannot be read gives no verdict."""
-    monkeypatch.setattr(module, name, failing(PermissionError))
+    monkeypatch.setattr(module, name, raising(PermissionError))
     assert not has_ended(os.getpid())
 
 
 def test_forked_child_has_an_identity_of_its_own():
     """What was computed before a fork is the parent's."""
     own = identity()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if identity()["pid"] == os.getpid() and identity()["start"] >= own["start"] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code_of_fork(lambda: identity()["pid"] != os.getpid()) == 0
+    assert exit_code_of_fork(lambda: identity()["start"] < own["start"]) == 0

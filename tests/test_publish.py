@@ -19,14 +19,14 @@ from celery.schedules import schedule
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
-from celery_setnx import Duplicate, DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
+from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
 from celery_setnx.keys import mark_name
 from celery_setnx.lock import task_token
 from celery_setnx.marks import GRACE_S
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
-from tests.harness import wait_until
+from tests.harness import raising, wait_until
 from tests.proxy import Proxy
 
 BROKER_DB = 5
@@ -51,7 +51,7 @@ def apps(server) -> Apps:
         def work(name: str, more: int = 0) -> str:
             return name
 
-        def expiring() -> None: ...
+        def expiring(name: str) -> None: ...
 
         def total(numbers: Any) -> None: ...
 
@@ -73,15 +73,10 @@ def broker(server) -> Iterator[redis.Redis]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def the_app(apps) -> Celery:
-    return apps()
-
-
 @pytest.fixture
-def app(the_app, locks, broker) -> Celery:
+def app(apps, locks, broker) -> Celery:
     """The app, with clean databases."""
-    return the_app
+    return apps()
 
 
 @pytest.fixture
@@ -153,37 +148,41 @@ def test_other_keys_are_other_calls(started, queued):
 
 
 def test_call_without_dedupe_says_that_it_is_none(app, queued, locks):
-    """Without the option every call is sent, asks no Redis, leaves no mark, and is no duplicate."""
+    """Without the option every call is sent, leaves no mark, and is no duplicate; one call may opt in."""
     always = app.tasks["always"]
     assert [always.delay("a").deduplicated for _time in range(2)] == [False, False]
     assert len(queued()) == 2
     assert locks.dbsize() == 0
+    results = [always.apply_async(["a"], singleton={"dedupe": "until_started"}) for _time in range(2)]
+    assert [result.deduplicated for result in results] == [False, True]
+    assert len(queued()) == 3
 
 
-@pytest.mark.parametrize(("name", "sent"), [("done", 0), ("started", 1)])
-def test_running_call_counts_with_until_done(app, locks, queued, name, sent):
-    """Then the call that runs is the call; with until_started one may wait beside it, and no more."""
+@pytest.mark.parametrize(
+    ("name", "options", "sent"),
+    [("done", {}, 0), ("started", {}, 1), ("started", {"dedupe": "until_done"}, 0)],
+    ids=["done", "started", "done-by-the-call"],
+)
+def test_running_call_counts_with_until_done(app, locks, queued, name, options, sent):
+    """Then the call that runs is the call; with until_started one may wait beside it. A call's mode wins."""
     task = app.tasks[name]
     hold(locks, task, "runs", "a")
-    results = [task.delay("a") for _time in range(2)]
+    results = [task.apply_async(["a"], singleton=options) for _time in range(2)]
     assert [result.deduplicated for result in results] == [not sent, True]
     assert queued() == [result.id for result in results][:sent]
     assert results[1].id == (results[0].id if sent else "runs")
 
 
-@pytest.mark.parametrize("name", ["started", "done"])
-def test_foreign_lock_is_no_duplicate(app, locks, foreign_keys, name):
-    """A lock set by hand keeps nobody from publishing."""
+@pytest.mark.parametrize(("name", "rests"), [("started", False), ("done", False), ("done", True)])
+def test_lock_of_nobody_who_runs_is_no_duplicate(app, locks, foreign_keys, name, rests):
+    """A lock set by hand keeps nobody from publishing, nor does a run that is over, and only rests."""
     task = app.tasks[name]
-    foreign_keys.add(task.lock_key("a"))
-    locks.setnx(task.lock_key("a"), "99999999999")
+    if rests:
+        assert hold(locks, task, "ran", "a").release(at_least_for=30) == "resting"
+    else:
+        foreign_keys.add(task.lock_key("a"))
+        locks.setnx(task.lock_key("a"), "99999999999")
     assert not task.delay("a").deduplicated
-
-
-def test_resting_lock_is_no_duplicate(locks, done):
-    """A run that is over, and only rests, keeps nobody from publishing."""
-    assert hold(locks, done, "ran", "a").release(at_least_for=30) == "resting"
-    assert not done.delay("a").deduplicated
 
 
 @pytest.mark.parametrize(
@@ -199,41 +198,21 @@ def test_raise_names_the_other_call(started, queued, on_duplicate):
     assert queued() == [first.id]
 
 
-def test_callable_sees_a_queued_duplicate(started):
-    """What the callable returns is what apply_async returns; it sees all there is to know."""
-    first = started.delay("a")
-    found: list[Duplicate] = []
+@pytest.mark.parametrize("name", ["started", "done"])
+def test_callable_sees_the_duplicate(app, locks, name):
+    """What it returns is what apply_async returns; it sees all there is, of a running call the record."""
+    task, found = app.tasks[name], []
+    held = hold(locks, task, "runs", "a") if name == "done" else None
+    task_id = "runs" if held else task.delay("a").id
     options = {"on_duplicate": lambda duplicate: found.append(duplicate) or "mine"}
-    assert started.apply_async(["a"], {"more": 2}, singleton=options) == "mine"
+    assert task.apply_async(["a"], {"more": 2}, singleton=options) == "mine"
     (duplicate,) = found
-    assert (duplicate.task, duplicate.key) == ("started", started.lock_key("a"))
-    assert (duplicate.task_id, duplicate.state, duplicate.holder) == (first.id, "queued", None)
+    assert (duplicate.task, duplicate.key, duplicate.task_id) == (name, task.lock_key("a"), task_id)
     assert (duplicate.args, duplicate.kwargs) == (["a"], {"more": 2})
-    assert duplicate.result.id == first.id
-    assert duplicate.result.deduplicated
-
-
-def test_callable_sees_a_running_duplicate(locks, done):
-    """Of a running call it sees the record."""
-    held = hold(locks, done, "runs", "a")
-    duplicate = done.apply_async(["a"], singleton={"on_duplicate": lambda duplicate: duplicate})
-    assert (duplicate.task_id, duplicate.state) == ("runs", "running")
-    assert duplicate.holder.fence == held.fence
-    assert duplicate.holder.task_id == "runs"
-
-
-def test_one_call_may_opt_in(app, queued):
-    """`dedupe` for one call of a task without it."""
-    always, options = app.tasks["always"], {"dedupe": "until_started"}
-    results = [always.apply_async(["a"], singleton=options) for _time in range(2)]
-    assert [result.deduplicated for result in results] == [False, True]
-    assert len(queued()) == 1
-
-
-def test_one_call_may_count_the_running_one(locks, started):
-    """`dedupe` of the call wins over the task's."""
-    hold(locks, started, "runs", "a")
-    assert started.apply_async(["a"], singleton={"dedupe": "until_done"}).id == "runs"
+    assert (duplicate.result.id, duplicate.result.deduplicated) == (task_id, True)
+    assert duplicate.state == ("running" if held else "queued")
+    holder = duplicate.holder
+    assert (holder and (holder.fence, holder.task_id)) == (held and (held.fence, "runs"))
 
 
 def test_publishing_options_do_not_travel(started, broker):
@@ -289,20 +268,14 @@ def test_canvas_is_never_a_duplicate(app, started, queued, canvas, sent, monkeyp
 
 
 def test_plain_signature_is_deduplicated(started):
-    """A signature on its own is a call like any other."""
-    first = started.s("a").delay()
+    """A signature on its own is a call like any other, with callbacks too where it is the first."""
+    first = started.s("a").set(link=Signature("total")).delay()
     assert started.s("a").apply_async().id == first.id
     assert started.s("a").set(singleton={"on_duplicate": lambda _: "mine"}).delay() == "mine"
 
 
-def test_first_call_with_callbacks_is_marked(app, started):
-    """A call with callbacks that is no duplicate makes duplicates of later ones."""
-    first = started.apply_async(["a"], link=app.tasks["total"].si(1))
-    assert started.delay("a").id == first.id
-
-
 def test_duplicate_is_signalled_and_logged(started, seen, caplog):
-    """Both name task, key, and the call that is queued; the first call is in neither."""
+    """Both name task, key, and the queued call, the first is in neither; a failing receiver is no matter."""
     heard = seen(lambda signal, **details: details, signals.call_deduplicated)
     first = started.delay("a")
     assert (heard, caplog.messages) == ([], [])
@@ -311,29 +284,14 @@ def test_duplicate_is_signalled_and_logged(started, seen, caplog):
     assert heard == [{"sender": started, "task_id": first.id, "key": key, "state": "queued"}]
     (line,) = caplog.messages
     assert all(word in line for word in ("started", key, first.id, "queued"))
-
-
-def test_failing_receiver_changes_nothing(started, seen):
-    """A listener's error is not the caller's."""
-    first = started.delay("a")
     seen(lambda **_details: 1 / 0, signals.call_deduplicated)
     assert started.delay("a").id == first.id
 
 
-def test_eager_call_is_not_deduplicated(apps, locks):
-    """Eager calls run at once: there is no queue, and no mark."""
-    task = apps(task_always_eager=True).tasks["started"]
-    results = [task.delay("a") for _time in range(2)]
-    assert [result.get() for result in results] == ["a", "a"]
-    assert [result.deduplicated for result in results] == [False, False]
-    assert locks.dbsize() == 0
-
-
-def test_direct_apply_is_not_deduplicated(started, locks):
+def test_direct_apply_is_not_deduplicated(started):
     """`.apply()` and a plain call run beside a queued call."""
     started.delay("a")
-    assert started.apply(["a"]).get() == "a"
-    assert started("a") == "a"
+    assert [started.apply(["a"]).get(), started("a")] == ["a", "a"]
 
 
 def entry_of(app: Celery, **options: Any) -> ScheduleEntry:
@@ -381,40 +339,33 @@ def after(seconds: float, **to: Any) -> Callable[[datetime], Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "seconds"),
+    ("options", "seconds", "name"),
     [
-        ({}, 3600),
-        ({"countdown": 600}, 4200),
-        ({"eta": after(600)}, 4200),
-        ({"eta": after(-600)}, 3600),
-        ({"eta": after(600, tz=timezone(timedelta(hours=9)))}, 4200),
-        ({"eta": lambda now: (now + timedelta(seconds=600)).replace(tzinfo=None)}, 4200),
-        ({"eta": lambda now: (now + timedelta(seconds=600)).isoformat()}, 4200),
-        ({"expires": 4}, 4),
-        ({"expires": 60}, 60),
-        ({"expires": after(60)}, 60),
-        ({"expires": after(-5)}, 0.001),
-        ({"expires": 9000}, 3600),
-        ({"countdown": 600, "expires": 700}, 700),
-        ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690),
+        ({}, 3600, "started"),
+        ({"countdown": 600}, 4200, "started"),
+        ({"eta": after(600)}, 4200, "started"),
+        ({"eta": after(-600)}, 3600, "started"),
+        ({"eta": after(600, tz=timezone(timedelta(hours=9)))}, 4200, "started"),
+        ({"eta": lambda now: (now + timedelta(seconds=600)).replace(tzinfo=None)}, 4200, "started"),
+        ({"eta": lambda now: (now + timedelta(seconds=600)).isoformat()}, 4200, "started"),
+        *(({"expires": seconds}, seconds, "started") for seconds in (4, 60)),
+        ({"expires": after(60)}, 60, "started"),
+        ({"expires": after(-5)}, 0.001, "started"),
+        ({"expires": 9000}, 3600, "started"),
+        ({"countdown": 600, "expires": 700}, 700, "started"),
+        ({"singleton": {"queue_lease": 90}, "countdown": 600}, 690, "started"),
+        ({}, 50, "expiring"),  # `expires` of the task counts as that of a call does, which may override it
+        ({"expires": 20}, 20, "expiring"),
+        ({"expires": None}, 3600, "expiring"),
     ],
 )
-def test_mark_lasts_for_the_queue_lease_after_the_send(started, locks, options, seconds):
+def test_mark_lasts_for_the_queue_lease_after_the_send(app, locks, options, seconds, name):
     """It counts from when the call may start, whatever kind of time says so; an expired call needs none."""
     now = datetime.now(timezone.utc)
     given = {name: value(now) if callable(value) else value for name, value in options.items()}
-    started.apply_async(["a"], **given)
+    app.tasks[name].apply_async(["a"], **given)
     passed = (datetime.now(timezone.utc) - now).total_seconds()
-    assert seconds - passed - 1 <= locks.pttl(mark_of(started, "a")) / 1000 <= seconds
-
-
-@pytest.mark.parametrize(("options", "seconds"), [({}, 50), ({"expires": 20}, 20), ({"expires": None}, 3600)])
-def test_mark_ends_when_the_tasks_own_expiry_is_over(app, locks, options, seconds):
-    """`expires` of the task counts as that of a call does, which may override it."""
-    began = time.monotonic()
-    app.tasks["expiring"].apply_async(**options)
-    left = locks.pttl(mark_of(app.tasks["expiring"])) / 1000
-    assert seconds - (time.monotonic() - began) - 1 <= left <= seconds
+    assert seconds - passed - 1 <= locks.pttl(mark_of(app.tasks[name], "a")) / 1000 <= seconds
 
 
 @pytest.mark.parametrize(
@@ -422,10 +373,8 @@ def test_mark_ends_when_the_tasks_own_expiry_is_over(app, locks, options, second
 )
 def test_failed_send_frees_the_mark(apps, started, locks, seen, retry):
     """The broker's own error is raised, and the next call is no duplicate."""
-    broken = apps(
-        broker_url=NOWHERE,
-        broker_transport_options={"max_retries": 0, "socket_connect_timeout": 1},
-    ).tasks["started"]
+    once = {"max_retries": 0, "socket_connect_timeout": 1}
+    broken = apps(broker_url=NOWHERE, broker_transport_options=once).tasks["started"]
     marks = seen(lambda **_details: locks.get(mark_of(started, "a")))
     with pytest.raises(OperationalError):
         broken.apply_async(["a"], **retry)
@@ -434,22 +383,14 @@ def test_failed_send_frees_the_mark(apps, started, locks, seen, retry):
     assert not started.delay("a").deduplicated
 
 
-def test_call_that_cannot_be_serialized_frees_the_mark(started, locks):
-    """Whatever keeps the message from being sent: its mark is gone."""
-    with pytest.raises(Exception, match="serializable"):
+@pytest.mark.parametrize("interrupted", [False, True], ids=["not-serializable", "ctrl-c"])
+def test_message_that_is_not_sent_frees_the_mark(started, locks, monkeypatch, interrupted):
+    """Whatever keeps the message from being sent, Ctrl-C in mid-send as well: its mark is gone."""
+    if interrupted:
+        monkeypatch.setattr(started.app.amqp, "send_task_message", raising(KeyboardInterrupt))
+    error, message = (KeyboardInterrupt, None) if interrupted else (Exception, "serializable")
+    with pytest.raises(error, match=message):
         started.apply_async(["a"], {"more": object()})
-    assert not locks.exists(mark_of(started, "a"))
-
-
-def test_interrupted_send_frees_the_mark(started, locks, monkeypatch):
-    """Ctrl-C in mid-send frees the mark as well."""
-
-    def interrupted(*_args: Any, **_options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(started.app.amqp, "send_task_message", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        started.delay("a")
     assert not locks.exists(mark_of(started, "a"))
 
 
@@ -482,9 +423,7 @@ def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, server, 
     assert "is published without asking whether it is a duplicate" in caplog.text
 
 
-def test_lock_server_that_dies_during_the_send_leaves_a_short_mark(
-    apps, app, server, locks, queued, seen, caplog
-):
+def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, locks, queued, seen, caplog):
     """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]

@@ -145,16 +145,10 @@ def eager(server, tmp_path_factory) -> Run:
 @pytest.mark.parametrize(
     ("test", "outcomes"),
     [
-        (
-            "test_hold_and_crash",
-            ["PASSED"],
-        ),  # a worker skips what hold() holds, and takes over what crash() ends
+        ("test_hold_and_crash", ["PASSED"]),  # a worker skips what is held, and takes over what has crashed
         ("test_left", ["PASSED", "ERROR"]),  # setnx_released fails a test that leaves a lock, when it ends
         ("test_app", ["PASSED"]),  # setnx_app is celery_app where there is one
-        (
-            "test_order",
-            ["PASSED"],
-        ),  # released before it is asked what is left, and that before all is cleared
+        ("test_order", ["PASSED"]),  # released, then asked what is left, then all is cleared
         ("test_clean", ["PASSED"]),  # what a test has left is cleared
     ],
 )

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from celery_setnx.request import _ChildWatch
-from tests.harness import wait_until
+from tests.harness import raising, wait_until
 
 
 class Delivery:
@@ -21,12 +21,8 @@ class Delivery:
 
 def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     """An error while one lock is freed is logged, and the next child's death is noticed all the same."""
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
     watch, freed = _ChildWatch(), threading.Event()
-    first = Delivery(fail)
+    first = Delivery(raising(ZeroDivisionError))
     watch.add(first)  # type: ignore[arg-type]
     wait_until(lambda: "was not freed" in caplog.text, "the trouble is logged")
     second = Delivery(freed.set)

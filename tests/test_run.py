@@ -13,6 +13,7 @@ from celery.exceptions import Ignore, Retry
 
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
 from celery_setnx.run import Run
+from tests.harness import raising
 
 KEY = "setnx:{guarded}"
 
@@ -27,9 +28,8 @@ def task(server, locks) -> Iterator[Any]:
     def guarded() -> None: ...
 
     task = app.tasks["guarded"]
-    task.push_request(
-        id=uuid.uuid4().hex, args=[], kwargs={}, retries=0, called_directly=False, delivery_info={}
-    )
+    call = {"args": [], "kwargs": {}, "retries": 0, "called_directly": False, "delivery_info": {}}
+    task.push_request(id=uuid.uuid4().hex, **call)
     yield task
     task.pop_request()
 
@@ -40,15 +40,6 @@ def run_of(task: Any) -> Run:
 
 def guard(task: Any, body: Any) -> Any:
     return run_of(task).guard(body)
-
-
-def raising(error: Exception) -> Any:
-    """A function that raises whatever it is given."""
-
-    def fail(*_args: Any) -> Any:
-        raise error
-
-    return fail
 
 
 def test_forked_child_leaves_its_parents_lock_alone(task, locks):
@@ -119,18 +110,14 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks):
     assert SetnxLock(locks, KEY).acquire().acquired
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_repeated_delivery_of_an_unknown_call_runs(redelivered, persistent):
-    """Without a result that says SUCCESS it runs again, after the first."""
-    redelivered.backend.persistent = persistent
+@pytest.mark.parametrize("backend", ["persistent", "not persistent", "failing"])
+def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeypatch, caplog):
+    """Without a result that says SUCCESS it runs again, after the first; a backend may fail to say."""
+    redelivered.backend.persistent = backend != "not persistent"
+    if backend == "failing":
+        monkeypatch.setattr(redelivered.backend, "get_task_meta", raising(OSError("gone")))
     assert guard(redelivered, lambda: "ran") == "ran"
-
-
-def test_repeated_delivery_runs_when_the_backend_fails(redelivered, monkeypatch, caplog):
-    """A backend that cannot say is no SUCCESS."""
-    monkeypatch.setattr(redelivered.backend, "get_task_meta", raising(OSError("gone")))
-    assert guard(redelivered, lambda: "ran") == "ran"
-    assert "its result is not known (gone)" in caplog.text
+    assert ("its result is not known (gone)" in caplog.text) == (backend == "failing")
 
 
 def test_lost_lock_is_told_at_the_end_at_the_latest(task, locks, caplog):

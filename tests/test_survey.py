@@ -78,11 +78,14 @@ def test_survey_tells_an_expired_holder(locks):
 
 
 def test_survey_leaves_out_what_a_release_remembers(locks):
-    """No locks, no sightings; a record alone is no lock, but says who had it last."""
+    """No locks, no sightings; a record alone is no lock, but says who had it last, deleted or released."""
     assert list(survey(locks, "t")) == []
     assert last_holder(look(locks, KEY)) is None
     held = hold(locks)
     assert last_holder(look(locks, KEY)) is None
+    locks.delete(KEY)
+    assert last_holder(look(locks, KEY)).task_id == "t-1"
+    held = hold(locks)
     held.release()
     assert locks.exists(record_name(KEY))
     assert list(survey(locks, "t")) == []
@@ -133,19 +136,13 @@ def test_survey_survives_foreign_words_where_a_record_would_be(locks):
     assert last_holder(seen) is None
 
 
-def test_survey_sees_the_lock_of_a_whole_task(locks):
-    """Without a digest, the key is the scope."""
-    hold(locks, key_name("t", "app.sync", ""))
-    (seen,) = survey(locks, "t")
-    assert (seen.scope, seen.digest) == ("app.sync", "")
-
-
 @pytest.mark.parametrize("prefix", ["t", "t*", "[t]", "t?", "a^b-c", "t\\t"])
 def test_survey_keeps_to_its_prefix(locks, prefix):
-    """Signs that mean something to SCAN mean themselves."""
+    """Signs that mean something to SCAN mean themselves. The key of a whole task is its scope alone."""
     for name in ("t", "t*", "[t]", "t?", "a^b-c", "t\\t", "tt", "t:t"):
         hold(locks, f"{name}:{{app.sync}}")
-    assert [seen.key for seen in survey(locks, prefix)] == [f"{prefix}:{{app.sync}}"]
+    (seen,) = survey(locks, prefix)
+    assert (seen.key, seen.scope, seen.digest) == (f"{prefix}:{{app.sync}}", "app.sync", "")
 
 
 def test_survey_of_20_000_locks_takes_few_commands(locks):
@@ -180,19 +177,9 @@ def test_waiters_come_in_the_order_of_the_line(locks):
     now = time.time()
     wait_in_line(locks, "second", now - 5)
     wait_in_line(locks, "first", now - 9)
-    found = waiters(locks, KEY, now)
-    assert [(waiter.place, waiter.task_id, round(waiter.age_s)) for waiter in found] == [
-        (1, "first", 9),
-        (2, "second", 5),
-    ]
+    found = [(waiter.place, waiter.task_id, round(waiter.age_s)) for waiter in waiters(locks, KEY, now)]
+    assert found == [(1, "first", 9), (2, "second", 5)]
     assert locks.zcard(line_names(KEY)[0]) == 2
-
-
-def test_last_holder_is_known_when_the_lock_was_deleted(locks):
-    """A lock that somebody deleted leaves its record."""
-    hold(locks)
-    locks.delete(KEY)
-    assert last_holder(look(locks, KEY)).task_id == "t-1"
 
 
 def test_take_over_is_known_for_as_long_as_it_is_kept(locks):
@@ -223,19 +210,14 @@ def test_drop_deletes_lock_and_record(locks):
     assert held.release() == "lost"
 
 
-def test_drop_does_nothing_after_a_renewal(locks):
-    """A holder that renewed since it was seen keeps its lock."""
+def test_drop_does_nothing_to_another_lock_than_was_seen(locks):
+    """Renewed since it is kept, the next holder's is left alone, a free one is nothing to drop."""
+    assert not drop(locks, look(locks, KEY))
     held = hold(locks)
     seen = look(locks, KEY)
     held.renew()
     assert not drop(locks, seen)
     held.renew()
-
-
-def test_drop_does_nothing_to_another_lock_than_was_seen(locks):
-    """It is gone, and the next holder's is not touched; of a free one there is nothing to drop."""
-    assert not drop(locks, look(locks, KEY))
-    hold(locks)
     age(locks, KEY, 30)
     seen = look(locks, KEY)
     assert seen.is_stale

@@ -116,14 +116,12 @@ def task_of(app: Celery, name: str = "", **options: Any) -> Any:
     return extra
 
 
-# Without a server
-
-
 @pytest.mark.parametrize("dedupe", [None, "until_started", "until_done"])
 def test_eager_call_needs_no_server(dedupe):
     """task_always_eager and .apply() ask no Redis, with dedupe neither."""
     task = task_of(made(NOWHERE, task_always_eager=True), dedupe=dedupe)
-    assert task.delay("a").get() == 1
+    result = task.delay("a")
+    assert (result.get(), result.deduplicated) == (1, False)
     assert task.apply(["a"]).get() == 2
     assert task.apply_async(["a"], singleton={"lease": 5}).deduplicated is False
 
@@ -174,9 +172,6 @@ def test_switches_are_decorators_too(app, work):
     assert singleton_disabled(app)(test)() == ["a", None]
 
 
-# Eager calls, guarded
-
-
 def test_guarded_eager_call_takes_its_lock(app, work):
     """The body has a lock with a fence, and gives it back. A proxy of the app will do to guard it."""
     app.set_current()
@@ -208,18 +203,10 @@ def test_guarded_decorated_call_takes_its_lock(app):
             decorated.apply(["a"]).get()
 
 
-def test_guarding_without_a_server_fails_at_once():
-    """No eager call has to wait for a lease to find out."""
-    with pytest.raises(LockUnavailable), guarded(made(NOWHERE)):
-        pytest.fail("there is no server")
-
-
 @pytest.mark.parametrize(
     ("options", "state", "error"),
     [
-        ({"on_conflict": "retry"}, "RETRY", Retry),
-        ({"on_conflict": "wait"}, "RETRY", Retry),
-        ({"on_conflict": "join"}, "RETRY", Retry),
+        *(({"on_conflict": policy}, "RETRY", Retry) for policy in ("retry", "wait", "join")),
         ({"on_conflict": lambda conflict: conflict.retry()}, "RETRY", Retry),
         ({"on_conflict": lambda conflict: conflict.wait()}, "RETRY", Retry),
         ({"on_conflict": "raise"}, "FAILURE", AlreadyRunning),
@@ -227,22 +214,17 @@ def test_guarding_without_a_server_fails_at_once():
     ],
 )
 def test_guarded_eager_conflict_ends_the_call(app, options, state, error):
-    """Nothing is published, nothing tried again, nobody left in line."""
+    """Nothing is published, tried again or left in line; with throw=True Celery raises what ends the call."""
     task = task_of(app, **options)
     with guarded(app), hold(task, "a") as held:
         result = task.apply(["a"])
+        with pytest.raises(error, match="does not come back" if error is Retry else None):
+            task.apply(["a"], throw=True)
         assert (result.state, type(result.result), task.runs) == (state, error, [])
         assert held.task_id in str(result.result)
         with app.connection() as connection:
             assert connection.SimpleQueue(app.conf.task_default_queue).qsize() == 0
     assert_released(app)
-
-
-def test_guarded_eager_retry_is_raised_if_errors_are(app):
-    """With task_eager_propagates, or throw=True, Celery raises what ends the call."""
-    task = task_of(app, on_conflict="retry")
-    with guarded(app), hold(task, "a"), pytest.raises(Retry, match="does not come back"):
-        task.apply(["a"], throw=True)
 
 
 def test_guarded_eager_join_needs_no_result_backend(app):
@@ -255,25 +237,17 @@ def test_guarded_eager_join_needs_no_result_backend(app):
         assert task.apply(["b"]).get() == 1
 
 
-def test_guarded_eager_call_does_not_care_who_is_queued(app):
-    """A queued call of the same key makes it no duplicate, however it is called."""
-    task = task_of(app, dedupe="until_started")
+@pytest.mark.parametrize("dedupe", ["until_started", "until_done"])
+def test_guarded_eager_call_knows_no_queue(app, locks, dedupe):
+    """A queued call makes it no duplicate; it marks nothing, and leaves but the record of its release."""
+    task = task_of(app, dedupe=dedupe, on_conflict="retry")
     task.delay("a")
     app.conf.task_always_eager = True
     with guarded(app), hold(task, "a"):
         assert [task.apply(["a"]).state, task.delay("a").state] == ["RETRY", "RETRY"]
-
-
-@pytest.mark.parametrize("dedupe", ["until_started", "until_done"])
-def test_guarded_eager_call_marks_nothing(app, locks, dedupe):
-    """There is no queue: after the run there is the small record of its release, and nothing else."""
-    task = task_of(app, dedupe=dedupe)
-    with guarded(app), hold(task, "a"):
-        task.apply(["a"])
-        task.delay("b")
     clear(app)
     with guarded(app):
-        assert task.apply(["a"]).state == "SUCCESS"
+        assert [task.apply(["a"]).state, task.delay("a").state] == ["SUCCESS", "SUCCESS"]
     assert list(locks.scan_iter()) == [f"{task.lock_key('a')}:holder"]
 
 
@@ -331,9 +305,6 @@ def test_guarded_eager_call_sends_the_signals_of_a_worker(app, work):
     assert seen == [("lock_taken_over", held.key), ("lock_acquired", held.key)]
 
 
-# hold
-
-
 def test_held_lock_is_busy_for_a_worker(running, locks):
     """Somebody else has it, whose death nobody can prove here; where locks are disabled bodies just run."""
     work = running.tasks["work"]
@@ -371,12 +342,15 @@ def test_held_lock_is_renewed(app):
 
 
 def test_held_lock_is_released_once(work):
-    """Released by hand, it is left alone at the end: another may have it by then."""
+    """Two cannot hold it. Released by hand, it is left alone at the end: another may have it by then."""
     with hold(work, "a") as held:
+        with pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
+            pytest.fail("two holders")
         held.release()
         with hold(work, "a") as second:
             held.release()
             assert work.locked("a").task_id == second.task_id
+    assert work.locked("a") is None
 
 
 def test_held_lock_wakes_who_waits_when_released(running, locks):
@@ -389,24 +363,12 @@ def test_held_lock_wakes_who_waits_when_released(running, locks):
     assert result.get(timeout=20) == 1
 
 
-def test_holding_a_held_lock_is_refused(work):
-    """The error says who has it."""
-    with hold(work, "a") as held, pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
-        pytest.fail("two holders")
-    assert work.locked("a") is None
-
-
-@pytest.mark.parametrize("name", ["plain", "celery.accumulate"])
+@pytest.mark.parametrize("name", ["plain", "celery.accumulate", "work"])
 def test_holding_needs_a_lock(app, name):
-    """A plain task has none."""
-    with pytest.raises(OptionError, match=f"{name} has no lock"), hold(app.tasks[name], "a"):
+    """A plain task has none, and neither has a call that cannot be keyed."""
+    error, message = (UnkeyableCall, "'name'") if name == "work" else (OptionError, f"{name} has no lock")
+    with pytest.raises(error, match=message), hold(app.tasks[name], *["a"] * (name != "work")):
         pytest.fail("no lock")
-
-
-def test_holding_needs_a_key(work):
-    """A call that cannot be keyed has no lock."""
-    with pytest.raises(UnkeyableCall), hold(work):
-        pytest.fail("no key")
 
 
 def test_loss_of_a_held_lock_is_told(app, locks, caplog):
@@ -415,9 +377,6 @@ def test_loss_of_a_held_lock_is_told(app, locks, caplog):
         locks.delete(held.key)
         wait_until(lambda: "hold(), was lost" in caplog.text, "the warning")
         assert held.key in caplog.text
-
-
-# crash and pass_time
 
 
 def test_crashed_holder_is_taken_over_past_its_lease(app, work):
@@ -470,25 +429,15 @@ def test_body_that_stood_still_learns_it(app, whole):
 
 
 def test_resting_lock_has_rested_when_time_has_passed(app):
-    """at_least_for is tested without waiting."""
+    """at_least_for is tested without waiting; a lock that rests is nothing left."""
     task = task_of(app, at_least_for=3600)
     with guarded(app):
         assert task.apply(["a"]).get() == 1
+        assert_released(app)
         pass_time(3000, task, "a")
         assert is_skipped(task.apply(["a"]).get())
         pass_time(600, task, "a")
         assert task.apply(["a"]).get() == 2
-
-
-def test_mark_lapses_when_time_has_passed(app):
-    """A call whose worker never came is no duplicate's original for ever."""
-    task = task_of(app, dedupe="until_started", queue_lease=1000)
-    first = task.delay("a")
-    assert not first.deduplicated
-    pass_time(900, task, "a")
-    assert task.delay("a").id == first.id
-    pass_time(100, task, "a")
-    assert not task.delay("a").deduplicated
 
 
 def test_waiters_grow_older(app, work, locks):
@@ -552,19 +501,6 @@ def test_time_passes_forwards_and_for_nothing(work, locks):
         pass_time(-1, work, "a")
     pass_time(60, work, "a")
     assert locks.dbsize() == 0
-
-
-# assert_released and clear
-
-
-def test_nothing_left_is_released(app, work):
-    """Neither the record of a release nor a resting lock is anything left."""
-    task = task_of(app, at_least_for=60)
-    with guarded(app):
-        work.apply(["a"])
-        task.apply(["a"])
-    assert task.locked("a").state == "resting"
-    assert_released(app)
 
 
 def test_what_is_left_is_told(app, work, whole, locks):
@@ -644,8 +580,10 @@ def test_clear_refuses_where_a_task_runs_on_another_host(app, work, locks):
 
 
 def test_locks_on_another_server(app, work, locks, server):
-    """An app's locks move for a while, and come back."""
+    """An app's locks move for a while, and come back; to guard calls without a server fails at once."""
     app.conf.setnx_url = NOWHERE
+    with pytest.raises(LockUnavailable), guarded(app):
+        pytest.fail("there is no server")
     with pytest.raises(LockUnavailable):
         work.locked("a")
     with locks_on(app, server.url(1)), hold(work, "a") as held:
@@ -653,9 +591,6 @@ def test_locks_on_another_server(app, work, locks, server):
     assert app.conf.setnx_url == NOWHERE
     with pytest.raises(LockUnavailable):
         work.locked("a")
-
-
-# Workers in other processes
 
 
 def test_kit_reaches_workers_in_other_processes(tasks):

@@ -22,7 +22,7 @@ from celery_setnx.lock import renew_all
 from celery_setnx.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
 from tests import forks
-from tests.harness import wait_until
+from tests.harness import raising, wait_until
 
 ECHO = ("EVAL", "return ARGV[1]", 0)
 
@@ -90,12 +90,8 @@ class Interrupt(BaseException):
 
 def test_interrupted_exchange_leaves_no_reply_behind(client, own):
     """The reply that was not read would be the next one's."""
-
-    def interrupt(*_: Any) -> None:
-        raise Interrupt
-
     assert echo(client, "before")
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    before = signal.signal(signal.SIGUSR1, raising(Interrupt))
     try:
         os.kill(own.pid, signal.SIGSTOP)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
