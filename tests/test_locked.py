@@ -82,16 +82,6 @@ def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates
     assert tasks.work.locked("gated-a") is None
 
 
-def test_locked_sees_a_running_call_of_a_whole_task(tasks, journal, gates):
-    """With key=() any arguments are the same call."""
-    result = tasks.whole.delay("gated-b")
-    journal.wait_for("start", task_id=result.id)
-    assert tasks.whole.locked("whatever").task_id == result.id
-    assert tasks.whole.lock_key("whatever") == "t:{tests.workerapp.whole}"
-    gates("gated-b")
-    result.get(timeout=60)
-
-
 @pytest.mark.parametrize("state", ["resting", "held_for_retry"])
 def test_locked_tells_a_lock_that_is_kept_without_a_run(guarded, locks, state):
     """It rests until at_least_for is over, or waits for the task's own retry; then it is free."""

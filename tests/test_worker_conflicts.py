@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from celery import chain, chord, group, signature
+from celery import chord, signature
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped, send_task
 from celery_setnx.task import lock_for
@@ -25,14 +25,6 @@ def assert_one_at_a_time(journal: Journal, name: str) -> None:
     """No two bodies of this name ran at the same time."""
     words = [e["what"] for e in journal.entries(name=name) if e["what"] in ("start", "end")]
     assert words == ["start", "end"] * (len(words) // 2)
-
-
-def test_free_lock_runs_the_body_between_acquired_and_released(tasks, journal):
-    """The lifecycle of a call that meets nobody: acquired, body, released, and only then the result."""
-    result = tasks.work.delay("a")
-    assert result.get(timeout=30) == "a"
-    journal.wait_for("postrun", task_id=result.id)
-    assert journal.words(result.id) == RUN
 
 
 def test_release_leaves_a_free_lock_and_a_record_with_a_ttl(tasks, locks):
@@ -136,7 +128,8 @@ def test_callable_returns_the_result(tasks, journal, holding):
     """What an on_conflict callable returns is the task's result."""
     with holding(tasks.own_policy):
         (entry,) = journal.entries(what="start")
-        assert tasks.own_policy.delay("gated").get(timeout=30) == {"busy": entry["key"]}
+        busy = {"busy": entry["key"], "holder": entry["task_id"]}
+        assert tasks.own_policy.delay("gated").get(timeout=30) == busy
 
 
 def test_callable_may_retry_and_fail(tasks, journal, holding):
@@ -160,9 +153,11 @@ def test_max_wait_ends_in_lock_timeout(tasks, holding):
 
 def test_whole_task_lock_is_one_for_all_arguments(tasks, holding, locks):
     """`key=()`: one lock, under a name that an operator can type."""
-    with holding(tasks.whole):
+    with holding(tasks.whole) as first:
         assert is_skipped(tasks.whole.delay("other").get(timeout=30))
         assert locks.exists(WHOLE)
+        assert tasks.whole.lock_key("whatever") == WHOLE
+        assert tasks.whole.locked("whatever").task_id == first.id
 
 
 def test_operators_lock_blocks_the_task_until_its_second(tasks, locks, foreign_keys):
@@ -186,9 +181,9 @@ def test_lock_value_that_is_no_time_is_held_and_reported(tasks, locks, foreign_k
     worker.wait_for_log("is locked by a value that is not a time: 'maintenance'")
 
 
-@pytest.mark.parametrize("name", ["shared", "decorated", "classy"])
+@pytest.mark.parametrize("name", ["work", "shared", "decorated", "classy"])
 def test_every_kind_of_task_is_guarded(tasks, journal, holding, name):
-    """Shared, decorated and class-based tasks hold a lock while they run."""
+    """Plain, shared, decorated and class-based: acquired, body, released, and only then the result."""
     task = getattr(tasks, name)
     with holding(task) as first:
         assert is_skipped(task.delay("gated").get(timeout=30))
@@ -266,16 +261,14 @@ def test_key_of_one_call_survives_its_retry(tasks, journal):
     assert keys == {"t:{elsewhere}"}
 
 
-def test_autoretry_runs_under_the_lock_and_leaves_our_errors_alone(tasks, journal, gates):
+def test_autoretry_runs_under_the_lock_and_leaves_our_errors_alone(tasks, journal, gates, holding, parked):
     """autoretry_for=(Exception,) retries the body's own error, locked again; a conflict fails at once."""
-    first = tasks.autoretried.delay("gated")
-    journal.wait_for("start", task_id=first.id)
-    second = tasks.autoretried.delay("gated")
-    with pytest.raises(AlreadyRunning):
-        second.get(timeout=30)
-    gates("gated", 2)
-    with pytest.raises(ZeroDivisionError):
-        first.get(timeout=30)
+    with holding(tasks.autoretried) as first:
+        second = tasks.autoretried.delay("gated")
+        with pytest.raises(AlreadyRunning):
+            second.get(timeout=30)
+        gates("gated")
+        parked.move()
     assert len(journal.wait_for("released", count=2, task_id=first.id)) == 2
     assert journal.entries(what="retry", task_id=second.id) == []
 
@@ -340,46 +333,13 @@ def test_direct_call_inside_a_body_is_not_guarded(tasks, journal):
     assert journal.words(result.id) == ["acquired", "released", "postrun"]
 
 
-# Workflows with equal members: nothing hangs, nothing is lost
+# What is linked, and a decorated task
 
 
-@pytest.mark.parametrize("on_conflict", ["auto", "wait"])
-@pytest.mark.parametrize("kind", ["chain", "chord"])
-def test_every_step_of_equal_key_has_its_turn(tasks, journal, kind, on_conflict):
-    """The steps of a chain and the members of a chord wait for each other: each one runs, and counts."""
-    steps = [tasks.crowded.si(n).set(singleton={"on_conflict": on_conflict}) for n in range(5)]
-    workflow, result = (chain(steps), 4) if kind == "chain" else (chord(steps, tasks.total.s()), 10)
-    assert workflow.delay().get(timeout=30) == result
-    assert len(journal.entries(what="start", name="crowded")) == 5
-    assert_one_at_a_time(journal, "crowded")
-
-
-@pytest.mark.parametrize("on_conflict", ["auto", "wait"])
-def test_group_of_equal_members_answers_for_each(tasks, journal, on_conflict):
-    """Every member of a group has a result: it ran, or it was skipped; if they wait, all run."""
-    members = [tasks.crowded.s(n).set(singleton={"on_conflict": on_conflict}) for n in range(5)]
-    results = group(members).delay().get(timeout=30)
-    ran = [result for result in results if not is_skipped(result)]
-    assert len(results) == 5
-    assert ran == [0, 1, 2, 3, 4] if on_conflict == "wait" else ran
-    assert_one_at_a_time(journal, "crowded")
-
-
-def test_chord_of_retrying_members_counts_each_once(tasks, journal):
-    """Own retries and lock waits of chord members do not disturb the count."""
-    header = [
-        tasks.flaky.s("same", failures).set(singleton={"on_conflict": "retry"}) for failures in (0, 1, 2)
-    ]
-    assert chord(header, tasks.total.s()).delay().get(timeout=30) == 3
-    assert_one_at_a_time(journal, "same")
-
-
-@pytest.mark.parametrize("name", ["work", "decorated"])
-def test_chain_step_waits_for_a_foreign_holder(tasks, journal, gates, holding, name):
-    """A step whose key is held retries, and the steps after it still run; also of a decorated function."""
-    task = getattr(tasks, name)
-    with holding(task):
-        result = (task.si("gated") | tasks.plain.s()).delay()
+def test_chain_step_of_a_decorated_task_waits_for_its_lock(tasks, journal, gates, holding):
+    """A step whose key is held retries, and the steps after it still run."""
+    with holding(tasks.decorated):
+        result = (tasks.decorated.si("gated") | tasks.plain.s()).delay()
         journal.wait_for("retry")
     again(gates, result)
     assert_one_at_a_time(journal, "gated")
@@ -389,42 +349,20 @@ def test_chord_member_that_raises_fails_the_chord(tasks, holding):
     """With raise a conflict is a real failure, so the chord's body fails instead of hanging."""
     header = [tasks.work.si("gated").set(singleton={"on_conflict": "raise"}), tasks.plain.si(1)]
     with holding(tasks.work), pytest.raises(Exception, match="is already running"):
-        chord(header, tasks.total.s()).delay().get(timeout=30)
+        chord(header, tasks.plain.s()).delay().get(timeout=30)
 
 
-def test_mutable_link_waits_for_a_result_to_hand_on(tasks, journal, gates, holding):
-    """A call whose link takes its result retries: the link never gets a skip_result."""
+@pytest.mark.parametrize(
+    ("link", "options", "state"),
+    [("link", {}, "SUCCESS"), ("link_error", {"on_conflict": "raise"}, "FAILURE")],
+    ids=["skipped", "raising"],
+)
+def test_immutable_link_of_a_call_that_does_not_run_happens(tasks, journal, holding, link, options, state):
+    """A skipped call succeeds, so what was linked to it happens; one that raises calls its errback."""
+    linked = {link: tasks.arrival.si(link)}
     with holding(tasks.work):
-        second = tasks.work.apply_async(["gated"], link=tasks.arrival.s())
-        journal.wait_for("retry", task_id=second.id)
-    again(gates, second)
-    assert journal.wait_for("arrival")[0]["values"] == ["gated"]
-
-
-def test_immutable_link_of_a_skipped_call_still_runs(tasks, journal, holding):
-    """A skipped call succeeds, so what was linked to it happens."""
-    with holding(tasks.work):
-        second = tasks.work.apply_async(["gated"], link=tasks.arrival.si("linked"))
-        assert is_skipped(second.get(timeout=30))
-        journal.wait_for("arrival", values=["linked"])
-
-
-def test_link_error_of_a_raising_call_runs(tasks, journal, holding):
-    """A call that fails with AlreadyRunning calls its errback."""
-    options = {"link_error": tasks.arrival.si("failed"), "singleton": {"on_conflict": "raise"}}
-    with holding(tasks.work):
-        with pytest.raises(AlreadyRunning):
-            tasks.work.apply_async(["gated"], **options).get(timeout=30)
-        journal.wait_for("arrival", values=["failed"])
-
-
-def test_map_and_starmap_call_the_body_without_a_lock(tasks, journal):
-    """celery.map calls tasks as functions; such calls are not guarded, and do not deadlock."""
-    assert tasks.add.starmap([(1, 2), (1, 2)]).delay().get(timeout=30) == [3, 3]
-    assert journal.entries(what="acquired") == []
-
-
-def test_replaced_task_waits_for_its_own_lock(tasks, journal):
-    """self.replace() by a call with the same key: the successor has the same id, and waits its turn."""
-    assert tasks.replacing.delay("a", 1).get(timeout=30) == "a"
-    assert_one_at_a_time(journal, "a")
+        second = tasks.work.apply_async(["gated"], singleton=options, **linked)
+        result = second.get(timeout=30, propagate=False)
+        journal.wait_for("arrival", values=[link])
+    assert second.state == state
+    assert is_skipped(result) or isinstance(result, AlreadyRunning)

@@ -110,7 +110,7 @@ def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, lo
 
 def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(tasks, journal, locks, parked):
     """A retry that will not come does not keep the lock until queue_lease is over."""
-    result = tasks.patient.apply_async(["a"], expires=600)
+    result = tasks.done_twice.apply_async(["a"], expires=600, singleton={"hold_on_retry": True})
     (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
     assert locks.exists(held["key"])
     parked.move(lambda message: message["headers"].update(expires="2024-05-06T00:00:00+00:00"))

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,23 +25,13 @@ from tests.harness import Journal, wait_until
 from tests.proxy import Proxy
 from tests.stage import SOON, redeliver
 
-APP = "tests.markapp"
-
 
 @pytest.fixture(scope="module")
 def way(server, module_worker) -> Iterator[Proxy]:
     """The way to its locks of a worker that consumes the queue `by-way`."""
     with Proxy(server.port) as proxy:
-        module_worker(APP, queues="by-way", conf={"setnx_url": proxy.url(LOCK_DB)})
+        module_worker(queues="by-way", conf={"setnx_url": proxy.url(LOCK_DB)})
         yield proxy
-
-
-@pytest.fixture
-def tasks(tasks) -> Any:
-    """The module of deduplicated tasks, which the worker runs too, with clean databases."""
-    from tests import markapp
-
-    return markapp
 
 
 def mark_of(task: Any, name: str) -> str:
@@ -98,20 +89,20 @@ def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("done_twice", {}), ("done_autoretried", {}), ("done_twice", {"hold_on_retry": True})],
+    [("done_twice", {}), ("autoretried", {}), ("done_twice", {"hold_on_retry": True})],
     ids=["retried", "autoretried", "held"],
 )
 def test_call_is_not_done_between_its_attempts(tasks, journal, parked, locks, name, options):
     """until_done: while the task's own retry is queued, calls are duplicates of it, and nothing lapses."""
-    task = getattr(tasks, name)
-    first = task.apply_async(["a"], singleton=options)
+    send = partial(getattr(tasks, name).apply_async, ["a"], singleton={"dedupe": "until_done", **options})
+    first = send()
     journal.wait_for("released", task_id=first.id)
     assert len(parked) == 1
-    assert [task.delay("a").id for _time in range(2)] == [first.id] * 2
+    assert [send().id for _time in range(2)] == [first.id] * 2
     parked.move()
     assert first.get(timeout=30) == "a"
     assert len(journal.wait_for("start", count=2, task_id=first.id)) == 2
-    assert not locks.exists(mark_of(task, "a"))
+    assert not locks.exists(mark_of(getattr(tasks, name), "a"))
     assert journal.entries(what="lapsed") == []
 
 
@@ -262,7 +253,7 @@ def test_conflict_that_ends_the_call_frees_its_mark(
     parked.move()
     if error is None:
         result = second.get(timeout=30)
-        assert result == {"busy": first.id} or is_skipped(result)
+        assert is_skipped(result) or result["holder"] == first.id
     else:
         with pytest.raises(error):
             second.get(timeout=30)
@@ -339,7 +330,7 @@ def test_repeated_delivery_of_a_finished_call_is_no_lapse(tasks, journal, parked
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda message: None, "Discarding revoked task: tests.markapp.started"),
+        (lambda message: None, "Discarding revoked task: tests.workerapp.started"),
         (lambda message: message.update({"content-type": "application/x-python"}), "ContentDisallowed"),
         (
             lambda message: message.update(body=base64.b64encode(b"{broken").decode()),
@@ -394,8 +385,8 @@ def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
     tasks, journal, gates, locks, worker, options
 ):
     """What the first attempt leaves for a retry that was thrown away already must not stay."""
-    task = tasks.done_lingering
-    result = task.apply_async(["gated"], singleton=options)
+    task = tasks.lingering
+    result = task.apply_async(["gated"], singleton=tasks.DONE | options)
     journal.wait_for("start", task_id=result.id)
     result.revoke()
     worker.wait_for_log(f"Discarding revoked task: {task.name}[{result.id}]")
@@ -416,7 +407,7 @@ def stands(journal: Journal, task: Any, queue: str = "celery", **options: Any) -
 
 def test_call_lost_by_its_worker_costs_its_queue_lease(tasks, journal, start_worker):
     """kill -9 between receive and start, acknowledged early: the call is lost, and its mark lapses."""
-    doomed = start_worker(APP, concurrency=1, queues="doomed")
+    doomed = start_worker(concurrency=1, queues="doomed")
     lost = stands(journal, tasks.started, "doomed", singleton={"queue_lease": 600})
     doomed.kill()
     assert tasks.started.delay("a").id == lost.id
@@ -441,7 +432,7 @@ def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(
     tasks, journal, gates, locks, start_worker
 ):
     """kill -9 between receive and start with acks_late: a duplicate until the message is delivered again."""
-    doomed = start_worker(APP, concurrency=1, queues="doomed")
+    doomed = start_worker(concurrency=1, queues="doomed")
     result = stands(journal, tasks.late, "doomed")
     doomed.kill()
     redeliver(journal._client, "doomed", to="celery")
