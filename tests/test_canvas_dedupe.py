@@ -4,7 +4,6 @@
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from celery.result import AsyncResult
 
 from celery_setnx import is_skipped
 from tests.harness import Journal, Worker, wait_until
+from tests.stage import assert_one_at_a_time
 
 TIMEOUT_S = 15
 PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
@@ -56,7 +56,7 @@ def tasks(request, app, locks, journal, broker) -> Iterator[Any]:
     wait_until(lambda: not messages(broker), "every message used up")
     wait_until(lambda: not marks(locks) and not held(locks), "no mark and no lock left")
     assert len(bodies(journal, what="end")) == len(bodies(journal))
-    assert overlapping(journal) == {}
+    assert_one_at_a_time(journal)
     assert journal.entries(what="lapsed") == []
 
 
@@ -120,17 +120,6 @@ def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "sta
     """The runs of all bodies, or of one task's."""
     wanted = {"task_id": result.id} if result else {}
     return journal.entries(what=what, **wanted)
-
-
-def overlapping(journal: Journal) -> dict[str, int]:
-    """How many guarded bodies of a key ran at once, where that was more than one."""
-    running: dict[str, int] = defaultdict(int)
-    most: dict[str, int] = defaultdict(int)
-    entries = [e for e in journal.entries() if e["what"] in ("start", "end") and e["key"]]
-    for entry in sorted(entries, key=lambda e: e["at"]):
-        running[entry["key"]] += 1 if entry["what"] == "start" else -1
-        most[entry["key"]] = max(most[entry["key"]], running[entry["key"]])
-    return {key: number for key, number in most.items() if number > 1}
 
 
 def ran(journal: Journal, result: AsyncResult) -> list[str]:
@@ -222,7 +211,7 @@ def test_workflow_beside_a_queued_call_leaves_its_mark(tasks, journal, queued, s
 
 
 @pytest.mark.parametrize(("shape", "first"), [("chain", 1), ("chord", 3)])
-@in_modes("auto")
+@in_modes("auto", "wait")
 def test_workflow_beside_a_running_call_waits_for_it(tasks, journal, running, shape, first):
     """It is published though an equal call runs, and its first calls come back until that has ended."""
     make, expected, runs = BESIDE[shape]
@@ -258,15 +247,16 @@ def test_group_of_equal_members_answers_for_each(tasks, journal):
     assert bodies(journal)
 
 
+@in_modes("wait")
 def test_group_beside_a_running_call_answers_for_each(tasks, journal, running):
-    """Members that meet a running call wait for it with until_started, and are skipped with until_done."""
+    """Members that meet a running call wait for it, or are skipped with until_done."""
     members = group(steps(tasks, 3)).delay().results
     for member in members:
         journal.wait_for("conflict", task_id=member.id)
     if tasks.mode == "until_done":
         assert all(is_skipped(value) for value in answers(journal, members))
     running()
-    if tasks.mode == "until_started":
+    if tasks.mode != "until_done":
         assert answers(journal, members) == [1, 2, 3]
 
 
@@ -338,7 +328,7 @@ def test_link_on_a_duplicate_publishes_it(tasks, app, journal, queued):
     journal.wait_for("note", arguments=[1, "linked"])
 
 
-@in_modes("auto")
+@in_modes("auto", "wait")
 def test_link_on_a_call_beside_a_running_call_waits(tasks, app, journal, running):
     """A call whose link takes its result is published, and comes back until the running call has ended."""
     linked = tasks.step.apply_async((0,), link=app.note.s("linked"))
@@ -346,6 +336,7 @@ def test_link_on_a_call_beside_a_running_call_waits(tasks, app, journal, running
     journal.wait_for("conflict", task_id=linked.id)
     running()
     journal.wait_for("note", arguments=[1, "linked"])
+    assert len(journal.entries(what="note")) == 1
 
 
 def test_link_error_on_a_duplicate_publishes_it(tasks, app, journal, queued):

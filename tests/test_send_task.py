@@ -129,8 +129,8 @@ def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, ga
 
 
 UNTOLD = (
-    r"^send_task of tests\.upgradeapp\.work does not know the task's signature, so it needs to be told the key: "
-    r'singleton=\{"key": \.\.\.\}, as the task has it$'
+    r"^send_task of tests\.upgradeapp\.work does not know the task's signature, so it needs to be told "
+    r'the key: singleton=\{"key": \.\.\.\}, as the task has it$'
 )
 CALLABLE = (
     r"option 'key' of a call of tests\.upgradeapp\.work is a callable, which cannot travel in a message"

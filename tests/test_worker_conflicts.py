@@ -9,7 +9,7 @@ from celery import chord, signature
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped, send_task
 from celery_setnx.task import lock_for
 from celery_setnx.testing import pass_time
-from tests.harness import Journal
+from tests.stage import assert_one_at_a_time
 
 WHOLE = "t:{tests.workerapp.whole}"
 RUN = ["acquired", "start", "end", "released", "postrun"]
@@ -19,12 +19,6 @@ def again(gates: Any, result: Any) -> None:
     """The call that came back for its lock has it, and ends at its gate as the first did."""
     gates("gated")
     assert result.get(timeout=30) == "gated"
-
-
-def assert_one_at_a_time(journal: Journal, name: str) -> None:
-    """No two bodies of this name ran at the same time."""
-    words = [e["what"] for e in journal.entries(name=name) if e["what"] in ("start", "end")]
-    assert words == ["start", "end"] * (len(words) // 2)
 
 
 def test_release_leaves_a_free_lock_and_a_record_with_a_ttl(tasks, locks):
@@ -75,7 +69,7 @@ def test_retry_runs_after_the_holder(tasks, journal, gates, holding):
         journal.wait_for("conflict", count=2, task_id=second.id)
     again(gates, second)
     assert {entry["retries"] for entry in journal.entries(what="retry", task_id=second.id)} == {0}
-    assert_one_at_a_time(journal, "gated")
+    assert_one_at_a_time(journal)
     starts = journal.entries(what="start", name="gated")
     assert starts[0]["fence"] < starts[1]["fence"]
 
@@ -342,7 +336,7 @@ def test_chain_step_of_a_decorated_task_waits_for_its_lock(tasks, journal, gates
         result = (tasks.decorated.si("gated") | tasks.plain.s()).delay()
         journal.wait_for("retry")
     again(gates, result)
-    assert_one_at_a_time(journal, "gated")
+    assert_one_at_a_time(journal)
 
 
 def test_chord_member_that_raises_fails_the_chord(tasks, holding):
