@@ -112,15 +112,10 @@ def test_locked_is_none_after_an_expired_lease(guarded, locks):
 
 
 def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
-    """Positional, keyword and default arguments alike."""
-    result = tasks.everything.delay(1, c={"x": (1, 2)})
-    result.get(timeout=10)
-    (body,) = journal.entries(what="body", task_id=result.id)
+    """Positional, keyword and default arguments alike; a class-based task is asked as it is called."""
+    tasks.everything.delay(1, c={"x": (1, 2)}).get(timeout=10)
+    (body,) = journal.entries(what="body")
     assert tasks.everything.lock_key(a=1, b=2, c={"x": [1, 2]}) == body["key"]
-
-
-def test_lock_key_of_a_bound_method_leaves_self_out(tasks, journal):
-    """A class-based task is asked as it is called."""
     tasks.classy.delay(name="a").get(timeout=10)
     (start,) = journal.entries(what="start")
     assert tasks.classy.lock_key("a") == start["key"]

@@ -278,44 +278,22 @@ def test_figures_stand_when_redis_cannot_be_asked(app, caplog):
     assert "missing from the metrics" in caplog.text
 
 
-def test_opentelemetry_counts_every_figure(server, app):
-    """The same table, with a unit for times."""
+def test_opentelemetry_counts_every_figure(server, locks, app):
+    """The same table, with a unit for times; and who waits in line, if that is asked for."""
     from tests.watchapp import telemetry
 
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    line = "t:{shop.settle:00000000000000000000000000000000}:line"
+    locks.zadd(line, {"a": 1, "b": 2})
+    locks.expire(line, 60)
     reader = InMemoryMetricReader()
-    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"))
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
     send_each(app)
     assert telemetry(reader) == {
         name.removesuffix("_total").removesuffix("_seconds_count"): value
         for (name, *labels), value in EACH.items()
         if not name.endswith("_sum") and labels[-1] != "freed"
-    } | {"released": 2}
-
-
-def test_opentelemetry_counts_a_worker_of_this_process(server, locks, app):
-    """Real calls in a worker of threads, and who waits in line."""
-    from celery.contrib.testing.worker import start_worker
-
-    from celery_setnx import SingletonTask
-    from tests.watchapp import telemetry
-
-    app.conf.update(broker_url=server.url(12), result_backend=server.url(12), setnx_url=server.url(1))
-    app.conf.setnx_prefix = "t"
-
-    @app.task(base=SingletonTask, name="otel.work")
-    def work(name: str) -> str:
-        return name
-
-    reader = InMemoryMetricReader()
-    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
-    with start_worker(app, pool="threads", perform_ping_check=False, concurrency=2):
-        for number in range(5):
-            work.delay(str(number)).get(timeout=10)
-        locks.zadd("t:{otel.work:00000000000000000000000000000000}:line", {"a": 1, "b": 2})
-        locks.expire("t:{otel.work:00000000000000000000000000000000}:line", 60)
-        wait_until(lambda: telemetry(reader).get("released") == 5, "five are released")
-        found = telemetry(reader)
-    assert found == {"acquired": 5, "released": 5, "wait": 5, "hold": 5, "waiters": 2}
+    } | {"released": 2, "waiters": 2}
 
 
 def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(other, scene):

@@ -236,23 +236,16 @@ def test_unknown_option_of_a_call_is_refused_at_the_call(tasks):
 # Its own retries, its end
 
 
-def test_own_retry_keeps_its_own_count(tasks, journal):
-    """self.retry() runs under the lock again each time, and max_retries counts only the task's own."""
-    result = tasks.flaky.delay("a", 2)
+@pytest.mark.parametrize("options", [{}, {"scope": "elsewhere", "key": ()}], ids=["task", "call"])
+def test_own_retry_keeps_its_own_count_and_its_key(tasks, journal, options):
+    """self.retry() runs under the same lock again each time, and max_retries counts only the task's own."""
+    result = tasks.flaky.apply_async(["a", 2], singleton=options)
     assert result.get(timeout=30) == 2
     journal.wait_for("postrun", count=3, task_id=result.id)
     acquired = journal.entries(what="acquired", task_id=result.id)
-    assert len(acquired) == 3
-    assert len({entry["key"] for entry in acquired}) == 1
+    key = "t:{elsewhere}" if options else tasks.flaky.lock_key("a", 2)
+    assert [entry["key"] for entry in acquired] == [key] * 3
     assert [entry["fence"] for entry in acquired] == sorted(entry["fence"] for entry in acquired)
-
-
-def test_key_of_one_call_survives_its_retry(tasks, journal):
-    """A call with a scope of its own comes back under the same lock."""
-    result = tasks.flaky.apply_async(["a", 1], singleton={"scope": "elsewhere", "key": ()})
-    result.get(timeout=30)
-    keys = {entry["key"] for entry in journal.wait_for("acquired", count=2, task_id=result.id)}
-    assert keys == {"t:{elsewhere}"}
 
 
 def test_autoretry_runs_under_the_lock_and_leaves_our_errors_alone(tasks, journal, gates, holding, parked):
@@ -295,15 +288,6 @@ def test_lease_is_renewed_while_the_body_runs(tasks, journal, holding):
             assert is_skipped(tasks.work.delay("gated").get(timeout=30))
     journal.wait_for("postrun", task_id=first.id)
     assert journal.words(first.id) == RUN
-
-
-def test_at_most_for_ends_renewal(tasks, journal, gates):
-    """After at_most_for the lease runs out: the loss is signalled, and ensure() tells the body."""
-    first = tasks.overlong.delay("gated")
-    journal.wait_for("lost", task_id=first.id)
-    gates("gated")
-    with pytest.raises(Exception, match="at_most_for is over"):
-        first.get(timeout=30)
 
 
 def test_at_least_for_rests_after_the_body(tasks, journal):

@@ -41,42 +41,34 @@ def wait_until_freed(locks: redis.Redis, task: Any, name: str = "a") -> None:
     wait_until(lambda: not locks.exists(mark_of(task, name)), "the mark is freed", 60)
 
 
-def running(journal: Journal, task: Any, name: str, **options: Any) -> Any:
-    """A call that never was a duplicate, and took no mark; its body has started and waits at its gate."""
-    result = task.apply_async([name], task_id=uuid(), **options)
-    journal.wait_for("start", task_id=result.id)
-    return result
-
-
-def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(tasks, journal, gates, locks):
+def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
+    tasks, journal, gates, holding, locks
+):
     """until_started: one runs, one waits for its lock, and a third is a duplicate of the one that waits."""
-    first = tasks.started.delay("gated")
-    journal.wait_for("start", task_id=first.id)
-    assert not locks.exists(mark_of(tasks.started, "gated"))
-    second = tasks.started.delay("gated")
-    assert not second.deduplicated
-    assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
-    assert tasks.started.delay("gated").id == second.id
-    gates("gated", 2)
-    assert [first.get(timeout=30), second.get(timeout=30)] == ["gated", "gated"]
-    ends, starts = (journal.entries(what=what, name="gated") for what in ("end", "start"))
-    assert ends[0]["at"] <= starts[1]["at"]
+    with holding(tasks.started):
+        assert not locks.exists(mark_of(tasks.started, "gated"))
+        second = tasks.started.delay("gated")
+        assert not second.deduplicated
+        assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
+        assert tasks.started.delay("gated").id == second.id
+    gates("gated")
+    assert second.get(timeout=30) == "gated"
+    assert_one_at_a_time(journal)
     assert not locks.exists(mark_of(tasks.started, "gated"))
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates):
+def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates, parked, holding):
     """until_done: queued and running count; afterwards the next call is sent."""
-    first = tasks.done.delay("gated")
+    first = tasks.done.apply_async(["gated"], queue="parked")
     assert tasks.done.delay("gated").id == first.id
+    parked.move()
     journal.wait_for("start", task_id=first.id)
     assert tasks.done.delay("gated").id == first.id
     gates("gated")
     first.get(timeout=30)
-    second = tasks.done.delay("gated")
-    assert not second.deduplicated
-    gates("gated")
-    assert second.get(timeout=30) == "gated"
+    with holding(tasks.done) as second:
+        assert not second.deduplicated
     assert journal.entries(what="lapsed") == []
 
 
@@ -149,20 +141,19 @@ def by_name(tasks: Any, name: str, **options: Any) -> Any:
     return tasks.app.send_task(tasks.started.name, [name], **options)
 
 
-def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates, locks):
+def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates, holding, locks):
     """The first of them waits, marked as queued; the others are its duplicates, and end with a result."""
-    first = running(journal, tasks.started, "gated")
-    follows = by_name(tasks, "gated")
-    journal.wait_for("conflict", task_id=follows.id)
-    wait_until(lambda: locks.get(mark_of(tasks.started, "gated")) == follows.id, "its mark")
-    others = [by_name(tasks, "gated") for _ in range(3)]
-    assert all(is_skipped(other.get(timeout=30)) for other in others)
-    assert [journal.wait_for("conflict", task_id=other.id)[0]["policy"] for other in others] == ["skip"] * 3
-    published = tasks.started.delay("gated")
-    assert published.deduplicated
-    assert published.id == follows.id
-    gates("gated")
-    assert first.get(timeout=30) == "gated"
+    with holding(tasks.started, task_id=uuid()) as first:
+        follows = by_name(tasks, "gated")
+        journal.wait_for("conflict", task_id=follows.id)
+        wait_until(lambda: locks.get(mark_of(tasks.started, "gated")) == follows.id, "its mark")
+        others = [by_name(tasks, "gated") for _ in range(3)]
+        assert all(is_skipped(other.get(timeout=30)) for other in others)
+        policies = [journal.wait_for("conflict", task_id=other.id)[0]["policy"] for other in others]
+        assert policies == ["skip"] * 3
+        published = tasks.started.delay("gated")
+        assert published.deduplicated
+        assert published.id == follows.id
     journal.wait_for("start", task_id=follows.id)
     gates("gated")
     assert follows.get(timeout=30) == "gated"
@@ -184,39 +175,39 @@ def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks,
     assert second.get(timeout=30) == "gated"
 
 
-def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates):
+def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates, holding):
     """A call with a callback waits its turn, though the same call is queued already."""
-    running(journal, tasks.started, "gated")
-    follows = by_name(tasks, "gated")
-    journal.wait_for("conflict", task_id=follows.id)
-    awaited = by_name(tasks, "gated", link=tasks.done.si("plain"))
-    journal.wait_for("conflict", task_id=awaited.id)
-    gates("gated", 3)
+    with holding(tasks.started, task_id=uuid()):
+        follows = by_name(tasks, "gated")
+        journal.wait_for("conflict", task_id=follows.id)
+        awaited = by_name(tasks, "gated", link=tasks.done.si("plain"))
+        journal.wait_for("conflict", task_id=awaited.id)
+    gates("gated", 2)
     assert follows.get(timeout=30) == awaited.get(timeout=30) == "gated"
 
 
-def test_lock_wait_keeps_the_mark(tasks, journal, gates, locks):
+def test_lock_wait_keeps_the_mark(tasks, journal, gates, holding, locks):
     """A call that waits for its lock is queued still: its courier extends its mark with every visit."""
-    first = running(journal, tasks.started, "gated")
-    second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 60, **SOON})
-    journal.wait_for("waiting", task_id=second.id)
     mark = mark_of(tasks.started, "gated")
-    assert locks.get(mark) == second.id
-    locks.pexpire(mark, 30_000)
-    wait_until(lambda: locks.pttl(mark) > 30_000, "the mark is extended")
-    assert tasks.started.delay("gated").id == second.id
-    gates("gated", 2)
-    assert [first.get(timeout=30), second.get(timeout=30)] == ["gated", "gated"]
+    with holding(tasks.started, task_id=uuid()):
+        second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 60, **SOON})
+        journal.wait_for("waiting", task_id=second.id)
+        assert locks.get(mark) == second.id
+        locks.pexpire(mark, 30_000)
+        wait_until(lambda: locks.pttl(mark) > 30_000, "the mark is extended")
+        assert tasks.started.delay("gated").id == second.id
+    gates("gated")
+    assert second.get(timeout=30) == "gated"
     assert journal.entries(what="lapsed") == []
 
 
-def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates):
+def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates, holding):
     """A producer may use an id again: what is remembered of the first call does not drop the second."""
-    first, second = running(journal, tasks.started, "gated"), uuid()
-    tasks.started.apply_async(["gated"], task_id=second)
-    journal.wait_for("waiting", task_id=second)
-    gates("gated", 2)
-    first.get(timeout=30)
+    second = uuid()
+    with holding(tasks.started, task_id=uuid()):
+        tasks.started.apply_async(["gated"], task_id=second)
+        journal.wait_for("waiting", task_id=second)
+    gates("gated")
     journal.wait_for("postrun", task_id=second, state="SUCCESS")
     gates("gated")
     tasks.started.apply_async(["gated"], task_id=second)
