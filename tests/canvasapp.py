@@ -63,16 +63,9 @@ def tasks_of(mode: str) -> SimpleNamespace:
 
     def task(bind: bool = True, **more: Any) -> Any:
         def decorate(function: Any) -> None:
-            name = function.__name__
-            made = app.task(
-                base=SingletonTask,
-                name=f"canvas.{mode}.{name}",
-                bind=bind,
-                max_retries=5,
-                singleton=options if bind else options | {"key": ()},
-                **more,
-            )
-            setattr(tasks, name, made(function))
+            name, key = function.__name__, {} if bind else {"key": ()}
+            about = {"name": f"canvas.{mode}.{name}", "bind": bind, "singleton": options | key, **more}
+            setattr(tasks, name, app.task(base=SingletonTask, max_retries=5, **about)(function))
 
         return decorate
 

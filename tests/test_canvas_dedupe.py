@@ -69,6 +69,7 @@ def later(tasks, app, canvas_worker, broker) -> Iterator[Callable[[], None]]:
 
     def start() -> None:
         started.append(app.app.control.add_consumer(app.LATER, **asked))
+        assert started[-1]
 
     yield start
     if not started:  # a test failed before; a worker may take a second order after that to cancel

@@ -30,8 +30,7 @@ EVENTS = {
     "free": ["task-lock-freed"],
 }
 COMMON = {
-    *("type", "uuid", "name", "key", "hostname", "pid"),
-    *("clock", "timestamp", "utcoffset", "local_received"),
+    *["type", "uuid", "name", "key", "hostname", "pid", "clock", "timestamp", "utcoffset", "local_received"]
 }
 FIELDS = {
     "task-lock-conflict": {"holder", "remaining_s", "policy"},

@@ -30,8 +30,11 @@ def stage(stage) -> Stage:
     return stage
 
 
-def test_ten_joiners_end_with_the_one_result(stage):
-    """Ten equal calls while one runs: one run in all, and eleven results, all the holder's."""
+def test_ten_joiners_end_with_the_one_result(stage, journal):
+    """Ten equal calls while one runs: one run in all, and eleven results, all the holder's.
+
+    A joiner meets the lock, waits, and ends; it is never the holder.
+    """
     first = stage.held()
     results = stage.line_up(10)
     stage.open()
@@ -40,19 +43,12 @@ def test_ten_joiners_end_with_the_one_result(stage):
         assert result.state == "SUCCESS"
     assert stage.starts() == [first.id]
     wait_until(lambda: stage.tasks.joined.locked(stage.key) is None, "nobody has the lock")
-
-
-def test_joiner_takes_no_lock(stage, journal):
-    """The lifecycle of a joiner: it meets the lock, waits, and ends; it is never the holder."""
-    stage.held()
-    second = stage.parked()
-    stage.open()
-    second.get(timeout=30)
-    postruns = journal.wait_for("postrun", count=2, task_id=second.id)
-    words = set(journal.words(second.id)) - {"retry"}  # of asking again, until the result is stored
+    joiner = results[0].id
+    postruns = journal.wait_for("postrun", count=2, task_id=joiner)
+    words = set(journal.words(joiner)) - {"retry"}  # of asking again, until the result is stored
     assert words == {"conflict", "waiting", "postrun"}
     assert {entry["state"] for entry in postruns[:-1]} <= {"IGNORED", "RETRY"}
-    assert journal.entries(what="conflict", task_id=second.id)[0]["policy"] == "join"
+    assert journal.entries(what="conflict", task_id=joiner)[0]["policy"] == "join"
 
 
 def test_holders_error_is_the_joiners_too(stage):

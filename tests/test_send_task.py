@@ -292,12 +292,16 @@ def test_send_task_through_the_current_app_proxy(knowing, parked, producer):
     assert knowing.work.apply_async(("n",), queue=NOWHERE).id == first.id
 
 
-def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks):
-    """Options that the task's own forbid fail the call on the worker, and it is queued no longer."""
-    result = send(producer, "skipping", STARTED, name="n")
-    with pytest.raises(OptionError, match="on_conflict='skip'"):
-        result.get(timeout=20)
+@pytest.mark.parametrize("task", ["skipping", "no_such_task"])
+def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks, far_worker, task):
+    """The task's own options forbid those of the call, or its name is misspelt: it is queued no longer."""
+    result = send(producer, task, STARTED, name="n")
     wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark")
+    if task == "skipping":
+        with pytest.raises(OptionError, match="on_conflict='skip'"):
+            result.get(timeout=20)
+    else:
+        far_worker.wait_for_log(task)
 
 
 def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):
@@ -307,13 +311,6 @@ def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):
     assert result.get(timeout=20) == "n"
     (mark,) = locks.scan_iter("*:queued")
     assert 0 < locks.pttl(mark) <= 60_000
-
-
-def test_send_task_of_a_task_that_the_worker_does_not_know_leaves_no_mark(producer, locks, far_worker):
-    """A misspelt name: the worker throws the message away, and the next call is no duplicate."""
-    send(producer, "no_such_task", STARTED, name="n")
-    wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark")
-    assert "no_such_task" in far_worker.log_text()
 
 
 def test_send_task_deduplicates_a_decorated_task(producer, locks, journal, gates):

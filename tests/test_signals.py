@@ -43,11 +43,10 @@ def scenes(watched, apart) -> Any:
     return apart("celery")
 
 
-def lines_about(worker: Worker, call: str, key: str) -> list[tuple[str, str]]:
+def lines_about(worker: Worker, call: str, key: str) -> list[str]:
     """Level and text of each line of ours that names a call and its key; of Celery's, those that say why."""
-    found = [(m["level"], m["text"]) for m in LINE.finditer(worker.log_text())]
-    ours = [(level, text) for level, text in found if key in text and f"[{call}]" in text]
-    return [(level, text) for level, text in ours if not re.match(r"Task \S+ succeeded in", text)]
+    found = [m for m in LINE.finditer(worker.log_text()) if key in m["text"] and f"[{call}]" in m["text"]]
+    return [f"{m['level']} {m['text']}" for m in found if not re.match(r"Task \S+ succeeded in", m["text"])]
 
 
 def sent(journal: Journal, task_id: str) -> list[str]:
@@ -172,38 +171,29 @@ def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
 
 
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
-COMES_BACK = "Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
+COMES_BACK = "INFO Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
 SCENES = {
-    "skip": [("INFO", "Skipped {call}: {key} is held by {holder}.")],
-    "retry": [("INFO", COMES_BACK % 1), ("INFO", COMES_BACK % 2)],
-    "wait": [
-        ("INFO", "{call} waits in line, at place 1: {key} is held by {holder}."),
-        ("INFO", "{call} has its turn: it waited {s} s for {key}."),
-    ],
-    "take_over": [
-        (
-            "WARNING",
-            "{call} took over {key} from tests.watchapp.work[dead] on gone@host (pid 7), running since "
-            "{when}: its lease ended {s} s ago and was not renewed. That process died, or stood still for "
-            "longer than its lease.",
-        )
-    ],
-    "lose": [
-        (
-            "WARNING",
-            "{call} lost its lock {key}: its key has vanished from Redis (deleted, evicted, or the data was "
-            "lost). Its body runs on, and another may run beside it; lock.ensure() tells the body.",
-        )
-    ],
-    "lapse": [
-        (
-            "WARNING",
-            "{call} was the only one queued when it was published, but its mark was gone when it started: "
-            "another call of {key} may have been published meanwhile. It runs under its lock.",
-        )
-    ],
-    "fail": [("INFO", "Task {call} raised expected: AlreadyRunning({any}{holder}{any}")],
-    "free": [("WARNING", "{call} died with its process {pid}; its lock {key} is freed.")],
+    "skip": "INFO Skipped {call}: {key} is held by {holder}.",
+    "retry": f"{COMES_BACK % 1}\n{COMES_BACK % 2}",
+    "wait": (
+        "INFO {call} waits in line, at place 1: {key} is held by {holder}.\n"
+        "INFO {call} has its turn: it waited {s} s for {key}."
+    ),
+    "take_over": (
+        "WARNING {call} took over {key} from tests.watchapp.work[dead] on gone@host (pid 7), running since "
+        "{when}: its lease ended {s} s ago and was not renewed. That process died, or stood still for longer "
+        "than its lease."
+    ),
+    "lose": (
+        "WARNING {call} lost its lock {key}: its key has vanished from Redis (deleted, evicted, or the data "
+        "was lost). Its body runs on, and another may run beside it; lock.ensure() tells the body."
+    ),
+    "lapse": (
+        "WARNING {call} was the only one queued when it was published, but its mark was gone when it "
+        "started: another call of {key} may have been published meanwhile. It runs under its lock."
+    ),
+    "fail": "INFO Task {call} raised expected: AlreadyRunning({any}{holder}{any}",
+    "free": "WARNING {call} died with its process {pid}; its lock {key} is freed.",
 }
 PATTERNS = {
     "holder": rf"{re.escape(WORK)}\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), running since .{{19}} UTC",
@@ -226,17 +216,17 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, sce
     """INFO for what a policy does, WARNING for what nobody asked for; nothing twice, and no traceback."""
     call = getattr(scenes, scene)()
     name = MARKED if scene == "lapse" else WORK
-    expected = SCENES[scene]
+    expected = SCENES[scene].splitlines()
 
-    def found() -> list[tuple[str, str]]:
+    def found() -> list[str]:
         lines = lines_about(watched, call.id, scenes.key)
         lines = lines[: len(expected)] if scene == "retry" else lines  # it may come back any number of times
         return lines if len(lines) >= len(expected) else []
 
     lines = wait_until(found, f"{len(expected)} lines of {scene} in {watched.log}")
-    assert [level for level, _ in lines] == [level for level, _ in expected]
-    for (_, text), (_, words) in zip(lines, expected):
-        assert re.fullmatch(pattern(words, f"{name}[{call.id}]", scenes.key), text), text
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected):
+        assert re.fullmatch(pattern(words, f"{name}[{call.id}]", scenes.key), line), line
 
 
 def test_all_modules_log_to_one_logger():

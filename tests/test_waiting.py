@@ -104,10 +104,17 @@ def test_waiting_call_meets_waits_is_woken_and_runs(stage, journal):
 
 @pytest.mark.parametrize("name", ["work", "joined"])
 def test_call_leaves_the_line_at_max_wait(stage, name):
-    """max_wait is over: LockTimeout is the result, soon, and those behind move up; of a joiner too."""
+    """max_wait is over: LockTimeout is the result, soon, and those behind move up; of a joiner too.
+
+    With max_wait=0 the first conflict is the last.
+    """
     stage.task = getattr(stage.tasks, name)
     first = stage.held()
     at = time.monotonic()
+    hasty = stage.task.apply_async([stage.key, "z"], singleton={"max_wait": 0})
+    with pytest.raises(LockTimeout):
+        hasty.get(timeout=30)
+    assert stage.task.locked(stage.key).waiting == 0
     second = stage.parked("x", singleton={"max_wait": 0.5})
     third = stage.parked("y")
     with pytest.raises(LockTimeout) as caught:
@@ -118,17 +125,6 @@ def test_call_leaves_the_line_at_max_wait(stage, name):
     assert stage.task.locked(stage.key).waiters[0].task_id == third.id
     stage.open()
     stage.have_run([first, third] if name == "work" else [first])
-
-
-def test_max_wait_of_nothing_fails_at_once(stage):
-    """max_wait=0: the first conflict is the last."""
-    first = stage.held()
-    second = stage.tasks.work.apply_async([stage.key, "x"], singleton={"max_wait": 0})
-    with pytest.raises(LockTimeout):
-        second.get(timeout=30)
-    assert stage.tasks.work.locked(stage.key).waiting == 0
-    stage.open()
-    first.get(timeout=30)
 
 
 MOMENT = datetime.datetime(2024, 5, 6, tzinfo=datetime.timezone.utc)

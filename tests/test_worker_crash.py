@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import redis
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import LockLost, LockUnavailable, is_skipped
@@ -108,16 +107,6 @@ def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, lo
     worker.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
 
 
-def test_lock_held_for_a_retry_is_freed_when_the_retry_expires(tasks, journal, locks, parked):
-    """A retry that will not come does not keep the lock until queue_lease is over."""
-    result = tasks.done_twice.apply_async(["a"], expires=600, singleton={"hold_on_retry": True})
-    (held,) = journal.wait_for("released", task_id=result.id, outcome="held_for_retry")
-    assert locks.exists(held["key"])
-    parked.move(lambda message: message["headers"].update(expires="2024-05-06T00:00:00+00:00"))
-    journal.wait_for("released", task_id=result.id, outcome="freed")
-    assert not locks.exists(held["key"])
-
-
 def test_task_waits_in_place_for_an_unreachable_server(far, journal):
     """Redis unreachable at acquire: the task waits for a lease, goes back to the broker, and runs at last."""
     far.server.stop()
@@ -161,25 +150,3 @@ def test_body_learns_that_its_lock_server_died_or_lost_its_data(far, journal, ga
     with pytest.raises(LockLost):
         result.get(timeout=30)
     assert len(journal.entries(what="lost")) == 1
-
-
-def test_stopped_holder_never_touches_the_next_holders_lock(far, journal, gates):
-    """A holder past its lease, which at_most_for let end: its release is refused, and the next lock stays."""
-    result = far.send(far.tasks.overlong, lease=1)
-    (start,) = journal.wait_for("start", task_id=result.id)
-    journal.wait_for("lost", task_id=result.id)
-    # The holder gives its lock up a little before the server does: until then the second one comes back.
-    options = {"on_conflict": "retry", "lease": 600, "at_most_for": 600}
-    second = far.tasks.overlong.apply_async(["gated"], queue="far", singleton=options)
-    (taken,) = journal.wait_for("taken_over", task_id=second.id)
-    assert taken["fence"] > start["fence"]
-    with redis.Redis.from_url(far.server.url(), decode_responses=True) as client:
-        before = client.get(start["key"])
-        gates("gated")
-        with pytest.raises(LockLost, match="at_most_for is over"):
-            result.get(timeout=30)
-        assert client.get(start["key"]) == before
-    gates("gated")
-    assert second.get(timeout=30) is None
-    words = journal.words(second.id)
-    assert words[words.index("taken_over") :][:4] == ["taken_over", "acquired", "start", "end"]

@@ -72,8 +72,6 @@ class Classy(SingletonTask):
 whole = variant(plainly, "whole", singleton={"key": (), "lease": 6})  # one lock for the whole task
 own_policy = variant(plainly, "own_policy", singleton={"key": "name", "on_conflict": busy})
 stubborn = variant(plainly, "stubborn", singleton={"key": "name", "on_conflict": retry_or_fail})
-limited = variant(plainly, "limited", soft_time_limit=1, singleton=NAMED)
-resting = variant(plainly, "resting", singleton={**NAMED, "at_least_for": 4})
 shared = shared_task(base=SingletonTask, name="tests.workerapp.shared", singleton=NAMED)(plainly)
 classy = app.register_task(Classy())
 decorated = variant(singleton(**KEYED)(plainly), "decorated", base=Task)  # Celery's own base class
@@ -200,13 +198,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def carefully(self: Any, name: str) -> None:
+@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 1})
+def careful(self: Any, name: str) -> None:
     """Asks before it relies on its lock."""
     body(name)
     self.lock.ensure()
-
-
-careful = variant(carefully, "careful", bind=True, singleton={"key": "name", "lease": 1})
-overlong = variant(
-    carefully, "overlong", bind=True, singleton={"key": "name", "lease": 1, "at_most_for": 0.2}
-)
