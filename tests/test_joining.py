@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Calls that end with the holder's result (`on_conflict="join"`). Real workers."""
 
 import os
@@ -6,10 +5,9 @@ import signal
 
 import pytest
 import redis
-from celery import Celery, chain, chord
+from celery import chain, chord
 from celery.states import READY_STATES
 
-from celery_setnx import OptionError, SingletonTask
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage
@@ -186,13 +184,3 @@ def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker)
         states = [entry["state"] for entry in journal.entries(what="postrun", task_id=second.id)]
         assert [state for state in states if state in READY_STATES] == ["SUCCESS"]
         assert second.get(timeout=30) == [stage.key, first.id]
-
-
-def test_join_with_ignore_result_is_refused():
-    """A task whose results are not stored cannot be joined."""
-    app = Celery(set_as_current=False)
-    options = {"ignore_result": True, "singleton": {"on_conflict": "join"}}
-    with pytest.raises(OptionError, match="ignore_result"):
-
-        @app.task(base=SingletonTask, lazy=False, shared=False, **options)
-        def silent() -> None: ...

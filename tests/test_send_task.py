@@ -14,7 +14,6 @@ from celery_setnx import (
     Duplicate,
     DuplicateTask,
     OptionError,
-    SetnxLock,
     SingletonTask,
     UnkeyableCall,
     is_skipped,
@@ -226,13 +225,6 @@ def test_send_task_knows_a_task_before_the_app_is_finalized(producer, parked):
     assert len(parked) == 1
 
 
-def test_celerys_send_task_is_guarded_but_not_deduplicated(producer, runs):
-    """The worker computes the key of a message without one: the second call is sent, and skipped."""
-    second = producer.send_task(f"{APP}.work", ("gated-a", "another reason"), queue=QUEUE)
-    assert is_skipped(second.get(timeout=20))
-    assert second.get()["holder"]["task_id"] == runs.id
-
-
 def test_celerys_send_task_leaves_no_mark(producer, knowing, parked):
     """Queued twice by send_task of Celery is queued twice; our own delay() does not see them."""
     for _ in range(2):
@@ -330,9 +322,3 @@ def test_send_task_needs_the_prefix_of_the_workers(producer, knowing, parked, lo
     send(producer, "work", STARTED, queue=NOWHERE, name="n")
     assert not knowing.work.apply_async(("n",), queue=NOWHERE).deduplicated
     assert {key.partition(":")[0] for key in locks.scan_iter("*:queued")} == {"elsewhere", "t"}
-
-
-def test_send_task_excludes_a_lock_held_by_hand(producer, knowing, locks):
-    """A maintenance script that holds the task's lock keeps the call from running."""
-    with SetnxLock(locks, knowing.work.lock_key("n")):
-        assert is_skipped(send(producer, "work", {"key": "name"}, name="n").get(timeout=20))

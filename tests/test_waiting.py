@@ -494,17 +494,6 @@ def test_locked_tells_who_waits_where_and_for_how_long(stage, journal):
     wait_until(lambda: stage.tasks.work.locked(stage.key) is None, "nobody has the lock")
 
 
-def test_direct_and_eager_calls_do_not_wait(stage):
-    """Called as a function, or with .apply(), a task asks for no lock."""
-    first = stage.held()
-    work, key = stage.tasks.work, stage.key
-    assert work(key, "x") == [key, "x", 0]
-    assert work.apply([key, "y"]).get() == [key, "y", 0]
-    assert work.locked(key).waiting == 0
-    stage.open()
-    first.get(timeout=30)
-
-
 def test_callable_policy_may_wait(stage):
     """conflict.wait() in a policy of one's own parks the call as on_conflict="wait" does."""
     first = stage.held(task=stage.tasks.decided)

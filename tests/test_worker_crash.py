@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerLostError
 
-from celery_setnx import LockLost, LockUnavailable, is_skipped
+from celery_setnx import LockLost, LockUnavailable
 from celery_setnx.process import has_ended
 from celery_setnx.survey import last_take_over
 from celery_setnx.testing import pass_time
@@ -75,22 +75,6 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
     assert words == ["taken_over", "acquired", "start", "end", "released"]
     log = elsewhere.wait_for_log("took over t:{tests.workerapp.work:")
     assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
-
-
-def test_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tasks, journal, gates, doomed, worker):
-    """A rival on the same host that proves the holder dead does not wait for the deadline."""
-    first = tasks.work.apply_async(["gated-dead"], queue="doomed", singleton={"lease": 600})
-    (started,) = journal.wait_for("start", task_id=first.id)
-    assert is_skipped(tasks.work.delay("gated-dead").get(timeout=30))
-    doomed.kill()
-    wait_until(lambda: has_ended(started["pid"]), "the process has ended")
-    gates("gated-dead", 2)
-    second = tasks.work.delay("gated-dead")
-    (taken_over,) = journal.wait_for("taken_over", task_id=second.id)
-    assert taken_over["holder"]["task_id"] == first.id
-    log = worker.wait_for_log(f"[{second.id}] took over").partition(f"[{second.id}] took over")[2]
-    assert "its process on this host is dead" in log
-    assert second.get(timeout=30) == "gated-dead"
 
 
 def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, worker):
