@@ -207,12 +207,6 @@ def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):
     assert journal.entries(what="start") == []
 
 
-def test_unknown_option_of_a_call_is_refused_at_the_call(tasks):
-    """A misspelt option never reaches the broker."""
-    with pytest.raises(ValueError, match="did you mean 'on_conflict'"):
-        tasks.work.apply_async(["a"], singleton={"on_conflct": "skip"})
-
-
 # Its own retries, its end
 
 
