@@ -1,4 +1,4 @@
-"""The app of the canvas tests: the same tasks once for each `dedupe` mode, all of a mode with one key."""
+"""The app of the canvas tests: the same tasks once for each mode, all of a mode with one key."""
 
 import time
 from types import SimpleNamespace
@@ -9,7 +9,13 @@ from celery import chain, chord, current_task, group, signature
 from celery_setnx import SingletonTask, current_lock
 from tests.app import journal, make_app, wait_for_gate
 
-MODES = ("until_started", "until_done")
+MODES: dict[str, dict[str, str]] = {
+    "until_started": {"dedupe": "until_started"},
+    "until_done": {"dedupe": "until_done"},
+    "auto": {},
+    "wait": {"on_conflict": "wait"},
+    "raise": {"on_conflict": "raise"},
+}
 
 BROKER_DB = 9
 LATER = "later"
@@ -49,24 +55,17 @@ def replaced(self: Any, by: Any) -> Any:
 
 
 def tasks_of(mode: str) -> SimpleNamespace:
-    """The dedupe tasks of one mode; `name` is their key."""
+    """The tasks of one mode; `name` is their key. `replaced` has no lock."""
 
-    options = {"key": "name", "scope": f"canvas.{mode}", "dedupe": mode}
+    options = {"key": "name", "scope": f"canvas.{mode}", **MODES[mode]}
     options |= {"lease": 600, "retry_delay": 0.05, "retry_delay_max": 0.1}
-    tasks = SimpleNamespace(mode=mode)
+    tasks = SimpleNamespace(mode=mode, replaced=replaced)
 
     def task(bind: bool = True, **more: Any) -> Any:
         def decorate(function: Any) -> None:
-            name = function.__name__
-            made = app.task(
-                base=SingletonTask,
-                name=f"canvas.{mode}.{name}",
-                bind=bind,
-                max_retries=5,
-                singleton=options if bind else options | {"key": ()},
-                **more,
-            )
-            setattr(tasks, name, made(function))
+            name, key = function.__name__, {} if bind else {"key": ()}
+            about = {"name": f"canvas.{mode}.{name}", "bind": bind, "singleton": options | key, **more}
+            setattr(tasks, name, app.task(base=SingletonTask, max_retries=5, **about)(function))
 
         return decorate
 

@@ -199,9 +199,7 @@ def module_worker(server, logs) -> Iterator[Callable[..., Worker]]:
 @pytest.fixture(scope="session")
 def worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes that lives for the whole run. Not to be killed."""
-    worker = Worker(
-        logs, concurrency=4, queues="celery,first", conf={"include": ["tests.waitapp", "tests.markapp"]}
-    )
+    worker = Worker(logs, concurrency=4, queues="celery,first", conf={"include": ["tests.waitapp"]})
     yield worker
     worker.stop()
 

@@ -50,12 +50,11 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         client.hincrby(BODIES, str(name), 1)
         return client
 
-    def task(function: Any, **options: Any) -> Any:
-        name = f"fan.{function.__name__}"
+    def task(function: Any, name: str = "", **options: Any) -> Any:
+        name = f"fan.{name or function.__name__}"
         return app.task(base=SingletonTask, shared=False, name=name, **options)(function)
 
-    def once(name: Any, *rest: Any, **more: Any) -> Any:
-        """At most one call of a name is queued."""
+    def counted(name: Any, *rest: Any, **more: Any) -> Any:
         count(name)
         return [name, *rest]
 
@@ -67,16 +66,6 @@ def make_tasks(app: Celery) -> SimpleNamespace:
             raise TimeoutError(f"nobody opened the gate of {name}")
         return name
 
-    def free(name: Any, *rest: Any) -> Any:
-        """Not deduplicated."""
-        count(name)
-        return name
-
-    def silent(name: Any) -> Any:
-        """Its result is ignored."""
-        count(name)
-        return name
-
     def spread(count: int) -> list[int]:
         """A task that fans out itself."""
         counts = app.tasks["fan.once"].fan_out((f"k{number}",) for number in range(count))
@@ -84,10 +73,10 @@ def make_tasks(app: Celery) -> SimpleNamespace:
 
     return SimpleNamespace(
         app=app,
-        once=task(once, singleton={"key": "name", "dedupe": "until_started"}),
+        once=task(counted, "once", singleton={"key": "name", "dedupe": "until_started"}),
+        free=task(counted, "free", singleton={"key": "name"}),  # not deduplicated
+        silent=task(counted, "silent", ignore_result=True),
         gated=task(gated, singleton={"key": "name", "dedupe": "until_done"}),
-        free=task(free, singleton={"key": "name"}),
-        silent=task(silent, ignore_result=True),
         spread=task(spread),
     )
 

@@ -19,6 +19,7 @@ class Stage:
 
     def __init__(self, tasks: Any, journal: Journal, gates: Callable[..., None]) -> None:
         self.tasks, self.journal, self._gates = tasks, journal, gates
+        self.task = tasks.work
         self.key = uuid.uuid4().hex[:8]
         self.gate = f"gated-{self.key}"
 
@@ -28,13 +29,13 @@ class Stage:
 
     def held(self, *args: Any, task: Any = None, key: str = "", **options: Any) -> Any:
         """A call whose body has started and waits at the gate."""
-        result = (task or self.tasks.work).apply_async([key or self.key, *args, self.gate], **options)
+        result = (task or self.task).apply_async([key or self.key, *args, self.gate], **options)
         self.journal.wait_for("start", task_id=result.id)
         return result
 
     def parked(self, *args: Any, task: Any = None, **options: Any) -> Any:
         """A call that waits in line behind another."""
-        result = (task or self.tasks.work).apply_async([self.key, *args], **options)
+        result = (task or self.task).apply_async([self.key, *args], **options)
         self.journal.wait_for("waiting", task_id=result.id)
         self.journal.wait_for("postrun", task_id=result.id)
         return result
@@ -61,20 +62,9 @@ class Stage:
         """Wait until all have succeeded; no body of theirs ran twice, or beside another, or out of order."""
         for result in results:
             self.has_run(result)
-        self.assert_one_at_a_time()
+        assert_one_at_a_time(self.journal)
         ids = [result.id for result in results]
         assert not in_order or [task_id for task_id in self.starts() if task_id in ids] == ids
-
-    def assert_one_at_a_time(self) -> None:
-        """No body started before the one before it with its key had ended; one that was killed has no end."""
-        entries = [entry for entry in self.journal.entries() if entry["what"] in ("start", "end")]
-        for key in {entry["key"] for entry in entries}:
-            running: Any = None
-            spans = [(e["what"], (e["task_id"], e["pid"])) for e in entries if e["key"] == key]
-            for number, (what, body) in enumerate(spans):
-                beside = what == "start" and ("end", running) in spans[number:]
-                assert not beside, f"{body} beside {running}: {entries}"
-                running = body if what == "start" else None
 
     def redeliver(self) -> None:
         """Have the messages of a dead worker, whose queue is named after the key, delivered again."""
@@ -85,6 +75,23 @@ class Stage:
         broker, lock = self.journal._client, self.tasks.work.lock_key(self.key)
         texts = [*broker.hvals("unacked"), *broker.lrange("celery", 0, -1), *broker.lrange(self.key, 0, -1)]
         return [text for text in texts if self.key in text or lock in text]
+
+
+def assert_one_at_a_time(journal: Journal) -> None:
+    """No body started before the one before it with its key had ended; one that was killed has no end."""
+    entries = [entry for entry in journal.entries() if entry["what"] in ("start", "end") and entry["key"]]
+    for key in {entry["key"] for entry in entries}:
+        running: Any = None
+        spans = [(e["what"], (e["task_id"], e["pid"])) for e in entries if e["key"] == key]
+        for number, (what, body) in enumerate(spans):
+            beside = what == "start" and ("end", running) in spans[number:]
+            assert not beside, f"{body} beside {running}: {entries}"
+            running = body if what == "start" else None
+
+
+def revoke(app: Any, result: Any, workers: int = 1) -> None:
+    """Revoke a call; that many workers know it then."""
+    assert len(app.control.revoke(result.id, reply=True, timeout=30, limit=workers)) == workers
 
 
 def redeliver(broker: Any, queue: str, to: str = "") -> None:

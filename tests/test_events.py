@@ -15,8 +15,8 @@ from celery.contrib.testing.worker import start_worker as worker_of_this_process
 from celery.events.state import State
 
 from celery_setnx import events
-from tests.harness import Worker, wait_until
-from tests.test_logging import apart, scenes, watched
+from tests.harness import wait_until
+from tests.test_signals import apart, scenes, watched
 
 __all__ = ["apart", "scenes", "watched"]  # fixtures
 
@@ -30,8 +30,7 @@ EVENTS = {
     "free": ["task-lock-freed"],
 }
 COMMON = {
-    *("type", "uuid", "name", "key", "hostname", "pid"),
-    *("clock", "timestamp", "utcoffset", "local_received"),
+    *["type", "uuid", "name", "key", "hostname", "pid", "clock", "timestamp", "utcoffset", "local_received"]
 }
 FIELDS = {
     "task-lock-conflict": {"holder", "remaining_s", "policy"},
@@ -138,16 +137,9 @@ def test_task_that_is_revoked_by_kill_is_shown_as_freed(ear, scenes):
     wait_until(lambda: ear.state.tasks[call.id].state == "LOCK-FREED", "LOCK-FREED")
 
 
-@pytest.fixture
-def quiet(start_worker) -> Iterator[Worker]:
-    """A worker whose events are off, with a queue of its own."""
-    worker = start_worker("tests.watchapp", queues="quiet")
-    yield worker
-    worker.stop()
-
-
-def test_no_event_is_sent_while_events_are_off(quiet, ear, apart):
+def test_no_event_is_sent_while_events_are_off(start_worker, ear, apart):
     """From no process of the worker, whatever happens."""
+    start_worker("tests.watchapp", queues="quiet")
     calls = [getattr(apart("quiet"), scene)() for scene in ("skip", "wait", "take_over", "lose", "free")]
     with Ear(ear.app):  # what was sent before its probe has arrived
         assert [ear.of(call.id) for call in calls] == [[]] * 5

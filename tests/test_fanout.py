@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
-from pydantic import BaseModel
+from pydantic import create_model
 
 from celery_setnx import SingletonTask, fanout, marks
 from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, UnkeyableCall
@@ -32,12 +33,8 @@ from examples.embedded import EmbeddedServer
 from tests.fanoutapp import BODIES, BROKER_DB, GATE, LOCK_DB, PARKED, QUEUE, STARTED, make_app, make_tasks
 from tests.harness import Worker, wait_until
 from tests.proxy import Proxy
-from tests.versions.conditions import (
-    BATCHES,
-    needs_batches,
-    needs_dumped_models,
-    needs_ignore_result_of_a_call,
-)
+from tests.versions.conditions import BATCHES, needs_batches, needs_dumped_models
+from tests.versions.conditions import needs_ignore_result_of_a_call as needs_ignore_result
 
 CALLS = int(os.environ.get("FANOUT_CALLS", "5000"))
 KEYS = CALLS // 100
@@ -46,12 +43,6 @@ FOREVER = 10**9
 HELD = 4  # processes of the worker
 PRIORITY = "\x06\x16"
 WINDOW_S = fanout._WINDOW_S
-
-
-class User(BaseModel):
-    """An argument."""
-
-    id: int
 
 
 @pytest.fixture
@@ -190,15 +181,9 @@ def every(error: FanOutFailed) -> int:
 def publishers(server: EmbeddedServer, *specs: dict[str, Any]) -> list[subprocess.Popen[str]]:
     """Processes that publish all at once, as `tests.fanoutapp.main` says."""
     places = {"broker": server.url(BROKER_DB), "locks": server.url(LOCK_DB)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.fanoutapp", json.dumps({**places, **spec})],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for spec in specs
-    ]
+    command = [sys.executable, "-m", "tests.fanoutapp"]
+    orders = [[*command, json.dumps({**places, **spec})] for spec in specs]
+    started = [subprocess.Popen(order, cwd=ROOT, stdout=subprocess.PIPE, text=True) for order in orders]
     with redis.Redis.from_url(server.url(LOCK_DB)) as locks:
         locks.rpush("start", *["go"] * len(specs))
         locks.expire("start", 60)
@@ -249,12 +234,6 @@ def test_equal_calls_of_a_window_are_one(fan, locks):
     assert locks.get(mark_of(fan.once, "a")) == accepted
 
 
-def test_equal_calls_of_later_windows_are_duplicates(fan, broker):
-    """A window of ten calls forgets nothing that matters: the marks know."""
-    assert counted(fan.once.fan_out(names_to(15) * 3, batch_size=1)) == (15, 30, 0)
-    assert len(set(queued_names(broker))) == len(queued(broker)) == 15
-
-
 def test_duplicate_of_a_running_call_names_its_holder(fan, broker, fan_worker):
     """With until_done a call is a duplicate of the one that runs, though its mark is gone."""
     running = fan.gated.apply_async(["a"], queue=QUEUE)
@@ -270,13 +249,9 @@ def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
     signature = fan.once.signature(("d", 4), {"more": 5}, queue="elsewhere", countdown=9)
     calls = [("a", 1), ["b", 2], {"name": "c", "more": 3}, signature, fan.once.si("e")]
     assert counted(fan.once.fan_out(calls)) == (5, 0, 0)
-    assert [message["body"][:2] for message in queued(broker)] == [
-        [["a", 1], {}],
-        [["b", 2], {}],
-        [[], {"name": "c", "more": 3}],
-        [["d", 4], {"more": 5}],
-        [["e"], {}],
-    ]
+    args = [["a", 1], ["b", 2], [], ["d", 4], ["e"]]
+    kwargs = [{}, {}, {"name": "c", "more": 3}, {"more": 5}, {}]
+    assert [message["body"][:2] for message in queued(broker)] == [[*both] for both in zip(args, kwargs)]
 
 
 def test_call_that_the_iterable_uses_again_is_its_own(fan, broker):
@@ -308,43 +283,31 @@ ENDLESS.append(ENDLESS)
     ],
     ids=repr,
 )
-def test_wrong_call_fails_alone(fan, broker, wrong, error):
-    """What cannot be called with, or has no key, is not sent; the others go on."""
+def test_wrong_call_fails_alone(fan, broker, caplog, wrong, error):
+    """What cannot be called with, or has no key, is not sent; the others go on.
+
+    One log line has the number of failures, the task, and the first error.
+    """
     call = wrong(fan) if callable(wrong) else wrong
     result = fan.once.fan_out([call, ("a",), call, ("b",)])
     assert counted(result) == (2, 0, 2)
     assert isinstance(result.first_error, error)
     assert queued_names(broker) == ["a", "b"]
-
-
-def test_failures_are_summed_up_in_one_log_line(fan, caplog):
-    """It has their number, the task, and the first error."""
-    fan.once.fan_out([("a",), (object(),), (object(),), ("b",)])
     (line,) = warnings(caplog, "ERROR")
-    assert line.startswith("2 of 4 calls of fan.once could not be sent. The first: Cannot compute")
+    assert line.startswith(f"2 of 4 calls of fan.once could not be sent. The first: {result.first_error}")
 
 
 def test_unserializable_call_fails_alone_and_frees_its_mark(fan, broker, locks, sending):
-    """It has a key and no message: at any place of a batch it is left out, and may be sent again at once."""
-    calls = [("bad0", object()), ("a",), ("bad1", {1, object()}), ("b",), ("bad2", object())]
-    assert counted(fan.once.fan_out(calls, batch_size=3)) == (2, 0, 3)
+    """It has a key and no message: at any place of a batch it is left out, and may be sent again at once.
+
+    An equal call, of the same name, that can be sent is sent.
+    """
+    bad = object()
+    calls = [("bad0", bad), ("a", bad), ("a", 1), ("bad1", {1, bad}), ("b",), ("bad2", bad)]
+    assert counted(fan.once.fan_out(calls, batch_size=3)) == (2, 0, 4)
     assert queued_names(broker) == ["a", "b"]
     assert marks_left(locks) == {mark_of(fan.once, "a"), mark_of(fan.once, "b")}
     assert counted(fan.once.fan_out([("bad0", 1), ("bad1",), ("bad2",)])) == (3, 0, 0)
-
-
-def test_unserializable_call_leaves_its_equals_alone(fan, broker):
-    """The key is the name alone: a call of the same name that can be sent is sent."""
-    assert counted(fan.once.fan_out([("a", object()), ("a", 1), ("b",)])) == (2, 0, 1)
-    assert queued_names(broker) == ["a", "b"]
-
-
-def test_no_calls_are_no_work(fan, broker):
-    """An empty iterable is no error."""
-    progress: list[Any] = []
-    assert counted(fan.once.fan_out([], progress=progress.append)) == (0, 0, 0)
-    assert progress == []
-    assert queued(broker) == []
 
 
 def test_without_dedupe_every_call_is_sent(fan, broker, locks, sending):
@@ -368,12 +331,12 @@ def test_dedupe_may_be_chosen_for_one_fan_out(fan, broker, locks):
 @needs_dumped_models
 def test_pydantic_models_are_keyed_as_the_worker_sees_them(fan, broker):
     """A model, and what it is dumped to, are the same call; so are fan_out's and delay's."""
+    User = create_model("User", id=(int, ...))
 
     def handle(user: User) -> None: ...
 
-    task = fan.app.task(
-        base=SingletonTask, shared=False, pydantic=True, singleton={"key": "user", "dedupe": "until_started"}
-    )(handle)
+    options = {"key": "user", "dedupe": "until_started"}
+    task = fan.app.task(base=SingletonTask, shared=False, pydantic=True, singleton=options)(handle)
     first = task.delay(User(id=1))
     counts, outcomes = told(task, [(User(id=1),), ({"id": 1},), (User(id=2),)])
     assert (counts, duplicates(outcomes)) == ((1, 2, 0), {0: first.id, 1: first.id})
@@ -400,13 +363,8 @@ OF_ONE_CALL = ["task_id", "group_id", "chord", "chain", "retries", "link", "link
         *[({option: "x"}, f"takes no {option}") for option in OF_ONE_CALL],
         *[({option: ()}, None) for option in ("args", "kwargs", "publisher")],
         ({"connection": None}, None),
-        *[
-            ({"batch_size": size}, "batch_size must be an int of 1 or more")
-            for size in (0, -1, 1.5, True, "10", None)
-        ],
-        ({"singleton": {"dedup": "until_done"}}, None),
-        ({"singleton": {"dedupe": "always"}}, None),
-        ({"singleton": {"queue_lease": 0}}, None),
+        *[({"batch_size": size}, "must be an int of 1 or more") for size in (0, -1, 1.5, True, "10", None)],
+        *[({"singleton": {name: 0}}, None) for name in ("dedup", "dedupe", "queue_lease")],
         pytest.param({"singleton": {"on_conflict": lambda conflict: None}}, None, id="a-callable"),
     ],
     ids=str,
@@ -424,9 +382,7 @@ def test_option_that_a_fan_out_cannot_honour_is_refused(fan, options, message):
 
 def test_celerys_own_task_is_refused(server):
     """A task of Celery's own has no guard, and no fan-out."""
-    from celery import Celery
-
-    app = Celery(broker=server.url(BROKER_DB), task_cls="celery_setnx:SingletonTask", set_as_current=False)
+    app = Celery(broker=server.url(BROKER_DB), task_cls=SingletonTask, set_as_current=False)
     with pytest.raises(OptionError, match="Celery's own"):
         app.tasks["celery.accumulate"].fan_out([(1,)])
 
@@ -442,8 +398,7 @@ def test_options_apply_to_all_calls(fan, broker, sending):
     assert len(messages) == 5
     for message in messages:
         headers = message["headers"]
-        assert headers["tenant"] == "acme"
-        assert headers["timelimit"] == [50, 40]
+        assert (headers["tenant"], headers["timelimit"]) == ("acme", [50, 40])
         assert headers["ignore_result"] is False
         assert before <= datetime.fromisoformat(headers["eta"]) - timedelta(seconds=60) <= after
         assert headers["expires"] is not None
@@ -455,6 +410,7 @@ def test_options_apply_to_all_calls(fan, broker, sending):
     [
         ({}, 3600),
         ({"countdown": 600}, 4200),
+        ("of-the-task", 100),
         ({"expires": 100}, 100),
         ({"countdown": 60, "expires": 90}, 90),
         ({"singleton": {"queue_lease": 50}}, 50),
@@ -463,22 +419,17 @@ def test_options_apply_to_all_calls(fan, broker, sending):
     ],
     ids=str,
 )
-def test_marks_last_for_the_queue_lease(fan, locks, options, lease):
-    """Beyond the countdown, and not past the expiry: as with a single call."""
+def test_marks_last_for_the_queue_lease(fan, locks, monkeypatch, options, lease):
+    """Beyond the countdown, and not past the expiry, which the task may have: as with a single call."""
+    if options == "of-the-task":
+        monkeypatch.setattr(fan.once, "expires", lease)
+        options = {}
     began = time.monotonic()
     assert counted(fan.once.fan_out(names_to(5), batch_size=2, **options)) == (5, 0, 0)
     left = leases(locks)
     passed = time.monotonic() - began
     assert len(left) == 5
     assert (lease - passed - 1) * 1000 < min(left) <= max(left) <= lease * 1000
-
-
-def test_marks_do_not_outlive_the_expiry_of_the_task(fan, locks, monkeypatch):
-    """Where the options do not say when the calls expire, the task may."""
-    monkeypatch.setattr(fan.once, "expires", 100)
-    fan.once.fan_out(names_to(5))
-    left = leases(locks)
-    assert 0 < min(left) <= max(left) <= 100_000
 
 
 # At the worker
@@ -497,7 +448,7 @@ def test_results_can_be_fetched(fan, fan_worker):
         ("once", {}, "SUCCESS"),
         ("once", {"ignore_result": True}, "PENDING"),
         ("silent", {}, "PENDING"),
-        pytest.param("silent", {"ignore_result": False}, "SUCCESS", marks=needs_ignore_result_of_a_call),
+        pytest.param("silent", {"ignore_result": False}, "SUCCESS", marks=needs_ignore_result),
     ],
 )
 def test_result_is_ignored_as_the_task_or_the_option_says(fan, fan_worker, task, options, state):
@@ -563,13 +514,17 @@ def test_calls_of_few_names_run_once_each(fan, broker, locks, fan_worker):
 # Streams
 
 
-def test_progress_is_told_after_every_batch(fan):
-    """The counts so far, the last time with all calls of the iterable."""
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [([], []), ([*names_to(7), *names_to(7), ()], [(3, 3, 1), (6, 6, 1), (7, 7, 1)])],
+    ids=["no-calls", "calls"],
+)
+def test_progress_is_told_after_every_batch(fan, calls, expected):
+    """The counts so far, the last time with all calls of the iterable; an empty one is no error."""
     seen: list[tuple[int, int, int]] = []
-    calls = [*names_to(7), *names_to(7), ()]
     result = fan.once.fan_out(calls, batch_size=3, progress=lambda counts: seen.append(counted(counts)))
-    assert seen == [(3, 3, 1), (6, 6, 1), (7, 7, 1)]
-    assert counted(result) == seen[-1]
+    assert seen == expected
+    assert counted(result) == (seen[-1] if seen else (0, 0, 0))
 
 
 @pytest.mark.parametrize(("names", "window", "calls"), [(FOREVER, 100, 1000), (1, 1000, 5000)])
@@ -799,26 +754,24 @@ def test_marks_are_taken_for_the_grace_at_first(fan, locks, queue_lease, grace):
 # The lock server
 
 
-def test_lock_server_that_is_down_lets_all_calls_be_sent(server, broker, locks, caplog):
-    """Unmarked, with one warning for all batches; equal calls of a window are one all the same."""
-    proxy = Proxy(server.port)
-    proxy.close()
-    with made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
+@pytest.mark.parametrize("marked", [0, 10])
+def test_lock_server_that_is_down_or_dies_does_not_end_a_fan_out(server, broker, locks, caplog, marked):
+    """What was marked stays marked; the rest is sent unmarked, with one warning for all batches.
+
+    Equal calls of a window are one all the same.
+    """
+    with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
+        if marked:
+            proxy.arm("cut_before", containing=marks._MARK.sha.encode(), skip=marked, times=FOREVER)
+        else:
+            proxy.close()
         assert counted(tasks.once.fan_out([*names_to(30), *names_to(5)], batch_size=10)) == (30, 5, 0)
-    assert len(set(queued_names(broker))) == 30
-    assert not any("marked" in message["headers"]["singleton"] for message in queued(broker))
+    assert queued_names(broker) == [name for (name,) in names_to(30)]
+    is_marked = ["marked" in message["headers"]["singleton"] for message in queued(broker)]
+    assert is_marked == [True] * marked + [False] * (30 - marked)
+    assert len(marks_left(locks)) == marked
     (warning,) = warnings(caplog)
     assert "The fan-out of fan.once goes on" in warning
-
-
-def test_lock_server_that_dies_amid_a_fan_out_does_not_end_it(server, broker, locks, caplog):
-    """What was marked stays marked; the rest is sent unmarked, with one warning."""
-    with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
-        proxy.arm("cut_before", containing=marks._MARK.sha.encode(), skip=10, times=FOREVER)
-        assert counted(tasks.once.fan_out(names_to(30), batch_size=10)) == (30, 0, 0)
-    assert [("marked" in m["headers"]["singleton"]) for m in queued(broker)] == [True] * 10 + [False] * 20
-    assert len(marks_left(locks)) == 10
-    assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("action", ["cut_before", "drop_reply"])

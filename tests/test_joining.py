@@ -1,16 +1,13 @@
-# mypy: disable-error-code="untyped-decorator"
 """Calls that end with the holder's result (`on_conflict="join"`). Real workers."""
 
 import os
 import signal
-from typing import Any
 
 import pytest
 import redis
-from celery import Celery, chain, chord
+from celery import chain, chord
 from celery.states import READY_STATES
 
-from celery_setnx import LockTimeout, OptionError, SingletonTask
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage
@@ -24,46 +21,39 @@ def single(stage, start_worker) -> Worker:
     return start_worker(APP, concurrency=1, queues=stage.key)
 
 
-def held(stage: Stage, **options: Any) -> Any:
-    """A call whose body has started and waits at the gate."""
-    return stage.held(**{"task": stage.tasks.joined, **options})
+@pytest.fixture
+def stage(stage) -> Stage:
+    """Its calls wait for the holder's result, unless they are told otherwise."""
+    stage.task = stage.tasks.joined
+    return stage
 
 
-def join(stage: Stage, count: int = 1, **options: Any) -> list[Any]:
-    """Calls that wait for the holder's result."""
-    return [stage.parked(**{"task": stage.tasks.joined, **options}) for _ in range(count)]
+def test_ten_joiners_end_with_the_one_result(stage, journal):
+    """Ten equal calls while one runs: one run in all, and eleven results, all the holder's.
 
-
-def test_ten_joiners_end_with_the_one_result(stage):
-    """Ten equal calls while one runs: one run in all, and eleven results, all the holder's."""
-    first = held(stage)
-    results = join(stage, 10)
+    A joiner meets the lock, waits, and ends; it is never the holder.
+    """
+    first = stage.held()
+    results = stage.line_up(10)
     stage.open()
     for result in [first, *results]:
         assert result.get(timeout=30) == [stage.key, first.id]
         assert result.state == "SUCCESS"
     assert stage.starts() == [first.id]
     wait_until(lambda: stage.tasks.joined.locked(stage.key) is None, "nobody has the lock")
-
-
-def test_joiner_takes_no_lock(stage, journal):
-    """The lifecycle of a joiner: it meets the lock, waits, and ends; it is never the holder."""
-    held(stage)
-    (second,) = join(stage)
-    stage.open()
-    second.get(timeout=30)
-    postruns = journal.wait_for("postrun", count=2, task_id=second.id)
-    words = set(journal.words(second.id)) - {"retry"}  # of asking again, until the result is stored
+    joiner = results[0].id
+    postruns = journal.wait_for("postrun", count=2, task_id=joiner)
+    words = set(journal.words(joiner)) - {"retry"}  # of asking again, until the result is stored
     assert words == {"conflict", "waiting", "postrun"}
     assert {entry["state"] for entry in postruns[:-1]} <= {"IGNORED", "RETRY"}
-    assert journal.entries(what="conflict", task_id=second.id)[0]["policy"] == "join"
+    assert journal.entries(what="conflict", task_id=joiner)[0]["policy"] == "join"
 
 
 def test_holders_error_is_the_joiners_too(stage):
     """A failed holder's exception, with its arguments, is raised in every joiner."""
     options = {"task": stage.tasks.failing, "singleton": {"on_conflict": "join"}}
-    first = held(stage, **options)
-    results = join(stage, 3, **options)
+    first = stage.held(**options)
+    results = stage.line_up(3, **options)
     stage.open()
     for result in [first, *results]:
         with pytest.raises(ZeroDivisionError, match=stage.key):
@@ -74,7 +64,7 @@ def test_holders_error_is_the_joiners_too(stage):
 
 def test_chain_of_a_joiner_goes_on_with_the_holders_result(stage, journal):
     """What follows a joiner gets the holder's result, once."""
-    first = held(stage)
+    first = stage.held()
     result = chain(stage.tasks.joined.s(stage.key), stage.tasks.arrival.s("next")).delay()
     journal.wait_for("waiting")
     stage.open()
@@ -96,8 +86,8 @@ def test_chord_of_joiners_has_its_callback(stage, journal):
 
 def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
     """A holder that retries has no result yet: its joiners end with that of its last attempt."""
-    first = held(stage, task=stage.tasks.joined_retrying)
-    results = join(stage, 3, task=stage.tasks.joined_retrying)
+    first = stage.held(task=stage.tasks.joined_retrying)
+    results = stage.line_up(3, task=stage.tasks.joined_retrying)
     stage.open()
     for result in results:  # woken by the end of the first attempt, they find the second, and wait for that
         journal.wait_for("waiting", 2, task_id=result.id)
@@ -110,8 +100,8 @@ def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
 @pytest.mark.parametrize("how", ["child", "worker"])
 def test_joiner_of_a_killed_holder_runs_itself(stage, journal, single, how):
     """A holder that died has no result: the first of its joiners runs, and the others end with its result."""
-    first = held(stage, queue=stage.key)
-    results = join(stage, 3, singleton=SOON)
+    first = stage.held(queue=stage.key)
+    results = stage.line_up(3, singleton=SOON)
     if how == "child":
         os.kill(stage.holder_pid(), signal.SIGKILL)
     else:
@@ -128,44 +118,38 @@ def test_joiner_of_a_killed_holder_runs_itself(stage, journal, single, how):
 
 def test_joiner_of_a_holder_that_was_shut_down_cold_runs_itself(stage, single):
     """Celery stores RETRY for what a cold shutdown cancels, and nobody sends it again: the next one runs."""
-    first = held(stage, queue=stage.key)
-    (second,) = join(stage, singleton=SOON)
+    first = stage.held(queue=stage.key)
+    second = stage.parked(singleton=SOON)
     os.kill(single.process.pid, signal.SIGQUIT)
     assert second.get(timeout=30) == [stage.key, second.id]
     assert stage.starts() == [first.id, second.id]
 
 
-def test_joiner_of_a_forgotten_result_runs_itself(stage):
-    """A holder whose result is not stored leaves its joiners to themselves."""
-    first = held(stage, ignore_result=True, singleton={"on_conflict": "wait"})
-    (second,) = join(stage, singleton={"retry_delay_max": 0.1})
-    stage.open()
+@pytest.mark.parametrize(
+    ("holder", "joiner", "is_revoked"),
+    [
+        ({"ignore_result": True, "singleton": {"on_conflict": "wait"}}, {"retry_delay_max": 0.1}, False),
+        ({}, {}, True),
+        ({"singleton": {"scope": "shared", "on_conflict": "wait"}}, {"scope": "shared"}, False),
+    ],
+    ids=["not-stored", "revoked", "of-another-task"],
+)
+def test_joiner_of_a_holder_that_leaves_it_no_result_runs_itself(stage, holder, joiner, is_revoked):
+    """It is not stored, or was revoked while it ran; one of another task in a shared scope is not its own."""
+    first = stage.held(task=stage.tasks.work if "scope" in joiner else stage.tasks.joined, **holder)
+    second = stage.parked(singleton=joiner)
+    if is_revoked:
+        first.revoke(terminate=True, signal="SIGKILL")
+    else:
+        stage.open()
     assert second.get(timeout=30) == [stage.key, second.id]
     assert stage.starts() == [first.id, second.id]
-
-
-def test_joiner_of_a_revoked_holder_runs_itself(stage):
-    """A holder that was revoked while it ran has no result: its joiner runs."""
-    first = held(stage)
-    (second,) = join(stage)
-    first.revoke(terminate=True, signal="SIGKILL")
-    assert second.get(timeout=30) == [stage.key, second.id]
-    assert stage.starts() == [first.id, second.id]
-
-
-def test_joiner_of_another_task_runs_itself(stage):
-    """The lock of a shared scope may be another task's, whose result is no result of this one."""
-    options = {"scope": "shared"}
-    held(stage, task=stage.tasks.work, singleton=options)
-    (second,) = join(stage, singleton=options)
-    stage.open()
-    assert second.get(timeout=30) == [stage.key, second.id]
 
 
 def test_call_after_the_holders_end_has_a_run_of_its_own(stage):
     """While joiners end with the old result a new call runs, and does not get it."""
-    first = held(stage)
-    results = join(stage, 10)
+    first = stage.held()
+    results = stage.line_up(10)
     stage.open()
     assert first.get(timeout=30) == [stage.key, first.id]
     fresh = stage.tasks.joined.delay(stage.key)
@@ -176,22 +160,12 @@ def test_call_after_the_holders_end_has_a_run_of_its_own(stage):
 
 def test_joiners_hold_no_pool_slot(stage, single):
     """A worker with one process runs other tasks while five of its calls wait for a result elsewhere."""
-    first = held(stage)
-    results = join(stage, 5, queue=stage.key)
+    first = stage.held()
+    results = stage.line_up(5, queue=stage.key)
     assert stage.tasks.plain.apply_async([7], queue=stage.key).get(timeout=30) == 7
     assert stage.tasks.joined.locked(stage.key).waiting == 5
     stage.open()
     assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 5
-
-
-def test_max_wait_ends_a_join(stage):
-    """A joiner waits no longer than max_wait, and not for its courier, which comes in ten minutes."""
-    first = held(stage)
-    (second,) = join(stage, singleton={"max_wait": 0.5})
-    with pytest.raises(LockTimeout):
-        second.get(timeout=30)
-    stage.open()
-    assert first.get(timeout=30) == [stage.key, first.id]
 
 
 def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker):
@@ -199,8 +173,8 @@ def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker)
     with EmbeddedServer() as locks, redis.Redis(port=locks.port) as client:
         start_worker(APP, queues=stage.key, conf={"setnx_url": locks.url()})
         options = {"queue": stage.key, "singleton": {"lease": 1}}
-        first = held(stage, **options)
-        (second,) = join(stage, **options)
+        first = stage.held(**options)
+        second = stage.parked(**options)
         client.config_set("maxmemory", 1)
         stage.open()
         journal.wait_for("released", task_id=first.id)
@@ -210,13 +184,3 @@ def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker)
         states = [entry["state"] for entry in journal.entries(what="postrun", task_id=second.id)]
         assert [state for state in states if state in READY_STATES] == ["SUCCESS"]
         assert second.get(timeout=30) == [stage.key, first.id]
-
-
-def test_join_with_ignore_result_is_refused():
-    """A task whose results are not stored cannot be joined."""
-    app = Celery(set_as_current=False)
-    options = {"ignore_result": True, "singleton": {"on_conflict": "join"}}
-    with pytest.raises(OptionError, match="ignore_result"):
-
-        @app.task(base=SingletonTask, lazy=False, shared=False, **options)
-        def silent() -> None: ...

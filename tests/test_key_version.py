@@ -4,22 +4,20 @@ Format 2 exists in `tests.upgradeapp` alone. The old worker, and this process, k
 and the unpinned worker are of the newer release. The unpinned one shows that these tests can fail.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import redis
-from celery import Celery
 
 from celery_setnx import OptionError, is_skipped, send_task
 from celery_setnx.doctor import examine
 from celery_setnx.keys import FORMATS
 from celery_setnx.options import settings
 from tests.harness import Journal
+from tests.test_send_task import APP, NOWHERE, knowing, producer
 
-APP = "tests.upgradeapp"
-NOWHERE = "upgrade-nowhere"
+__all__ = ["knowing", "producer"]  # fixtures
+
 WORK = f"{APP}.work"
 
 # Each worker's queue, and what makes its process an old or a new release.
@@ -39,34 +37,21 @@ def workers(module_worker) -> None:
 
 
 @pytest.fixture
-def upgrade(server, locks, journal) -> Iterator[Any]:
-    """The module of tasks in this process, which is of the old release; a queue without a consumer."""
-    from tests import upgradeapp
-
+def upgrade(knowing) -> Any:
+    """The module of tasks in this process, which is of the old release."""
     assert sorted(FORMATS) == [1]
-    with redis.Redis.from_url(server.url(0)) as broker:
-        broker.delete(NOWHERE)
-        yield upgradeapp
-        broker.delete(NOWHERE)
+    return knowing
 
 
 @pytest.fixture
-def stranger(upgrade) -> Celery:
-    """An app without the tasks' code: what it sends with Celery's own send_task has no header."""
-    from tests.app import make_app
-
-    return make_app("stranger")
-
-
-@pytest.fixture
-def publish(upgrade, stranger) -> Any:
+def publish(upgrade, producer) -> Any:
     """Call it to publish with the code of a release: the call's id, and whether it was a duplicate."""
 
     def publish(release: str, task: str, queue: str = NOWHERE, **kwargs: Any) -> list[Any]:
         if release == "old":
             result = upgrade.app.tasks[task].apply_async((), kwargs, queue=queue)
             return [result.id, result.deduplicated]
-        relay = stranger.send_task(f"{APP}.relay", (task, kwargs, queue), queue=release)
+        relay = producer.send_task(f"{APP}.relay", (task, kwargs, queue), queue=release)
         return list(relay.get(timeout=20))
 
     return publish
@@ -78,23 +63,23 @@ def keys_of(journal: Journal, result: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("first_on", "second_on"), [("old", "pinned"), ("pinned", "old")])
-def test_headerless_calls_exclude_each_other_across_releases(stranger, journal, gates, first_on, second_on):
+def test_headerless_calls_exclude_each_other_across_releases(producer, journal, gates, first_on, second_on):
     """With the old format pinned, both workers compute one key for a message without a header."""
     name = f"gated-{first_on}-{second_on}"
-    first = stranger.send_task(WORK, (name,), queue=first_on)
+    first = producer.send_task(WORK, (name,), queue=first_on)
     journal.wait_for("start", task_id=first.id)
-    second = stranger.send_task(WORK, (name, "other reason"), queue=second_on)
+    second = producer.send_task(WORK, (name, "other reason"), queue=second_on)
     assert is_skipped(second.get(timeout=20))
     assert second.get()["holder"]["task_id"] == first.id
     gates(name)
     assert first.get(timeout=20) == name
 
 
-def test_headerless_call_has_another_key_on_an_unpinned_worker(stranger, upgrade, journal, gates):
+def test_headerless_call_has_another_key_on_an_unpinned_worker(producer, upgrade, journal, gates):
     """What the pin is for: without it the two releases run the same call side by side."""
-    first = stranger.send_task(WORK, ("gated-apart",), queue="old")
+    first = producer.send_task(WORK, ("gated-apart",), queue="old")
     journal.wait_for("start", task_id=first.id)
-    second = stranger.send_task(WORK, ("gated-apart",), queue="unpinned")
+    second = producer.send_task(WORK, ("gated-apart",), queue="unpinned")
     journal.wait_for("start", task_id=second.id)
     assert keys_of(journal, first) == [upgrade.work.lock_key("gated-apart")] != keys_of(journal, second)
     gates("gated-apart")
@@ -120,7 +105,7 @@ def test_duplicate_is_recognised_across_releases(publish, first_by, second_by, t
 
 
 @pytest.mark.parametrize("release", ["pinned", "unpinned"])
-def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, stranger, journal, gates, release):
+def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, producer, journal, gates, release):
     """until_done: the record is found under the key with which the call was published."""
     name = f"gated-{release}"
     first = upgrade.work.apply_async((name,), queue=release)
@@ -132,12 +117,12 @@ def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, stran
 
 
 @each_release
-def test_doctor_finds_the_locks_of_an_unpinned_worker(stranger, journal, gates, release):
+def test_doctor_finds_the_locks_of_an_unpinned_worker(producer, journal, gates, release):
     """A process with another format than the doctor's holds a lock."""
     name = f"gated-doctor-{release}"
-    call = stranger.send_task(WORK, (name,), queue=release)
+    call = producer.send_task(WORK, (name,), queue=release)
     journal.wait_for("start", task_id=call.id)
-    found = [finding.what for finding in examine(stranger) if finding.subject == "key_version"]
+    found = [finding.what for finding in examine(producer) if finding.subject == "key_version"]
     gates(name)
     assert call.get(timeout=20) == name
     assert [call.id in what for what in found] == ([True] if release == "unpinned" else [])
@@ -165,18 +150,18 @@ def test_message_with_a_header_keeps_a_newer_producers_key_on_an_old_worker(upgr
 @pytest.mark.parametrize(
     ("sender", "release", "stays"),
     [
-        ("producer", "old", True),
-        ("producer", "pinned", True),
-        ("stranger", "pinned", True),
-        pytest.param("producer", "unpinned", False, id="what-the-pin-is-for"),
+        ("code", "old", True),
+        ("code", "pinned", True),
+        ("name", "pinned", True),
+        pytest.param("code", "unpinned", False, id="what-the-pin-is-for"),
     ],
 )
-def test_retry_stays_on_the_pinned_key(upgrade, stranger, journal, sender, release, stays):
+def test_retry_stays_on_the_pinned_key(upgrade, producer, journal, sender, release, stays):
     """A worker computes the key of a retry again, in the format that it is told to use."""
-    if sender == "producer":
+    if sender == "code":
         result = upgrade.retrying.apply_async(("n",), queue=release)
     else:  # without a header
-        result = stranger.send_task(f"{APP}.retrying", ("n",), queue=release)
+        result = producer.send_task(f"{APP}.retrying", ("n",), queue=release)
     assert result.get(timeout=20) == 1
     first, second = keys_of(journal, result)
     assert first == upgrade.retrying.lock_key("n")
@@ -189,11 +174,12 @@ def test_worker_with_an_unknown_key_version_does_not_start(start_worker):
         start_worker(APP, conf={"setnx_key_version": 2})
 
 
-def test_send_task_with_an_unknown_key_version_is_refused(stranger):
+def test_send_task_with_an_unknown_key_version_is_refused(producer):
     """A producer without the tasks' code learns it at its first call."""
-    stranger.conf.setnx_key_version = 2
+    producer.conf.setnx_key_version = 2
     with pytest.raises(OptionError, match="setnx_key_version must be one of 1, not 2"):
-        send_task(stranger, WORK, kwargs={"name": "n"}, singleton={"key": "name"}, queue=NOWHERE)
+        send_task(producer, WORK, kwargs={"name": "n"}, singleton={"key": "name"}, queue=NOWHERE)
+    producer.conf.setnx_key_version = 1  # tasks that are shared later are bound to this app too
 
 
 def test_newer_release_may_be_told_either_format(monkeypatch):

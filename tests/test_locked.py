@@ -1,11 +1,9 @@
 """locked() and lock_key(): a glance at the lock of a call, without publishing it."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery
 from pydantic import BaseModel
 
@@ -14,7 +12,7 @@ from celery_setnx.delivery import HEADER
 from celery_setnx.testing import pass_time
 from tests.versions.conditions import needs_dumped_models
 
-NOWHERE = "locked-nowhere"
+NOWHERE = "parked"  # nobody consumes it
 
 
 class User(BaseModel):
@@ -23,16 +21,7 @@ class User(BaseModel):
 
 
 @pytest.fixture
-def broker(server) -> Iterator[redis.Redis]:
-    """A client of the broker's database; the queue without a consumer is empty before and after."""
-    with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
-        client.delete(NOWHERE)
-        yield client
-        client.delete(NOWHERE)
-
-
-@pytest.fixture
-def app(server, locks, broker) -> Celery:
+def app(server, locks, parked) -> Celery:
     """An app of its own, whose messages go where nobody consumes them."""
     app = Celery("glances", set_as_current=False, broker=server.url(0), backend=server.url(0))
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
@@ -59,12 +48,12 @@ def guarded(declare) -> Any:
     return declare(t, singleton={"key": "a"})
 
 
-def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, broker):
+def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, parked):
     """A free lock has no holder, and the glance leaves nothing behind."""
     before = locks.dbsize()
     assert tasks.work.locked("a") is None
     assert locks.dbsize() == before
-    assert broker.llen("celery") == 0
+    assert parked._client.llen("celery") == 0
 
 
 def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates):
@@ -80,16 +69,6 @@ def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates
     gates("gated-a")
     result.get(timeout=60)
     assert tasks.work.locked("gated-a") is None
-
-
-def test_locked_sees_a_running_call_of_a_whole_task(tasks, journal, gates):
-    """With key=() any arguments are the same call."""
-    result = tasks.whole.delay("gated-b")
-    journal.wait_for("start", task_id=result.id)
-    assert tasks.whole.locked("whatever").task_id == result.id
-    assert tasks.whole.lock_key("whatever") == "t:{tests.workerapp.whole}"
-    gates("gated-b")
-    result.get(timeout=60)
 
 
 @pytest.mark.parametrize("state", ["resting", "held_for_retry"])
@@ -133,22 +112,17 @@ def test_locked_is_none_after_an_expired_lease(guarded, locks):
 
 
 def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
-    """Positional, keyword and default arguments alike."""
-    result = tasks.everything.delay(1, c={"x": (1, 2)})
-    result.get(timeout=10)
-    (body,) = journal.entries(what="body", task_id=result.id)
+    """Positional, keyword and default arguments alike; a class-based task is asked as it is called."""
+    tasks.everything.delay(1, c={"x": (1, 2)}).get(timeout=10)
+    (body,) = journal.entries(what="body")
     assert tasks.everything.lock_key(a=1, b=2, c={"x": [1, 2]}) == body["key"]
-
-
-def test_lock_key_of_a_bound_method_leaves_self_out(tasks, journal):
-    """A class-based task is asked as it is called."""
     tasks.classy.delay(name="a").get(timeout=10)
     (start,) = journal.entries(what="start")
     assert tasks.classy.lock_key("a") == start["key"]
 
 
 @needs_dumped_models
-def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(declare, app, broker):
+def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(declare, app, parked):
     """A model is dumped as Celery dumps it: the same key as in the message's header."""
 
     def greet(user: User, times: int = 1) -> None: ...

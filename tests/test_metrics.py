@@ -7,7 +7,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_setnx import metrics, signals
 from celery_setnx.metrics import FIGURES
 from tests.harness import Worker, wait_until
+from tests.test_signals import MARKED, WORK, apart
+
+__all__ = ["apart"]  # a fixture
 
 Scrape = dict[tuple[str, ...], float]
-WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
 
 
 def read(text: str) -> Scrape:
@@ -108,40 +109,25 @@ def other(module_worker, tmp_path_factory) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def scene(locks, journal, gates) -> Callable[..., Any]:
-    """Plays a scene of `tests.watchapp` in the workers of a queue."""
-    from tests import watchapp
-
-    return lambda name, queue="celery": getattr(watchapp.Scenes(locks, gates, queue), name)()
-
-
-@pytest.fixture
 def app() -> Celery:
-    return Celery("measured", set_as_current=False)
+    """An app of its own, with the task that `send_each` tells of."""
+    app = Celery("measured", set_as_current=False)
+
+    @app.task(name="shop.settle", shared=False)
+    def settle() -> None: ...
+
+    return app
 
 
 @pytest.fixture
-def sender(app) -> Any:
-    """A task as signals name it."""
-    return Sender(app)
+def scene(apart) -> Callable[..., Any]:
+    """Plays a scene of `tests.watchapp` in the workers of a queue."""
+    return lambda name, queue="celery": getattr(apart(queue), name)()
 
 
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@dataclass(frozen=True)
-class Sender:
-    """What a receiver reads of a task."""
-
-    app: Celery
-    name: str = "shop.settle"
-
-
-def send_each(sender: Any) -> None:
+def send_each(app: Celery) -> None:
     """One of each signal, two of the times at 2 s."""
-    about = {"sender": sender, "task_id": "1", "key": "t:{shop.settle:0}"}
+    about = {"sender": app.tasks["shop.settle"], "task_id": "1", "key": "t:{shop.settle:0}"}
     signals.lock_acquired.send(**about, fence=1, waited_s=2.0)
     signals.lock_conflict.send(**about, holder=None, remaining_s=1.0, policy="skip")
     signals.lock_taken_over.send(**about, fence=1, holder=None)
@@ -152,19 +138,12 @@ def send_each(sender: Any) -> None:
     signals.lock_released.send(**about, fence=None, outcome="freed", held_s=None)
 
 
+ONCE = ("acquired_total", "taken_over_total", "lost_total", "lapsed_total")
+LABELLED = [("conflicts", "skip"), ("duplicates", "queued"), ("released", "released"), ("released", "freed")]
 EACH = {
-    ("acquired_total", "shop.settle"): 1,
-    ("conflicts_total", "shop.settle", "skip"): 1,
-    ("taken_over_total", "shop.settle"): 1,
-    ("lost_total", "shop.settle"): 1,
-    ("lapsed_total", "shop.settle"): 1,
-    ("duplicates_total", "shop.settle", "queued"): 1,
-    ("released_total", "shop.settle", "released"): 1,
-    ("released_total", "shop.settle", "freed"): 1,
-    ("wait_seconds_count", "shop.settle"): 1,
-    ("wait_seconds_sum", "shop.settle"): 2,
-    ("hold_seconds_count", "shop.settle"): 1,
-    ("hold_seconds_sum", "shop.settle"): 2,
+    **{(name, "shop.settle"): 1 for name in (*ONCE, "wait_seconds_count", "hold_seconds_count")},
+    **{(f"{name}_total", "shop.settle", label): 1 for name, label in LABELLED},
+    **{(f"{name}_seconds_sum", "shop.settle"): 2 for name in ("wait", "hold")},
 }
 
 
@@ -177,21 +156,16 @@ def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene
     )
     times = [name for name in found if name[0] in ("wait_seconds_sum", "hold_seconds_sum")]
     assert all(found.pop(name) >= 0 for name in times)
+    # Acquired by four holders, the woken one, the one that took over, and the one that lost.
+    of_work = {"acquired_total": 7, "taken_over_total": 1, "lost_total": 1, "wait_seconds_count": 7}
+    of_marked = {"acquired_total": 1, "lapsed_total": 1, "wait_seconds_count": 1, "hold_seconds_count": 1}
     assert found == {
-        ("acquired_total", WORK): 7,  # four holders, the woken one, the one that took over, the one that lost
-        ("acquired_total", MARKED): 1,
-        ("conflicts_total", WORK, "skip"): 2,
-        ("conflicts_total", WORK, "wait"): 1,
-        ("conflicts_total", WORK, "raise"): 1,
-        ("taken_over_total", WORK): 1,
-        ("lost_total", WORK): 1,
-        ("lapsed_total", MARKED): 1,
+        **{(name, WORK): count for name, count in of_work.items()},
+        **{(name, MARKED): count for name, count in of_marked.items()},
+        **{("conflicts_total", WORK, policy): n for policy, n in (("skip", 2), ("wait", 1), ("raise", 1))},
         ("released_total", WORK, "released"): 6,
         ("released_total", MARKED, "released"): 1,
-        ("wait_seconds_count", WORK): 7,
-        ("wait_seconds_count", MARKED): 1,
         ("hold_seconds_count", WORK): 6,
-        ("hold_seconds_count", MARKED): 1,
     }
 
 
@@ -244,11 +218,9 @@ def _sockets(pid: int) -> set[str]:
     return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
 
 
-def test_waiters_are_asked_for_at_the_scrape(measured, locks, journal, gates):
+def test_waiters_are_asked_for_at_the_scrape(measured, apart):
     """By scope, of Redis: whoever scrapes sees the same."""
-    from tests import watchapp
-
-    scenes = watchapp.Scenes(locks, gates)
+    scenes = apart("celery")
     holder, second = scenes.conflict("wait")
     measured.wait_for({("waiters", WORK): 1})
     scenes.end(holder, second)
@@ -272,90 +244,61 @@ def test_pool_of_threads_needs_no_directory(start_worker, scene):
     worker.stop()
 
 
-def test_worker_whose_port_is_taken_works_without_metrics(other, scene):
-    """The tasks matter more; the log says what to do."""
-    scene("take_over", "other")
-    other.wait_for_log("The metrics of this worker are not served")
+def test_prometheus_twice_counts_every_figure_once(app):
+    """Each signal, and its times; of an unknown time nothing. As when `prometheus` and `serve` are called.
 
-
-def test_prometheus_twice_counts_every_figure_once(app, sender, registry):
-    """Each signal, and its times; of an unknown time nothing. As when `prometheus` and `serve` are called."""
+    Of another app's tasks nothing is counted: each app has its own figures.
+    """
+    registry, others = CollectorRegistry(), CollectorRegistry()
     metrics.prometheus(app, registry=registry, waiters=False)
     metrics.prometheus(app, registry=registry, waiters=False)
-    send_each(sender)
+    metrics.prometheus(Celery("other", set_as_current=False), registry=others, waiters=False)
+    send_each(app)
     assert read(generate_latest(registry).decode()) == EACH
+    assert read(generate_latest(others).decode()) == {}
 
 
-def test_another_apps_tasks_are_not_counted(app, sender, registry):
-    """Each app has its own figures."""
-    metrics.prometheus(Celery("other", set_as_current=False), registry=registry, waiters=False)
-    send_each(sender)
-    assert read(generate_latest(registry).decode()) == {}
-
-
-def test_figures_stand_when_redis_cannot_be_asked(sender, app, registry, caplog):
+def test_figures_stand_when_redis_cannot_be_asked(app, caplog):
     """The waiters are missing from the scrape, and a line says why."""
-    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+    app.conf.setnx_url, registry = "redis://127.0.0.1:1/0", CollectorRegistry()
     metrics.prometheus(app, registry=registry)
-    send_each(sender)
+    send_each(app)
     assert read(generate_latest(registry).decode()) == EACH
     assert "missing from the metrics" in caplog.text
 
 
-def test_opentelemetry_counts_every_figure(server, app, sender):
-    """The same table, with a unit for times."""
+def test_opentelemetry_counts_every_figure(server, locks, app):
+    """The same table, with a unit for times; and who waits in line, if that is asked for."""
     from tests.watchapp import telemetry
 
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    line = "t:{shop.settle:00000000000000000000000000000000}:line"
+    locks.zadd(line, {"a": 1, "b": 2})
+    locks.expire(line, 60)
     reader = InMemoryMetricReader()
-    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"))
-    send_each(sender)
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
+    send_each(app)
     assert telemetry(reader) == {
         name.removesuffix("_total").removesuffix("_seconds_count"): value
         for (name, *labels), value in EACH.items()
         if not name.endswith("_sum") and labels[-1] != "freed"
-    } | {"released": 2}
-
-
-def test_opentelemetry_counts_a_worker_of_this_process(server, locks, app):
-    """Real calls in a worker of threads, and who waits in line."""
-    from celery.contrib.testing.worker import start_worker
-
-    from celery_setnx import SingletonTask
-    from tests.watchapp import telemetry
-
-    app.conf.update(broker_url=server.url(12), result_backend=server.url(12), setnx_url=server.url(1))
-    app.conf.setnx_prefix = "t"
-
-    @app.task(base=SingletonTask, name="otel.work")
-    def work(name: str) -> str:
-        return name
-
-    reader = InMemoryMetricReader()
-    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
-    with start_worker(app, pool="threads", perform_ping_check=False, concurrency=2):
-        for number in range(5):
-            work.delay(str(number)).get(timeout=10)
-        locks.zadd("t:{otel.work:00000000000000000000000000000000}:line", {"a": 1, "b": 2})
-        locks.expire("t:{otel.work:00000000000000000000000000000000}:line", 60)
-        wait_until(lambda: telemetry(reader).get("released") == 5, "five are released")
-        found = telemetry(reader)
-    assert found == {"acquired": 5, "released": 5, "wait": 5, "hold": 5, "waiters": 2}
+    } | {"released": 2, "waiters": 2}
 
 
 def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(other, scene):
-    """With the provider that `worker_process_init` has set; a successor begins anew."""
+    """With the provider that `worker_process_init` has set; a successor begins anew.
+
+    Its port for metrics is taken: the tasks matter more, and the log says what to do.
+    """
     from tests import watchapp
 
+    names = ("acquired", "taken_over", "released", "wait", "hold")
     for _ in range(2):
         scene("free", "other")
         scene("take_over", "other")
-        assert watchapp.measured.apply_async(queue="other").get(timeout=60) == {
-            "acquired": 1,
-            "taken_over": 1,
-            "released": 1,
-            "wait": 1,
-            "hold": 1,
-        }
+        found = watchapp.measured.apply_async(queue="other").get(timeout=60)
+        assert found == dict.fromkeys(names, 1)
+    other.wait_for_log("The metrics of this worker are not served")
 
 
 def test_labels_never_name_a_key():

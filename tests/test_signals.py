@@ -1,23 +1,52 @@
-"""The signals: what the table of docs/monitoring.md says of them, and what is sent."""
+"""Signals and log lines: what the table of docs/monitoring.md says of them, and what is told of each call."""
 
 import ast
+import logging
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import signals
-from tests.harness import Journal, wait_until
-from tests.test_logging import apart, scenes, watched
-
-__all__ = ["apart", "scenes", "watched"]  # fixtures
+from tests.harness import Journal, Worker, wait_until
 
 SIGNALS = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
 PACKAGE = Path(celery_setnx.__file__).parent
 TABLE = Path(__file__).parent.parent / "docs" / "monitoring.md"
+LINE = re.compile(r"^\[\S+ \S+ (?P<level>[A-Z]+)/[^\]]+\] (?P<text>.*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def watched(module_worker) -> Iterator[Worker]:
+    """A worker of `tests.watchapp` whose events are on."""
+    worker = module_worker("tests.watchapp", arguments=("-E",))
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def apart(server, locks, journal, gates) -> Any:
+    """What may happen to a call, in the workers of a queue."""
+    from tests import watchapp
+
+    return lambda queue: watchapp.Scenes(locks, gates, queue)
+
+
+@pytest.fixture
+def scenes(watched, apart) -> Any:
+    """What may happen to a call of that worker."""
+    return apart("celery")
+
+
+def lines_about(worker: Worker, call: str, key: str) -> list[str]:
+    """Level and text of each line of ours that names a call and its key; of Celery's, those that say why."""
+    found = [m for m in LINE.finditer(worker.log_text()) if key in m["text"] and f"[{call}]" in m["text"]]
+    return [f"{m['level']} {m['text']}" for m in found if not re.match(r"Task \S+ succeeded in", m["text"])]
 
 
 def sent(journal: Journal, task_id: str) -> list[str]:
@@ -91,30 +120,6 @@ def test_signals_are_sent_in_order_with_exactly_their_arguments(scenes, journal,
     assert all((waited_s > 0) == ("lock_conflict" in expected) for waited_s in waited)
 
 
-def test_duplicate_is_told_by_its_publisher(apart, journal):
-    """In the process that publishes, with the id of the task that is queued."""
-    scenes = apart("celery")
-    call = scenes.duplicate()
-    (entry,) = journal.wait_for("signal", signal="call_deduplicated")
-    assert set(entry["given"]) == set(signals.call_deduplicated.providing_args)
-    assert (entry["task_id"], entry["key"], entry["state"]) == (call.id, scenes.key, "queued")
-
-
-def test_fan_out_tells_every_duplicate(apart, journal):
-    """Those of its own window, and those of a call that was queued before; with one line for all."""
-    from tests import watchapp
-
-    scenes = apart("celery")
-    scenes.duplicate()
-    journal.wait_for("signal", signal="call_deduplicated")
-    calls = [(scenes._name,), ("a",), ("a",), ("b",), ("a",)]
-    counts = watchapp.marked.fan_out(calls, queue="nowhere")
-    assert (counts.accepted, counts.duplicates) == (2, 3)
-    told = journal.wait_for("signal", signal="call_deduplicated", count=4)[1:]
-    twice = watchapp.marked.lock_key("a")
-    assert sorted(entry["key"] for entry in told) == sorted([scenes.key, twice, twice])
-
-
 def test_acquired_says_how_long_the_call_has_waited(scenes, journal):
     """Nothing for the first; for one that came back, since its first conflict."""
     began = time.monotonic()
@@ -127,3 +132,105 @@ def test_acquired_says_how_long_the_call_has_waited(scenes, journal):
     assert first["waited_s"] == 0.0
     assert 0.05 < later["waited_s"] < later["at"] - began
     assert 0.05 < released["held_s"] < released["at"] - began
+
+
+@pytest.mark.parametrize(("level", "lines"), [(logging.INFO, 1), (logging.WARNING, 0)])
+def test_duplicate_is_told_by_its_publisher(apart, journal, caplog, level, lines):
+    """In the process that publishes, with the id of the task that is queued: by a signal and in one line.
+
+    The level of the logger `celery_setnx` rules all lines.
+    """
+    caplog.set_level(level, logger="celery_setnx")
+    scenes = apart("celery")
+    call = scenes.duplicate()
+    (entry,) = journal.wait_for("signal", signal="call_deduplicated")
+    assert set(entry["given"]) == set(signals.call_deduplicated.providing_args)
+    assert (entry["task_id"], entry["key"], entry["state"]) == (call.id, scenes.key, "queued")
+    assert [record.message for record in caplog.records if record.name.startswith("celery_setnx")] == [
+        f"A call of {MARKED} is not published: the same call is queued already, as task {call.id} "
+        f"(key {scenes.key})."
+    ][:lines]
+
+
+def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
+    """A signal for those of its own window, and those of a call that was queued before; one line for all."""
+    from tests import watchapp
+
+    scenes = apart("celery")
+    scenes.duplicate()
+    journal.wait_for("signal", signal="call_deduplicated")
+    calls = [(scenes._name,), ("a",), ("a",), ("b",), ("a",)]
+    counts = watchapp.marked.fan_out(calls, queue="nowhere")
+    assert (counts.accepted, counts.duplicates) == (2, 3)
+    told = journal.wait_for("signal", signal="call_deduplicated", count=4)[1:]
+    twice = watchapp.marked.lock_key("a")
+    assert sorted(entry["key"] for entry in told) == sorted([scenes.key, twice, twice])
+    assert [m for m in caplog.messages if f"calls of {MARKED}" in m] == [
+        f"3 of 5 calls of {MARKED} are not published: the same calls are queued or running already."
+    ]
+
+
+WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
+COMES_BACK = "INFO Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
+SCENES = {
+    "skip": "INFO Skipped {call}: {key} is held by {holder}.",
+    "retry": f"{COMES_BACK % 1}\n{COMES_BACK % 2}",
+    "wait": (
+        "INFO {call} waits in line, at place 1: {key} is held by {holder}.\n"
+        "INFO {call} has its turn: it waited {s} s for {key}."
+    ),
+    "take_over": (
+        "WARNING {call} took over {key} from tests.watchapp.work[dead] on gone@host (pid 7), running since "
+        "{when}: its lease ended {s} s ago and was not renewed. That process died, or stood still for longer "
+        "than its lease."
+    ),
+    "lose": (
+        "WARNING {call} lost its lock {key}: its key has vanished from Redis (deleted, evicted, or the data "
+        "was lost). Its body runs on, and another may run beside it; lock.ensure() tells the body."
+    ),
+    "lapse": (
+        "WARNING {call} was the only one queued when it was published, but its mark was gone when it "
+        "started: another call of {key} may have been published meanwhile. It runs under its lock."
+    ),
+    "fail": "INFO Task {call} raised expected: AlreadyRunning({any}{holder}{any}",
+    "free": "WARNING {call} died with its process {pid}; its lock {key} is freed.",
+}
+PATTERNS = {
+    "holder": rf"{re.escape(WORK)}\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), running since .{{19}} UTC",
+    "when": r".{19} UTC",
+    "s": r"\d+\.\d",
+    "any": ".*",
+    "pid": r"\d+",
+}
+
+
+def pattern(text: str, call: str, key: str) -> str:
+    """What a line must look like, of which SCENES gives the words."""
+    pieces = re.split(r"\{(\w+)\}", text)
+    known = {**PATTERNS, "call": re.escape(call), "key": re.escape(key)}
+    return "".join(known[piece] if odd % 2 else re.escape(piece) for odd, piece in enumerate(pieces))
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, scene):
+    """INFO for what a policy does, WARNING for what nobody asked for; nothing twice, and no traceback."""
+    call = getattr(scenes, scene)()
+    name = MARKED if scene == "lapse" else WORK
+    expected = SCENES[scene].splitlines()
+
+    def found() -> list[str]:
+        lines = lines_about(watched, call.id, scenes.key)
+        lines = lines[: len(expected)] if scene == "retry" else lines  # it may come back any number of times
+        return lines if len(lines) >= len(expected) else []
+
+    lines = wait_until(found, f"{len(expected)} lines of {scene} in {watched.log}")
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected):
+        assert re.fullmatch(pattern(words, f"{name}[{call.id}]", scenes.key), line), line
+
+
+def test_all_modules_log_to_one_logger():
+    """The logger `celery_setnx`, or one below it."""
+    for path in PACKAGE.rglob("*.py"):
+        names = set(re.findall(r"getLogger\((.*?)\)", path.read_text()))
+        assert all(name.startswith('"celery_setnx') for name in names), path.name

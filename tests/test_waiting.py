@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from celery import Signature, chain, chord, group
+from celery import Signature
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
@@ -25,7 +25,7 @@ from celery_setnx.process import has_ended
 from celery_setnx.testing import pass_time
 from celery_setnx.waiting import COURIER, Order, _send_again, _unpacked
 from tests.harness import Worker, wait_until
-from tests.stage import SOON, Stage
+from tests.stage import SOON, Stage, assert_one_at_a_time, revoke
 
 APP = "tests.waitapp"
 
@@ -68,11 +68,6 @@ def adopt(stage, worker) -> Iterator[Callable[[], None]]:
     ask(stage.tasks.app.control.cancel_consumer)
 
 
-def revoke(stage: Stage, result: Any) -> None:
-    """Revoke a call; both workers know it then."""
-    assert len(stage.tasks.app.control.revoke(result.id, reply=True, timeout=30, limit=2)) == 2
-
-
 def test_waiting_calls_run_in_order_of_arrival_over_two_workers(stage, worker, second):
     """First come, first served: the order of the line is that of the bodies, whichever worker runs them.
 
@@ -107,54 +102,29 @@ def test_waiting_call_meets_waits_is_woken_and_runs(stage, journal):
     assert journal.entries(what="conflict")[0]["policy"] == "wait"
 
 
-def test_call_leaves_the_line_at_max_wait(stage):
-    """max_wait is over: LockTimeout is the result, soon, and those behind move up."""
+@pytest.mark.parametrize("name", ["work", "joined"])
+def test_call_leaves_the_line_at_max_wait(stage, name):
+    """max_wait is over: LockTimeout is the result, soon, and those behind move up; of a joiner too.
+
+    With max_wait=0 the first conflict is the last.
+    """
+    stage.task = getattr(stage.tasks, name)
     first = stage.held()
     at = time.monotonic()
+    hasty = stage.task.apply_async([stage.key, "z"], singleton={"max_wait": 0})
+    with pytest.raises(LockTimeout):
+        hasty.get(timeout=30)
+    assert stage.task.locked(stage.key).waiting == 0
     second = stage.parked("x", singleton={"max_wait": 0.5})
     third = stage.parked("y")
     with pytest.raises(LockTimeout) as caught:
         second.get(timeout=30)
     assert 0.5 <= caught.value.waited_s <= time.monotonic() - at + 0.1
     assert caught.value.holder["task_id"] == first.id
-    wait_until(lambda: stage.tasks.work.locked(stage.key).waiting == 1, "it has left the line")
-    assert stage.tasks.work.locked(stage.key).waiters[0].task_id == third.id
+    wait_until(lambda: stage.task.locked(stage.key).waiting == 1, "it has left the line")
+    assert stage.task.locked(stage.key).waiters[0].task_id == third.id
     stage.open()
-    stage.have_run([first, third])
-
-
-def test_max_wait_of_nothing_fails_at_once(stage):
-    """max_wait=0: the first conflict is the last."""
-    first = stage.held()
-    second = stage.tasks.work.apply_async([stage.key, "x"], singleton={"max_wait": 0})
-    with pytest.raises(LockTimeout):
-        second.get(timeout=30)
-    assert stage.tasks.work.locked(stage.key).waiting == 0
-    stage.open()
-    first.get(timeout=30)
-
-
-@pytest.mark.parametrize("kind", ["chain", "chord", "group", "link"])
-def test_workflow_of_waiting_calls_goes_on(stage, journal, kind):
-    """What follows a call that waited is sent once, with its result."""
-    stage.held()
-    work, arrival = stage.tasks.work, stage.tasks.arrival.s()
-    x, y = work.si(stage.key, "x"), work.si(stage.key, "y")
-    ran_x, ran_y = [stage.key, "x", 0], [stage.key, "y", 0]
-    send, expected = {
-        "chain": (chain(x, y, arrival).delay, [ran_y]),
-        "chord": (chord([x, y], arrival).delay, [ran_x, ran_y]),
-        "group": (group(x, y).delay, [ran_x, ran_y]),
-        "link": (lambda: work.apply_async([stage.key, "x"], link=arrival), ran_x),
-    }[kind]
-    result = send()
-    journal.wait_for("waiting", count=1 if kind in ("chain", "link") else 2)
-    stage.open()
-    found = result.get(timeout=30)
-    assert (sorted(found[0]) if kind == "chord" else found) == expected
-    if kind != "group":
-        assert len(journal.wait_for("arrival")) == 1
-    stage.assert_one_at_a_time()
+    stage.have_run([first, third] if name == "work" else [first])
 
 
 MOMENT = datetime.datetime(2024, 5, 6, tzinfo=datetime.timezone.utc)
@@ -182,23 +152,19 @@ def test_waiting_keeps_arguments_that_only_their_serializer_carries(stage, seria
 # Death
 
 
-def test_killed_child_of_the_holder_wakes_the_line(stage):
-    """kill -9 of the holder's process: its worker hands the lock over at once, long before the lease ends."""
-    first = stage.held()
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [(None, WorkerLostError), pytest.param(3, TimeLimitExceeded, marks=pytest.mark.clock)],
+    ids=["killed", "time-limit"],
+)
+def test_holder_whose_process_is_killed_wakes_the_line(stage, limit, error):
+    """kill -9, or a hard time limit, which is a worker's: the lock is handed over before its lease ends."""
+    first = stage.held(time_limit=limit)
     results = stage.line_up(3)
-    os.kill(stage.holder_pid(), signal.SIGKILL)
+    if limit is None:
+        os.kill(stage.holder_pid(), signal.SIGKILL)
     stage.have_run(results)
-    with pytest.raises(WorkerLostError):
-        first.get(timeout=30)
-
-
-@pytest.mark.clock
-def test_time_limit_of_the_holder_wakes_the_line(stage):
-    """A holder that its hard time limit has killed hands its lock over at once. The limit is a worker's."""
-    first = stage.held(time_limit=3)
-    results = stage.line_up(3)
-    stage.have_run(results)
-    with pytest.raises(TimeLimitExceeded):
+    with pytest.raises(error):
         first.get(timeout=30)
 
 
@@ -365,7 +331,7 @@ def test_revoked_waiter_leaves_and_the_next_runs_at_once(stage):
     """A waiter that was revoked does not run; its state is REVOKED, and nobody waits for it."""
     stage.held()
     second, third = stage.line_up(2)
-    revoke(stage, second)
+    revoke(stage.tasks.app, second, workers=2)
     stage.open()
     assert third.get(timeout=30) == [stage.key, f"{stage.key}-1", 0]
     with pytest.raises(TaskRevokedError):
@@ -423,7 +389,7 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(stage, journal, loc
     with pytest.raises(ZeroDivisionError):
         second.get(timeout=30)
     assert copy.options["expires"]
-    copy.options["expires"] = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=1)
+    copy.options["expires"] = MOMENT
     _send_again(copy)
     assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=30) == 1  # it has come after it
     assert second.state == "FAILURE"
@@ -464,31 +430,24 @@ def test_waiter_starts_when_the_rest_is_over(stage, journal):
     assert all(after - before >= 500_000 for before, after in itertools.pairwise(acquired))
 
 
-def test_waiters_wait_for_the_holders_retry(stage, journal):
-    """hold_on_retry: the line waits until the retry has run too."""
-    first = stage.held(task=stage.tasks.patient)
-    second = stage.parked(task=stage.tasks.patient)
-    stage.open()
-    journal.wait_for("released", outcome="held_for_retry", task_id=first.id)
-    stage.open()
-    assert first.get(timeout=30) == stage.gate
-    assert second.get(timeout=30) == ""
-    assert stage.starts() == [first.id, first.id, second.id]
-    stage.assert_one_at_a_time()
-
-
-def test_waiters_go_on_when_the_holders_retry_is_revoked(stage, journal, parked):
-    """hold_on_retry: a retry that will not come hands its lock to the first in line."""
-    first = stage.tasks.patient.apply_async([stage.key, stage.gate, "parked"])
+@pytest.mark.parametrize("queue", ["celery", "parked"], ids=["runs", "revoked"])
+def test_waiters_wait_for_the_holders_retry(stage, journal, parked, queue):
+    """hold_on_retry: the line waits until the retry has run too, or hands on what one will not come for."""
+    first = stage.tasks.patient.apply_async([stage.key, stage.gate, queue])
     journal.wait_for("start", task_id=first.id)
     second = stage.parked(task=stage.tasks.patient)
     stage.open()
     journal.wait_for("released", outcome="held_for_retry", task_id=first.id)
-    revoke(stage, first)
-    parked.move()
+    if queue == "parked":
+        revoke(stage.tasks.app, first, workers=2)
+        parked.move()
+        wait_until(lambda: first.state == "REVOKED", "its state is stored")
+    else:
+        stage.open()
+        assert first.get(timeout=30) == stage.gate
     assert second.get(timeout=30) == ""
-    assert stage.starts() == [first.id, second.id]
-    wait_until(lambda: first.state == "REVOKED", "its state is stored")
+    assert stage.starts() == [first.id] * (1 if queue == "parked" else 2) + [second.id]
+    assert_one_at_a_time(journal)
 
 
 def test_task_that_sends_itself_does_not_deadlock(stage, journal):
@@ -496,7 +455,7 @@ def test_task_that_sends_itself_does_not_deadlock(stage, journal):
     stage.tasks.again.apply_async([stage.key, 3])
     journal.wait_for("end", name="left-0")
     assert [entry["name"] for entry in journal.entries(what="start")] == [f"left-{n}" for n in (3, 2, 1, 0)]
-    stage.assert_one_at_a_time()
+    assert_one_at_a_time(journal)
 
 
 def test_thousand_publishes_while_one_runs_are_one_more_run(stage, journal):
@@ -524,10 +483,8 @@ def test_locked_tells_who_waits_where_and_for_how_long(stage, journal):
     began = time.monotonic()
     results = stage.line_up(3)
     holder = stage.tasks.work.locked(stage.key)
-    assert holder.task_id == first.id
-    assert holder.waiting == 3
-    assert [waiter.place for waiter in holder.waiters] == [1, 2, 3]
-    assert [waiter.task_id for waiter in holder.waiters] == [result.id for result in results]
+    assert (holder.task_id, holder.waiting) == (first.id, 3)
+    assert [(w.place, w.task_id) for w in holder.waiters] == [(n, r.id) for n, r in enumerate(results, 1)]
     ages = [waiter.age_s for waiter in holder.waiters]
     assert ages == sorted(ages, reverse=True)
     assert 0 < ages[-1] < ages[0] < time.monotonic() - began + 0.1
@@ -535,17 +492,6 @@ def test_locked_tells_who_waits_where_and_for_how_long(stage, journal):
     stage.open()
     stage.have_run([first, *results])
     wait_until(lambda: stage.tasks.work.locked(stage.key) is None, "nobody has the lock")
-
-
-def test_direct_and_eager_calls_do_not_wait(stage):
-    """Called as a function, or with .apply(), a task asks for no lock."""
-    first = stage.held()
-    work, key = stage.tasks.work, stage.key
-    assert work(key, "x") == [key, "x", 0]
-    assert work.apply([key, "y"]).get() == [key, "y", 0]
-    assert work.locked(key).waiting == 0
-    stage.open()
-    first.get(timeout=30)
 
 
 def test_callable_policy_may_wait(stage):
@@ -564,7 +510,7 @@ def test_call_without_a_result_waits_too(stage, journal):
     stage.open()
     journal.wait_for("released", count=4)
     assert stage.starts() == [first.id, *(result.id for result in results)]
-    stage.assert_one_at_a_time()
+    assert_one_at_a_time(journal)
 
 
 @pytest.mark.parametrize(("pool", "concurrency"), [("threads", 4), ("solo", 1)])
@@ -581,25 +527,13 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     """Whatever goes wrong with it, the courier does not end before its call has begun. One of a newer worker,
     which says more, is understood."""
     first = stage.held()
-    order = Order(
-        key=stage.tasks.work.lock_key(stage.key),
-        task=stage.tasks.work.name,
-        task_id="unreadable",
-        attempt=0,
-        call_id="",
-        since=1.0,
-        call="no/type utf-8 nothing",
-        until=2.0,  # over: it is to be sent
-        lease=1.0,
-        pace=0.2,
-        queue_lease=5.0,
-        remember=5.0,
-        marked=False,
-    )
+    work, unreadable = stage.tasks.work, {"task_id": "unreadable", "call": "no/type utf-8 nothing"}
+    times = {"since": 1.0, "until": 2.0, "lease": 1.0, "pace": 0.2, "queue_lease": 5.0, "remember": 5.0}
+    about = {"key": work.lock_key(stage.key), "task": work.name, "attempt": 0, "call_id": "", "marked": False}
+    order = Order(**about, **times, **unreadable)  # until is over: it is to be sent
     said = {"key": order.key, "order": {**asdict(order), "colour": "blue"}}
     stage.tasks.app.tasks[COURIER].apply_async(kwargs=said, queue=stage.key)
-    wait_until(
-        lambda: doomed.log_text().count(f"The courier of {order} comes back later") >= 2, "it came twice"
-    )
+    later = f"The courier of {order} comes back later"
+    wait_until(lambda: doomed.log_text().count(later) >= 2, "it came twice")
     stage.open()
     assert first.get(timeout=30)[0] == stage.key

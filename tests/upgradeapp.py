@@ -5,6 +5,8 @@ With `knows_format_2` its process has the newer release, which knows key format 
 
 from typing import Any
 
+from celery import Task
+
 from celery_setnx import SingletonTask, keys, singleton
 from tests.app import body, make_app
 
@@ -27,6 +29,23 @@ def work(name: str, reason: str = "") -> str:
     return body(name)
 
 
+def plainly(name: str) -> str:
+    return body(name)
+
+
+def variant(task: str, base: Any, function: Any = plainly, **options: Any) -> Any:
+    """One of the tasks that differ in their options only."""
+    return app.task(shared=False, base=base, name=f"tests.upgradeapp.{task}", **options)(function)
+
+
+SKIPS = {"key": "name", "lease": 600, "on_conflict": "skip"}  # not to be combined with until_started
+whole = variant("whole", Queued, singleton={"key": ()})
+scoped = variant("scoped", Queued, singleton={"key": "name", "scope": "shared-scope"})
+skipping = variant("skipping", SingletonTask, singleton=SKIPS)
+decorated = variant("decorated", Task, singleton(key="name")(plainly))  # under Celery's own base class
+unguarded = variant("unguarded", Task)
+
+
 @app.task(shared=False, base=Queued, singleton={"key": ["day", "name"]})
 def listed(name: str, day: int, reason: str = "") -> str:
     """The key is a list of names."""
@@ -39,27 +58,9 @@ def templated(name: str, user: dict[str, Any]) -> str:
     return body(name)
 
 
-@app.task(shared=False, base=Queued, singleton={"key": ()})
-def whole(name: str) -> str:
-    """One lock for the whole task."""
-    return body(name)
-
-
-@app.task(shared=False, base=Queued, singleton={"key": "name", "scope": "shared-scope"})
-def scoped(name: str) -> str:
-    """The key lives under a scope that is not the task's name."""
-    return body(name)
-
-
 @app.task(shared=False, base=Queued, singleton={"key": "args"})
 def command(name: str, args: list[str], kwargs: Any = None) -> str:
     """Its parameters have the names that Python programmers give to catch-alls."""
-    return body(name)
-
-
-@app.task(shared=False, base=SingletonTask, singleton={"key": "name", "lease": 600, "on_conflict": "skip"})
-def skipping(name: str) -> str:
-    """Its policy cannot be combined with dedupe="until_started"."""
     return body(name)
 
 
@@ -76,19 +77,6 @@ def retrying(self: Any, name: str, reason: str = "") -> int:
 def telling(self: Any, name: str) -> Any:
     """Returns the options that came with its message."""
     return self.request.headers["singleton"].get("options")
-
-
-@app.task(shared=False)
-@singleton(key="name")
-def decorated(name: str) -> str:
-    """Under Celery's own base class."""
-    return body(name)
-
-
-@app.task(shared=False)
-def unguarded(name: str) -> str:
-    """None of ours."""
-    return name
 
 
 @app.task(shared=False)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Tasks that wait in line, or for another's result, on the app of `tests.workerapp`.
 
 A worker may die between a release and the wake-up (the setting `dies_before_wake`: "child" or "worker").
@@ -12,7 +11,7 @@ from celery import Celery
 from celery.signals import worker_process_init
 
 from celery_setnx import Conflict, SingletonTask, run
-from tests.workerapp import app, arrival, body, control, journal, plain
+from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]
 
@@ -33,7 +32,6 @@ def die_before_wake(**_details: Any) -> None:
 
 
 WAITS = {"key": "name", "on_conflict": "wait", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 600}
-SOON = {**WAITS, "retry_delay_max": 0.3}
 JOINS = {**WAITS, "on_conflict": "join"}
 
 
@@ -44,19 +42,7 @@ def work(self: Any, name: str, gate: str = "") -> Any:
     return [name, gate, self.request.retries]
 
 
-@app.task(base=SingletonTask, ignore_result=True, singleton=WAITS)
-def silent(name: str, gate: str = "") -> None:
-    """Has no result."""
-    body(gate)
-
-
-@app.task(base=SingletonTask, acks_late=True, reject_on_worker_lost=True, singleton=WAITS)
-def tardy(name: str, gate: str = "") -> str:
-    """Is acknowledged when it has ended."""
-    return body(gate)
-
-
-@app.task(base=SingletonTask, track_started=True, singleton=SOON)
+@app.task(base=SingletonTask, track_started=True, singleton={**WAITS, "retry_delay_max": 0.3})
 def failing(name: str, gate: str = "") -> None:
     """Fails, and Celery tells when it starts."""
     body(gate)
@@ -70,17 +56,25 @@ def types_of(name: str, value: Any, gate: str = "") -> list[str]:
     return sorted(type(item).__name__ for item in values)
 
 
-typed = {
-    serializer: app.task(
-        base=SingletonTask, name=f"typed_{serializer}", serializer=serializer, singleton=WAITS
-    )(types_of)
-    for serializer in ("json", "yaml", "pickle")
-}
+def wait_twice(conflict: Conflict) -> Any:
+    """A policy of one's own may let the call wait, and sees how often it has."""
+    return conflict.wait() if conflict.waits < 1 else conflict.fail()
 
 
-@app.task(base=SingletonTask, singleton={**WAITS, "at_least_for": 0.5})
-def resting(name: str, gate: str = "") -> str:
+def plainly(name: str, gate: str = "") -> str:
     return body(gate)
+
+
+PENDING = {"key": "name", "lease": 600, "dedupe": "until_started"}
+typed = {
+    name: variant(types_of, f"typed_{name}", serializer=name, singleton=WAITS)
+    for name in ("json", "yaml", "pickle")
+}
+silent = variant(plainly, "silent", ignore_result=True, singleton=WAITS)
+tardy = variant(plainly, "tardy", acks_late=True, reject_on_worker_lost=True, singleton=WAITS)
+resting = variant(plainly, "resting", singleton={**WAITS, "at_least_for": 0.5})
+decided = variant(plainly, "decided", singleton={**WAITS, "on_conflict": wait_twice})
+pending = variant(plainly, "pending", singleton=PENDING)  # one running and one pending, and no other option
 
 
 @app.task(base=SingletonTask, bind=True, singleton={**WAITS, "hold_on_retry": True})
@@ -99,22 +93,6 @@ def again(self: Any, name: str, left: int) -> int:
         self.apply_async([name, left - 1])
     body(f"left-{left}")
     return left
-
-
-@app.task(base=SingletonTask, singleton={"key": "name", "lease": 600, "dedupe": "until_started"})
-def pending(name: str, gate: str = "") -> str:
-    """One running and one pending, without any other option."""
-    return body(gate)
-
-
-def wait_twice(conflict: Conflict) -> Any:
-    """A policy of one's own may let the call wait, and sees how often it has."""
-    return conflict.wait() if conflict.waits < 1 else conflict.fail()
-
-
-@app.task(base=SingletonTask, singleton={**WAITS, "on_conflict": wait_twice})
-def decided(name: str, gate: str = "") -> str:
-    return body(gate)
 
 
 @app.task(base=SingletonTask, bind=True, singleton=JOINS)

@@ -90,9 +90,7 @@ class Scenes:
     """What may happen to a call, played in a worker. Each returns the call to which it happens."""
 
     def __init__(self, locks: redis.Redis, gates: Callable[[str], None], queue: str = "celery") -> None:
-        self._queue = queue
-        self._locks = locks
-        self._open = gates
+        self._queue, self._locks, self._open = queue, locks, gates
         self._name = f"gated-{time.monotonic_ns()}"
         self.key = work.lock_key(self._name)
 
@@ -112,12 +110,16 @@ class Scenes:
         self._saw(second, "lock_conflict")
         return holder, second
 
-    def skip(self) -> Any:
+    def skip(self, policy: str = "skip") -> Any:
         """A call is skipped."""
-        holder, second = self.conflict("skip")
-        second.get(timeout=60)
+        holder, second = self.conflict(policy)
+        second.get(timeout=60, propagate=False)
         self.end(holder)
         return second
+
+    def fail(self) -> Any:
+        """A call fails, because it meets a held lock."""
+        return self.skip("raise")
 
     def retry(self) -> Any:
         """A call comes back, and runs after the holder."""
@@ -132,13 +134,6 @@ class Scenes:
         self._saw(second, "lock_waiting")
         journal.wait_for("postrun", task_id=second.id)  # its event has been sent too
         self.end(holder, second)
-        return second
-
-    def fail(self) -> Any:
-        """A call fails, because it meets a held lock."""
-        holder, second = self.conflict("raise")
-        second.get(timeout=60, propagate=False)
-        self.end(holder)
         return second
 
     def take_over(self) -> Any:

@@ -1,20 +1,86 @@
 """The app that most test workers run: a task per option and way to declare it; `name` is the key."""
 
-import time
 from typing import Any
 
 from celery import Task, current_task, shared_task
+from celery.signals import task_prerun
 
 from celery_setnx import Conflict, SingletonTask, current_lock, singleton
-from tests.app import BROKER_DB, LOCK_DB, URL, body, control, journal, make_app, record  # for the apps beside
+from tests.app import body, control, journal, make_app  # for the app beside
 
-__all__ = ["BROKER_DB", "LOCK_DB", "URL", "app", "body", "control", "journal", "record"]
+__all__ = ["app", "body", "control", "journal"]
 
 app = make_app("workerapp")
 app.set_current()  # for its shared task
 
 NAMED = {"key": "name", "lease": 6}
 KEYED = {**NAMED, "retry_delay": 0.1}
+RAISE = {**NAMED, "on_conflict": "raise"}
+AGAIN = {"max_retries": 1, "countdown": 0, "queue": "parked"}
+DONE = {"key": "name", "lease": 600, "retry_delay": 0.1, "dedupe": "until_done"}
+STARTED = {**DONE, "dedupe": "until_started"}
+
+
+@task_prerun.connect
+def stand_still(task_id: str, kwargs: Any, **_details: Any) -> None:
+    """A call with `stands=` has been accepted, and has not started."""
+    if kwargs.get("stands"):
+        journal.write("prerun", task_id=task_id)
+        control.blpop([f"gate:{task_id}"], timeout=30)
+
+
+def variant(function: Any, name: str, **options: Any) -> Any:
+    """A SingletonTask with a function that others have too: they differ in their options."""
+    options = {"base": SingletonTask, "name": f"{function.__module__}.{name}", **options}
+    return app.task(**options)(function)
+
+
+def plainly(name: str, stands: bool = False) -> str:
+    return body(name)
+
+
+def busy(conflict: Conflict) -> dict[str, Any]:
+    return {"busy": conflict.key, "holder": conflict.holder.task_id}
+
+
+def retry_or_fail(conflict: Conflict) -> Any:
+    """The first conflict waits, the second fails."""
+    return conflict.retry(countdown=1) if conflict.waits == 0 else conflict.fail()
+
+
+class Choosy(Task):
+    """Sends no call that it has an id of: as the base classes do that keep duplicates out of the queue."""
+
+    abstract = True
+
+    def apply_async(self, *args: Any, task_id: str | None = None, **options: Any) -> Any:
+        if task_id is None:
+            return super().apply_async(*args, **options)
+        return self.AsyncResult(task_id)
+
+
+class Classy(SingletonTask):
+    """A class-based task."""
+
+    name = "tests.classy"
+    singleton = NAMED
+
+    def run(self, name: str) -> str:
+        return body(name)
+
+
+whole = variant(plainly, "whole", singleton={"key": (), "lease": 6})  # one lock for the whole task
+own_policy = variant(plainly, "own_policy", singleton={"key": "name", "on_conflict": busy})
+stubborn = variant(plainly, "stubborn", singleton={"key": "name", "on_conflict": retry_or_fail})
+shared = shared_task(base=SingletonTask, name="tests.workerapp.shared", singleton=NAMED)(plainly)
+classy = app.register_task(Classy())
+decorated = variant(singleton(**KEYED)(plainly), "decorated", base=Task)  # Celery's own base class
+choosy = variant(singleton(**KEYED, on_conflict="retry")(plainly), "choosy", base=Choosy)
+decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton")  # ours
+started = variant(plainly, "started", singleton=STARTED)
+late = variant(plainly, "late", acks_late=True, singleton=STARTED)
+done = variant(plainly, "done", singleton=DONE)
+done_own_policy = variant(plainly, "done_own_policy", singleton={**DONE, "on_conflict": busy})
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)
@@ -31,29 +97,6 @@ def everything(a: int, b: int = 2, *, c: Any = None) -> Any:
     return [a, b, c]
 
 
-@app.task(base=SingletonTask, singleton={"key": (), "lease": 6})
-def whole(name: str) -> str:
-    """One lock for the whole task."""
-    return body(name)
-
-
-@app.task(
-    base=SingletonTask, singleton={"key": "name", "on_conflict": lambda conflict: {"busy": conflict.key}}
-)
-def own_policy(name: str) -> Any:
-    return body(name)
-
-
-def retry_or_fail(conflict: Conflict) -> Any:
-    """The first conflict waits, the second fails."""
-    return conflict.retry(countdown=1) if conflict.waits == 0 else conflict.fail()
-
-
-@app.task(base=SingletonTask, singleton={"key": "name", "on_conflict": retry_or_fail})
-def stubborn(name: str) -> Any:
-    return body(name)
-
-
 @app.task(base=SingletonTask, bind=True, max_retries=2, singleton=KEYED)
 def flaky(self: Any, name: str, failures: int) -> Any:
     """Retries itself `failures` times."""
@@ -63,46 +106,42 @@ def flaky(self: Any, name: str, failures: int) -> Any:
     return self.request.retries
 
 
-@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "hold_on_retry": True})
-def patient(self: Any, name: str) -> Any:
-    """Retries itself by way of a queue that nobody consumes, and keeps its lock until then."""
+@app.task(base=SingletonTask, bind=True, singleton=DONE)
+def done_twice(self: Any, name: str, countdown: int = 0) -> str:
+    """Retries itself once, by way of a queue that nobody consumes."""
     body(name)
-    raise self.retry(countdown=0, queue="parked")
+    if not self.request.retries:
+        raise self.retry(countdown=countdown, queue="parked")
+    return name
 
 
-@app.task(
-    base=SingletonTask,
-    autoretry_for=(Exception,),
-    retry_kwargs={"max_retries": 1, "countdown": 0},
-    singleton={**KEYED, "on_conflict": "raise"},
-)
+@app.task(base=SingletonTask, autoretry_for=(Exception,), retry_kwargs=AGAIN, singleton=RAISE)
 def autoretried(name: str) -> Any:
+    """Fails once, and comes back by way of that queue."""
     body(name)
-    raise ZeroDivisionError(name)
+    if not current_task.request.retries:
+        raise ZeroDivisionError(name)
+    return name
 
 
-@app.task
-@singleton(**KEYED)
-def decorated(name: str) -> str:
-    """Guarded by the decorator under Celery's own base class."""
-    return body(name)
+@app.task(base=SingletonTask, bind=True, singleton=DONE)
+def done_page(self: Any, name: str) -> str:
+    """Retries itself with another argument, and so with another key."""
+    body(name)
+    if not self.request.retries:
+        raise self.retry(args=["next"], countdown=0)
+    return name
 
 
-class Choosy(Task):
-    """Sends no call that it has an id of: as the base classes do that keep duplicates out of the queue."""
-
-    abstract = True
-
-    def apply_async(self, *args: Any, task_id: str | None = None, **options: Any) -> Any:
-        if task_id is None:
-            return super().apply_async(*args, **options)
-        return self.AsyncResult(task_id)
-
-
-@app.task(base=Choosy)
-@singleton(**KEYED, on_conflict="retry")
-def choosy(name: str) -> str:
-    return body(name)
+@app.task(base=SingletonTask, bind=True, max_retries=1, singleton=KEYED)
+def lingering(self: Any, name: str) -> Any:
+    """Publishes its retry, and takes its time to end."""
+    if self.request.retries:
+        return self.request.retries
+    try:
+        raise self.retry(countdown=0)
+    finally:
+        body(name)
 
 
 @app.task(bind=True)
@@ -115,35 +154,10 @@ def moving(self: Any, name: str, then: str) -> str:
 
 
 @app.task(bind=True)
-@singleton(**NAMED, on_conflict="raise")
+@singleton(**RAISE)
 def decorated_bound(self: Any, name: str) -> str:
     assert self.request.id
     return body(name)
-
-
-@app.task(base=SingletonTask)
-@singleton(**NAMED, on_conflict="raise")
-def decorated_singleton(name: str) -> str:
-    """The decorator supplies the options of a SingletonTask."""
-    return body(name)
-
-
-@shared_task(base=SingletonTask, singleton=NAMED)
-def shared(name: str) -> str:
-    return body(name)
-
-
-class Classy(SingletonTask):
-    """A class-based task."""
-
-    name = "tests.classy"
-    singleton = NAMED
-
-    def run(self, name: str) -> str:
-        return body(name)
-
-
-classy = app.register_task(Classy())
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)
@@ -178,72 +192,14 @@ def recursive(self: Any, depth: int) -> Any:
     return [depth, nested]
 
 
-@app.task(base=SingletonTask, bind=True, max_retries=1, singleton=KEYED)
-def lingering(self: Any, name: str) -> Any:
-    """Publishes its retry, and takes its time to end."""
-    if self.request.retries:
-        return self.request.retries
-    try:
-        raise self.retry(countdown=0)
-    finally:
-        body(name)
-
-
-@app.task(base=SingletonTask, bind=True, singleton={**NAMED, "on_conflict": "raise"})
-def replacing(self: Any, name: str, times: int) -> Any:
-    body(name)
-    return self.replace(replacing.si(name, times - 1)) if times else name
-
-
-@app.task(base=SingletonTask)
-def add(x: Any, y: Any = 0) -> Any:
-    """A step of workflows: equal members have equal keys."""
-    journal.write("start", at=time.monotonic(), task_id=current_task.request.id)
-    journal.write("end", at=time.monotonic(), task_id=current_task.request.id)
-    return (x if isinstance(x, int) else -1) + y
-
-
-@app.task(
-    base=SingletonTask, singleton={"retry_delay": 0.05, "on_conflict": "auto", "key": (), "scope": "crowd"}
-)
-def crowded(x: Any = 0) -> Any:
-    """All calls of it exclude each other, whatever their arguments."""
-    journal.write("start", at=time.monotonic(), task_id=current_task.request.id, name="crowded")
-    time.sleep(0.05)  # a body must take time to be in the way
-    journal.write("end", at=time.monotonic(), task_id=current_task.request.id, name="crowded")
-    return x
-
-
-@app.task
-def total(numbers: list[int]) -> int:
-    return sum(numbers)
-
-
 @app.task
 def plain(value: Any) -> Any:
     """No lock at all."""
     return value
 
 
-@app.task(base=SingletonTask, soft_time_limit=1, singleton=NAMED)
-def limited(name: str) -> str:
-    return body(name)
-
-
 @app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 1})
-def careful(self: Any, name: str) -> Any:
+def careful(self: Any, name: str) -> None:
     """Asks before it relies on its lock."""
     body(name)
     self.lock.ensure()
-
-
-@app.task(base=SingletonTask, bind=True, singleton={"key": "name", "lease": 1, "at_most_for": 0.2})
-def overlong(self: Any, name: str) -> Any:
-    """Outlives its at_most_for; learns it from ensure()."""
-    body(name)
-    self.lock.ensure()
-
-
-@app.task(base=SingletonTask, singleton={**NAMED, "at_least_for": 4})
-def resting(name: str) -> str:
-    return body(name)
