@@ -35,7 +35,7 @@ test: $(VENV)/.test
 	$(BIN)/python $(MEASURE) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 quick: $(VENV)/.test
-	MODEL_BOUNDS=small $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
+	BOUNDS=small $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
 
 stress: $(VENV)/.test
 	$(BIN)/python -m tests.stress --runs $(RUNS) -- -q -n $(JOBS) --dist loadfile $(ARGS)

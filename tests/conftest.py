@@ -159,7 +159,7 @@ def holding(journal, gates) -> Callable[..., AbstractContextManager[Any]]:
         journal.wait_for("start", task_id=first.id)
         yield first
         gates(name)
-        assert first.get(timeout=30) == name
+        assert first.get(timeout=60) == name
 
     return holding
 

@@ -13,7 +13,7 @@ from celery.__main__ import main
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["celery.bin.celery", "_pytest.terminal", __name__])
-_DEADLINE_S = 60
+_DEADLINE_S = 240
 SAID = "said.txt"
 
 

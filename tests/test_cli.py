@@ -700,7 +700,7 @@ def test_commands_see_what_a_worker_does(tasks, journal, gates, locks):
     assert ask("why", tasks.work.name, "gated-cli", app="tests.workerapp").exit_code == 0
     journal.wait_for("lost", task_id=result.id)
     gates("gated-cli")
-    assert result.get(timeout=20) == "gated-cli"
+    assert result.get(timeout=60) == "gated-cli"
 
 
 def test_release_lets_the_first_in_line_run(tasks, journal, gates, locks):
@@ -717,7 +717,7 @@ def test_release_lets_the_first_in_line_run(tasks, journal, gates, locks):
     journal.wait_for("start", task_id=woken.id)
     gates(name)
     gates(name)
-    assert first.get(timeout=20) == second.get(timeout=20) == name
+    assert first.get(timeout=60) == second.get(timeout=20) == name
 
 
 def test_release_after_a_worker_was_killed(start_worker, locks, journal):

@@ -10,11 +10,11 @@ from typing import Any
 import redis
 
 from celery_setnx.lock import SetnxLock
+from tests.bounds import bound
 from tests.conftest import LOCK_DB
 
 PROCESSES = 16
-# The full count, for the soak's invocation: CONTENTION_INCREMENTS=20000.
-INCREMENTS = int(os.environ.get("CONTENTION_INCREMENTS", "1000"))
+INCREMENTS = bound(1_000, full=20_000)
 DIGITS = 12
 
 

@@ -1,6 +1,6 @@
 """The model's lock against the real scripts: random operations on a random clock, every answer compared.
 
-`MODEL_SCALE=10` runs ten times as many, `MODEL_BOUNDS=small` a tenth (tests/model/__init__.py has both);
+`BOUNDS=deep` runs ten times as many, `BOUNDS=small` a tenth (tests/bounds.py);
 `DIFFERENTIAL_SEED=...` runs the one case that a failure named.
 """
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.model import SCALE, SMALL, bound
+from tests.bounds import SMALL, bound
 from tests.model.cases import KEYS, OPERATIONS, SEES, Case, Step
 from tests.model.injected import texts
 from tests.protocol.client import Server, ServerError, packed, reply_in
 
 LOCK_DB = 1
-CASES = bound(1_500, small=150) * SCALE
+CASES = bound(1_500, small=150, deep=15_000)
 PARTS = 3
-MUTANTS_CASES = 5 * 1_500 * SCALE  # more than for the right ones: some flaws show at one moment only
+MUTANTS_CASES = bound(7_500, deep=75_000)  # more than for the right ones: some flaws show at one moment only
 RIGHT = texts()
 SHAS = {verb: sha1(text.encode()).hexdigest() for verb, text in RIGHT.items()}
 

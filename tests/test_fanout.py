@@ -1,11 +1,10 @@
 """Fan-out: what becomes of many calls, in batches, against real brokers, dying ones, and real workers.
 
-`FANOUT_CALLS` scales the big ones: 5,000 calls of 50 names by default, 100,000 of 1,000 in CI.
+`BOUNDS` scales the big ones: 5,000 calls of 50 names, or all 100,000 of 1,000.
 """
 
 import base64
 import json
-import os
 import pickle
 import random
 import subprocess
@@ -30,13 +29,14 @@ from celery_setnx import SingletonTask, fanout, marks
 from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, UnkeyableCall
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
+from tests.bounds import bound
 from tests.fanoutapp import BODIES, BROKER_DB, GATE, LOCK_DB, PARKED, QUEUE, STARTED, make_app, make_tasks
 from tests.harness import Worker, wait_until
 from tests.proxy import Proxy
 from tests.versions.conditions import BATCHES, needs_batches, needs_dumped_models
 from tests.versions.conditions import needs_ignore_result_of_a_call as needs_ignore_result
 
-CALLS = int(os.environ.get("FANOUT_CALLS", "5000"))
+CALLS = bound(5_000, full=100_000)
 KEYS = CALLS // 100
 ROOT = Path(__file__).parents[1]
 FOREVER = 10**9
@@ -241,7 +241,7 @@ def test_duplicate_of_a_running_call_names_its_holder(fan, broker, fan_worker):
     counts, outcomes = told(fan.gated, [("a",), ("b",), ("a",)])
     assert (counts, duplicates(outcomes)) == ((1, 2, 0), {0: running.id, 2: running.id})
     broker.rpush(f"{GATE}:a", "open")
-    assert running.get(timeout=20) == "a"
+    assert running.get(timeout=60) == "a"
 
 
 def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
@@ -438,7 +438,7 @@ def test_marks_last_for_the_queue_lease(fan, locks, monkeypatch, options, lease)
 def test_results_can_be_fetched(fan, fan_worker):
     """Nothing subscribes to the results when the calls are sent, and yet they are there."""
     _, outcomes = told(fan.once, [(f"k{n}", n) for n in range(20)], queue=QUEUE, batch_size=7)
-    results = [fan.app.AsyncResult(outcome.task_id).get(timeout=20) for outcome in outcomes]
+    results = [fan.app.AsyncResult(outcome.task_id).get(timeout=60) for outcome in outcomes]
     assert results == [[f"k{n}", n] for n in range(20)]
 
 
@@ -462,13 +462,13 @@ def test_result_is_ignored_as_the_task_or_the_option_says(fan, fan_worker, task,
 def test_task_may_fan_out(fan, broker, fan_worker):
     """Its calls know their parent; it does not keep them all as its children."""
     parent = fan.spread.apply_async([30], queue=QUEUE)
-    assert parent.get(timeout=20) == [30, 0, 0]
+    assert parent.get(timeout=60) == [30, 0, 0]
     assert not parent.children
     assert {message["headers"]["parent_id"] for message in queued(broker)} == {parent.id}
 
 
 def test_calls_of_few_names_run_once_each(fan, broker, locks, fan_worker):
-    """FANOUT_CALLS calls while real processes run their bodies: exactly one body per name.
+    """All calls while real processes run their bodies: exactly one body per name.
 
     A body runs until all calls of its name are settled, and until then every other call of it is a duplicate,
     of the queued or of the running one.

@@ -10,9 +10,10 @@ import pytest
 
 from celery_setnx import forks
 from celery_setnx.forks import between_forks
+from tests.bounds import bound
 from tests.harness import exit_code_of_fork
 
-FORKS = 12
+FORKS = bound(12, full=120)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_ten_joiners_end_with_the_one_result(stage, journal):
     results = stage.line_up(10)
     stage.open()
     for result in [first, *results]:
-        assert result.get(timeout=30) == [stage.key, first.id]
+        assert result.get(timeout=60) == [stage.key, first.id]
         assert result.state == "SUCCESS"
     assert stage.starts() == [first.id]
     wait_until(lambda: stage.tasks.joined.locked(stage.key) is None, "nobody has the lock")
@@ -57,7 +57,7 @@ def test_holders_error_is_the_joiners_too(stage):
     stage.open()
     for result in [first, *results]:
         with pytest.raises(ZeroDivisionError, match=stage.key):
-            result.get(timeout=30)
+            result.get(timeout=60)
         assert result.state == "FAILURE"
     assert stage.starts() == [first.id]
 
@@ -68,7 +68,7 @@ def test_chain_of_a_joiner_goes_on_with_the_holders_result(stage, journal):
     result = chain(stage.tasks.joined.s(stage.key), stage.tasks.arrival.s("next")).delay()
     journal.wait_for("waiting")
     stage.open()
-    assert result.get(timeout=30) == [[stage.key, first.id], "next"]
+    assert result.get(timeout=60) == [[stage.key, first.id], "next"]
     assert len(journal.entries(what="arrival")) == 1
 
 
@@ -79,7 +79,7 @@ def test_chord_of_joiners_has_its_callback(stage, journal):
     journal.wait_for("waiting", count=3)
     stage.open()
     (runner,) = set(stage.starts())
-    assert result.get(timeout=30) == [[[stage.key, runner]] * 4]
+    assert result.get(timeout=60) == [[[stage.key, runner]] * 4]
     assert stage.starts() == [runner]
     assert len(journal.entries(what="arrival")) == 1
 
@@ -93,7 +93,7 @@ def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
         journal.wait_for("waiting", 2, task_id=result.id)
     stage.open()
     for result in [first, *results]:
-        assert result.get(timeout=30) == [first.id, 1]
+        assert result.get(timeout=60) == [first.id, 1]
     assert stage.starts() == [first.id, first.id]
 
 
@@ -106,7 +106,7 @@ def test_joiner_of_a_killed_holder_runs_itself(stage, journal, single, how):
         os.kill(stage.holder_pid(), signal.SIGKILL)
     else:
         single.kill()
-    found = [result.get(timeout=30) for result in results]
+    found = [result.get(timeout=60) for result in results]
     assert found[0] != [stage.key, first.id]
     assert found[0][1] in [result.id for result in results]
     runs = stage.starts()[1:]
@@ -121,7 +121,7 @@ def test_joiner_of_a_holder_that_was_shut_down_cold_runs_itself(stage, single):
     first = stage.held(queue=stage.key)
     second = stage.parked(singleton=SOON)
     os.kill(single.process.pid, signal.SIGQUIT)
-    assert second.get(timeout=30) == [stage.key, second.id]
+    assert second.get(timeout=60) == [stage.key, second.id]
     assert stage.starts() == [first.id, second.id]
 
 
@@ -142,7 +142,7 @@ def test_joiner_of_a_holder_that_leaves_it_no_result_runs_itself(stage, holder, 
         first.revoke(terminate=True, signal="SIGKILL")
     else:
         stage.open()
-    assert second.get(timeout=30) == [stage.key, second.id]
+    assert second.get(timeout=60) == [stage.key, second.id]
     assert stage.starts() == [first.id, second.id]
 
 
@@ -151,10 +151,10 @@ def test_call_after_the_holders_end_has_a_run_of_its_own(stage):
     first = stage.held()
     results = stage.line_up(10)
     stage.open()
-    assert first.get(timeout=30) == [stage.key, first.id]
+    assert first.get(timeout=60) == [stage.key, first.id]
     fresh = stage.tasks.joined.delay(stage.key)
-    assert fresh.get(timeout=30) == [stage.key, fresh.id]
-    assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 10
+    assert fresh.get(timeout=60) == [stage.key, fresh.id]
+    assert [result.get(timeout=60) for result in results] == [[stage.key, first.id]] * 10
     assert stage.starts() == [first.id, fresh.id]
 
 
@@ -162,10 +162,10 @@ def test_joiners_hold_no_pool_slot(stage, single):
     """A worker with one process runs other tasks while five of its calls wait for a result elsewhere."""
     first = stage.held()
     results = stage.line_up(5, queue=stage.key)
-    assert stage.tasks.plain.apply_async([7], queue=stage.key).get(timeout=30) == 7
+    assert stage.tasks.plain.apply_async([7], queue=stage.key).get(timeout=60) == 7
     assert stage.tasks.joined.locked(stage.key).waiting == 5
     stage.open()
-    assert [result.get(timeout=30) for result in results] == [[stage.key, first.id]] * 5
+    assert [result.get(timeout=60) for result in results] == [[stage.key, first.id]] * 5
 
 
 def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker):
@@ -183,4 +183,4 @@ def test_join_waits_for_a_lock_server_that_is_full(stage, journal, start_worker)
         journal.wait_for("postrun", task_id=second.id, state="SUCCESS")
         states = [entry["state"] for entry in journal.entries(what="postrun", task_id=second.id)]
         assert [state for state in states if state in READY_STATES] == ["SUCCESS"]
-        assert second.get(timeout=30) == [stage.key, first.id]
+        assert second.get(timeout=60) == [stage.key, first.id]

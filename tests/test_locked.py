@@ -113,10 +113,10 @@ def test_locked_is_none_after_an_expired_lease(guarded, locks):
 
 def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
     """Positional, keyword and default arguments alike; a class-based task is asked as it is called."""
-    tasks.everything.delay(1, c={"x": (1, 2)}).get(timeout=10)
+    tasks.everything.delay(1, c={"x": (1, 2)}).get(timeout=60)
     (body,) = journal.entries(what="body")
     assert tasks.everything.lock_key(a=1, b=2, c={"x": [1, 2]}) == body["key"]
-    tasks.classy.delay(name="a").get(timeout=10)
+    tasks.classy.delay(name="a").get(timeout=60)
     (start,) = journal.entries(what="start")
     assert tasks.classy.lock_key("a") == start["key"]
 

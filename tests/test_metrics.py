@@ -326,7 +326,7 @@ def test_nothing_of_it_is_imported_unless_asked_for(server, locks):
         "def body(): return 7\n"
         "task = app.task(name='lean', base=celery_setnx.SingletonTask)(body)\n"
         "with start_worker(app, pool='solo', perform_ping_check=False):\n"
-        "    print(task.delay().get(timeout=10))\n"
+        "    print(task.delay().get(timeout=60))\n"
         "names = ('celery_setnx.metrics', 'prometheus_client')\n"
         "print([name for name in names if name in sys.modules])\n"
     )

@@ -491,11 +491,11 @@ def test_full_client_excludes_a_task(tasks, wire):
     """A name that is computed from arguments is that of the task's lock: the call is skipped."""
     holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
     assert holder.acquire() == "acquired"
-    skipped = tasks.work.delay("n").get(timeout=10)
+    skipped = tasks.work.delay("n").get(timeout=60)
     assert is_skipped(skipped)
     assert skipped["holder"]["task"] == "cleanup.sh"
     holder.release()
-    assert tasks.work.delay("n").get(timeout=10) == "n"
+    assert tasks.work.delay("n").get(timeout=60) == "n"
 
 
 def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
@@ -511,7 +511,7 @@ def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
     assert record.token.startswith(f"{result.id}|0|")
     assert '"task":"tests.workerapp.work"' in record.info
     gates("gated-n")
-    assert result.get(timeout=10) == "gated-n"
+    assert result.get(timeout=60) == "gated-n"
     assert rival.acquire() == "acquired"
 
 
@@ -520,13 +520,13 @@ def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_key
     foreign_keys.add(lock_of_work("gated-n"))
     classic = ClassicClient(wire(), lock_of_work("gated-n"))
     assert classic.acquire()
-    assert tasks.work.delay("gated-n").get(timeout=10)["holder"]["state"] == "foreign"
+    assert tasks.work.delay("gated-n").get(timeout=60)["holder"]["state"] == "foreign"
     classic.release()
     result = tasks.work.delay("gated-n")
     journal.wait_for("start", task_id=result.id)
     assert not classic.acquire()
     gates("gated-n")
-    assert result.get(timeout=10) == "gated-n"
+    assert result.get(timeout=60) == "gated-n"
 
 
 def test_call_that_waits_for_a_full_client_runs_after_it(tasks, wire):
@@ -536,7 +536,7 @@ def test_call_that_waits_for_a_full_client_runs_after_it(tasks, wire):
     waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
     wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
     assert holder.release() == "released"
-    assert waits.get(timeout=15) == "n"
+    assert waits.get(timeout=60) == "n"
 
 
 def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks, server):
@@ -549,7 +549,7 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks
     result = stranger.send_task(
         "tests.workerapp.work", ("other",), task_id=task_id, headers={"singleton": producer.header()}
     )
-    assert result.get(timeout=10) == "other"
+    assert result.get(timeout=60) == "other"
     assert producer.sent(task_id) == "lost", "it has started"
     assert producer.mark("another", "until_started") == ("marked", "another")
     assert producer.not_sent("another") == "freed"

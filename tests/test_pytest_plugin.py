@@ -53,10 +53,10 @@ def celery_worker_parameters():
 
 def test_hold_and_crash(setnx_released, setnx_clean, worker, settle, setnx_hold):
     held = setnx_hold(settle, 7)
-    assert is_skipped(settle.delay(7).get(timeout=20))
+    assert is_skipped(settle.delay(7).get(timeout=60))
     crash(held)
     pass_time(60, held)
-    assert settle.delay(7).get(timeout=20) == 7
+    assert settle.delay(7).get(timeout=60) == 7
 
 def test_left(setnx_released, setnx_clean, settle, setnx_hold):
     crash(setnx_hold(settle, 8))

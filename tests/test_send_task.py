@@ -73,14 +73,14 @@ def runs(knowing, journal, gates) -> Iterator[Any]:
     journal.wait_for("start", task_id=first.id)
     yield first
     gates("gated-a")
-    assert first.get(timeout=20) == "gated-a"
+    assert first.get(timeout=60) == "gated-a"
 
 
 @pytest.mark.parametrize(("task", "options", "kwargs"), FORMS)
 def test_send_task_has_the_key_of_the_task_that_runs(producer, knowing, journal, task, options, kwargs):
     """For every form of key the worker's lock is the one that the task's own call would have."""
     result = send(producer, task, options, **kwargs)
-    assert result.get(timeout=20) == kwargs["name"]
+    assert result.get(timeout=60) == kwargs["name"]
     (start,) = journal.entries(what="start", task_id=result.id)
     assert start["key"] == getattr(knowing, task).lock_key(**kwargs)
 
@@ -107,10 +107,10 @@ def test_duplicate_of_a_running_call_is_recognised(producer, knowing, journal, g
     second = publish_again()
     assert (second.deduplicated, second.id) == (True, first.id)
     gates("gated-a")
-    assert second.get(timeout=20) == "gated-a"
+    assert second.get(timeout=60) == "gated-a"
     third = publish_again()
     gates("gated-a")
-    assert third.get(timeout=20) == "gated-a"
+    assert third.get(timeout=60) == "gated-a"
     assert (third.deduplicated, third.id == first.id) == (False, False)
 
 
@@ -122,7 +122,7 @@ def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, ga
     assert not second.deduplicated
     gates("gated-c")
     gates("gated-c")
-    assert (first.get(timeout=20), second.get(timeout=20)) == ("gated-c", "gated-c")
+    assert (first.get(timeout=60), second.get(timeout=20)) == ("gated-c", "gated-c")
     assert [entry["what"] for entry in journal.entries(name="gated-c")] == ["start", "end", "start", "end"]
     assert not [*locks.scan_iter("*:queued")]
 
@@ -159,7 +159,7 @@ def test_send_task_with_wrong_options_is_refused(producer, parked, locks, option
 def test_send_task_may_give_other_arguments_by_position(producer, knowing, journal):
     """Only what the key names has to come by keyword."""
     result = send(producer, "listed", {"key": "day", "scope": "days"}, "n", day=3)
-    assert result.get(timeout=20) == "n"
+    assert result.get(timeout=60) == "n"
     (start,) = journal.entries(what="start", task_id=result.id)
     assert start["key"].startswith("t:{days:")
 
@@ -177,7 +177,7 @@ def test_send_task_keeps_its_key_when_the_task_retries_itself(producer, journal)
     """The worker computes the retry's key anew, by what the call says and not by what the task says."""
     options = {"key": "name", "scope": "of-the-call", "dedupe": "until_done"}
     result = send(producer, "retrying", options, name="n", reason="whatever")
-    assert result.get(timeout=20) == 1
+    assert result.get(timeout=60) == 1
     first, second = journal.entries(what="start", task_id=result.id)
     assert first["key"] == second["key"]
     assert first["key"].startswith("t:{of-the-call:")
@@ -187,13 +187,13 @@ def test_send_task_options_travel_to_the_worker(producer):
     """What the worker needs is in the message; what only the publisher needs is not."""
     options = {"key": "name", "dedupe": "until_done", "lease": 7, "on_duplicate": "raise"}
     result = send(producer, "telling", options, name="n")
-    assert result.get(timeout=20) == {"key": "name", "dedupe": "until_done", "lease": 7.0}
+    assert result.get(timeout=60) == {"key": "name", "dedupe": "until_done", "lease": 7.0}
 
 
 def test_send_task_decides_what_becomes_of_a_conflict(producer, runs):
     """An option of the call is nearer than those of the task."""
     second = send(producer, "work", {"key": "name", "on_conflict": "skip", "skip_result": 5}, name="gated-a")
-    assert second.get(timeout=20) == 5
+    assert second.get(timeout=60) == 5
 
 
 def test_send_task_with_celerys_options_hands_them_on(producer, knowing, parked):
@@ -241,7 +241,7 @@ def test_celery_call_is_guarded_but_not_deduplicated(knowing, runs):
     )
     second = knowing.app.AsyncResult(called.stdout.strip())
     assert second.id != runs.id
-    assert is_skipped(second.get(timeout=20))
+    assert is_skipped(second.get(timeout=60))
 
 
 def test_duplicate_send_task_raises_if_asked_to(producer, parked):
@@ -270,7 +270,7 @@ def test_duplicate_send_task_knows_the_result_of_the_other(producer, knowing, pa
     second = send(producer, "work", STARTED, name="n")
     assert (second.deduplicated, second.id) == (True, first.id)
     parked._client.rename(NOWHERE, QUEUE)  # now a worker takes it
-    assert second.get(timeout=20) == "n"
+    assert second.get(timeout=60) == "n"
 
 
 def test_send_task_through_the_current_app_proxy(knowing, parked, producer):
@@ -291,7 +291,7 @@ def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks, far_w
     wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark")
     if task == "skipping":
         with pytest.raises(OptionError, match="on_conflict='skip'"):
-            result.get(timeout=20)
+            result.get(timeout=60)
     else:
         far_worker.wait_for_log(task)
 
@@ -300,7 +300,7 @@ def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):
     """As documented: nobody ends the mark of a task that is none of ours, but it lapses with queue_lease."""
     options = {"key": "name", "dedupe": "until_started", "queue_lease": 60}
     result = send(producer, "unguarded", options, name="n")
-    assert result.get(timeout=20) == "n"
+    assert result.get(timeout=60) == "n"
     (mark,) = locks.scan_iter("*:queued")
     assert 0 < locks.pttl(mark) <= 60_000
 
@@ -312,7 +312,7 @@ def test_send_task_deduplicates_a_decorated_task(producer, locks, journal, gates
     (start,) = journal.wait_for("start", task_id=calls[0].id)
     assert start["key"].startswith(f"t:{{{APP}.decorated:")
     gates("gated-g")
-    assert calls[1].get(timeout=20) == "gated-g"
+    assert calls[1].get(timeout=60) == "gated-g"
     assert not [*locks.scan_iter("*:queued")]
 
 

@@ -135,7 +135,7 @@ def test_disabled_app_needs_no_server():
         assert task.fan_out([("a",), ("a",)]).accepted == 2
         app.conf.setnx_url = None
         with start_worker(app, perform_ping_check=False):
-            assert app.tasks["work"].delay("a").get(timeout=20) == ["a", None]
+            assert app.tasks["work"].delay("a").get(timeout=60) == ["a", None]
     app.close()
 
 
@@ -311,13 +311,13 @@ def test_held_lock_is_busy_for_a_worker(running, locks):
     with hold(work, "a") as held:
         for is_disabled in (False, True, False):
             with singleton_disabled() if is_disabled else nullcontext():
-                result = work.delay("a").get(timeout=20)
+                result = work.delay("a").get(timeout=60)
             if is_disabled:
                 assert result == ["a", None]
             else:
                 assert result["holder"]["task_id"] == held.task_id
                 assert (result["holder"]["worker"], result["key"]) == ("another@elsewhere", held.key)
-        assert work.delay("b").get(timeout=20)[0] == "b"
+        assert work.delay("b").get(timeout=60)[0] == "b"
 
 
 def test_held_lock_is_that_of_the_call(work):
@@ -360,7 +360,7 @@ def test_held_lock_wakes_who_waits_when_released(running, locks):
         result = task.delay("a")
         wait_until(lambda: is_parked(locks, task.lock_key("a"), result.id), "the call is parked")
         assert task.runs == []
-    assert result.get(timeout=20) == 1
+    assert result.get(timeout=60) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "celery.accumulate", "work"])
@@ -596,10 +596,10 @@ def test_locks_on_another_server(app, work, locks, server):
 def test_kit_reaches_workers_in_other_processes(tasks):
     """They meet what a test holds, and take over what has crashed."""
     with hold(tasks.work, "a") as held:
-        assert tasks.work.delay("a").get(timeout=20)["holder"]["task_id"] == held.task_id
+        assert tasks.work.delay("a").get(timeout=60)["holder"]["task_id"] == held.task_id
         crash(held)
         pass_time(600, held)
-        assert tasks.work.delay("a").get(timeout=20) == "a"
+        assert tasks.work.delay("a").get(timeout=60) == "a"
     assert_released(tasks.app, within=20)
 
 
@@ -610,4 +610,4 @@ def test_worker_that_stood_still_learns_it(tasks, journal, gates):
     pass_time(60, tasks.work, "gated")
     journal.wait_for("lost", task_id=result.id)
     gates("gated")
-    assert result.get(timeout=20) == "gated"
+    assert result.get(timeout=60) == "gated"

@@ -89,7 +89,7 @@ def test_waiting_call_meets_waits_is_woken_and_runs(stage, journal):
     second = stage.parked("x")
     assert second.state == "PENDING"
     stage.open()
-    assert second.get(timeout=30) == [stage.key, "x", 0]
+    assert second.get(timeout=60) == [stage.key, "x", 0]
     journal.wait_for("postrun", count=2, task_id=second.id)
     waits = ["conflict", "waiting", "postrun"]
     runs = ["woken", "acquired", "start", "end", "released", "postrun"]
@@ -113,12 +113,12 @@ def test_call_leaves_the_line_at_max_wait(stage, name):
     at = time.monotonic()
     hasty = stage.task.apply_async([stage.key, "z"], singleton={"max_wait": 0})
     with pytest.raises(LockTimeout):
-        hasty.get(timeout=30)
+        hasty.get(timeout=60)
     assert stage.task.locked(stage.key).waiting == 0
     second = stage.parked("x", singleton={"max_wait": 0.5})
     third = stage.parked("y")
     with pytest.raises(LockTimeout) as caught:
-        second.get(timeout=30)
+        second.get(timeout=60)
     assert 0.5 <= caught.value.waited_s <= time.monotonic() - at + 0.1
     assert caught.value.holder["task_id"] == first.id
     wait_until(lambda: stage.task.locked(stage.key).waiting == 1, "it has left the line")
@@ -146,7 +146,7 @@ def test_waiting_keeps_arguments_that_only_their_serializer_carries(stage, seria
     stage.held([], task=task, queue="second")
     second = stage.parked(value, task=task, queue="second", **options)
     stage.open()
-    assert second.get(timeout=30) == types.split()
+    assert second.get(timeout=60) == types.split()
 
 
 # Death
@@ -165,7 +165,7 @@ def test_holder_whose_process_is_killed_wakes_the_line(stage, limit, error):
         os.kill(stage.holder_pid(), signal.SIGKILL)
     stage.have_run(results)
     with pytest.raises(error):
-        first.get(timeout=30)
+        first.get(timeout=60)
 
 
 def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
@@ -176,7 +176,7 @@ def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
     wait_until(lambda: has_ended(stage.holder_pid()), "the process has ended")
     stage.open(2)  # the server may give one to the dead
     stage.have_run(results)
-    assert first.get(timeout=30) == stage.gate
+    assert first.get(timeout=60) == stage.gate
     assert stage.starts().count(first.id) == 2
 
 
@@ -244,7 +244,7 @@ def test_line_goes_on_past_a_call_that_no_worker_takes(stage, journal, doomed, a
     assert conflict["holder"]["state"] == "handed"
     assert conflict["holder"]["task_id"] == second.id
     pass_time(HAND_OVER_S, stage.tasks.work, stage.key)
-    assert third.get(timeout=30) == [stage.key, "y", 0]
+    assert third.get(timeout=60) == [stage.key, "y", 0]
     adopt()
     stage.redeliver()
     stage.have_run([second, third], in_order=False)
@@ -283,7 +283,7 @@ def test_flushed_lock_server_runs_no_ended_call_again(stage, locks, doomed, adop
     stage.redeliver()
     wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
     assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
-    stage.tasks.work.delay(stage.key).get(timeout=30)
+    stage.tasks.work.delay(stage.key).get(timeout=60)
     assert len(stage.starts()) == 1 + 3 + 1
 
 
@@ -301,7 +301,7 @@ def test_flushed_lock_server_runs_no_woken_call_beside_itself(stage, journal, ga
     journal.wait_for("start", task_id=second.id)
     locks.flushdb()
     # Nobody knows of the lock any more. The courier that wakes the third comes after that of the second.
-    assert third.get(timeout=30) == [stage.key, "y", 0]
+    assert third.get(timeout=60) == [stage.key, "y", 0]
     wait_until(lambda: locks.keys(f"*:ticket:{second.id}*"), "it has its ticket again")
     gates(gate, 2)
     stage.has_run(second)
@@ -333,9 +333,9 @@ def test_revoked_waiter_leaves_and_the_next_runs_at_once(stage):
     second, third = stage.line_up(2)
     revoke(stage.tasks.app, second, workers=2)
     stage.open()
-    assert third.get(timeout=30) == [stage.key, f"{stage.key}-1", 0]
+    assert third.get(timeout=60) == [stage.key, f"{stage.key}-1", 0]
     with pytest.raises(TaskRevokedError):
-        second.get(timeout=30)
+        second.get(timeout=60)
     assert second.state == "REVOKED"
     assert second.id not in stage.starts()
 
@@ -347,10 +347,10 @@ def test_expired_waiter_leaves_the_line(stage):
     second = stage.parked("x", expires=3)
     third = stage.parked("y")
     with pytest.raises(TaskRevokedError):
-        second.get(timeout=30)
+        second.get(timeout=60)
     wait_until(lambda: stage.tasks.work.locked(stage.key).waiting == 1, "it has left the line")
     stage.open()
-    assert third.get(timeout=30) == [stage.key, "y", 0]
+    assert third.get(timeout=60) == [stage.key, "y", 0]
     assert second.id not in stage.starts()
     assert second.state == "REVOKED"
 
@@ -387,11 +387,11 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(stage, journal, loc
     copy = copy_of(stage, locks, failing, second)
     stage.open()
     with pytest.raises(ZeroDivisionError):
-        second.get(timeout=30)
+        second.get(timeout=60)
     assert copy.options["expires"]
     copy.options["expires"] = MOMENT
     _send_again(copy)
-    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=30) == 1  # it has come after it
+    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=60) == 1  # it has come after it
     assert second.state == "FAILURE"
     assert journal.entries(what="revoked") == []
     assert stage.starts().count(second.id) == 1
@@ -410,9 +410,9 @@ def test_courier_of_an_ended_call_stores_nothing_and_starts_nothing(stage, journ
     stage.open()
     for result in (first, second, third):
         with pytest.raises(ZeroDivisionError):
-            result.get(timeout=30)
+            result.get(timeout=60)
     wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
-    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=30) == 1  # after what they sent
+    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=60) == 1  # after what they sent
     assert [result.state for result in (first, second, third)] == ["FAILURE"] * 3
     assert stage.starts() == [first.id, second.id, third.id]
 
@@ -444,8 +444,8 @@ def test_waiters_wait_for_the_holders_retry(stage, journal, parked, queue):
         wait_until(lambda: first.state == "REVOKED", "its state is stored")
     else:
         stage.open()
-        assert first.get(timeout=30) == stage.gate
-    assert second.get(timeout=30) == ""
+        assert first.get(timeout=60) == stage.gate
+    assert second.get(timeout=60) == ""
     assert stage.starts() == [first.id] * (1 if queue == "parked" else 2) + [second.id]
     assert_one_at_a_time(journal)
 
@@ -466,12 +466,12 @@ def test_thousand_publishes_while_one_runs_are_one_more_run(stage, journal):
     journal.wait_for("waiting")
     assert len({result.id for result in results}) == 1
     stage.open()
-    assert results[-1].get(timeout=30) == ""
+    assert results[-1].get(timeout=60) == ""
     assert stage.starts() == [first.id, results[0].id]
     assert [result.deduplicated for result in results] == [False] + [True] * 999
     again = pending.delay(stage.key)
     assert not again.deduplicated
-    again.get(timeout=30)
+    again.get(timeout=60)
 
 
 # What is seen of it
@@ -536,4 +536,4 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     later = f"The courier of {order} comes back later"
     wait_until(lambda: doomed.log_text().count(later) >= 2, "it came twice")
     stage.open()
-    assert first.get(timeout=30)[0] == stage.key
+    assert first.get(timeout=60)[0] == stage.key

@@ -17,14 +17,14 @@ RUN = ["acquired", "start", "end", "released", "postrun"]
 def again(gates: Any, result: Any) -> None:
     """The call that came back for its lock has it, and ends at its gate as the first did."""
     gates("gated")
-    assert result.get(timeout=30) == "gated"
+    assert result.get(timeout=60) == "gated"
 
 
 def test_auto_skips_a_plain_call(tasks, journal, holding):
     """A call on its own is skipped at once, with a result that names the holder."""
     with holding(tasks.work) as first:
         second = tasks.work.delay("gated")
-        result = second.get(timeout=30)
+        result = second.get(timeout=60)
         assert is_skipped(result)
         assert result["holder"]["task_id"] == first.id
         assert result["task"] == tasks.work.name
@@ -39,14 +39,14 @@ def test_skip_result_is_the_users(tasks, holding):
     """A given skip_result is returned as it is, even None."""
     options = {"on_conflict": "skip", "skip_result": None}
     with holding(tasks.work):
-        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=30) is None
+        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=60) is None
 
 
 def test_signature_dict_carries_options(tasks, holding):
     """Options set on a signature survive its serialization."""
     frozen = dict(tasks.work.s("gated").set(singleton={"skip_result": "busy"}))
     with holding(tasks.work):
-        assert signature(frozen, app=tasks.app).delay().get(timeout=30) == "busy"
+        assert signature(frozen, app=tasks.app).delay().get(timeout=60) == "busy"
 
 
 def test_retry_runs_after_the_holder(tasks, journal, gates, holding):
@@ -72,9 +72,9 @@ def test_waiting_keeps_everything_the_message_had(tasks, journal, gates, on_conf
     second = tasks.inspected.apply_async(["gated"], **options)
     journal.wait_for("postrun", count=2 if on_conflict == "retry" else 1, task_id=second.id)
     gates("gated", 2)
-    assert first.get(timeout=30)["headers"]["tenant"] is None
+    assert first.get(timeout=60)["headers"]["tenant"] is None
     came = {"priority": 3, "expires": True, "timelimit": [50, 40], "shadow": "shadowed", "retries": 0}
-    assert second.get(timeout=30) == {"headers": {"tenant": "acme", "options": singleton}, **came}
+    assert second.get(timeout=60) == {"headers": {"tenant": "acme", "options": singleton}, **came}
     assert len(journal.wait_for("arrival", values=["linked"])) == 1
 
 
@@ -83,7 +83,7 @@ def test_raise_fails_the_task_with_the_holder(tasks, holding, worker):
     with holding(tasks.work, singleton={"lease": 600}) as first:
         second = tasks.work.apply_async(["gated"], singleton={"on_conflict": "raise"})
         with pytest.raises(AlreadyRunning) as caught:
-            second.get(timeout=30)
+            second.get(timeout=60)
     assert caught.value.task == tasks.work.name
     assert caught.value.holder["task_id"] == first.id
     assert 0 < caught.value.remaining_s <= 600
@@ -97,7 +97,7 @@ def test_callable_returns_the_result(tasks, journal, holding):
     with holding(tasks.own_policy):
         (entry,) = journal.entries(what="start")
         busy = {"busy": entry["key"], "holder": entry["task_id"]}
-        assert tasks.own_policy.delay("gated").get(timeout=30) == busy
+        assert tasks.own_policy.delay("gated").get(timeout=60) == busy
 
 
 def test_callable_may_retry_and_fail(tasks, journal, holding):
@@ -105,7 +105,7 @@ def test_callable_may_retry_and_fail(tasks, journal, holding):
     with holding(tasks.stubborn):
         second = tasks.stubborn.delay("gated")
         with pytest.raises(AlreadyRunning):
-            second.get(timeout=30)
+            second.get(timeout=60)
         journal.wait_for("postrun", count=2, task_id=second.id)
     assert journal.words(second.id) == ["conflict", "retry", "postrun", "conflict", "postrun"]
 
@@ -115,14 +115,14 @@ def test_max_wait_ends_in_lock_timeout(tasks, holding):
     options = {"on_conflict": "retry", "max_wait": 0.5}
     began = time.monotonic()
     with holding(tasks.work), pytest.raises(LockTimeout) as caught:
-        tasks.work.apply_async(["gated"], singleton=options).get(timeout=30)
+        tasks.work.apply_async(["gated"], singleton=options).get(timeout=60)
     assert 0.5 <= caught.value.waited_s <= time.monotonic() - began + 0.1
 
 
 def test_whole_task_lock_is_one_for_all_arguments(tasks, holding, locks):
     """`key=()`: one lock, under a name that an operator can type."""
     with holding(tasks.whole) as first:
-        assert is_skipped(tasks.whole.delay("other").get(timeout=30))
+        assert is_skipped(tasks.whole.delay("other").get(timeout=60))
         assert locks.exists(WHOLE)
         assert tasks.whole.lock_key("whatever") == WHOLE
         assert tasks.whole.locked("whatever").task_id == first.id
@@ -133,7 +133,7 @@ def test_operators_lock_blocks_the_task_until_its_second(tasks, locks, foreign_k
     foreign_keys.add(WHOLE)
     until = int(time.time()) + 600
     assert locks.setnx(WHOLE, until)
-    result = tasks.whole.delay("x").get(timeout=30)
+    result = tasks.whole.delay("x").get(timeout=60)
     assert is_skipped(result)
     assert result["holder"]["state"] == "foreign"
     assert result["holder"]["deadline"] == until + 1
@@ -144,7 +144,7 @@ def test_lock_value_that_is_no_time_is_held_and_reported(tasks, locks, foreign_k
     """A foreign text under the lock's name is held for good, never overwritten, and logged as an error."""
     foreign_keys.add(WHOLE)
     locks.set(WHOLE, "maintenance")
-    assert is_skipped(tasks.whole.delay("x").get(timeout=30))
+    assert is_skipped(tasks.whole.delay("x").get(timeout=60))
     assert locks.get(WHOLE) == "maintenance"
     worker.wait_for_log("is locked by a value that is not a time: 'maintenance'")
 
@@ -157,7 +157,7 @@ def test_every_kind_of_task_is_guarded(tasks, journal, holding, locks, name):
     """
     task = getattr(tasks, name)
     with holding(task) as first:
-        assert is_skipped(task.delay("gated").get(timeout=30))
+        assert is_skipped(task.delay("gated").get(timeout=60))
     journal.wait_for("postrun", task_id=first.id)
     assert journal.words(first.id) == RUN
     (record,) = locks.keys("t:*")
@@ -170,7 +170,7 @@ def test_decorated_task_raises(tasks, holding, name):
     """The decorator's options rule, under Celery's base class (bound) and under ours."""
     task = getattr(tasks, name)
     with holding(task), pytest.raises(AlreadyRunning):
-        task.delay("gated").get(timeout=30)
+        task.delay("gated").get(timeout=60)
 
 
 def test_decorated_task_comes_back_past_its_base_class(tasks, journal, gates, holding):
@@ -189,21 +189,21 @@ def test_decorated_task_that_retries_by_another_key_holds_that(tasks, journal, g
     (start,) = journal.wait_for("start", task_id=result.id)
     assert start["key"] == lock_for(tasks.moving, ("gated-b", "gated-b"), {}).name
     gates("gated-b")
-    assert result.get(timeout=30) == "gated-b"
+    assert result.get(timeout=60) == "gated-b"
 
 
 def test_send_task_by_name_is_guarded(tasks, holding):
     """A producer that does not know the task's class sends no key; the worker computes the same one."""
     with holding(tasks.work):
         second = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})
-        assert is_skipped(second.get(timeout=30))
+        assert is_skipped(second.get(timeout=60))
 
 
 def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):
     """A call whose key cannot be computed is a failure, never an unlocked run."""
     result = tasks.app.send_task(tasks.work.name, kwargs={"wrong": 1})
     with pytest.raises(Exception, match="Cannot compute the lock key of a call of"):
-        result.get(timeout=30)
+        result.get(timeout=60)
     assert journal.entries(what="start") == []
 
 
@@ -214,7 +214,7 @@ def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):
 def test_own_retry_keeps_its_own_count_and_its_key(tasks, journal, options):
     """self.retry() runs under the same lock again each time, and max_retries counts only the task's own."""
     result = tasks.flaky.apply_async(["a", 2], singleton=options)
-    assert result.get(timeout=30) == 2
+    assert result.get(timeout=60) == 2
     journal.wait_for("postrun", count=3, task_id=result.id)
     acquired = journal.entries(what="acquired", task_id=result.id)
     key = "t:{elsewhere}" if options else tasks.flaky.lock_key("a", 2)
@@ -227,7 +227,7 @@ def test_autoretry_runs_under_the_lock_and_leaves_our_errors_alone(tasks, journa
     with holding(tasks.autoretried) as first:
         second = tasks.autoretried.delay("gated")
         with pytest.raises(AlreadyRunning):
-            second.get(timeout=30)
+            second.get(timeout=60)
         gates("gated")
         parked.move()
     assert len(journal.wait_for("released", count=2, task_id=first.id)) == 2
@@ -237,7 +237,7 @@ def test_autoretry_runs_under_the_lock_and_leaves_our_errors_alone(tasks, journa
 def test_direct_call_inside_a_body_is_not_guarded(tasks, journal):
     """A task may call itself as a function: no lock, no deadlock, and its own lock stays."""
     result = tasks.recursive.delay(2)
-    assert result.get(timeout=30) == [2, [1, [0, None]]]
+    assert result.get(timeout=60) == [2, [1, [0, None]]]
     journal.wait_for("postrun", task_id=result.id)
     assert journal.words(result.id) == ["acquired", "released", "postrun"]
 
@@ -258,7 +258,7 @@ def test_chord_member_that_raises_fails_the_chord(tasks, holding):
     """With raise a conflict is a real failure, so the chord's body fails instead of hanging."""
     header = [tasks.work.si("gated").set(singleton={"on_conflict": "raise"}), tasks.plain.si(1)]
     with holding(tasks.work), pytest.raises(Exception, match="is already running"):
-        chord(header, tasks.plain.s()).delay().get(timeout=30)
+        chord(header, tasks.plain.s()).delay().get(timeout=60)
 
 
 @pytest.mark.parametrize(

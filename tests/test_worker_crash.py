@@ -66,7 +66,7 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
     assert taken_over["holder"]["worker"] == f"{doomed.name}@test"
     assert taken_over["fence"] > started["fence"]
     gates("gated", 2)  # the server may give one to the dead
-    assert second.get(timeout=30) == "gated"
+    assert second.get(timeout=60) == "gated"
     noted = last_take_over(locks, started["key"])
     assert noted is not None
     assert (noted.by, noted.holder["task_id"]) == (f"{tasks.work.name}[{second.id}]", first.id)
@@ -87,7 +87,7 @@ def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, lo
     assert freed["pid"] == worker.process.pid
     assert not locks.exists(started["key"])
     with pytest.raises(WorkerLostError):
-        first.get(timeout=30)
+        first.get(timeout=60)
     worker.wait_for_log(f"[{first.id}] died with its process {started['pid']}; its lock")
 
 
@@ -98,7 +98,7 @@ def test_task_waits_in_place_for_an_unreachable_server(far, journal):
     (retry,) = journal.wait_for("retry", task_id=result.id)
     assert retry["retries"] == 0
     far.server.start(far.server.port)
-    assert result.get(timeout=30) == "a"
+    assert result.get(timeout=60) == "a"
     assert journal.entries(what="conflict") == []
 
 
@@ -106,9 +106,9 @@ def test_unreachable_server_fails_the_task_or_lets_it_run_if_asked(far, journal)
     """on_redis_error="raise": no body runs; "run": it runs without a lock, and the log says so."""
     far.server.stop()
     with pytest.raises(LockUnavailable, match="does not serve the lock"):
-        far.send(name="a", on_redis_error="raise").get(timeout=30)
+        far.send(name="a", on_redis_error="raise").get(timeout=60)
     result = far.send(name="a", on_redis_error="run")
-    assert result.get(timeout=30) == "a"
+    assert result.get(timeout=60) == "a"
     assert [(e["task_id"], e["key"]) for e in journal.entries(what="start")] == [(result.id, None)]
     far.worker.wait_for_log(f"[{result.id}] runs unguarded")
 
@@ -118,7 +118,7 @@ def test_result_stands_when_the_release_fails(far, gates):
     result = far.send(lease=600)
     far.server.stop()
     gates("gated")
-    assert result.get(timeout=30) == "gated"
+    assert result.get(timeout=60) == "gated"
     key = far.tasks.work.lock_key("gated")
     far.worker.wait_for_log(f"[{result.id}] has ended, but its lock {key} was not released")
 
@@ -132,5 +132,5 @@ def test_body_learns_that_its_lock_server_died_or_lost_its_data(far, journal, ga
     assert ("could not be reached" in lost["reason"]) == (how == "stop")
     gates("gated")
     with pytest.raises(LockLost):
-        result.get(timeout=30)
+        result.get(timeout=60)
     assert len(journal.entries(what="lost")) == 1

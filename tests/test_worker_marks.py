@@ -52,7 +52,7 @@ def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
         assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
         assert tasks.started.delay("gated").id == second.id
     gates("gated")
-    assert second.get(timeout=30) == "gated"
+    assert second.get(timeout=60) == "gated"
     assert_one_at_a_time(journal)
     assert not locks.exists(mark_of(tasks.started, "gated"))
     assert journal.entries(what="lapsed") == []
@@ -66,7 +66,7 @@ def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates, parked, hol
     journal.wait_for("start", task_id=first.id)
     assert tasks.done.delay("gated").id == first.id
     gates("gated")
-    first.get(timeout=30)
+    first.get(timeout=60)
     with holding(tasks.done) as second:
         assert not second.deduplicated
     assert journal.entries(what="lapsed") == []
@@ -88,7 +88,7 @@ def test_call_is_not_done_between_its_attempts(tasks, journal, parked, locks, na
         assert 55_000 < locks.pttl(mark_of(getattr(tasks, name), "a")) <= 60_000
     assert [send().id for _time in range(2)] == [first.id] * 2
     parked.move()
-    assert first.get(timeout=30) == "a"
+    assert first.get(timeout=60) == "a"
     assert len(journal.wait_for("start", count=2, task_id=first.id)) == 2
     assert not locks.exists(mark_of(getattr(tasks, name), "a"))
     assert journal.entries(what="lapsed") == []
@@ -113,7 +113,7 @@ def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, lo
     """self.retry(args=...) is queued under its new key; once it is done the old key is free."""
     task = tasks.done_page
     result = task.apply_async(["a"], singleton=options)
-    assert result.get(timeout=30) == "next"
+    assert result.get(timeout=60) == "next"
     journal.wait_for("released", count=2, task_id=result.id)
     assert not locks.exists(mark_of(task, "a"), task.lock_key("a"))
 
@@ -128,7 +128,7 @@ def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(tasks, jo
     wait_until(lambda: len(parked) == 2, "both retries are queued")
     parked.move()
     parked.move()
-    assert [first.get(timeout=30), second.get(timeout=30)] == ["a", "a"]
+    assert [first.get(timeout=60), second.get(timeout=30)] == ["a", "a"]
     assert journal.entries(what="lapsed") == []
 
 
@@ -144,7 +144,7 @@ def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates
         journal.wait_for("conflict", task_id=follows.id)
         wait_until(lambda: locks.get(mark_of(tasks.started, "gated")) == follows.id, "its mark")
         others = [by_name(tasks, "gated") for _ in range(3)]
-        assert all(is_skipped(other.get(timeout=30)) for other in others)
+        assert all(is_skipped(other.get(timeout=60)) for other in others)
         policies = [journal.wait_for("conflict", task_id=other.id)[0]["policy"] for other in others]
         assert policies == ["skip"] * 3
         published = tasks.started.delay("gated")
@@ -152,7 +152,7 @@ def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates
         assert published.id == follows.id
     journal.wait_for("start", task_id=follows.id)
     gates("gated")
-    assert follows.get(timeout=30) == "gated"
+    assert follows.get(timeout=60) == "gated"
     assert [entry["task_id"] for entry in journal.entries(what="start")] == [first.id, follows.id]
     assert journal.entries(what="lapsed") == []
 
@@ -168,7 +168,7 @@ def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks,
     assert not second.deduplicated
     for _ in range(3):  # the other delivery runs as well, unless it finds that the call has succeeded
         gates("gated")
-    assert second.get(timeout=30) == "gated"
+    assert second.get(timeout=60) == "gated"
 
 
 def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates, holding):
@@ -179,7 +179,7 @@ def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates
         awaited = by_name(tasks, "gated", link=tasks.done.si("plain"))
         journal.wait_for("conflict", task_id=awaited.id)
     gates("gated", 2)
-    assert follows.get(timeout=30) == awaited.get(timeout=30) == "gated"
+    assert follows.get(timeout=60) == awaited.get(timeout=30) == "gated"
 
 
 def test_lock_wait_keeps_the_mark(tasks, journal, gates, holding, locks):
@@ -193,7 +193,7 @@ def test_lock_wait_keeps_the_mark(tasks, journal, gates, holding, locks):
         wait_until(lambda: locks.pttl(mark) > 30_000, "the mark is extended")
         assert tasks.started.delay("gated").id == second.id
     gates("gated")
-    assert second.get(timeout=30) == "gated"
+    assert second.get(timeout=60) == "gated"
     assert journal.entries(what="lapsed") == []
 
 
@@ -240,7 +240,7 @@ def test_lapsed_mark_drops_no_task(tasks, journal, locks, parked, worker):
     result = tasks.started.apply_async(["a"], queue="parked", singleton={"queue_lease": 0.1})
     wait_until(lambda: not locks.exists(mark_of(tasks.started, "a")), "the mark has lapsed")
     parked.move()
-    assert result.get(timeout=30) == "a"
+    assert result.get(timeout=60) == "a"
     (lapsed,) = journal.entries(what="lapsed")
     assert lapsed["task_id"] == result.id
     assert lapsed["key"] == tasks.started.lock_key("a")
@@ -257,10 +257,10 @@ def test_mark_of_another_is_left_alone(tasks, journal, locks, parked, name):
     second = task.apply_async(["a"], queue="parked")
     assert not second.deduplicated
     parked.move()
-    assert first.get(timeout=30) == "a"
+    assert first.get(timeout=60) == "a"
     assert locks.get(mark_of(task, "a")) == second.id
     parked.move()
-    assert second.get(timeout=30) == "a"
+    assert second.get(timeout=60) == "a"
     (lapsed,) = journal.entries(what="lapsed")
     assert (lapsed["task_id"], lapsed["marked_by"]) == (first.id, second.id)
 
@@ -275,15 +275,15 @@ def test_unguarded_run_frees_its_mark_when_it_is_over(tasks, journal, gates, loc
     assert start["key"] is None
     assert locks.get(mark_of(tasks.started, "gated")) == result.id
     gates("gated")
-    assert result.get(timeout=30) == "gated"
+    assert result.get(timeout=60) == "gated"
     assert not locks.exists(mark_of(tasks.started, "gated"))
 
 
 def test_lost_replies_are_no_lapse(tasks, journal, locks, way):
     """The worker asks again after a lost reply, and knows that the mark was its own."""
-    tasks.started.apply_async(["warm"], queue="by-way").get(timeout=30)
+    tasks.started.apply_async(["warm"], queue="by-way").get(timeout=60)
     with way.fault("drop_reply", containing=lock_module._ACQUIRE.sha.encode()):
-        assert tasks.started.apply_async(["a"], queue="by-way").get(timeout=30) == "a"
+        assert tasks.started.apply_async(["a"], queue="by-way").get(timeout=60) == "a"
     assert journal.entries(what="lapsed") == []
 
 
@@ -292,7 +292,7 @@ def test_repeated_delivery_of_a_finished_call_is_no_lapse(tasks, journal, parked
     result = tasks.started.apply_async(["a"], queue="parked")
     copies: list[dict[str, Any]] = []
     parked.move(lambda message: copies.append(json.loads(json.dumps(message))))
-    assert result.get(timeout=30) == "a"
+    assert result.get(timeout=60) == "a"
     (copy,) = copies
     copy["headers"]["redelivered"] = copy["properties"]["delivery_info"]["redelivered"] = True
     parked.send(copy)
@@ -354,7 +354,7 @@ def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
     worker.wait_for_log(f"Discarding revoked task: {task.name}[{result.id}]")
     # By the end of these the worker's parent has freed what there was to free.
     for other in ("a", "b", "c"):
-        tasks.started.delay(other).get(timeout=30)
+        tasks.started.delay(other).get(timeout=60)
     gates("gated")
     journal.wait_for("released", task_id=result.id)
     wait_until(lambda: not locks.exists(mark_of(task, "gated"), task.lock_key("gated")), "nothing is left")
@@ -376,7 +376,7 @@ def test_call_lost_by_its_worker_costs_its_queue_lease(tasks, journal, start_wor
     pass_time(600, tasks.started, "a")
     fresh = tasks.started.delay("a")
     assert fresh.id != lost.id
-    assert fresh.get(timeout=30) == "a"
+    assert fresh.get(timeout=60) == "a"
     assert [word for word in journal.words(lost.id) if word != "deduplicated"] == ["prerun"]
     assert journal.entries(what="lapsed") == []
 
@@ -386,7 +386,7 @@ def test_call_lost_with_its_pool_process_frees_its_mark(tasks, journal, locks):
     result = stands(journal, tasks.started)
     os.kill(journal.entries(what="prerun")[0]["pid"], signal.SIGKILL)
     with pytest.raises(WorkerLostError):
-        result.get(timeout=30)
+        result.get(timeout=60)
     wait_until_freed(locks, tasks.started)
 
 
@@ -401,7 +401,7 @@ def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(
     journal.wait_for("prerun", count=2, task_id=result.id)
     assert tasks.late.delay("a").id == result.id
     gates(result.id, 2)  # the server may give one to the dead
-    assert result.get(timeout=30) == "a"
+    assert result.get(timeout=60) == "a"
     assert len(journal.entries(what="start", task_id=result.id)) == 1
     wait_until_freed(locks, tasks.late)
     assert journal.entries(what="lapsed") == []
@@ -418,7 +418,7 @@ def test_marks_lost_with_their_server_lose_no_call(tasks, journal, locks, parked
     for _message in range(len(names) * 2):
         parked.move()
     for name in names:
-        assert [firsts[name].get(timeout=30), seconds[name].get(timeout=30)] == [name, name]
+        assert [firsts[name].get(timeout=60), seconds[name].get(timeout=30)] == [name, name]
         assert len(journal.entries(what="start", name=name)) == 2
     assert_one_at_a_time(journal)
     lapsed = journal.entries(what="lapsed")

@@ -22,6 +22,7 @@ import celery_setnx.beat
 import celery_setnx.lock
 from tests import forks
 from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
+from tests.bounds import bound
 from tests.harness import wait_until
 
 LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_setnx.lock, shelve)}
@@ -104,8 +105,8 @@ def struck(server, locks, tmp_path, capfd) -> Callable[..., int]:
 
 
 # In these lines it is made, leads, and sends; then everything comes again. Every 15th, others in each run;
-# BEAT_SIGNALS_EACH=1 strikes at each.
-LINES, EACH = 900, int(os.environ.get("BEAT_SIGNALS_EACH", "15"))
+# BOUNDS=deep strikes at each.
+LINES, EACH = 900, bound(15, deep=1)
 
 
 @pytest.mark.parametrize(("how", "whole"), [(strike, True), (Dying, False)], ids=["raised", "swallowed"])

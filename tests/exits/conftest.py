@@ -77,7 +77,7 @@ class Scene:
 
     def told(self, queue: str, name: str = "") -> Any:
         """What another call of the key ends with, which does not wait."""
-        return self.send(self.tasks.work, queue, name=name).get(timeout=20)
+        return self.send(self.tasks.work, queue, name=name).get(timeout=60)
 
     def age(self, seconds: float, name: str = "") -> None:
         """Let time pass for the lock."""

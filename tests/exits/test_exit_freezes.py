@@ -26,10 +26,10 @@ def assert_lost(scene: Scene, call: Any, fence: int, rival: Held, reason: str = 
     assert reason in lost["reason"]
     scene.open()
     with pytest.raises(LockLost, match=reason or None):
-        call.get(timeout=20)
+        call.get(timeout=60)
     assert not SetnxLock(scene.locks, rival.key).acquire().acquired
     scene.open(f"{scene.name} rival")
-    assert rival.result.get(timeout=20) == scene.name
+    assert rival.result.get(timeout=60) == scene.name
     assert scene.outcomes(rival.result) == ["released"]
     (taken,) = scene.journal.entries(what="taken_over")
     assert (taken["task_id"], taken["fence"]) == (rival.result.id, rival.fence)

@@ -26,7 +26,7 @@ def test_hard_time_limit_frees(scene, pool, worker_of, task):
     """Long before the lease would end it; who ignores SIGTERM is killed, and the worker frees its lock."""
     held = scene.hold(getattr(scene.tasks, task), pool, time_limit=LIMIT_S, singleton=LONG)
     with pytest.raises(TimeLimitExceeded):
-        held.result.get(timeout=20)
+        held.result.get(timeout=60)
     scene.wait_until_free(held.key)
     assert scene.journal.entries(what="end") == []
     if task == "stubborn":
@@ -43,7 +43,7 @@ def test_terminate_frees(scene, pool, name_of_signal):
     held.result.revoke(terminate=True, signal=name_of_signal)
     scene.wait_until_free(held.key)
     with pytest.raises(TaskRevokedError):
-        held.result.get(timeout=20)
+        held.result.get(timeout=60)
 
 
 @pytest.mark.clock  # a lease is renewed while it really runs
@@ -117,7 +117,7 @@ def test_killed_child_never_costs_the_next_holder_its_lock(scene, pool, observer
         scene.journal.wait_for("start", number, name=scene.name)
         assert len(scene.journal.entries(what="start", name=scene.name)) == number
         scene.open()
-    assert [rival.get(timeout=20) for rival in rivals] == ["return", "return"]
+    assert [rival.get(timeout=60) for rival in rivals] == ["return", "return"]
     assert scene.journal.entries(what="lost") == []
     starts = scene.journal.entries(what="start", name=scene.name)
     ends = scene.journal.entries(what="end", name=scene.name)
@@ -136,7 +136,7 @@ def test_killed_worker_is_taken_over_at_once_with_proof(scene, pool, observer, s
     assert is_skipped(scene.told(observer, scene.name))
     scene.open()
     rival = scene.send(scene.tasks.work, pool, name=scene.name)
-    assert rival.get(timeout=20) == "return"
+    assert rival.get(timeout=60) == "return"
     (taken,) = scene.journal.entries(what="taken_over", task_id=rival.id)
     assert taken["holder"]["task_id"] == held.result.id
     assert taken["holder"]["pid"] == held.pid
@@ -159,7 +159,7 @@ def test_killed_worker_is_taken_over_only_at_the_deadline_without_proof(scene, o
     (taken,) = scene.journal.wait_for("taken_over", task_id=rival.id)
     assert taken["holder"]["deadline"] <= passed <= taken["fence"] / 1e6
     scene.open()
-    assert rival.get(timeout=20) == "return"
+    assert rival.get(timeout=60) == "return"
     conflicts = scene.journal.entries(what="conflict", task_id=rival.id)
     assert sum(entry["time"] > passed for entry in conflicts) <= 1  # one that was on its way to the journal
     assert taken["fence"] > held.fence

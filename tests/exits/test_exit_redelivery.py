@@ -44,7 +44,7 @@ def test_delivered_twice_waits_and_is_dropped_after_success(scene, delivered_twi
     scene.journal.wait_for("postrun", task_id=held.result.id)
     assert held.result.state != "RETRY"
     scene.open()
-    assert held.result.get(timeout=20) == "return"
+    assert held.result.get(timeout=60) == "return"
     assert scene.outcomes(held.result, 2)
     assert len(scene.fences(held.result)) == 2
     assert [scene.journal.words(held.result.id).count(word) for word in ("start", "end")] == [1, 1]
@@ -79,7 +79,7 @@ def test_redelivered_after_a_killed_child_runs_at_once(scene, pool, kind):
     assert scene.started(held.result, 2).fence > held.fence
     assert has_ended(held.pid)
     scene.open()
-    assert held.result.get(timeout=20) == (scene.name if kind == "requeued_if_lost" else 1)
+    assert held.result.get(timeout=60) == (scene.name if kind == "requeued_if_lost" else 1)
     assert scene.journal.entries(what="lost") == []
     assert scene.journal.entries(what="conflict") == []
 
@@ -98,4 +98,4 @@ def test_redelivered_after_a_killed_worker_takes_over(
     (taken,) = scene.journal.entries(what="taken_over", task_id=held.result.id)
     assert taken["holder"]["pid"] == held.pid
     scene.open()
-    assert held.result.get(timeout=20) == "return"
+    assert held.result.get(timeout=60) == "return"

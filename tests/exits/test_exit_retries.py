@@ -19,7 +19,7 @@ HELD_BACK = {"hold_on_retry": True}
 def test_retries_at_once_release_or_keep_one_fence(scene, pool, attempts, options):
     """Each attempt acquires anew, with a larger fence, or comes before or after the lock is held for it."""
     result = scene.send(scene.tasks.retrying, pool, None, attempts, singleton=options)
-    assert result.get(timeout=20) == attempts - 1
+    assert result.get(timeout=60) == attempts - 1
     fences = scene.fences(result)
     assert len(fences) == attempts
     assert fences == [fences[0]] * attempts if options else fences == sorted(set(fences))
@@ -42,7 +42,7 @@ def test_retry_that_waits_has_released_or_keeps_the_lock(scene, pool, worker_of,
         else:
             assert told == "return"
     scene.serve_later(worker_of(pool))
-    assert result.get(timeout=20) == 1
+    assert result.get(timeout=60) == 1
     assert scene.outcomes(result, 2) == ["held_for_retry" if options else "released", "released"]
     first, second = scene.fences(result)
     assert first == second if options else first < second
@@ -63,7 +63,7 @@ def test_successor_that_comes_early_waits_for_its_predecessor(scene, pool, task,
     conflicts = scene.journal.wait_for("conflict", count=2, task_id=held.result.id)
     assert {entry["policy"] for entry in conflicts} == {"wait"}
     scene.open(times=2)
-    assert held.result.get(timeout=20) == ("return" if task == "replaced_early" else 1)
+    assert held.result.get(timeout=60) == ("return" if task == "replaced_early" else 1)
     first, second = scene.fences(held.result)
     assert held.fence == first
     assert first == second if HELD_BACK.items() <= options.items() else first < second
@@ -73,7 +73,7 @@ def test_successor_that_comes_early_waits_for_its_predecessor(scene, pool, task,
 def test_replace_releases(scene, pool):
     """The replacement, with the same task id and key, runs under a lock of its own."""
     result = scene.send(scene.tasks.replaced, pool, pool)
-    assert result.get(timeout=20) == "return"
+    assert result.get(timeout=60) == "return"
     scene.outcomes(result, 2)
     first, second = scene.fences(result)
     assert first < second
@@ -104,7 +104,7 @@ def test_giving_up_frees_the_held_lock(scene, pool):
     """max_retries exceeded: the last attempt fails, and releases."""
     result = scene.send(scene.tasks.retrying, pool, None, 9, kwargs={"max_retries": 1}, singleton=HELD_BACK)
     with pytest.raises(ZeroDivisionError):
-        result.get(timeout=20)
+        result.get(timeout=60)
     assert scene.outcomes(result, 2) == ["held_for_retry", "released"]
     assert not scene.locks.exists(scene.journal.entries(what="released")[0]["key"])
 
@@ -124,6 +124,6 @@ def test_held_lock_outlives_the_process_that_held_it(scene, pool, start):
     wait_until(lambda: has_ended(pid), "the process has ended")
     assert scene.told(pool)["holder"]["state"] == "held_for_retry"
     scene.serve_later(worker)
-    assert result.get(timeout=20) == 1
+    assert result.get(timeout=60) == 1
     first, second = scene.fences(result)
     assert first == second

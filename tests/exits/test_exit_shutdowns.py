@@ -27,7 +27,7 @@ def test_shutdown_keeps_the_lock_until_the_body_has_ended(scene, start, how, own
     worker.wait_for_log("Warm shutdown" if how == "warm" else "Initiating Soft Shutdown")
     scene.assert_renewed(held.key)
     scene.open()
-    assert held.result.get(timeout=20) == scene.name
+    assert held.result.get(timeout=60) == scene.name
     assert not scene.locks.exists(held.key)
     assert scene.journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
 
@@ -43,7 +43,7 @@ def test_cold_shutdown_lets_the_next_delivery_in(scene, start, soft_s):
     start("leaving", conf=ELSEWHERE)
     again = scene.started(held.result, 2)
     scene.open()
-    assert held.result.get(timeout=20) == "return"
+    assert held.result.get(timeout=60) == "return"
     assert again.fence > held.fence
     assert scene.journal.entries(what="conflict") == []
 
@@ -68,7 +68,7 @@ def test_max_tasks_per_child_releases_before_the_process_ends(scene, start):
     start("leaving", arguments=("--max-tasks-per-child", "1"))
     for _ in range(2):
         call = scene.send(scene.tasks.work, "leaving", singleton={"on_conflict": "raise"})
-        assert call.get(timeout=20) == "return"
+        assert call.get(timeout=60) == "return"
     pids = [entry["pid"] for entry in scene.journal.entries(what="start")]
     assert len(set(pids)) == 2
     wait_until(lambda: all(has_ended(pid) for pid in pids), "the processes have ended")

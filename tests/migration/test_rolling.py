@@ -121,7 +121,7 @@ def test_old_producers_are_refused_without_leaving(page, deploy_of):
     deploy = deploy_of(page, ("base=Leaving", "base=SingletonTask"))
     deploy.worker("step-2")
     first = deploy.publish_to("step-2", "before", "7")
-    assert deploy.result(first).get(timeout=20) is None
+    assert deploy.result(first).get(timeout=60) is None
     assert deploy.publish_to("step-2", "before", "7") in (None, first)
     assert len(deploy.old_locks()) == 1
 
@@ -160,5 +160,5 @@ def test_crash_in_the_middle_of_the_deploy(deploy_of, gates):
     )
     deploy.journal.wait_for("start", task_id=heir)
     gates("gated-7")
-    assert deploy.result(heir).get(timeout=20) is None
+    assert deploy.result(heir).get(timeout=60) is None
     wait_until(lambda: not deploy.old_locks(), "the old lock is freed")

@@ -57,7 +57,7 @@ def received(worker: Worker, result: Any) -> int:
     """How many messages of a call the worker has had, once all that was queued before now has reached it."""
     from tests.migration import troublesapp
 
-    troublesapp.marker.delay().get(timeout=20)
+    troublesapp.marker.delay().get(timeout=60)
     return worker.log_text().count(f"[{result.id}] received")
 
 
@@ -95,7 +95,7 @@ def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_
     assert received(busy, dead[2]) == 0
     assert shop.pttl(lock_of(shop, HEIMDALL)) > 3_500_000, "an hour by default"
     skipped = tasks.cached.work.delay(name)
-    assert skipped.get(timeout=20) is None
+    assert skipped.get(timeout=60) is None
     assert started(journal, skipped) == 0
     assert shop.pttl(lock_of(shop, CACHED)) > 500_000
 
@@ -107,7 +107,7 @@ def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_
     for result in again:
         journal.wait_for("start", task_id=result.id)
         gates(name)
-    assert [result.get(timeout=20) for result in again] == [name] * 3
+    assert [result.get(timeout=60) for result in again] == [name] * 3
 
 
 @pytest.mark.clock
@@ -134,7 +134,7 @@ def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypa
         if kind != "cached":  # the recipe looks at the clock before it deletes
             assert lock_of(shop, pattern) is None, "and its lock has been deleted by the first"
         gates(name)
-        assert second.get(timeout=20) == name
+        assert second.get(timeout=60) == name
 
     def three_leases_old() -> bool:
         seconds, microseconds = shop.time()
@@ -143,9 +143,9 @@ def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypa
     wait_until(three_leases_old, "three leases have passed")
     assert tasks.ours.work.delay("gated-ours").deduplicated
     beside = tasks.ours.work.apply_async(("gated-ours",), task_id=uuid.uuid4().hex)  # published all the same
-    assert is_skipped(beside.get(timeout=20))
+    assert is_skipped(beside.get(timeout=60))
     gates("gated-ours")
-    assert ours.get(timeout=20) == "gated-ours"
+    assert ours.get(timeout=60) == "gated-ours"
 
 
 def test_task_that_retries_itself(busy, tasks, shop, journal):
@@ -158,7 +158,7 @@ def test_task_that_retries_itself(busy, tasks, shop, journal):
         assert task.delay("again").id == lost.id
     for task in (tasks.once.retrying, tasks.ours.retrying):
         result = task.delay("again")
-        assert result.get(timeout=20) == "again"
+        assert result.get(timeout=60) == "again"
         assert received(busy, result) == 2
 
 
@@ -167,7 +167,7 @@ def test_recipe_task_that_retries_itself(tasks, journal, start_worker):
     start_worker(APP, concurrency=1, queues=ALONE)
     for task in (tasks.cached.tidying, tasks.ours.tidying):
         result = task.apply_async(("again",), queue=ALONE)
-        assert result.get(timeout=20) == "again"
+        assert result.get(timeout=60) == "again"
         assert started(journal, result) == 2
 
 
@@ -175,19 +175,19 @@ def test_retry_that_starts_before_its_run_has_ended(busy, tasks, journal, gates)
     """The recipe skips it, for its own run's lock, and says success; ours runs it afterwards."""
     name = "untidy-cached"
     lost = journal.reached("tidying", tasks.cached.tidying.delay(name))
-    assert lost.get(timeout=20) is None
+    assert lost.get(timeout=60) is None
     journal.wait_for("postrun", task_id=lost.id)
     gates(name)
     journal.wait_for("postrun", 2, task_id=lost.id)
     assert received(busy, lost) == 2
     assert started(journal, lost) == 1
-    assert lost.get(timeout=20) is None
+    assert lost.get(timeout=60) is None
 
     name = "untidy-ours"
     result = journal.reached("tidying", tasks.ours.tidying.delay(name))
     wait_until(lambda: received(busy, result) >= 2, "the retry has reached the worker")
     gates(name, 2)
-    assert result.get(timeout=20) == name
+    assert result.get(timeout=60) == name
     words = [w for w in journal.words(result.id) if w in ("start", "end", "tidying", "tidied")]
     assert words == ["start", "end", "tidying", "tidied"] * 2, "one after the other"
 
@@ -219,12 +219,12 @@ def test_chord_of_equal_members(busy, tasks, shop, journal, gates):
     [skipped] = {member.id for member in ends.parent.results} - {entry["task_id"]}
     journal.wait_for("postrun", task_id=skipped)
     gates(name)
-    assert ends.get(timeout=20) in ([name, None], [None, name])
+    assert ends.get(timeout=60) in ([name, None], [None, name])
     assert len(journal.entries(what="start", name=name)) == 1
 
     counted, name = begin("ours")
     gates(name, 2)
-    assert counted.get(timeout=20) == [name, name]
+    assert counted.get(timeout=60) == [name, name]
     assert received(busy, counted) == 1
     assert len(journal.entries(what="start", name=name)) == 2
 
@@ -245,7 +245,7 @@ def test_call_that_expires_in_the_queue(busy, tasks, shop):
     assert shop.pttl(lock_of(shop, HEIMDALL)) > 3_500_000
     assert None not in (lock_of(shop, ONCE), lock_of(shop, LONE))
     assert lock_of(shop, CACHED) is None
-    assert tasks.cached.work.delay("late").get(timeout=20) == "late"
+    assert tasks.cached.work.delay("late").get(timeout=60) == "late"
 
 
 def test_task_that_is_ignored(busy, tasks, shop, journal):
@@ -287,7 +287,7 @@ def test_call_that_is_published_during_the_run(busy, tasks, journal, gates, kind
         wait_until(lambda: task.locked(name).waiting == 1, "the second waits in line")
         assert started(journal, second) == 0
     gates(name, 2)
-    assert [first.get(timeout=20), second.get(timeout=20)] == [name, name]
+    assert [first.get(timeout=60), second.get(timeout=20)] == [name, name]
 
 
 def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journal, gates):
@@ -297,14 +297,14 @@ def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journa
     first = journal.reached("start", task.delay(name))
     queued = task.apply_async((name,), queue=late)
     at_once = task.delay(name)
-    assert at_once.get(timeout=20) is None
+    assert at_once.get(timeout=60) is None
     assert started(journal, at_once) == 0
     assert runs_still(journal, first)
     gates(name)
-    assert first.get(timeout=20) == name
+    assert first.get(timeout=60) == name
     take_from(busy, tasks, late)
     gates(name)
-    assert queued.get(timeout=20) == name
+    assert queued.get(timeout=60) == name
     assert started(journal, queued) == 1
 
 
@@ -317,7 +317,7 @@ def test_call_by_its_name_only(busy, tasks, journal, gates, kind):
         journal.wait_for("start", task_id=result.id)
     assert journal.entries(what="end", name=name) == []
     gates(name, 2)
-    assert [result.get(timeout=20) for result in both] == [name, name]
+    assert [result.get(timeout=60) for result in both] == [name, name]
 
 
 @pytest.mark.parametrize(("kind", "skips"), [("cached", lambda answer: answer is None), ("ours", is_skipped)])
@@ -327,12 +327,12 @@ def test_third_call_by_its_name_only(busy, tasks, journal, gates, kind, skips):
     first = journal.reached("start", tasks.app.send_task(f"{kind}.work", (name,)))
     for _ in range(2):
         result = tasks.app.send_task(f"{kind}.work", (name,))
-        assert skips(result.get(timeout=20))
+        assert skips(result.get(timeout=60))
         journal.wait_for("postrun", task_id=result.id)
         assert started(journal, result) == 0
     assert runs_still(journal, first)
     gates(name)
-    assert first.get(timeout=20) == name
+    assert first.get(timeout=60) == name
 
 
 def test_call_of_heimdall_by_its_name_only(busy, tasks, shop, journal, gates):
@@ -341,14 +341,14 @@ def test_call_of_heimdall_by_its_name_only(busy, tasks, shop, journal, gates):
     first = journal.reached("start", tasks.app.send_task("heimdall.work", (name,)))
     assert shop.get(lock_of(shop, HEIMDALL)) == first.id
     second = tasks.app.send_task("heimdall.work", (name,))
-    assert second.get(timeout=20) is None
+    assert second.get(timeout=60) is None
     journal.wait_for("postrun", task_id=second.id)
     assert started(journal, second) == 0
     assert lock_of(shop, HEIMDALL) is None
     third = journal.reached("start", tasks.app.send_task("heimdall.work", (name,)))
     assert runs_still(journal, first)
     gates(name, 2)
-    assert [first.get(timeout=20), third.get(timeout=20)] == [name, name]
+    assert [first.get(timeout=60), third.get(timeout=20)] == [name, name]
 
 
 def test_call_by_keyword(tasks):

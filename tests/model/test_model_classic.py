@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.model import DEEP, bound
+from tests.bounds import DEEP, bound
 from tests.model.clients import Classic, Ours
 from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import SAFETY, exclusion, slowest_acquire

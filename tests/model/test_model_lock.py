@@ -5,7 +5,7 @@ tests/model/__init__.py says how to allow more time, crashes and lost replies.
 
 import pytest
 
-from tests.model import DEEP, bound
+from tests.bounds import DEEP, bound
 from tests.model.clients import Freed, LateCopy, Ours, Parent
 from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import SAFETY, fences_rise, slowest_acquire

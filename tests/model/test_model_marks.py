@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.model import DEEP, bound
+from tests.bounds import DEEP, bound
 from tests.model.clients import Call, Ours
 from tests.model.explorer import Client, Move, State, World, assert_holds
 from tests.model.properties import MARKS, slowest_publish

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.model import DEEP, SMALL, bound
+from tests.bounds import DEEP, SMALL, bound
 from tests.model.explorer import Property, assert_broken, assert_holds
 from tests.model.lock import Lock
 from tests.model.store import Ticket

@@ -25,7 +25,7 @@ def test_second_call_takes_over_from_a_killed_container(tasks, workers, journal,
     (after,) = journal.wait_for("start", task_id=second.id)
     failovers.append(time.monotonic() - killed)
     gates(name)
-    assert second.get(timeout=20) == name
+    assert second.get(timeout=60) == name
     (taken,) = journal.wait_for("taken_over")
     assert taken["task_id"] == second.id
     assert taken["holder"]["worker"] == holder.hostname()
@@ -46,7 +46,7 @@ def test_killed_containers_call_is_delivered_again(tasks, workers, journal, gate
     assert conflict["policy"] == "wait"
     (_, again) = journal.wait_for("start", 2, task_id=result.id)
     gates(name)
-    assert result.get(timeout=20) == name
+    assert result.get(timeout=60) == name
     assert other.container.id.startswith(again["host"])
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["worker"] == holder.hostname()
@@ -67,14 +67,14 @@ def test_warm_restart_lets_the_holder_end(tasks, workers, journal, gates, name):
     finally:
         gates(name, 2)
         restart.join()
-    assert first.get(timeout=20) == second.get(timeout=20) == name
+    assert first.get(timeout=60) == second.get(timeout=20) == name
     journal.wait_for("end", 2)
     assert journal.entries(what="taken_over") == []
     bodies = [entry for entry in journal.entries() if entry["what"] in ("start", "end")]
     assert [entry["task_id"] for entry in bodies] == [first.id, first.id, second.id, second.id]
     third = call_on(holder, tasks.work, name)  # the restarted worker works
     gates(name)
-    assert third.get(timeout=20) == name
+    assert third.get(timeout=60) == name
 
 
 def test_impatient_restart_runs_the_call_once_more(tasks, workers, journal, gates, name, failovers):
@@ -87,7 +87,7 @@ def test_impatient_restart_runs_the_call_once_more(tasks, workers, journal, gate
     (_, again) = journal.wait_for("start", 2, task_id=result.id)
     failovers.append(time.monotonic() - began)
     gates(name)
-    assert result.get(timeout=20) == name
+    assert result.get(timeout=60) == name
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["fence"] == start["fence"] < again["fence"]
     journal.wait_for("end")

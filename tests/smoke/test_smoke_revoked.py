@@ -16,7 +16,7 @@ def test_revoked_holder_frees_its_lock_at_once(tasks, workers, journal, gates, n
     first.revoke(terminate=True)
     journal.wait_for("start", task_id=second.id)
     gates(name)
-    assert second.get(timeout=20) == name
+    assert second.get(timeout=60) == name
     journal.wait_for("released", task_id=first.id)  # by the process, or by its worker for it
     assert journal.entries(what="taken_over") == []
     assert journal.entries(what="end", task_id=first.id) == []
@@ -34,8 +34,8 @@ def test_revoked_queued_call_frees_its_mark(tasks, workers, journal, gates, name
     for blocker in journal.entries(what="start"):
         gates(blocker["name"])
     for result in blockers:
-        result.get(timeout=20)
+        result.get(timeout=60)
     gates(name)
     following = wait_until(lambda: not (again := tasks.once.delay(name)).deduplicated and again, "no mark")
-    assert following.get(timeout=20) == name
+    assert following.get(timeout=60) == name
     assert journal.entries(what="start", task_id=queued.id) == []

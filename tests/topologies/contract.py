@@ -21,7 +21,7 @@ def runs_under_its_lock(
     assert (again.deduplicated, again.id) == (True, result.id)
     wait_until(lambda: tasks.once.locked(name).deadline > holder.deadline + 1, "two renewals")
     open_gate(name)
-    assert again.get(timeout=20) == name
+    assert again.get(timeout=60) == name
     (released,) = journal.wait_for("released")
     assert released["outcome"] == "released"
     assert tasks.once.locked(name) is None

@@ -57,7 +57,7 @@ def test_guarded_task_runs_with_the_needed_commands_alone(work_with, settings, r
     counts = tasks.once.fan_out([(name,), ("another",)])
     assert (counts.accepted, counts.duplicates) == (1, 1)
     gates(name)
-    assert result.get(timeout=10) == name
+    assert result.get(timeout=60) == name
     journal.wait_for("released", 2)
     # What the client asks beyond that may be refused: its own name and version, and INFO at the start.
     assert refused() <= {"client|setinfo", "client|maint_notifications", "info"}
@@ -100,7 +100,7 @@ def limit(cluster) -> Iterator[Callable[[list[str]], str]]:
 def test_cluster_needs_two_commands_more(work_with, limit, journal):
     """CLUSTER SLOTS and COMMAND, with which the client finds the nodes and the keys of a command."""
     tasks = work_with(setnx_url=limit(IN_CLUSTER), setnx_prefix="setnx")
-    assert tasks.once.delay("a").get(timeout=10) == "a"
+    assert tasks.once.delay("a").get(timeout=60) == "a"
     (released,) = journal.wait_for("released")
     assert released["outcome"] == "released"
 

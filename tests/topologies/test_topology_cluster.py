@@ -233,27 +233,27 @@ def test_worker_outlives_a_dead_node(work_with, settings, cluster, fail, journal
     tasks = work_with(**settings)
     dead = cluster.nodes[2]
     on_dead, on_living = (name_on(tasks, cluster, node) for node in (dead, cluster.nodes[0]))
-    assert tasks.work.delay(on_dead).get(timeout=10) == on_dead
+    assert tasks.work.delay(on_dead).get(timeout=60) == on_dead
     fail("kill", dead)
     waiting = tasks.work.delay(on_dead)
-    assert tasks.work.delay(on_living).get(timeout=10) == on_living
+    assert tasks.work.delay(on_living).get(timeout=60) == on_living
     assert not waiting.ready()
     dead.start()
     cluster.wait_until_whole()
-    assert waiting.get(timeout=30) == on_dead
+    assert waiting.get(timeout=60) == on_dead
 
 
 def test_worker_outlives_its_whole_cluster(work_with, settings, cluster, fail):
     """No node answers: a call waits for them, and is done when they are back."""
     tasks = work_with(**settings)
-    assert tasks.work.delay("before").get(timeout=10) == "before"
+    assert tasks.work.delay("before").get(timeout=60) == "before"
     fail("kill", *cluster.nodes)
     waiting = tasks.work.delay("meanwhile")
     tasks.worker.wait_for_log(waiting.id)
     assert not waiting.ready()
     for node in cluster.nodes:
         node.start()
-    assert waiting.get(timeout=30) == "meanwhile"
+    assert waiting.get(timeout=60) == "meanwhile"
 
 
 def test_cluster_that_goes_away_is_unavailable(client, cluster, fail):
@@ -276,7 +276,7 @@ def test_worker_starts_while_a_node_is_dead(work_with, settings, fail, cluster):
     fail("kill", cluster.nodes[2])
     tasks = work_with(**settings)
     name = name_on(tasks, cluster, cluster.nodes[0])
-    assert tasks.work.delay(name).get(timeout=10) == name
+    assert tasks.work.delay(name).get(timeout=60) == name
 
 
 def test_cluster_that_cannot_be_reached_is_unavailable(tasks_of):

@@ -134,21 +134,21 @@ def one_at_a_time(journal: Journal, name: str, bodies: int) -> None:
 def test_calls_of_one_key_run_one_at_a_time(tasks, journal):
     """Four calls at once: the lock keeps them apart, and each ends with its own result."""
     results = [tasks.load.delay("a", 0.1) for _ in range(4)]
-    assert [result.get(timeout=30) for result in results] == ["a"] * 4
+    assert [result.get(timeout=60) for result in results] == ["a"] * 4
     one_at_a_time(journal, "a", 4)
 
 
 def test_conflict_may_be_skipped_or_end_with_max_wait(tasks, journal, gates, name):
     """One call ends at once with success, and names the first; one with LockTimeout while that still runs."""
     first = journal.reached("start", tasks.work.delay(name))
-    skipped = tasks.work.delay(name).get(timeout=20)
+    skipped = tasks.work.delay(name).get(timeout=60)
     assert is_skipped(skipped)
     assert skipped["holder"]["task_id"] == first.id
     with pytest.raises(LockTimeout):
-        tasks.work.apply_async([name], singleton={**RETRY, "max_wait": 1.5}).get(timeout=20)
+        tasks.work.apply_async([name], singleton={**RETRY, "max_wait": 1.5}).get(timeout=60)
     assert first.state != "SUCCESS"
     gates(name)
-    assert first.get(timeout=20) == name
+    assert first.get(timeout=60) == name
 
 
 @pytest.mark.parametrize("policy", [RETRY, WAIT], ids=["retry", "wait"])
@@ -168,7 +168,7 @@ def test_call_that_waited_is_unchanged(tasks, shared, kind, journal, gates, name
     else:
         wait_for_waiters(tasks, name, 1, task=tasks.tell)
     gates(name, 2)
-    told, waited = first.get(timeout=20), second.get(timeout=20)
+    told, waited = first.get(timeout=60), second.get(timeout=20)
     assert (told["retries"], told["priority"], told["tenant"], told["queue"]) == (0, 5, "acme", queue)
     if policy is RETRY:
         came = waited.pop("exchange")
@@ -183,7 +183,7 @@ def test_call_waits_again_and_again(tasks, journal, gates, name):
     first = journal.reached("start", tasks.paced.delay(name))
     second = journal.reached("conflict", tasks.paced.delay(name), 2)
     gates(name, 2)
-    assert [first.get(timeout=20), second.get(timeout=20)] == [name] * 2
+    assert [first.get(timeout=60), second.get(timeout=20)] == [name] * 2
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])
@@ -191,10 +191,10 @@ def test_retry_of_its_own(tasks, journal, hold):
     """Between its attempts another call runs; with hold_on_retry it is skipped."""
     result = tasks.again.apply_async(["a", 1, 6], singleton={"hold_on_retry": hold})
     journal.wait_for("released", task_id=result.id)
-    rival = tasks.again.delay("a", 0).get(timeout=20)
+    rival = tasks.again.delay("a", 0).get(timeout=60)
     assert states(journal, result.id) in (["RETRY"], [])  # its second attempt is still to come
     assert is_skipped(rival) == hold
-    assert result.get(timeout=20) == 1
+    assert result.get(timeout=60) == 1
     one_at_a_time(journal, "a", 2 if hold else 3)
 
 
@@ -214,11 +214,11 @@ def test_call_is_marked_through_its_countdown(tasks, locks, journal, gates, name
     if dedupe == "until_done":  # by then its lock says so
         assert tasks.once.delay(name).deduplicated
     gates(name, 2)
-    assert first.get(timeout=20) == name
+    assert first.get(timeout=60) == name
     assert not locks.exists(mark)
     afterwards = tasks.once.delay(name)
     assert not afterwards.deduplicated
-    assert afterwards.get(timeout=20) == name
+    assert afterwards.get(timeout=60) == name
 
 
 def test_revoked_call_frees_its_mark(tasks, locks, journal, name):
@@ -227,7 +227,7 @@ def test_revoked_call_frees_its_mark(tasks, locks, journal, name):
     assert locks.exists(f"{tasks.once.lock_key(name)}:queued")
     result.revoke()
     with pytest.raises(TaskRevokedError):
-        result.get(timeout=20)
+        result.get(timeout=60)
     wait_until(lambda: not locks.exists(f"{tasks.once.lock_key(name)}:queued"), "no mark")
     assert journal.entries(what="start", task_id=result.id) == []
 
@@ -247,7 +247,7 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates,
         calls.append(tasks.work.apply_async([name], singleton={"lease": 60, **WAIT}))
         wait_for_waiters(tasks, name, number)
     gates(name, len(calls))
-    assert [call.get(timeout=20) for call in calls] == [name] * 5
+    assert [call.get(timeout=60) for call in calls] == [name] * 5
     one_at_a_time(journal, name, 5)
     starts, ends = journal.entries(what="start", name=name), journal.entries(what="end", name=name)
     assert [start["task_id"] for start in starts] == [call.id for call in calls]
@@ -281,7 +281,7 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
     locks.delete(line, calls)
     wait_for_waiters(tasks, name, 1, task=tasks.tell)
     gates(name, 2)
-    assert [call.get(timeout=20)["queue"] for call in (first, second)] == [queue] * 2
+    assert [call.get(timeout=60)["queue"] for call in (first, second)] == [queue] * 2
     one_at_a_time(journal, name, 2)
 
 
@@ -295,7 +295,7 @@ def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, lo
     tasks.worker.kill()
     work_with(**settings)
     gates(name)
-    assert second.get(timeout=20) == name
+    assert second.get(timeout=60) == name
     (began,) = journal.entries(what="start", task_id=second.id)
     (taken,) = journal.wait_for("taken_over")
     assert (taken["task_id"], taken["holder"]["task_id"]) == (second.id, first.id)
@@ -311,7 +311,7 @@ def test_joining_calls_end_with_the_result_of_the_first(tasks, journal, gates, n
     ]
     wait_for_waiters(tasks, name, 3)
     gates(name)
-    assert [call.get(timeout=20) for call in (first, *joining)] == [name] * 4
+    assert [call.get(timeout=60) for call in (first, *joining)] == [name] * 4
     assert [start["task_id"] for start in journal.entries(what="start", name=name)] == [first.id]
     wait_until(lambda: tasks.work.locked(name) is None, "a free lock")
 
@@ -336,7 +336,7 @@ def test_redelivered_call_takes_over_from_its_dead_process(work_with, settings, 
     (taken,) = journal.wait_for("taken_over")
     assert (taken["task_id"], taken["holder"]["task_id"]) == (result.id, result.id)
     gates(name)
-    assert result.get(timeout=20) == name
+    assert result.get(timeout=60) == name
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
@@ -355,7 +355,7 @@ def test_redelivered_call_waits_for_the_lease_of_an_unproved_death(
     _, again = journal.wait_for("start", 2, task_id=result.id)
     assert again["fence"] / 1e6 >= deadline  # both by the server's clock
     gates(name)
-    assert result.get(timeout=20) == name
+    assert result.get(timeout=60) == name
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
@@ -365,12 +365,12 @@ def test_outage_of_the_lock_server_spends_no_deliveries(work_with, settings, jou
         queues = {settings["task_default_queue"]: quorum_queue(settings, limit=1)}
         conf = {**settings, **LATE, "task_queues": queues, "setnx_url": lock_server.url()}
         tasks = work_with(**conf)
-        assert tasks.work.delay("warm").get(timeout=20) == "warm"
+        assert tasks.work.delay("warm").get(timeout=60) == "warm"
         lock_server.stop()
         result = tasks.work.apply_async(["a"], singleton={"lease": 0.5, **RETRY})
         journal.wait_for("retry", 3, task_id=result.id)
         lock_server.start(lock_server.port)
-        assert result.get(timeout=30) == "a"
+        assert result.get(timeout=60) == "a"
 
 
 @pytest.mark.parametrize("kind", ["quorum"], indirect=True)
@@ -393,13 +393,13 @@ def test_call_that_cannot_be_sent_back_is_requeued(
         journal.wait_for("conflict", 4, task_id=second.id)
         assert time.monotonic() - began >= 3
         gates(name, 2)
-        assert second.get(timeout=20) == name
+        assert second.get(timeout=60) == name
     else:
         journal.wait_for("conflict", limit + 1, task_id=second.id)
         gates(name, 2)
-        assert first.get(timeout=20) == name
+        assert first.get(timeout=60) == name
         # What is published afterwards overtakes nothing, so the lost call is not merely late.
-        assert tasks.work.delay("b").get(timeout=20) == "b"
+        assert tasks.work.delay("b").get(timeout=60) == "b"
         assert len(journal.entries(what="conflict", task_id=second.id)) == limit + 1
         assert journal.entries(what="start", task_id=second.id) == []
         assert own_broker.messages(queue) == 0

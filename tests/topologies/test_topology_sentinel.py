@@ -56,7 +56,7 @@ def test_sentinels_of_celery_itself_hold_the_locks(
     gates(name)
     journal.wait_for("postrun", task_id=result.id, state="SUCCESS")
     if backend:
-        assert result.get(timeout=10) == name
+        assert result.get(timeout=60) == name
 
 
 @pytest.mark.parametrize(("how", "within_s"), [("kill", 5), ("freeze", 10)])
