@@ -10,6 +10,8 @@ RUNS ?= 5
 SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
+# Hundreds of processes import what is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test quick stress docs coverage lint soak chaos bench clean
 .DEFAULT_GOAL := help
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
 	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest, JOBS=0 keeps order"
-	@echo "make quick      in a minute: what needs no worker of its own, the model at small bounds"
+	@echo "make quick      in a minute: nothing slow, one worker, the model at small bounds"
 	@echo "make stress     make test RUNS=5 times beside processes that keep cores and disk busy"
 	@echo "make lint       ruff, mypy --strict, pyright"
 	@echo "make docs       the documentation as a site, in docs/_build"

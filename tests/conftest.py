@@ -53,17 +53,21 @@ CLOCK_RERUNS = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only what needs no worker of its own")
+    parser.addoption("--quick", action="store_true", help="nothing slow, nothing that starts a worker")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test marked `clock` may run a second time; `--quick` leaves out those that start workers."""
+    """A test marked `clock` may run a second time; `--quick` leaves out what is slow or starts workers."""
     for item in items:
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=1))
     if config.getoption("quick"):
         starters = {"start_worker", "module_worker"}
-        slow = [item for item in items if starters & set(getattr(item, "fixturenames", ()))]
+        slow = [
+            item
+            for item in items
+            if item.get_closest_marker("slow") or starters & set(getattr(item, "fixturenames", ()))
+        ]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
 

@@ -21,6 +21,8 @@ from celery_setnx.beat import HotStandbyScheduler, _lateness, _recall, _tick
 from tests.harness import wait_until
 from tests.proxy import Proxy
 
+pytestmark = pytest.mark.slow
+
 LOCK = "t:{celery.beat:clock}"
 ENTRIES = f"{LOCK}:entries"
 DAY_S = 86_400

@@ -17,6 +17,8 @@ from celery_setnx.testing import _age
 from tests.model.injected import CLOCK_KEY, SECOND, ServerClock
 from tests.protocol.client import ClassicClient, Server
 
+pytestmark = pytest.mark.slow
+
 LOCK_DB = 1
 NAME = "lock.shared"
 LONG_S = 600  # nothing expires because the machine is slow

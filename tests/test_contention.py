@@ -7,11 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from celery_setnx.lock import SetnxLock
 from tests.bounds import bound
 from tests.conftest import LOCK_DB
+
+pytestmark = pytest.mark.slow
 
 PROCESSES = 16
 INCREMENTS = bound(1_000, full=20_000)

@@ -21,7 +21,7 @@ from tests.harness import wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Cluster, Sentinels
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 LEVELS = ["ok", "warning", "error"]
 TABLE = Path(__file__).parent.parent / "docs" / "doctor.md"

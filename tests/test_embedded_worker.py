@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from celery_setnx import SingletonTask, current_lock, is_skipped, singleton
 from tests.versions.conditions import needs_dumped_models
 
+pytestmark = pytest.mark.slow
+
 
 class User(BaseModel):
     """An argument that is a model."""

@@ -18,6 +18,8 @@ from celery_setnx import events
 from tests.harness import wait_until
 from tests.test_signals import apart, scenes, watched
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["apart", "scenes", "watched"]  # fixtures
 
 EVENTS = {

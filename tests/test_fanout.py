@@ -36,6 +36,8 @@ from tests.proxy import Proxy
 from tests.versions.conditions import BATCHES, needs_batches, needs_dumped_models
 from tests.versions.conditions import needs_ignore_result_of_a_call as needs_ignore_result
 
+pytestmark = pytest.mark.slow
+
 CALLS = bound(5_000, full=100_000)
 KEYS = CALLS // 100
 ROOT = Path(__file__).parents[1]

@@ -288,10 +288,10 @@ def test_stream_of_short_tasks_does_not_wake_an_idle_keeper_for_each(locks, monk
     run(lease=1)
     wait_until(lambda: sleeps[-1:] == [float("inf")], "asleep until it is woken")
     known = len(sleeps)
-    locks = bound(300, full=1_000)
-    for _ in range(locks):
+    runs = bound(300, full=1_000)
+    for _ in range(runs):
         run(lease=60)
-    assert len(sleeps) - known < locks / 2  # one, but for what comes before the thread gets a processor
+    assert len(sleeps) - known < runs / 2  # one, but for what comes before the thread gets a processor
 
 
 def test_process_has_one_keeper_and_a_fork_its_own():

