@@ -159,8 +159,7 @@ def holding(journal, gates) -> Callable[..., AbstractContextManager[Any]]:
 
     @contextmanager
     def holding(task: Any, name: str = "gated", **options: Any) -> Iterator[Any]:
-        first = task.apply_async([name], **options)
-        journal.wait_for("start", task_id=first.id)
+        first = journal.reached("start", task.apply_async([name], **options))
         yield first
         gates(name)
         assert first.get(timeout=60) == name

@@ -94,8 +94,7 @@ def queued(tasks, app, locks, later) -> Iterator[AsyncResult]:
 @pytest.fixture
 def running(tasks, journal, gates) -> Iterator[Callable[[], None]]:
     """A call with the key of all the others, which runs until this is called."""
-    first = tasks.step.delay(40, gate="first")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.step.delay(40, gate="first"))
 
     def finish() -> None:
         gates("first")
@@ -474,8 +473,7 @@ def test_canvas_of_its_own_key_from_inside(tasks, app, journal, gates):
 def test_call_equal_to_a_running_member(tasks, journal, gates):
     """With until_done a call is a duplicate of a running member, with until_started it runs after it."""
     result = chord([tasks.step.si(0, gate="member"), tasks.step.si(1, "other")], tasks.collect.s()).delay()
-    member = result.parent.results[0]
-    journal.wait_for("start", task_id=member.id)
+    member = journal.reached("start", result.parent.results[0])
     call = tasks.step.delay(7)
     assert call.deduplicated == (tasks.mode == "until_done")
     assert (call.id == member.id) == call.deduplicated
@@ -498,8 +496,7 @@ def test_call_equal_to_a_queued_member(tasks, app, journal, later):
 
 def test_call_equal_to_a_queued_successor(tasks, app, journal, later):
     """What replaces a task is not marked while it is queued, so an equal call is published and runs."""
-    first = tasks.replacing.delay(tasks.step.si(0).set(queue=app.LATER))
-    journal.wait_for("released", task_id=first.id)
+    first = journal.reached("released", tasks.replacing.delay(tasks.step.si(0).set(queue=app.LATER)))
     call = tasks.step.delay(7)
     assert not call.deduplicated
     assert call.get(timeout=TIMEOUT_S) == 8

@@ -66,8 +66,7 @@ def keys_of(journal: Journal, result: Any) -> list[str]:
 def test_headerless_calls_exclude_each_other_across_releases(producer, journal, gates, first_on, second_on):
     """With the old format pinned, both workers compute one key for a message without a header."""
     name = f"gated-{first_on}-{second_on}"
-    first = producer.send_task(WORK, (name,), queue=first_on)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", producer.send_task(WORK, (name,), queue=first_on))
     second = producer.send_task(WORK, (name, "other reason"), queue=second_on)
     assert is_skipped(second.get(timeout=60))
     assert second.get()["holder"]["task_id"] == first.id
@@ -77,10 +76,8 @@ def test_headerless_calls_exclude_each_other_across_releases(producer, journal, 
 
 def test_headerless_call_has_another_key_on_an_unpinned_worker(producer, upgrade, journal, gates):
     """What the pin is for: without it the two releases run the same call side by side."""
-    first = producer.send_task(WORK, ("gated-apart",), queue="old")
-    journal.wait_for("start", task_id=first.id)
-    second = producer.send_task(WORK, ("gated-apart",), queue="unpinned")
-    journal.wait_for("start", task_id=second.id)
+    first = journal.reached("start", producer.send_task(WORK, ("gated-apart",), queue="old"))
+    second = journal.reached("start", producer.send_task(WORK, ("gated-apart",), queue="unpinned"))
     assert keys_of(journal, first) == [upgrade.work.lock_key("gated-apart")] != keys_of(journal, second)
     gates("gated-apart")
     gates("gated-apart")
@@ -108,8 +105,7 @@ def test_duplicate_is_recognised_across_releases(publish, first_by, second_by, t
 def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, producer, journal, gates, release):
     """until_done: the record is found under the key with which the call was published."""
     name = f"gated-{release}"
-    first = upgrade.work.apply_async((name,), queue=release)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", upgrade.work.apply_async((name,), queue=release))
     second = upgrade.work.apply_async((name,), queue=NOWHERE)
     assert (second.deduplicated, second.id) == (True, first.id)
     gates(name)
@@ -120,8 +116,7 @@ def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, produ
 def test_doctor_finds_the_locks_of_an_unpinned_worker(producer, journal, gates, release):
     """A process with another format than the doctor's holds a lock."""
     name = f"gated-doctor-{release}"
-    call = producer.send_task(WORK, (name,), queue=release)
-    journal.wait_for("start", task_id=call.id)
+    call = journal.reached("start", producer.send_task(WORK, (name,), queue=release))
     found = [finding.what for finding in examine(producer) if finding.subject == "key_version"]
     gates(name)
     assert call.get(timeout=60) == name

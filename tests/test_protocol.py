@@ -500,8 +500,7 @@ def test_full_client_excludes_a_task(tasks, wire):
 
 def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
     """While a body runs, and renews its lease, the client is refused, and reads who it is."""
-    result = tasks.work.delay("gated-n")
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", tasks.work.delay("gated-n"))
     rival = FullClient(wire(), lock_of_work("gated-n"), is_task_lock=True)
     assert rival.acquire() == "held"
     first = rival.deadline_us
@@ -522,8 +521,7 @@ def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_key
     assert classic.acquire()
     assert tasks.work.delay("gated-n").get(timeout=60)["holder"]["state"] == "foreign"
     classic.release()
-    result = tasks.work.delay("gated-n")
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", tasks.work.delay("gated-n"))
     assert not classic.acquire()
     gates("gated-n")
     assert result.get(timeout=60) == "gated-n"

@@ -69,8 +69,7 @@ def send(
 @pytest.fixture
 def runs(knowing, journal, gates) -> Iterator[Any]:
     """A call by the task's own code, named gated-a, which runs until the end of the test."""
-    first = knowing.work.apply_async(("gated-a",), queue=QUEUE)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", knowing.work.apply_async(("gated-a",), queue=QUEUE))
     yield first
     gates("gated-a")
     assert first.get(timeout=60) == "gated-a"
@@ -102,8 +101,7 @@ def test_duplicate_of_a_running_call_is_recognised(producer, knowing, journal, g
     by_name = partial(send, producer, "work", DONE, name="gated-a")
     by_code = partial(knowing.work.apply_async, ("gated-a",), queue=QUEUE)
     publish, publish_again = (by_name, by_code) if first_is == "send-task" else (by_code, by_name)
-    first = publish()
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", publish())
     second = publish_again()
     assert (second.deduplicated, second.id) == (True, first.id)
     gates("gated-a")
@@ -116,8 +114,7 @@ def test_duplicate_of_a_running_call_is_recognised(producer, knowing, journal, g
 
 def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, gates):
     """until_started: the same call may be queued again as soon as the first one runs."""
-    first = send(producer, "work", STARTED, name="gated-c")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", send(producer, "work", STARTED, name="gated-c"))
     second = send(producer, "work", STARTED, name="gated-c")
     assert not second.deduplicated
     gates("gated-c")

@@ -605,8 +605,7 @@ def test_kit_reaches_workers_in_other_processes(tasks):
 
 def test_worker_that_stood_still_learns_it(tasks, journal, gates):
     """Time passes for the lock of a body in another process: its next renewal tells it that it is lost."""
-    result = tasks.work.delay("gated")
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", tasks.work.delay("gated"))
     pass_time(60, tasks.work, "gated")
     journal.wait_for("lost", task_id=result.id)
     gates("gated")

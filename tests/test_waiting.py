@@ -433,8 +433,7 @@ def test_waiter_starts_when_the_rest_is_over(stage, journal):
 @pytest.mark.parametrize("queue", ["celery", "parked"], ids=["runs", "revoked"])
 def test_waiters_wait_for_the_holders_retry(stage, journal, parked, queue):
     """hold_on_retry: the line waits until the retry has run too, or hands on what one will not come for."""
-    first = stage.tasks.patient.apply_async([stage.key, stage.gate, queue])
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", stage.tasks.patient.apply_async([stage.key, stage.gate, queue]))
     second = stage.parked(task=stage.tasks.patient)
     stage.open()
     journal.wait_for("released", outcome="held_for_retry", task_id=first.id)

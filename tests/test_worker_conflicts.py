@@ -64,8 +64,7 @@ def test_retry_runs_after_the_holder(tasks, journal, gates, holding):
 @pytest.mark.parametrize("on_conflict", ["retry", "wait"])
 def test_waiting_keeps_everything_the_message_had(tasks, journal, gates, on_conflict):
     """Headers, link, priority, expiry, time limits, shadow and the call's own options come back with it."""
-    first = tasks.inspected.delay("gated")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", tasks.inspected.delay("gated"))
     singleton = {"on_conflict": on_conflict}
     options = {"headers": {"tenant": "acme"}, "link": tasks.arrival.si("linked"), "singleton": singleton}
     options |= {"priority": 3, "expires": 60, "time_limit": 50, "soft_time_limit": 40, "shadow": "shadowed"}

@@ -81,8 +81,7 @@ def test_call_is_not_done_between_its_attempts(tasks, journal, parked, locks, na
     """until_done: while the task's own retry is queued, calls are duplicates of it, and nothing lapses."""
     options = {**options, "dedupe": "until_done", "queue_lease": 60}  # of the call, and of its retries too
     send = partial(getattr(tasks, name).apply_async, ["a"], singleton=options)
-    first = send()
-    journal.wait_for("released", task_id=first.id)
+    first = journal.reached("released", send())
     assert len(parked) == 1
     if "hold_on_retry" not in options:
         assert 55_000 < locks.pttl(mark_of(getattr(tasks, name), "a")) <= 60_000
@@ -121,8 +120,7 @@ def test_retry_with_another_key_leaves_nothing_of_the_old_one(tasks, journal, lo
 def test_call_may_be_sent_between_the_attempts_of_one_that_has_started(tasks, journal, parked):
     """until_started: a task that has started makes no duplicates, not even by its retry."""
     options = {"dedupe": "until_started"}
-    first = tasks.done_twice.apply_async(["a"], singleton=options)
-    journal.wait_for("released", task_id=first.id)
+    first = journal.reached("released", tasks.done_twice.apply_async(["a"], singleton=options))
     second = tasks.done_twice.apply_async(["a"], singleton=options)
     assert not second.deduplicated
     wait_until(lambda: len(parked) == 2, "both retries are queued")
@@ -140,8 +138,7 @@ def by_name(tasks: Any, name: str, **options: Any) -> Any:
 def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates, holding, locks):
     """The first of them waits, marked as queued; the others are its duplicates, and end with a result."""
     with holding(tasks.started, task_id=uuid()) as first:
-        follows = by_name(tasks, "gated")
-        journal.wait_for("conflict", task_id=follows.id)
+        follows = journal.reached("conflict", by_name(tasks, "gated"))
         wait_until(lambda: locks.get(mark_of(tasks.started, "gated")) == follows.id, "its mark")
         others = [by_name(tasks, "gated") for _ in range(3)]
         assert all(is_skipped(other.get(timeout=60)) for other in others)
@@ -159,8 +156,7 @@ def test_calls_by_name_during_a_run_leave_one_that_follows(tasks, journal, gates
 
 def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks, journal, gates, locks):
     """It waits for itself, unmarked: a call that is published meanwhile must be sent, and run afterwards."""
-    first = by_name(tasks, "gated")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", by_name(tasks, "gated"))
     by_name(tasks, "gated", task_id=first.id)
     journal.wait_for("conflict", task_id=first.id)
     assert not locks.exists(mark_of(tasks.started, "gated"))
@@ -174,10 +170,8 @@ def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks,
 def test_call_by_name_that_is_awaited_is_never_a_duplicate(tasks, journal, gates, holding):
     """A call with a callback waits its turn, though the same call is queued already."""
     with holding(tasks.started, task_id=uuid()):
-        follows = by_name(tasks, "gated")
-        journal.wait_for("conflict", task_id=follows.id)
-        awaited = by_name(tasks, "gated", link=tasks.done.si("plain"))
-        journal.wait_for("conflict", task_id=awaited.id)
+        follows = journal.reached("conflict", by_name(tasks, "gated"))
+        awaited = journal.reached("conflict", by_name(tasks, "gated", link=tasks.done.si("plain")))
     gates("gated", 2)
     assert follows.get(timeout=60) == awaited.get(timeout=30) == "gated"
 
@@ -348,8 +342,7 @@ def test_retry_that_is_revoked_before_its_own_first_attempt_ends_leaves_nothing(
 ):
     """What the first attempt leaves for a retry that was thrown away already must not stay."""
     task = tasks.lingering
-    result = task.apply_async(["gated"], singleton=tasks.DONE | options)
-    journal.wait_for("start", task_id=result.id)
+    result = journal.reached("start", task.apply_async(["gated"], singleton=tasks.DONE | options))
     result.revoke()
     worker.wait_for_log(f"Discarding revoked task: {task.name}[{result.id}]")
     # By the end of these the worker's parent has freed what there was to free.

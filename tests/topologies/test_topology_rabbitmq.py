@@ -456,8 +456,7 @@ def test_broker_is_killed_while_calls_run_and_wait(
     """The body runs on, its message is delivered again and does not run beside it; nothing is lost."""
     tasks = work_with(concurrency=4, **settings, **LATE)
     policy = {**policy, "lease": 10}
-    running = tasks.work.apply_async([name], singleton=policy)
-    journal.wait_for("start", task_id=running.id)
+    running = journal.reached("start", tasks.work.apply_async([name], singleton=policy))
     waiting = [tasks.work.apply_async([name], singleton=policy) for _ in range(2)]
     later = tasks.work.apply_async(["later"], countdown=6)
     for result in waiting:
