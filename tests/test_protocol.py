@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.lock import Holder
 from celery_setnx.testing import _age
+from tests.bounds import bound
 from tests.harness import wait_until
 from tests.protocol import client
 from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
@@ -242,7 +243,7 @@ ANYTHING = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=bound(40, full=100))
 @given(ANYTHING)
 def test_client_and_package_agree_on_every_value(value):
     """The page's grammar is the code's."""

@@ -183,8 +183,7 @@ def test_scripts_that_were_forgotten_cost_three_round_trips(client, admin, monke
 
 
 def pack_under_signals() -> None:
-    """Commands that are packed as redis-py does it, until a handler that raises has struck 1,000 times."""
-    import hiredis
+    """Commands packed as redis-py does it (by hiredis, if there), until a handler has struck 1,000 times."""
 
     class Struck(Exception):
         pass
@@ -192,7 +191,7 @@ def pack_under_signals() -> None:
     def strike(_signum: int, _frame: Any) -> None:
         raise Struck
 
-    client = SimpleNamespace(execute_command=lambda *command: hiredis.pack_command(command))
+    client = SimpleNamespace(execute_command=redis.Connection().pack_command)
     signal.signal(signal.SIGALRM, strike)
     for _ in range(1_000):
         with suppress(Struck):
@@ -203,5 +202,4 @@ def pack_under_signals() -> None:
 
 def test_signal_whose_handler_raises_may_strike_while_a_command_is_packed(tmp_path):
     """As a soft time limit does, and the end of a beat: the process lives on."""
-    pytest.importorskip("hiredis")  # an extra of ours; the CI has it where it runs at full bounds
     assert forks.ended(tmp_path, pack_under_signals) == (0, "")

@@ -28,7 +28,7 @@ def test_lock_holds_beside_prompt_classic_losers():
     """Losers that do not pause may overwrite the value, if our lease <= their timeout + 1."""
     ours = Ours("a", lease=4, beats=2), Ours("b", lease=3, tries=1)
     losers = Classic(timeout=1, tries=1 + DEEP), Classic(timeout=1)
-    ticks = bound(5, small=2, deep=9)
+    ticks = bound(4, small=2, full=5, deep=9)
     assert_safe(World(ours[0], *losers, ours[1], store=DEAD_CLASSIC, ticks=ticks, crashes=1))
 
 
