@@ -193,7 +193,10 @@ def publishers(server: EmbeddedServer, *specs: dict[str, Any]) -> list[subproces
 
 
 def ended(publisher: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = publisher.communicate(timeout=100)
+    try:
+        output, _ = publisher.communicate(timeout=bound(100, full=600))
+    finally:
+        publisher.kill()  # else it goes on publishing beside the tests that follow
     assert publisher.returncode == 0
     return dict(json.loads(output))
 
@@ -575,6 +578,7 @@ def test_slow_iterable_does_not_keep_its_calls_waiting(fan, broker, monkeypatch)
     assert sent_after[0] >= 1.0
 
 
+@pytest.mark.timeout(900)
 def test_many_calls_take_no_more_memory(server, locks, broker):
     """Of thousands of calls, sent or duplicates, nothing is kept: no object for every tenth of them."""
     calls = max(10_000, CALLS)
