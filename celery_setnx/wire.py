@@ -36,8 +36,8 @@ def ask(client: Any, command: Command) -> Any:
     Raises:
         redis.RedisError: As the client's own `execute_command`.
     """
-    wire, command = _wire_of(client), _text(command)
-    return client.execute_command(*command) if wire is None else wire.ask(command)
+    wire = _wire_of(client)
+    return client.execute_command(*_with_count(command)) if wire is None else wire.ask(_text(command))
 
 
 def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
@@ -46,12 +46,12 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
     Raises:
         redis.RedisError: As the client's own pipeline.
     """
-    wire, commands = _wire_of(client), [_text(command) for command in commands]
+    wire = _wire_of(client)
     if wire is not None:
-        return wire.ask_many(commands)
+        return wire.ask_many([_text(command) for command in commands])
     with client.pipeline(transaction=False) as pipe:
         for command in commands:
-            pipe.execute_command(*command)
+            pipe.execute_command(*_with_count(command))
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
 
 
@@ -160,6 +160,11 @@ def _is_dead(connection: Any) -> bool:
 def _text(command: Command) -> Command:
     """Without numbers: hiredis (3.5) crashes if a signal's handler raises while it makes text of one."""
     return tuple(part if isinstance(part, (str, bytes)) else str(part) for part in command)
+
+
+def _with_count(command: Command) -> Command:
+    """As text, but for a script's number of keys: with it redis-py 5.0 finds the node of a cluster."""
+    return *command[:3], *_text(command[3:])
 
 
 def _packed(connection: Any, command: Command) -> list[bytes]:

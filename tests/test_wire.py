@@ -191,7 +191,8 @@ def pack_under_signals() -> None:
     def strike(_signum: int, _frame: Any) -> None:
         raise Struck
 
-    client = SimpleNamespace(execute_command=redis.Connection().pack_command)
+    pack = redis.Connection().pack_command
+    client = SimpleNamespace(_setnx_wire=SimpleNamespace(ask=lambda command: pack(*command)))
     signal.signal(signal.SIGALRM, strike)
     for _ in range(1_000):
         with suppress(Struck):
@@ -203,3 +204,9 @@ def pack_under_signals() -> None:
 def test_signal_whose_handler_raises_may_strike_while_a_command_is_packed(tmp_path):
     """As a soft time limit does, and the end of a beat: the process lives on."""
     assert forks.ended(tmp_path, pack_under_signals) == (0, "")
+
+
+def test_number_of_keys_stays_a_number_for_a_client_of_another_kind():
+    """The cluster of redis-py 5.0 counts with it."""
+    client = SimpleNamespace(execute_command=lambda *command: command)
+    assert ask(client, (*ECHO, 7, "a", b"b")) == (*ECHO, "7", "a", b"b")

@@ -44,8 +44,11 @@ SUBSET = (
     "tests/test_canvas_dedupe.py",
 )
 WHOLE = ("-n", "3", "--dist", "loadfile")
-# Beside either: how a body may end, on the pool that every version has.
-EXITS = ("-n", "3", "tests/exits", "-k", "prefork and not gevent and not eventlet")
+# Beside either: how a body ends, and what becomes of its lease, on the pool that every version has.
+EXITS = (
+    *("-n", "3", "-k", "prefork"),
+    *(f"tests/exits/test_exit_{name}.py" for name in ("returns", "leases", "retries", "freezes")),
+)
 DEADLINE_S = 1200.0
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
 KOMBU = {"5.4": "~=5.4.0"}
