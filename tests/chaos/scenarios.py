@@ -20,7 +20,7 @@ from celery_setnx.process import has_ended
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
 from tests.chaos.checker import POLL_S, SLACK_S, WAITS
-from tests.chaos.stage import LANES, LONG_S, MissingTool, Play, Stage, clock_shim
+from tests.chaos.stage import LANES, LONG_S, Late, MissingTool, Play, Stage, clock_shim
 from tests.harness import wait_until
 from tests.proxy import Proxy
 
@@ -232,11 +232,11 @@ def _check_unharmed(play: Play, tid: str, wait_s: float) -> None:
         sent, start = play.wait(tid, "sent"), play.wait(tid, "start")
         passed_s = start["t"] - play.wait(tid, "received")["t"]  # a worker that boots is not what is measured
         if passed_s > wait_s + 1.2:
-            play.fail(f"{tid} began {passed_s:.2f} s after it was received, for want of a reply")
+            raise Late(f"{tid} began {passed_s:.2f} s after it was received, for want of a reply")
         _, follower = play.holder(sent["name"].partition("/")[2], 0.0, lease=1.0)
         play.recovery_s.append(follower["t"] - ended["t"])
     except AssertionError as error:
-        play.fail(str(error))
+        play.fail(error)
 
 
 def _random_faults(play: Play, proxy: Proxy) -> None:

@@ -253,6 +253,10 @@ class Stage:
         return redis.Redis(port=self.locks.port, decode_responses=True, socket_timeout=5)
 
 
+class Late(AssertionError):
+    """It came, but later than is promised."""
+
+
 class Play:
     """One run of one scenario on a stage."""
 
@@ -263,6 +267,7 @@ class Play:
         self._policies = policies
         self.injected = 0
         self.failures: list[str] = []
+        self.late: list[str] = []
         self.recovery_s: list[float] = []
         self.began = time.monotonic()
         self._sent: dict[str, str] = {}
@@ -332,7 +337,7 @@ class Play:
 
         def run(lane: int) -> None:
             for number in range(lane, self.count, lanes):
-                if self.stage.log.given_up or (self.failures and self.stage.mutant):
+                if self.stage.log.given_up or ((self.failures or self.late) and self.stage.mutant):
                     return
                 chance = random.Random(f"{self.stage.seed}/{self.name}/{number}")
                 try:
@@ -341,7 +346,7 @@ class Play:
                             self.struck()
                             break
                 except AssertionError as error:
-                    self.fail(str(error))
+                    self.fail(error)
 
         with ThreadPoolExecutor(min(lanes, self.count)) as pool:
             try:
@@ -355,16 +360,17 @@ class Play:
         with self._lock:
             self.injected += 1
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str | AssertionError) -> None:
         """Write down a promise that was seen broken while the scenario played."""
-        self.failures.append(f"{self.name}: {what}")
+        (self.late if isinstance(what, Late) else self.failures).append(f"{self.name}: {what}")
 
     def soon(self, tid: str, *kinds: str, since: float, within_s: float) -> None:
         """Wait for a record of a task; it must come so soon after a fault."""
         record = self.wait(tid, *kinds)
         took_s = record["t"] - since
         self.recovery_s.append(took_s)
-        assert took_s <= within_s, f"{tid}: {record['kind']} only {took_s:.2f} s after the fault"
+        if took_s > within_s:
+            raise Late(f"{tid}: {record['kind']} only {took_s:.2f} s after the fault")
 
     def inherit(self, queue: str, *tids: str, **options: Any) -> None:
         """The next worker of a queue ends what the one before it has left."""

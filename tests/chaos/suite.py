@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from statistics import median
 
@@ -20,12 +20,13 @@ _stage: Stage | None = None
 
 @dataclass
 class Result:
-    """What one scenario has shown."""
+    """What one scenario has shown; `late_at_first` if it was played twice."""
 
     name: str
     injected: int
     report: Report
     took_s: float
+    late_at_first: list[str] = field(default_factory=list)
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
@@ -37,25 +38,39 @@ class Result:
 
 
 def play(name: str, scale: str, seed: int) -> Result:
-    """Play one scenario on the stage of this process, which lives as long as the process does."""
+    """Play one scenario on the stage of this process, which lives as long as the process does.
+
+    What is too late, and nothing else, may be the machine's fault: the scenario is played once more.
+    """
     global _stage
-    if _stage is None:
-        _stage = Stage(seed)
-        Finalize(None, _stage.close, exitpriority=1)
+    _stage = _stage or _new_stage(seed)
     scenario = SCENARIOS[name]
     count = scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
     result = _play(_stage, name, count)
+    if result.report.late and not result.report.violations:
+        _stage.close()
+        _stage, late = _new_stage(seed), result.report.late
+        result = _play(_stage, name, count)
+        result.late_at_first = late
+    result.report.violations += result.report.late
     if result.report.violations:
         _stage.keep = True
         result.report.broken(f"logs and history: {_stage.directory}")
     return result
 
 
+def _new_stage(seed: int) -> Stage:
+    stage = Stage(seed)
+    Finalize(None, stage.close, exitpriority=1)
+    return stage
+
+
 def bite(name: str, mutant: str, seed: int) -> list[str]:
     """Play one scenario, at a small scale, on workers that have a flaw: there must be a violation."""
     stage = Stage(seed, mutant)
     try:
-        return _play(stage, name, SCENARIOS[name].teeth).report.violations
+        report = _play(stage, name, SCENARIOS[name].teeth).report
+        return report.violations + report.late
     finally:
         stage.close()
 
@@ -72,23 +87,24 @@ def _play(stage: Stage, name: str, count: int) -> Result:
     try:
         scenario.play(run)
     except AssertionError as error:
-        run.fail(str(error))
+        run.fail(error)
     time.sleep(0.05)  # the last records are on their way from the file
     # A flaw that was found already may keep the tasks from ending.
     found = stage.mutant and check(list(stage.log.records), short, final=False).violations
-    if not (scenario.own_stage or found or (stage.mutant and run.failures)):
+    if not (scenario.own_stage or found or (stage.mutant and (run.failures or run.late))):
         run.settle()
         time.sleep(0.05)
     report = check(list(stage.log.records), short, final=not found)
     report.violations += run.failures
+    report.late += run.late
     report.recovery_s += run.recovery_s
     if not run.injected and not stage.mutant:
         report.broken("no fault has struck")
     after_kill, hand_over = median(report.recovery_s or [0.0]), median(report.hand_over_s or [0.0])
     if short == "child_kill_retry" and after_kill > CHILD_KILL_MEDIAN_S:
-        report.broken(f"after kill -9 of a child the key ran again only after {after_kill:.2f} s")
+        report.late.append(f"after kill -9 of a child the key ran again only after {after_kill:.2f} s")
     if short == "child_kill_wait" and hand_over > CHILD_KILL_HAND_OVER_S:
-        report.broken(f"the next in line began only {hand_over:.2f} s after a release")
+        report.late.append(f"the next in line began only {hand_over:.2f} s after a release")
     return Result(name, run.injected, report, time.monotonic() - began)
 
 

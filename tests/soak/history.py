@@ -53,6 +53,7 @@ class Report:
     recovery_s: list[float] = field(default_factory=list)
     hand_over_s: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
     def broken(self, what: str) -> None:
         """Write a violation down."""
