@@ -162,8 +162,11 @@ def exit_code_of_fork(child: Callable[[], int]) -> int:
     """What a forked child ends with: what the function in it returns."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)  # a child that hangs ends with -SIGALRM
-        os._exit(int(child()))
+        signal.alarm(int(DEADLINE_S))  # a child that hangs ends with -SIGALRM
+        try:
+            os._exit(int(child()))
+        finally:
+            os._exit(97)  # it raised: it must not go on as a second run of the tests
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
