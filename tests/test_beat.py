@@ -470,7 +470,7 @@ def test_real_beat_ticks_by_the_settings_of_its_app(server, locks, tmp_path):
     )
     with redis.Redis.from_url(server.url(0)) as broker:
         try:
-            wait_until(lambda: broker.llen(queue) >= 2, "two messages", 30)
+            wait_until(lambda: broker.llen(queue) >= 2, "two messages")
             assert str(SetnxLock(locks, LOCK).holder()).startswith("celery beat[clock] on beat@")
             process.terminate()
             log, _none = process.communicate(timeout=15)

@@ -38,7 +38,7 @@ def leading(locks: redis.Redis, workers: list[Worker]) -> Worker:
             return next((worker for worker in workers if worker.process.pid == group), None)
         return None
 
-    return wait_until(found, "a leader", 30)
+    return wait_until(found, "a leader")
 
 
 @pytest.mark.parametrize(("end", "lease"), [("kill", 3), ("stop", 60)])

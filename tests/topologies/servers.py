@@ -248,7 +248,7 @@ class Sentinels(Group):
             master = self.master()
             return master if master.ask("ROLE")[0] == "master" else None
 
-        return wait_until(promoted, "a new master", 30)
+        return wait_until(promoted, "a new master")
 
     def revive(self, killed: Server) -> None:
         """Start a killed node again, as a replica."""
@@ -271,7 +271,7 @@ class Sentinels(Group):
         """Wait until two replicas follow the master, and all Sentinels see all of it."""
         self._wait_for_replicas(self.master())
         for sentinel in self.sentinels:
-            wait_until(lambda s=sentinel: self._sees_all(s), f"all is seen; see {sentinel.log}", 30)
+            wait_until(lambda s=sentinel: self._sees_all(s), f"all is seen; see {sentinel.log}")
 
     def _start_replica(self, node: Server, master: Server) -> None:
         node.start("--replicaof", HOST, str(master.port), "--masterauth", self.PASSWORD)
@@ -282,7 +282,7 @@ class Sentinels(Group):
             states = [about.get(f"slave{n}", {}).get("state") for n in range(2)]
             return states == ["online", "online"]
 
-        wait_until(follow, f"two replicas; see {master.log}", 30)
+        wait_until(follow, f"two replicas; see {master.log}")
 
     def _sees_all(self, sentinel: Server) -> bool:
         client = sentinel.client()
@@ -321,7 +321,7 @@ class Cluster(Group):
     def wait_until_whole(self) -> None:
         """Wait until every node knows who has every slot."""
         for node in self.nodes:
-            wait_until(lambda n=node: self._is_whole(n), f"a whole cluster; see {node.log}", 30)
+            wait_until(lambda n=node: self._is_whole(n), f"a whole cluster; see {node.log}")
 
     def _is_whole(self, node: Server) -> bool:
         about = node.client().cluster("info")

@@ -22,7 +22,7 @@ KEYS = [f"k{number}" for number in range(4)]
 BACKLOG = 12
 SHORT_S, LONG_S = 0.05, 3.0
 
-pytestmark = pytest.mark.timeout(90 + 20 * FAILOVERS)
+pytestmark = pytest.mark.timeout(120 + 30 * FAILOVERS)
 
 
 @pytest.fixture
@@ -120,7 +120,6 @@ def test_workers_go_on_through_failovers(load, sentinels, journal, failovers, no
         after = wait_until(
             lambda: [e for e in journal.entries(what="start") if e["fence"] > at_us],  # noqa: B023
             "a body after the failover",
-            40,
         )
         failovers.append(min(entry["at"] for entry in after) - kills[-1])
         sentinels.wait_for_failover(killed)
@@ -196,9 +195,12 @@ def test_lost_write_costs_exclusion_and_the_first_holder_is_told(
 def test_lease_that_outlasts_the_failover_keeps_its_lock(
     work_with, settings, sentinels, journal, gates, failovers, name
 ):
-    """The replicas have seen the lock: its holder renews it on the new master, and is never in doubt."""
+    """The replicas have seen the lock: its holder renews it on the new master, and is never in doubt.
+
+    Sentinels that have stood still for two seconds themselves trust their clock again after 30 more.
+    """
     tasks = work_with(**settings)
-    result = tasks.careful.apply_async([name], singleton={"lease": 12})
+    result = tasks.careful.apply_async([name], singleton={"lease": 60})
     (start,) = journal.wait_for("start", task_id=result.id)
     for replica in sentinels.replicas():
         wait_until(lambda r=replica: r.ask("EXISTS", start["key"]), "a lock that the replica has")
