@@ -1,13 +1,16 @@
 """Sentinels, a cluster, and a server with TLS: real processes that die with the test process."""
 
+import atexit
 import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +36,7 @@ class Server:
     """One process with a configuration file of its own.
 
     Args:
-        directory: Where its files are.
+        directory: Where its log is.
         config: Lines of the file, beyond the address and what turns persistence off.
         mode: Arguments that say what it is. Defaults to a data node.
         binary: The program. Defaults to that of the embedded server.
@@ -53,7 +56,8 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.log = directory / "server.log"
-        self._config = directory / "server.conf"
+        own_directory = Path(tempfile.mkdtemp(dir=memory()))
+        self._config = own_directory / "server.conf"
         self._command = [binary or server_binary(), str(self._config), *mode]
         self._tls = tls
         self._password = password
@@ -63,7 +67,7 @@ class Server:
         ports = ["port 0", f"tls-port {self.port}"] if tls else [f"port {self.port}"]
         data = [] if mode else ['save ""', "appendonly no"]
         login = [f"requirepass {password}"] if password else []
-        own = [f"bind {HOST}", *ports, f"dir {directory}", f"logfile {self.log}", *data, *login]
+        own = [f"bind {HOST}", *ports, f"dir {own_directory}", f"logfile {self.log}", *data, *login]
         self._config.write_text("\n".join([*own, *config, ""]))
 
     def start(self, *arguments: str) -> None:
@@ -127,13 +131,21 @@ class Server:
     def client(self, **options: Any) -> redis.Redis:
         """A client of this very process."""
         own: dict[str, Any] = {"host": HOST, "port": self.port, "password": self._password}
-        own |= {"socket_timeout": 2, "retry": Retry(NoBackoff(), 0)}  # who waits for it, asks again
+        own |= {"socket_timeout": 5, "retry": Retry(NoBackoff(), 0)}  # who waits for it, asks again
         return redis.Redis(**{**own, **(self._tls or {}), "decode_responses": True, **options})
 
     def ask(self, *command: Any) -> Any:
         """The answer to one command."""
         with self.client() as client:
             return client.execute_command(*command)
+
+
+@cache
+def memory() -> str:
+    """A directory in memory: a Sentinel and a cluster's node stand still for as long as a disk syncs."""
+    directory = tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    atexit.register(shutil.rmtree, directory)
+    return directory
 
 
 def not_here(missing: str) -> NoReturn:
