@@ -8,8 +8,10 @@ import json
 import os
 from typing import Any
 
+import celery
 import redis
 from celery import Celery, current_task
+from celery.result import AsyncResult
 from celery.signals import task_postrun, task_retry, task_revoked
 
 from celery_setnx import current_lock, signals
@@ -18,6 +20,9 @@ from tests.harness import CONF, GATE_S, Journal
 
 BROKER_DB, LOCK_DB = 0, 1
 URL = os.environ["SETNX_TEST_URL"]
+
+if celery.VERSION < (5, 7) and hasattr(AsyncResult, "__del__"):
+    del AsyncResult.__del__  # a garbage collection may wait for what its own thread holds (README)
 
 control = redis.Redis.from_url(f"{URL}/0", socket_timeout=None)
 journal = Journal(control)
