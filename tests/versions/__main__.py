@@ -134,7 +134,8 @@ def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Re
         python = _install(cell, _interpreter(cell.row.python), directory, wheel)
         _check(result, python, directory / "suite")
         for arguments in (tests, EXITS):
-            _test(result, [str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+            printed = _call([str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+            result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
     except Broken as error:
         print(error, flush=True)
         result.failures.append(str(error).partition("\n")[0])
@@ -191,11 +192,6 @@ def _check(result: Result, python: Path, suite: Path) -> None:
         result.failures.append("celery_setnx is not the installed wheel")
     for notice in result.cell.news(result.versions):
         print(f"notice: {notice}", flush=True)
-
-
-def _test(result: Result, command: list[str], suite: Path) -> None:
-    printed = _call(command, suite)
-    result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
 
 
 def _make_environment(interpreter: str, path: Path, *wanted: str) -> Path:
