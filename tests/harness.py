@@ -127,6 +127,11 @@ class Worker:
         """The log, once it holds the text."""
         return wait_until(lambda: text in self.log_text() and self.log_text(), f"{text!r} in {self.log}")
 
+    def take_from(self, app: Any, queue: str) -> None:
+        """Have it take calls from one more queue."""
+        node = [f"{self.name}@test"]
+        assert app.control.add_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
+
     def kill(self) -> None:
         """kill -9 of the worker and its pool, as a dying host would."""
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import docker
@@ -11,9 +12,6 @@ from docker.models.containers import Container
 
 TOP = Path(__file__).parents[2]
 PATIENCE_S = 600  # images may have to be pulled
-
-
-Ran = subprocess.CompletedProcess[str]
 
 
 def compose_command() -> list[str] | None:
@@ -26,30 +24,21 @@ def compose_command() -> list[str] | None:
     return None
 
 
+@dataclass
 class Stack:
-    """The containers of one project.
+    """The containers of one project."""
 
-    Args:
-        engine: The engine that they run on.
-        command: How Compose is called.
-        project: The name of the project.
-        environment: What the head of docker-compose.yml says to export.
-    """
+    engine: docker.DockerClient
+    command: list[str]  # how Compose is called
+    project: str
+    environment: dict[str, str]  # what the head of docker-compose.yml says to export
 
-    def __init__(
-        self, engine: docker.DockerClient, command: list[str], project: str, environment: dict[str, str]
-    ) -> None:
-        self.engine = engine
-        self.project = project
-        self._command = [*command, "-f", "docker-compose.yml", "-f", "tests/compose/published.yml"]
-        self._environment = {**os.environ, "COMPOSE_PROJECT_NAME": project, **environment}
-
-    def run(self, *arguments: str) -> Ran:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of Compose."""
         return subprocess.run(
-            [*self._command, *arguments],
+            [*self.command, "-f", "docker-compose.yml", "-f", "tests/compose/published.yml", *arguments],
             cwd=TOP,
-            env=self._environment,
+            env={**os.environ, "COMPOSE_PROJECT_NAME": self.project, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -57,13 +46,10 @@ class Stack:
             timeout=PATIENCE_S,
         )
 
-    def up(self) -> None:
-        """What the head of docker-compose.yml says."""
-        self._check(self.run("up", "--build", "--wait"))
-
-    def start_again(self) -> None:
-        """Start what has ended, from the images that are there."""
-        self._check(self.run("up", "--no-build", "--wait"))
+    def up(self, images: str = "--build") -> None:
+        """What the head of docker-compose.yml says; with `--no-build` from the images that are there."""
+        ran = self.run("up", images, "--wait")
+        assert ran.returncode == 0, f"{ran.stdout}\n{self.run('logs', '--tail', '50').stdout}"
 
     def containers(self) -> dict[str, Container]:
         """The containers by service."""
@@ -72,9 +58,7 @@ class Stack:
 
     def health(self, service: str) -> str:
         """`starting`, `healthy` or `unhealthy`; the state of a container that does not run."""
-        labels = [self._ours["label"], f"com.docker.compose.service={service}"]
-        [container] = self.engine.containers.list(all=True, filters={"label": labels})
-        state = container.attrs["State"]
+        state = self.containers()[service].attrs["State"]
         return state["Health"]["Status"] if state["Running"] else state["Status"]
 
     def redis_url(self) -> str:
@@ -90,9 +74,6 @@ class Stack:
             *self.engine.volumes.list(filters=self._ours),
         ]
         assert (ran.returncode, left) == (0, []), ran.stdout
-
-    def _check(self, up: Ran) -> None:
-        assert up.returncode == 0, f"{up.stdout}\n{self.run('logs', '--tail', '50').stdout}"
 
     @property
     def _ours(self) -> dict[str, str]:

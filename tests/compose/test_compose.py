@@ -2,15 +2,13 @@
 
 import re
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import redis
 from celery import Celery
 
 from examples.demo import History
-from tests.compose.stack import PATIENCE_S, Stack
+from tests.compose.stack import PATIENCE_S
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.timeout(PATIENCE_S)
@@ -38,18 +36,6 @@ import os, signal
 [worker] = open("/proc/1/task/1/children").read().split()
 os.kill(int(worker), signal.{})
 """
-
-
-@contextmanager
-def stopped(stack: Stack, service: str) -> Iterator[None]:
-    """A worker that stands still, though its container runs."""
-    container = stack.containers()[service]
-    assert container.exec_run(["python", "-c", SIGNAL.format("SIGSTOP")]).exit_code == 0
-    try:
-        yield
-    finally:
-        container.exec_run(["python", "-c", SIGNAL.format("SIGCONT")])
-        wait_until(lambda: stack.health(service) == "healthy", f"{service} is healthy again", 60)
 
 
 def test_up_waits_until_every_service_is_healthy(stack, broker):
@@ -126,7 +112,7 @@ def test_killed_container_is_succeeded_by_the_other(stack):
             wait_until(lambda: seen("released", second), "beta has released the lock")
             log = stack.run("logs", "beta").stdout
         finally:
-            stack.start_again()
+            stack.up("--no-build")
     assert start["worker"] == "celery@beta"
     assert start["at"] - killed_at <= LEASE_S + 10
     assert re.search(rf"settle\[{second}\] took over.*settle\[{first}\] on celery@alpha", log), log
@@ -135,5 +121,10 @@ def test_killed_container_is_succeeded_by_the_other(stack):
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_worker_that_stands_still_becomes_unhealthy(stack):
     """The health check is about the worker, not about its container."""
-    with stopped(stack, "beta"):
+    container = stack.containers()["beta"]
+    assert container.exec_run(["python", "-c", SIGNAL.format("SIGSTOP")]).exit_code == 0
+    try:
         wait_until(lambda: stack.health("beta") == "unhealthy", "beta is unhealthy", 60)
+    finally:
+        container.exec_run(["python", "-c", SIGNAL.format("SIGCONT")])
+        wait_until(lambda: stack.health("beta") == "healthy", "beta is healthy again", 60)

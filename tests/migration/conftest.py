@@ -33,7 +33,8 @@ def deploy_of(shop, journal, fleet, module_worker, start_worker) -> Iterator[Cal
     with ExitStack() as stack:
 
         def deploy_of(page: str, *edits: tuple[str, str]) -> Deploy:
-            deploy = Deploy(page, shop, journal, start_worker if edits else module_worker, fleet, edits)
+            of_code = (start_worker, {}) if edits else (module_worker, fleet)
+            deploy = Deploy(page, shop, journal, *of_code, edits)
             stack.callback(deploy.end)
             return deploy
 

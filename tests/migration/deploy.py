@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Event
 from typing import Any, NamedTuple
@@ -80,47 +81,29 @@ def overlaps(entries: list[dict[str, Any]]) -> list[Overlap]:
     return found
 
 
+@dataclass
 class Deploy:
-    """The processes of one shop.
+    """The processes of one shop."""
 
-    Args:
-        page: The migration page whose code they run.
-        shop: A client of the shop's database: broker, results and locks.
-        journal: What the workers write.
-        start_worker: Starts a worker, as `Worker` takes it.
-        fleet: The workers of unchanged code that run already, by page and stage.
-        edits: What is changed in the code: pairs of old and new text. Defaults to nothing.
-    """
-
-    def __init__(
-        self,
-        page: str,
-        shop: redis.Redis,
-        journal: Journal,
-        start_worker: Callable[..., Worker],
-        fleet: dict[tuple[str, str], Worker],
-        edits: tuple[tuple[str, str], ...] = (),
-    ) -> None:
-        self.page = page
-        self.shop = shop
-        self.journal = journal
-        self.edits = edits
-        self.handed: set[str] = set()
-        """Ids that producers were handed: each of them must have an answer in the end."""
-        self._start_worker = start_worker
-        self._fleet = {} if edits else fleet
-        self._results = Celery(backend=shop_url(), set_as_current=False)
-        self._consumers: list[Worker] = []
-        self._pool = ThreadPoolExecutor()
-        self._producers: dict[str, tuple[Event, Future[None]]] = {}
+    page: str  # the migration page whose code they run
+    shop: redis.Redis  # a client of the shop's database: broker, results and locks
+    journal: Journal  # what the workers write
+    start_worker: Callable[..., Worker]
+    fleet: dict[tuple[str, str], Worker]  # its workers, by page and stage; it may find some that run already
+    edits: tuple[tuple[str, str], ...] = ()  # what is changed in the code: pairs of old and new text
+    handed: set[str] = field(default_factory=set)  # ids that producers were handed: each must have an answer
+    _results: Celery = field(default_factory=lambda: Celery(backend=shop_url(), set_as_current=False))
+    _consumers: list[Worker] = field(default_factory=list)
+    _producers: dict[str, tuple[Event, Future[None]]] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
 
     def worker(self, stage: str) -> Worker:
         """The worker with the code of a stage: it takes the calls of a queue of its own."""
-        found = self._fleet.get((self.page, stage))
+        found = self.fleet.get((self.page, stage))
         if found is None or found.process.poll() is not None:
             shop = (self.page, stage, self.edits)
-            found = self._start_worker("tests.migration.app", queues=self.queue(stage), conf={"shop": shop})
-            self._fleet[self.page, stage] = found
+            found = self.start_worker("tests.migration.app", queues=self.queue(stage), conf={"shop": shop})
+            self.fleet[self.page, stage] = found
         return found
 
     def workers_of(self, *stages: str) -> list[Worker]:
@@ -170,10 +153,7 @@ class Deploy:
         """Have the worker of a stage take calls from the shop's queue as well, until the deploy ends."""
         worker = self.worker(stage)
         self._consumers.append(worker)
-        control = _producer_of(self.page, stage, self.edits)[0].control
-        assert control.add_consumer(
-            "celery", destination=[f"{worker.name}@test"], reply=True, timeout=TIMEOUT_S
-        )
+        worker.take_from(self.settle(stage).app, "celery")
         return worker
 
     def retire(self, worker: Worker) -> None:

@@ -1,11 +1,10 @@
 """The code of the migration pages: what the tests run is what the reader copies."""
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.docs.pages import DOCS, blocks
+
 URL = "redis://localhost:6379/0"
 """The server in the pages; the tests' server takes its place."""
 
@@ -27,10 +26,9 @@ def text(page: str) -> str:
 
 def code(page: str, block: str) -> str:
     """The Python of the block below the comment that names it."""
-    found = re.findall(rf"^<!-- code: {block} -->\n```python\n(.*?)^```$", text(page), re.S | re.M)
-    if len(found) != 1:
-        raise LookupError(f"{page}.md has {len(found)} blocks named {block!r}")
-    return str(found[0])
+    named = (f"<!-- code: {block} -->", "python")
+    (found,) = (one.text for one in blocks(text(page)) if (one.before, one.language) == named)
+    return found
 
 
 def stages(page: str) -> list[str]:
@@ -52,8 +50,6 @@ def load(
     """
     namespace: dict[str, Any] = {"__name__": "shop", **given}
     for block in STAGES[stage]:
-        if block == "app" and "<!-- code: app -->" not in text(page):
-            continue
         source = code(page, block).replace(URL, url)
         for old, new in edits:
             source = source.replace(old, new)

@@ -61,11 +61,6 @@ def received(worker: Worker, result: Any) -> int:
     return worker.log_text().count(f"[{result.id}] received")
 
 
-def take_from(worker: Worker, tasks: Any, queue: str) -> None:
-    """Have the worker take calls from one more queue."""
-    assert tasks.app.control.add_consumer(queue, destination=[f"{worker.name}@test"], reply=True, timeout=20)
-
-
 def started(journal: Journal, result: Any) -> int:
     """How often the body of a call has started."""
     return journal.words(result.id).count("start")
@@ -236,7 +231,7 @@ def test_call_that_expires_in_the_queue(busy, tasks, shop):
     results = [kind.work.apply_async(("late",), queue=late, expires=expires_s) for kind in kinds]
     end = time.time() + expires_s
     wait_until(lambda: time.time() > end, "the calls have expired")
-    take_from(busy, tasks, late)
+    busy.take_from(tasks.app, late)
     wait_until(lambda: {r.state for r in results} == {"REVOKED"}, "they have been discarded")
     wait_until(lambda: lock_of(shop, OUR_MARK) is None, "our mark has been freed")
     assert not tasks.ours.work.apply_async(("late",), queue=NOWHERE).deduplicated
@@ -302,7 +297,7 @@ def test_call_of_the_recipe_that_is_published_during_the_run(busy, tasks, journa
     assert runs_still(journal, first)
     gates(name)
     assert first.get(timeout=60) == name
-    take_from(busy, tasks, late)
+    busy.take_from(tasks.app, late)
     gates(name)
     assert queued.get(timeout=60) == name
     assert started(journal, queued) == 1

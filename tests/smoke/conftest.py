@@ -159,9 +159,6 @@ def settings() -> dict[str, Any]:
     return {
         "task_default_queue": f"smoke-{uuid.uuid4().hex[:12]}",
         "worker_direct": True,
-        "worker_prefetch_multiplier": 1,
-        "broker_connection_retry_on_startup": True,
-        "result_expires": 600,
         "setnx_prefix": "t",
     }
 

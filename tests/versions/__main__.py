@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,14 @@ class Broken(Exception):
 def main() -> int:
     """Print the table; the status says whether every cell is what the README says and passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
-    parser.add_argument("--row", default="", metavar="MINOR", help="one version of Celery, such as 5.5")
-    edge = parser.add_mutually_exclusive_group()
-    edge.add_argument("--lowest", dest="edge", action="store_const", const="lowest", help="these cells only")
-    edge.add_argument("--newest", dest="edge", action="store_const", const="newest", help="these cells only")
+    parser.add_argument("--cells", default="*", metavar="GLOB", help="such as '5.5-*' or '*-lowest'")
     parser.add_argument("--all", action="store_true", help="the whole default suite, also between the edges")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
-    table = rows(README.read_text())
-    chosen = [cell for cell in cells(table) if options.row in ("", cell.row.celery)]
-    chosen = [cell for cell in chosen if options.edge in (None, cell.edge)]
+    every = cells(rows(README.read_text()))
+    chosen = [cell for cell in every if fnmatch(str(cell), options.cells)]
     if not chosen:
-        parser.error(f"no row {options.row}")
+        parser.error(f"no {options.cells} among {', '.join(map(str, every))}")
     if any(cell.server == "Redis" for cell in chosen) and shutil.which("redis-server") is None:
         parser.error("needs Debian's redis-server on the PATH: apt-get install redis-server")
     with tempfile.TemporaryDirectory(prefix="celery_setnx-") as name:
@@ -114,10 +111,9 @@ def main() -> int:
         wheel = _wheel(directory)
         _lay_out_suite(directory / "suite")
         _make_environment(sys.executable, directory / "tools", "uv")
-        edges = (table[0].celery, "lowest"), (table[-1].celery, "newest")
 
         def run(cell: Cell) -> Result:
-            whole = options.all or (cell.row.celery, cell.edge) in edges
+            whole = options.all or cell in (every[0], every[-1])
             result = _run(cell, directory, wheel, WHOLE if whole else SUBSET)
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
@@ -134,7 +130,8 @@ def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Re
         python = _install(cell, _interpreter(cell.row.python), directory, wheel)
         _check(result, python, directory / "suite")
         for arguments in (tests, EXITS):
-            _test(result, [str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+            printed = _call([str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+            result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
     except Broken as error:
         print(error, flush=True)
         result.failures.append(str(error).partition("\n")[0])
@@ -191,11 +188,6 @@ def _check(result: Result, python: Path, suite: Path) -> None:
         result.failures.append("celery_setnx is not the installed wheel")
     for notice in result.cell.news(result.versions):
         print(f"notice: {notice}", flush=True)
-
-
-def _test(result: Result, command: list[str], suite: Path) -> None:
-    printed = _call(command, suite)
-    result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
 
 
 def _make_environment(interpreter: str, path: Path, *wanted: str) -> Path:
