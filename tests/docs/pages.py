@@ -5,18 +5,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_it import MarkdownIt  # rich and MyST bring it
+from markdown_it.tree import SyntaxTreeNode
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 
-_FENCE = re.compile(r"^( *)(`{3,})(.*)$")
-_SETUP = re.compile(r"^<!-- setup$")
-_LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
-_HEADING = re.compile(r"^(#{1,6}) (.+?)\s*$")
+_MARKDOWN = MarkdownIt().enable("table")
+_SETUP = "<!-- setup\n"
 
 
 def pages() -> list[str]:
     """The pages whose words are tested, by their paths in the repository."""
     return ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))]
+
+
+def text_of(page: str) -> str:
+    """A page, or another file of the repository, as it stands."""
+    return (ROOT / page).read_text()
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,12 @@ class Block:
     info: str  # the words after that
     text: str  # what is between the fences, without their indentation
     line: int  # the page's line on which the text begins, from 1
-    before: str = ""  # the line before the fence, blank lines left out
+    before: str  # the line before the fence, blank lines left out
+
+    @property
+    def is_run(self) -> bool:
+        """Whether this is Python that runs as it stands."""
+        return self.language == "python" and self.info != "notest"
 
 
 def blocks(text: str) -> list[Block]:
@@ -37,73 +48,49 @@ def blocks(text: str) -> list[Block]:
         ValueError: A block has no end.
     """
     found = []
-    lines = iter(enumerate(text.splitlines(), 1))
-    before = ""
-    for number, line in lines:
-        fence = _FENCE.match(line)
-        if fence:
-            indent, ticks, info = fence.groups()
-            body = list(_until(lines, re.compile(rf"^ *{ticks}`*\s*$"), number))
-            inner = "".join(f"{part.removeprefix(indent)}\n" for part in body)
-            language, _, rest = info.strip().partition(" ")
-            found.append(Block(language, rest.strip(), inner, number + 1, before))
-        elif _SETUP.match(line):
-            body = list(_until(lines, re.compile(r"^-->$"), number))
-            found.append(Block("setup", "", "".join(f"{part}\n" for part in body), number + 1, before))
-        if line.strip():
-            before = line
+    lines = text.splitlines()
+    for part in _parts(text, "fence", "html_block"):
+        language, _, info = part.info.strip().partition(" ")
+        inner = part.content
+        if part.type == "html_block":
+            if not inner.startswith(_SETUP):
+                continue
+            language, inner = "setup", inner.removeprefix(_SETUP).removesuffix("-->\n")
+        first, end = part.map or (0, 0)
+        if inner.count("\n") != end - first - 2:
+            raise ValueError(f"the block that begins in line {first + 1} has no end")
+        before = next((line for line in reversed(lines[:first]) if line.strip()), "")
+        found.append(Block(language, info.strip(), inner, first + 2, before))
     return found
 
 
-def commands(block: Block) -> list[str]:
-    """The command lines of a block in `sh`, or those after the prompts of one in `console`.
+def commands(shown: list[Block]) -> list[str]:
+    """The command lines of blocks in `sh`, and those after the prompts of blocks in `console`.
 
     Comments are left out, and lines that a backslash continues are one.
     """
-    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
-    if block.language == "console":
-        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    bare = (re.sub(r"(^|\s+)#\s.*$", "", line).strip() for line in lines)
-    return [line for line in bare if line]
-
-
-def prose(text: str) -> str:
-    """A page without its blocks."""
-    out, ticks = [], ""
-    for line in text.splitlines():
-        fence = _FENCE.match(line)
-        if ticks:
-            ticks = "" if fence and fence[2].startswith(ticks) and not fence[3].strip() else ticks
-        elif fence:
-            ticks = fence[2]
-        else:
-            out.append(line)
-    return "\n".join(out)
+    found = []
+    for block in shown:
+        lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+        if block.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        if block.language in ("sh", "console"):
+            found += [re.sub(r"(^|\s+)#\s.*$", "", line).strip() for line in lines]
+    return [line for line in found if line]
 
 
 def links(text: str) -> list[str]:
     """Where a page's links and pictures lead to."""
-    return _LINK.findall(re.sub(r"`[^`\n]*`", "`", prose(text)))
+    return [str(part.attrs.get("href") or part.attrs["src"]) for part in _parts(text, "link", "image")]
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     found: set[str] = set()
-    for line in prose(text).splitlines():
-        heading = _HEADING.match(line)
-        if heading:
-            slug = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
-            found.add(slug if slug not in found else f"{slug}-1")
+    for heading in _parts(text, "heading"):
+        slug = re.sub(r"[^\w\- ]", "", heading.children[0].content.lower()).replace(" ", "-")
+        found.add(slug if slug not in found else f"{slug}-1")
     return found
-
-
-def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """The tables of a page: each one's head, and its rows."""
-    for part in re.findall(r"(?:^\|.*\n)+", prose(text) + "\n", re.MULTILINE):
-        head, _, *rows = [
-            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()
-        ]
-        yield head, rows
 
 
 def table(text: str, *head: str) -> list[list[str]]:
@@ -112,7 +99,10 @@ def table(text: str, *head: str) -> list[list[str]]:
     Raises:
         ValueError: There is none.
     """
-    found = [row for titles, rows in tables(text) if titles == list(head) for row in rows]
+    found = []
+    for part in _parts(text, "table"):
+        titles, *rows = [_cells(row) for row in part.walk() if row.type == "tr"]
+        found += rows if titles == list(head) else []
     if not found:
         raise ValueError(f"no table with the head {head}")
     return found
@@ -120,20 +110,20 @@ def table(text: str, *head: str) -> list[list[str]]:
 
 def sections(text: str, level: int = 2) -> dict[str, str]:
     """What stands below each heading of a level, without the backticks of the heading."""
-    found: dict[str, str] = {}
-    title = ""
-    for line in text.splitlines(keepends=True):
-        heading = _HEADING.match(line)
-        if heading and len(heading[1]) <= level:
-            title = heading[2].strip("`") if len(heading[1]) == level else ""
-        if title:
-            found[title] = found.get(title, "") + line
-    return found
+    lines = text.splitlines(keepends=True)
+    headings = [part for part in _parts(text, "heading") if int(part.tag[1]) <= level]
+    begins = [part.map[0] for part in headings if part.map]
+    return {
+        heading.children[0].content.strip("`"): "".join(lines[begin:end])
+        for heading, begin, end in zip(headings, begins, [*begins[1:], len(lines)])
+        if int(heading.tag[1]) == level
+    }
 
 
-def _until(lines: Iterator[tuple[int, str]], end: re.Pattern[str], begun: int) -> Iterator[str]:
-    for _number, line in lines:
-        if end.match(line):
-            return
-        yield line
-    raise ValueError(f"the block that begins in line {begun} has no end")
+def _parts(text: str, *types: str) -> Iterator[SyntaxTreeNode]:
+    """What a page has of these types, as markdown-it names them."""
+    return (part for part in SyntaxTreeNode(_MARKDOWN.parse(text)).walk() if part.type in types)
+
+
+def _cells(row: SyntaxTreeNode) -> list[str]:
+    return [cell.children[0].content for cell in row.children]

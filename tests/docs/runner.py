@@ -19,7 +19,7 @@ import redis
 from celery import Celery
 
 import celery_setnx
-from tests.docs.pages import ROOT, Block, blocks
+from tests.docs.pages import ROOT, Block, blocks, text_of
 from tests.docs.setups import SETUPS
 
 MODULE = "proj"
@@ -39,10 +39,10 @@ def run(page: str, server: str) -> None:
     names.update(prelude(server))
     path = ROOT / page
     unused = list(SETUPS.get(page, ()))
-    for block in blocks(path.read_text()):
+    for block in blocks(text_of(page)):
         if block.language == "setup":
             _execute(block.text, str(path), block.line, server, names)
-        elif block.language == "python" and block.info != "notest":
+        elif block.is_run:
             fragments = [fragment for fragment in unused if fragment.marks in block.text]
             for fragment in fragments:
                 _execute(fragment.before, f"before {page}:{block.line}", 1, server, names)

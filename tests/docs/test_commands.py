@@ -2,25 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests import forks
 from tests.docs.commands import COMMANDS, PROJECT, Elsewhere, Run, of
-from tests.docs.pages import ROOT, blocks, commands, pages
+from tests.docs.pages import blocks, commands, pages, text_of
 
-
-def shown() -> Iterator[tuple[str, str]]:
-    """All command lines, each with its page."""
-    for page in pages():
-        for block in blocks((ROOT / page).read_text()):
-            if block.language in ("sh", "console"):
-                yield from ((page, line) for line in commands(block))
-
-
-SHOWN = list(dict.fromkeys(shown()))
+# All command lines, each with its page.
+SHOWN = list(dict.fromkeys((page, line) for page in pages() for line in commands(blocks(text_of(page)))))
 TO_RUN = sorted({line: of(line, page) for page, line in SHOWN if isinstance(of(line, page), Run)}.items())
 
 
@@ -38,15 +28,10 @@ def test_every_command_of_the_table_is_shown():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if isinstance(c, Elsewhere)], ids=lambda c: c.by)
 def test_what_runs_a_command_elsewhere_exists(command):
-    """A test by its name; a step of the CI by its text; a file of tests that reads the pages it runs."""
-    file, _, name = command.by.partition("::")
-    if file.startswith(".ci/run: "):
-        assert file.removeprefix(".ci/run: ") in (ROOT / ".ci/run").read_text()
-    elif name:
-        assert f"\ndef {name}(" in (ROOT / file).read_text()
-    else:
-        assert command.pages, "a whole file runs the commands of whole pages"
-        assert [p for p in command.pages if Path(p).name not in (ROOT / file).read_text()] == []
+    """A test by its name; a step of the CI by its text."""
+    file, _, test = command.by.partition("::")
+    file, _, step = file.partition(": ")
+    assert (step or f"\ndef {test}(") in text_of(file)
 
 
 @pytest.mark.parametrize(("line", "command"), TO_RUN, ids=[line for line, _command in TO_RUN])

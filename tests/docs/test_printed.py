@@ -15,9 +15,10 @@ import pytest
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.docs.pages import DOCS, Block, blocks
+from tests.docs.pages import Block, blocks, commands, text_of
 from tests.harness import wait_until
 
+TUTORIAL, OPERATORS = "docs/tutorial.md", "docs/operators-lock.md"
 # With a wheel the tutorial's virtual environment is made as printed; else the suite's own plays its part.
 WHEEL = os.environ.get("TUTORIAL_WHEEL")
 INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
@@ -66,13 +67,13 @@ class Reader:
 
     def read(self, page: str) -> None:
         """Do what the page says, from top to bottom."""
-        for block in blocks((DOCS / f"{page}.md").read_text()):
-            where = f"{page}.md, line {block.line}"
+        for block in blocks(text_of(page)):
+            where = f"{page}, line {block.line}"
             if block.language == "python":
                 self._write(block, where)
             elif block.language == "sh":
                 self.said = ""
-                for command in block.text.splitlines():
+                for command in commands([block]):
                     self.run(command, where)
             elif block.language == "text" and "worker's log" in block.before:
                 self._compare_log(block, where)
@@ -193,7 +194,7 @@ def followed(page: str, directory: Path) -> Iterator[Reader]:
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> Iterator[Reader]:
     """Who has followed the page of the operator's lock."""
-    with followed("operators-lock", tmp_path_factory.mktemp("shop")) as reader:
+    with followed(OPERATORS, tmp_path_factory.mktemp("shop")) as reader:
         yield reader
 
 
@@ -204,22 +205,17 @@ def asked(shop) -> Iterator[redis.Redis]:
         yield client
 
 
-def commands_of(page: str) -> list[str]:
-    """All command lines of a page."""
-    text = (DOCS / f"{page}.md").read_text()
-    return [line for block in blocks(text) if block.language == "sh" for line in block.text.splitlines()]
-
-
 @pytest.mark.timeout(400)  # with the wheel it makes an environment of its own
 def test_tutorial_goes_as_printed(tmp_path):
     """From an empty directory to a deduplicated fan-out: every file, every command, every answer."""
-    with followed("tutorial", tmp_path) as reader:
-        assert reader.ran == commands_of("tutorial")
+    with followed(TUTORIAL, tmp_path) as reader:
+        assert reader.ran == commands(blocks(text_of(TUTORIAL)))
 
 
 def test_operators_lock_goes_as_printed(shop):
     """Every command, every answer."""
-    assert shop.ran[: len(commands_of("operators-lock"))] == commands_of("operators-lock")
+    printed = commands(blocks(text_of(OPERATORS)))
+    assert shop.ran[: len(printed)] == printed
 
 
 def test_operators_lock_that_is_forgotten_is_taken_over(shop, asked):

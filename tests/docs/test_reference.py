@@ -23,14 +23,10 @@ from celery_setnx.options import (
     settings,
 )
 from tests import test_signals
-from tests.docs.pages import DOCS, sections, table
+from tests.docs.pages import sections, table, text_of
 from tests.test_exceptions import ALL
 
 PACKAGE = Path(celery_setnx.__file__).parent
-
-
-def page(name: str) -> str:
-    return (DOCS / name).read_text()
 
 
 def linked(cell: str) -> str:
@@ -51,11 +47,11 @@ def literal(cell: str) -> Any:
 
 def test_every_option_has_its_default_in_the_table_and_a_section():
     """All of `Options`, and nothing else; and the table's links lead to one section each."""
-    rows = table(page("options.md"), "option", "type", "unit", "default")
+    rows = table(text_of("docs/options.md"), "option", "type", "unit", "default")
     listed = {linked(name): default for name, _type, _unit, default in rows}
     known = {option.name: option.default for option in dataclasses.fields(Options)}
     assert listed.keys() == known.keys()
-    found = [section for section in sections(page("options.md"), 3) if section in known]
+    found = [section for section in sections(text_of("docs/options.md"), 3) if section in known]
     assert sorted(found) == sorted(listed)
     assert listed.pop("skip_result") == repr(known.pop("skip_result")) == repr(UNSET)
     assert {name: literal(default) for name, default in listed.items()} == known
@@ -68,7 +64,7 @@ POLICIES |= {"on_duplicate": DUPLICATE_POLICIES, "on_redis_error": REDIS_ERROR_P
 @pytest.mark.parametrize("option", POLICIES)
 def test_every_value_of_an_option_is_explained(option):
     """In the option's own section."""
-    text = sections(page("options.md"), 3)[option]
+    text = sections(text_of("docs/options.md"), 3)[option]
     assert [value for value in POLICIES[option] if f'`"{value}"`' not in text] == []
 
 
@@ -87,7 +83,7 @@ def refusal(base: type[Task], options: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("options", "error"), table(page("options.md"), "options", "error"))
+@pytest.mark.parametrize(("options", "error"), table(text_of("docs/options.md"), "options", "error"))
 def test_refused_options_are_refused_in_these_words(options, error):
     """When the task is bound."""
     assert error.strip("`") in refusal(SingletonTask, literal(options))
@@ -98,7 +94,7 @@ def test_other_refusals_are_in_the_words_of_the_code():
     nodes = [node for path in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
     texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
     source = "".join(text for text in texts if isinstance(text, str))
-    rows = table(page("options.md"), "what", "error")
+    rows = table(text_of("docs/options.md"), "what", "error")
     words = [re.search(r"`([^`]+)`$", error)[1] for _what, error in rows]  # type: ignore[index]
     assert [error for error in words if error not in source] == []
 
@@ -128,7 +124,7 @@ def known_settings() -> dict[str, Any]:
 
 def test_every_setting_has_its_default_in_the_table_and_a_section():
     """All that the code asks for, and nothing else; and what the table's links lead to."""
-    rows = table(page("settings.md"), "setting", "type", "default")
+    rows = table(text_of("docs/settings.md"), "setting", "type", "default")
     listed = {linked(name): default for name, _type, default in rows}
     known = known_settings()
     assert listed.keys() == known.keys()
@@ -136,7 +132,7 @@ def test_every_setting_has_its_default_in_the_table_and_a_section():
     assert listed["setnx_url"] == "the result backend, else the broker"
     values = {name: literal(default) for name, default in listed.items() if known[name] is not None}
     assert values == {name: value for name, value in known.items() if value is not None}
-    assert set(known) <= set(sections(page("settings.md"), 3))
+    assert set(known) <= set(sections(text_of("docs/settings.md"), 3))
 
 
 # signals.md
@@ -145,7 +141,7 @@ def test_every_setting_has_its_default_in_the_table_and_a_section():
 def test_every_signal_has_its_arguments():
     """One section each, with a row for each argument."""
     known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    found = {name: text for name, text in sections(page("signals.md")).items() if name in known}
+    found = {name: text for name, text in sections(text_of("docs/signals.md")).items() if name in known}
     assert list(found) == list(known)
     for name, text in found.items():
         arguments = [row[0].strip("`") for row in table(text, "argument", "type", "")]
@@ -158,7 +154,7 @@ def test_orders_are_those_of_the_signals_tests():
     scenes = test.pytestmark[0].args[1]
     orders = {
         tuple(re.findall(r"`([a-z]+_[a-z_]+)`", row[1]))
-        for row in table(page("signals.md"), "the call", "signals, in this order")
+        for row in table(text_of("docs/signals.md"), "the call", "signals, in this order")
     }
     assert len(scenes) >= 8
     assert {tuple(dict.fromkeys(expected)) for _scene, expected in scenes} <= orders
@@ -171,15 +167,15 @@ def test_every_exception_has_a_section_and_a_row():
     """All of `exceptions`, and nothing else."""
     classes = [value for value in vars(exceptions).values() if isinstance(value, type)]
     known = {value.__name__ for value in classes if issubclass(value, SetnxError)}
-    rows = table(page("exceptions.md"), "exception", "where it is raised", "retry?")
-    assert set(sections(page("exceptions.md"))) == known
+    rows = table(text_of("docs/exceptions.md"), "exception", "where it is raised", "retry?")
+    assert set(sections(text_of("docs/exceptions.md"))) == known
     assert {linked(row[0]) for row in rows} == known - {"SetnxError"}
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
 def test_attributes_of_an_exception_are_listed(error):
     """Those that it has beyond its parent's, and no others."""
-    text = sections(page("exceptions.md"))[type(error).__name__]
+    text = sections(text_of("docs/exceptions.md"))[type(error).__name__]
     listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
     is_child = type(error).__name__ == "LockTimeout"
     parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if is_child else set()
@@ -191,15 +187,15 @@ def test_attributes_of_an_exception_are_listed(error):
 
 def test_every_public_name_is_in_the_api():
     """`celery_setnx.__all__`, and `__all__` of the test kit."""
-    documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", page("api.md"), re.MULTILINE))
+    documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", text_of("docs/api.md"), re.MULTILINE))
     assert {f"celery_setnx.{name}" for name in celery_setnx.__all__} <= documented
-    (members,) = re.findall(r"automodule:: celery_setnx.testing\n   :members: (.+)", page("api.md"))
+    (members,) = re.findall(r"automodule:: celery_setnx.testing\n   :members: (.+)", text_of("docs/api.md"))
     assert {*members.split(", "), "Held"} == set(testing.__all__)
 
 
 def test_words_of_the_glossary_are_those_of_the_code():
     """Each is used by the package, its scripts included; none is explained twice."""
-    words = [row[0].strip("*") for row in table(page("glossary.md"), "word", "meaning")]
+    words = [row[0].strip("*") for row in table(text_of("docs/glossary.md"), "word", "meaning")]
     files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.lua")]
     code = "\n".join(path.read_text() for path in files).lower()
     assert len(words) == len(set(words)) > 30
@@ -208,7 +204,7 @@ def test_words_of_the_glossary_are_those_of_the_code():
 
 def test_states_of_a_lock_are_in_the_glossary():
     """Those that a `Holder` may have, and that of a lock which nobody holds."""
-    (text,) = [row[1] for row in table(page("glossary.md"), "word", "meaning") if row[0] == "*state*"]
+    (text,) = [row[1] for row in table(text_of("docs/glossary.md"), "word", "meaning") if row[0] == "*state*"]
     (states,) = re.findall(r"state: (.*?)since:", celery_setnx.Holder.__doc__ or "", re.DOTALL)
     explained = set(re.findall(r"`(\w+)`", text)) - {"at_least_for"}
     assert {*re.findall(r"`(\w+)`", states), "free"} == explained

@@ -13,17 +13,18 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import ROOT, blocks, text_of
 from tests.harness import wait_until
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 EXPECTED = Path(__file__).parent / "expected"
 DEADLINE_S = 90
-PAGES = ("per-customer", "long-task", "django", "plain-lock")
+PAGES = ("docs/per-customer.md", "docs/long-task.md", "docs/django.md", "docs/plain-lock.md")
 SHOWN = ("per_customer", "long_task", "django_app", "plain_script")
 ELSEWHERE = {
     "demo": "make demo, in .ci/run",
@@ -139,10 +140,9 @@ def test_django_project_is_whole(run, command, says):
 def excerpts() -> Iterator[tuple[str, str, str]]:
     """The blocks of the pages that begin with `# examples/...`: page, file, and the lines that follow."""
     for page in PAGES:
-        text = ROOT.joinpath("docs", f"{page}.md").read_text()
-        for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            first, _, rest = block.partition("\n")
-            if first.startswith("# examples/"):
+        for block in blocks(text_of(page)):
+            first, _, rest = block.text.partition("\n")
+            if block.is_run and first.startswith("# examples/"):
                 yield page, first.removeprefix("# "), rest
 
 
@@ -150,7 +150,7 @@ def test_pages_show_the_code_of_the_examples():
     """What a page shows of an example is there word for word, paragraph by paragraph, in this order."""
     pages = set()
     for page, file, excerpt in excerpts():
-        source, place = ROOT.joinpath(file).read_text(), 0
+        source, place = text_of(file), 0
         for paragraph in re.split(r"\n\n+", textwrap.dedent(excerpt).strip("\n")):
             at = source.find(paragraph + "\n", place)
             assert at >= 0, f"{page}: {file} does not have, from place {place} on:\n{paragraph}"
@@ -163,9 +163,8 @@ def test_pages_show_the_output_of_the_examples():
     """The text below a command on a page is what the example prints."""
     found = {}
     for page in PAGES:
-        text = ROOT.joinpath("docs", f"{page}.md").read_text()
-        for name, output in re.findall(
-            r"^```sh\npython -m examples\.(\w+)\n```\n\n```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
-        ):
-            found[name] = shown(name, output.replace(" on host (", " on <host> ("))
+        for asked, said in pairwise(blocks(text_of(page))):
+            if said.language == "text" and asked.text.startswith("python -m examples."):
+                name = asked.text.strip().removeprefix("python -m examples.")
+                found[name] = shown(name, said.text.replace(" on host (", " on <host> ("))
     assert found == {name: EXPECTED.joinpath(f"{name}.txt").read_text() for name in SHOWN}
