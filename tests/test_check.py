@@ -1,6 +1,6 @@
 """What the static check finds in an app's settings and its tasks' options, and what it leaves alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,11 +40,12 @@ class DerivedRequest(SingletonRequest):
 
 
 @pytest.fixture
-def app() -> Celery:
+def app() -> Iterator[Celery]:
     """An app with the broker and the results on a Redis that does not answer."""
     app = Celery("checked", set_as_current=False)
     app.conf.update(broker_url="redis://localhost:1/0", result_backend="redis://localhost:1/1")
-    return app
+    yield app
+    app.close()  # else a shared task that is declared later would be bound to it, and be refused
 
 
 def add(app: Celery, name: str = "work", function: Callable[..., Any] | None = None, **options: Any) -> None:
