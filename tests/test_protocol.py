@@ -312,8 +312,8 @@ def test_full_client_is_excluded_by_ours(wire, locks, name):
     assert rival.fence > held.fence
 
 
-def test_full_client_keeps_its_lock_by_renewing(wire, locks, name):
-    """Each renewal moves the deadline, and the client's own."""
+def test_full_client_keeps_its_lock_by_renewing_and_notices_its_loss(wire, locks, name):
+    """Each renewal moves the deadline, and the client's own; after `gone` the next fence is larger."""
     holder = FullClient(wire(), name)
     holder.acquire()
     until, deadline = holder.relies_until, holder.deadline_us
@@ -322,21 +322,14 @@ def test_full_client_keeps_its_lock_by_renewing(wire, locks, name):
     assert holder.deadline_us > deadline
     assert SetnxLock(locks, name).holder().deadline == holder.deadline_us / 1e6
     assert holder.holds()
+    locks.delete(name)
+    assert holder.renew() == "gone"
+    assert not holder.holds()
+    assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
 
 
-def test_full_client_asks_again_after_a_lost_reply(wire, name):
-    """With the same token it is acquired once more, and a release is answered alike."""
-    holder = FullClient(wire(), name)
-    assert holder.acquire("8c1f") == "acquired"
-    fence = holder.fence
-    assert holder.acquire("8c1f") == "again"
-    assert holder.fence == fence
-    assert [holder.release(), holder.release()] == ["released", "released"]
-
-
-def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
-    """Hold, free, drop, mark, extend and unmark, each sent twice: the answers are those of the page."""
-    name = "t:{proj.settle:0}"
+def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
+    """Each sent twice, as after a lost reply: the answers are those of the page, and a fence is the same."""
     holder = FullClient(wire(), name)
     pair, run = holder.keys, holder.server.run
 
@@ -344,10 +337,15 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
         return [run(verb, keys, *arguments)[0] for _ in range(2)]
 
     assert holder.acquire("5f1c0a|0|ab") == "acquired"
+    fence = holder.fence
+    assert holder.acquire("5f1c0a|0|ab") == "again"
+    assert holder.fence == fence
     lease, retention = holder.lease_us, client.RETENTION_MS
     assert twice("hold", pair, holder.token, lease, retention) == ["held_for_retry"] * 2
-    assert holder.release() == "held_for_retry"
+    assert [holder.release(), holder.release()] == ["held_for_retry"] * 2
     assert twice("free", pair, "5f1c0a", client.REMEMBER_MS) == ["released", "lost"]
+    assert holder.acquire() == "acquired"
+    assert [holder.release(), holder.release()] == ["released"] * 2
     assert holder.acquire() == "acquired"
     assert twice("drop", pair, locks.get(name), locks.get(pair[1])) == ["dropped", "changed"]
     producer = Producer(holder.server, name)
@@ -399,16 +397,6 @@ def test_full_client_is_taken_over_by_ours(wire, locks, name):
     assert dead.renew() == "lost"
     assert dead.release() == "lost"
     outcome.lock.renew()
-
-
-def test_full_client_notices_that_its_lock_is_gone(wire, locks, name):
-    """`gone` at the next renewal, and a larger fence for the next holder."""
-    holder = FullClient(wire(), name)
-    holder.acquire()
-    locks.delete(name)
-    assert holder.renew() == "gone"
-    assert not holder.holds()
-    assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
 
 
 def test_reply_that_is_later_than_the_lease_is_not_acquired(wire, locks, name):
@@ -489,14 +477,19 @@ def lock_of_work(name: str) -> str:
 
 
 def test_full_client_excludes_a_task(tasks, wire):
-    """A name that is computed from arguments is that of the task's lock: the call is skipped."""
+    """A name that is computed from arguments is that of the task's lock: a call is skipped, or waits.
+
+    The client wakes nobody: the waiting call's courier comes by itself, long before the lease would end.
+    """
     holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
     assert holder.acquire() == "acquired"
     skipped = tasks.work.delay("n").get(timeout=60)
     assert is_skipped(skipped)
     assert skipped["holder"]["task"] == "cleanup.sh"
-    holder.release()
-    assert tasks.work.delay("n").get(timeout=60) == "n"
+    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
+    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
+    assert holder.release() == "released"
+    assert waits.get(timeout=60) == "n"
 
 
 def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
@@ -528,16 +521,6 @@ def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_key
     assert result.get(timeout=60) == "gated-n"
 
 
-def test_call_that_waits_for_a_full_client_runs_after_it(tasks, wire):
-    """The client wakes nobody: the call's courier comes by itself, long before the lease would end."""
-    holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True)
-    assert holder.acquire() == "acquired"
-    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
-    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
-    assert holder.release() == "released"
-    assert waits.get(timeout=60) == "n"
-
-
 def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks, server):
     """A call published with the page's header runs under the named lock, and its mark is gone."""
     key, task_id = lock_of_work("n"), "5f1c0a"
@@ -555,38 +538,22 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks
     assert not locks.exists(f"{key}:queued")
 
 
-@pytest.fixture
-def queued(server, locks) -> Iterator[Any]:
-    """A task whose calls are deduplicated, and that no worker takes."""
-    app = Celery("protocol", broker=server.url(0), backend=server.url(0), set_as_current=False)
+def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_calls(server, wire):
+    """What one language has queued the other does not queue again."""
+    app = Celery("protocol", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
 
-    @app.task(
-        name="proj.queued", shared=False, base=SingletonTask, singleton={"key": "n", "dedupe": "until_done"}
-    )
-    def queued(n: int) -> None:
-        """Its key is its argument."""
+    @app.task(name="proj.queued", base=SingletonTask, singleton={"key": "n", "dedupe": "until_done"})
+    def queued(n: int) -> None: ...
 
-    app.finalize()
-    yield queued
-    with redis.Redis.from_url(server.url(0)) as broker:
-        broker.delete("protocol-nowhere")
-
-
-def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued, wire):
-    """A call that another language has queued is not queued again."""
     key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
     assert key == queued.lock_key(7)
     producer = Producer(wire(), key)
     assert producer.mark("5f1c0a", "until_done") == ("marked", "5f1c0a")
     assert producer.sent("5f1c0a") == "extended"
-    ours = queued.delay(7)
-    assert (ours.deduplicated, ours.id) == (True, "5f1c0a")
-
-
-def test_mark_of_ours_makes_duplicates_of_a_foreign_producers(queued, wire):
-    """And the other way round."""
-    ours = queued.delay(7)
-    producer = Producer(wire(), queued.lock_key(7))
+    theirs = queued.delay(7)
+    assert (theirs.deduplicated, theirs.id) == (True, "5f1c0a")
+    ours = queued.delay(8)
+    producer = Producer(wire(), queued.lock_key(8))
     assert producer.mark("5f1c0a", "until_done") == ("queued", ours.id)
     assert producer.not_sent("5f1c0a") == "lost"
