@@ -235,8 +235,8 @@ def test_show_prints_what_is_known(cli):
         assert part in shown
 
 
-def test_show_names_the_last_take_over(cli, locks):
-    """Who took the lock over, when, and from which dead holder."""
+def test_show_names_who_had_the_lock_before(cli, locks):
+    """Who took it over, when, and from which dead holder; for a minute, who had a lock that is free now."""
     held = cli.hold()
     assert "taken" not in ask("show", held.key).stdout
     dead = SetnxLock(locks, held.key).holder()
@@ -254,6 +254,10 @@ def test_show_names_the_last_take_over(cli, locks):
     found = ask_json("show", held.key)["last_take_over"]
     assert set(found) == {"at", "by", "holder"}
     assert found["holder"]["task_id"] == "t-1"
+    held.release()
+    shown = ask("show", TASK + "sync", "7", ends=0).stdout
+    assert "state     free\n" in shown
+    assert "last      tests.cliapp.sync[t-1] on w1@host" in shown
 
 
 @pytest.mark.parametrize(
@@ -291,14 +295,6 @@ def test_show_json_has_the_documented_fields(cli):
     assert (shown["process"], shown["last_holder"], shown["mark"]) == ("alive", None, None)
     (waiter,) = shown["line"]
     assert types(waiter) == "task_id:str place:int since:float age_s:float"
-
-
-def test_show_of_a_free_lock_names_who_had_it(cli):
-    """For a minute after the release."""
-    cli.hold().release()
-    shown = ask("show", TASK + "sync", "7", ends=0)
-    assert "state     free\n" in shown.stdout
-    assert "last      tests.cliapp.sync[t-1] on w1@host" in shown.stdout
 
 
 def test_show_finds_a_lock_that_the_user_named(cli, locks):
@@ -347,25 +343,19 @@ SCENES = {
 QUEUED = "the same call is queued, as t-2; a new one would not be published."
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        ("sync", "it would be skipped: it succeeds with its skip_result, and does nothing; as a step of a"),
-        (
-            "retrying",
-            "it would come back after 1 s, and then after up to 60 s each time; after 60 s it fails",
-        ),
-        (
-            "waiting",
-            "it would wait in line, at place 1, and be woken when its turn has come (on_conflict='wa",
-        ),
-        ("joining", "it would wait in line, and end with the holder's result"),
-        ("raising", "it would fail with AlreadyRunning (on_conflict='raise')"),
-        ("deciding", "its on_conflict, decide, decides"),
-        ("pending", "it would wait in line, at place 1"),
-    ],
-)
-def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task, says):
+BECOMES = {
+    "sync": "it would be skipped: it succeeds with its skip_result, and does nothing; as a step of a",
+    "retrying": "it would come back after 1 s, and then after up to 60 s each time; after 60 s it fails",
+    "waiting": "it would wait in line, at place 1, and be woken when its turn has come (on_conflict='wa",
+    "joining": "it would wait in line, and end with the holder's result",
+    "raising": "it would fail with AlreadyRunning (on_conflict='raise')",
+    "deciding": "its on_conflict, decide, decides",
+    "pending": "it would wait in line, at place 1",
+}
+
+
+@pytest.mark.parametrize("task", BECOMES)
+def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     """Who, since when, until when, whether that process lives, and what on_conflict does."""
     cli.hold(task)
     result = ask("why", TASK + task, "7", ends=1)
@@ -375,7 +365,7 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task, says
     )
     assert "  Its lease ends in " in result.stdout
     assert f"  Its process, pid {os.getpid()} on this host, is alive.\n" in result.stdout
-    assert says in result.stdout
+    assert BECOMES[task] in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -488,7 +478,10 @@ def test_release_touches_no_key_that_is_no_lock(cli, locks):
 
 
 def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
-    """All of them, and nobody else's; where there are none the exit code is 1."""
+    """All of them, and nobody else's; where there are none the exit code is 1.
+
+    A mark says nothing of its task, so those of all tasks of a scope are freed, and who shares it is said.
+    """
     for customer in range(3):
         cli.queue("pending", customer)
     cli.queue("unique", 1)
@@ -501,13 +494,8 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     assert result.exit_code == 0
     assert [key for key in locks.scan_iter() if ":queued" in key] == [mark_name(cli.key("unique", 1))]
     assert "3 marks of tests.cliapp.pending were freed by hand" in caplog.text
-    result = ask(*command, "--yes")
+    result = ask(*command, "--yes", ends=1)
     assert result.stderr == "Nothing to free: no call of tests.cliapp.pending is marked as queued.\n"
-    assert result.exit_code == 1
-
-
-def test_release_of_marks_says_who_shares_the_scope(cli):
-    """A mark says nothing of its task, so those of all tasks of the scope are freed."""
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout

@@ -377,13 +377,15 @@ def test_examination_leaves_only_what_lapses(app, locks):
 
 
 def test_cluster_is_examined_node_by_node(cluster):
-    """Every primary's facts, one trial, and the cluster's state."""
+    """Every primary's facts, one trial, and the cluster's state; a node alone refuses the others' locks."""
     app = app_on(cluster.url())
     assert [found.level for found in findings(app, "cluster")] == ["ok"] * 3
     names = [re.match(r"Node (\S+) answers", found.what) for found in findings(app, "connection")]
     assert len({match[1] for match in names if match}) == 3
     assert finding(app, "permissions").level == "ok"
     assert finding(app, "locks").level == "ok"
+    alone = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+    assert finding(alone, "cluster").level == "error"
 
 
 def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster):
@@ -418,12 +420,6 @@ def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster):
     assert any(one.level == "error" and dead in one.what for one in found)
     assert sum(one.level == "ok" for one in found) == 2
     assert "cluster_state fail" in is_down[0].what
-
-
-def test_cluster_node_that_is_used_alone_is_an_error(cluster):
-    """It refuses the locks of the other nodes."""
-    app = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
-    assert finding(app, "cluster").level == "error"
 
 
 def test_sentinels_master_is_named(tmp_path):

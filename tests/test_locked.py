@@ -48,16 +48,14 @@ def guarded(declare) -> Any:
     return declare(t, singleton={"key": "a"})
 
 
-def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, parked):
-    """A free lock has no holder, and the glance leaves nothing behind."""
+def test_locked_names_the_task_and_worker_that_run(tasks, worker, locks, journal, gates, parked):
+    """While a real worker runs the call its record is the answer, however the arguments are given.
+
+    A free lock has no holder, and the glance leaves nothing behind.
+    """
     before = locks.dbsize()
-    assert tasks.work.locked("a") is None
-    assert locks.dbsize() == before
-    assert parked._client.llen("celery") == 0
-
-
-def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates):
-    """While a real worker runs the call its record is the answer, however the arguments are given."""
+    assert tasks.work.locked("gated-a") is None
+    assert (locks.dbsize(), parked._client.llen("celery")) == (before, 0)
     result = tasks.work.delay("gated-a", "anything")
     (start,) = journal.wait_for("start", task_id=result.id)
     holder = tasks.work.locked(name="gated-a")

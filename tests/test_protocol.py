@@ -542,8 +542,9 @@ def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_
     """What one language has queued the other does not queue again."""
     app = Celery("protocol", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
+    options = {"key": "n", "dedupe": "until_done"}
 
-    @app.task(name="proj.queued", base=SingletonTask, singleton={"key": "n", "dedupe": "until_done"})
+    @app.task(name="proj.queued", shared=False, base=SingletonTask, singleton=options)
     def queued(n: int) -> None: ...
 
     key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
