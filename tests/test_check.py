@@ -9,8 +9,7 @@ from celery.worker.request import Request
 
 from celery_setnx import SingletonTask, singleton
 from celery_setnx.check import check
-from celery_setnx.doctor import Finding, examine, refused
-from celery_setnx.exceptions import OptionError
+from celery_setnx.doctor import Finding, examine
 from celery_setnx.keys import FORMATS, canonical
 from celery_setnx.request import SingletonRequest
 
@@ -185,7 +184,7 @@ def test_every_refused_task_is_named(app):
     first, second = problems(app)
     assert first.subject == second.subject == "options"
     assert first.level == second.level == "error"
-    assert "lease of first must be positive" in first.what
+    assert first.what == "lease of first must be positive and finite, in seconds, not -1."
     assert "did you mean 'skip'" in second.what
 
 
@@ -198,12 +197,6 @@ def test_refused_decorated_function_is_named(app):
 
     add(app, "sound", lease=900)
     assert subjects(app) == [("error", "options"), ("warning", "lease")]
-
-
-def test_refusal_while_a_module_is_imported_can_be_told_alike():
-    """For the command that loads the app."""
-    found = refused(OptionError("lease of work must be positive"))
-    assert (found.level, found.what) == ("error", "lease of work must be positive.")
 
 
 @pytest.mark.parametrize(
