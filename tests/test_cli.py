@@ -26,12 +26,14 @@ from celery_setnx.process import identity
 from celery_setnx.signals import lock_released
 from celery_setnx.survey import TakeOver, note_take_over
 from celery_setnx.testing import locks_on, pass_time
+from tests.docs.pages import DOCS, sections
 from tests.harness import CONF, is_parked, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-DOCS = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+PAGE = (DOCS / "cli.md").read_text()
 TASK = "tests.cliapp."
 ELSEWHERE = {**identity(), "host": "other", "boot": "another", "pid": 77}
+DEAD = {**identity(), "start": 0}  # of this host; its pid is that of a later process
 
 
 def ask(
@@ -60,13 +62,6 @@ def celery_command(*arguments: str, **environment: str) -> Any:
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
     )
-
-
-def dead() -> dict[str, Any]:
-    """A process of this host that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return {**identity(), "pid": process.pid}
 
 
 def types(row: dict[str, Any]) -> str:
@@ -128,7 +123,7 @@ def cli(locks, foreign_keys) -> Stage:
 
 def documented_fields(command: str) -> set[str]:
     """The names in the table of docs/cli.md that says what the JSON of a command has."""
-    match = re.search(rf"`{command}`(?: has)?:\n\n(.*?)\n\n", DOCS, re.DOTALL)
+    match = re.search(rf"`{command}`(?: has)?:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     assert match is not None, command
     return set(re.findall(r"^\| `(\w+)`", match[1], re.MULTILINE))
 
@@ -333,10 +328,10 @@ SCENES = {
     "free": lambda cli, name: None,
     "held": lambda cli, name: cli.hold(name),
     "held elsewhere": lambda cli, name: cli.hold(name, where=ELSEWHERE),
-    "held by the dead": lambda cli, name: cli.hold(name, where=dead()),
+    "held by the dead": lambda cli, name: cli.hold(name, where=DEAD),
     "past its lease": lambda cli, name: cli.stale(name),
     "resting": lambda cli, name: cli.hold(name).release(at_least_for=60),
-    "held for a retry of the dead": lambda cli, name: cli.hold(name, where=dead()).hold(60),
+    "held for a retry of the dead": lambda cli, name: cli.hold(name, where=DEAD).hold(60),
     "foreign": lambda cli, name: cli.foreign(name),
     "queued": lambda cli, name: cli.queue(name),
 }
@@ -750,11 +745,10 @@ def test_every_command_and_option_is_documented(cli, name):
     assert text.startswith(f"Usage: celery setnx {name}")
     assert max(map(len, text.splitlines())) <= 80
     options = options_of(setnx.commands[name])
-    section = DOCS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    assert options <= named_options(section) <= {*options, "--help"}
+    assert options <= named_options(sections(PAGE)[name]) <= {*options, "--help"}
 
 
 def test_docs_name_no_option_that_does_not_exist():
     """In no place of docs/cli.md."""
     known = {option for command in setnx.commands.values() for option in options_of(command)}
-    assert named_options(DOCS) <= {*known, "--help"}
+    assert named_options(PAGE) <= {*known, "--help"}

@@ -17,6 +17,7 @@ from celery_setnx.marks import Mark, mark_all
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
+from tests.docs.pages import DOCS, table
 from tests.harness import wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Cluster, Sentinels
@@ -24,7 +25,6 @@ from tests.topologies.servers import Cluster, Sentinels
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 LEVELS = ["ok", "warning", "error"]
-TABLE = Path(__file__).parent.parent / "docs" / "doctor.md"
 
 
 def app_on(url: str, **conf: Any) -> Celery:
@@ -109,12 +109,9 @@ def replica(own) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of three masters."""
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    try:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.start()
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_sound_server_has_no_findings_but_fine_ones(configured):
@@ -424,13 +421,10 @@ def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster):
 
 def test_sentinels_master_is_named(tmp_path):
     """By the address that the Sentinels tell."""
-    sentinels = Sentinels(tmp_path)
-    try:
+    with Sentinels(tmp_path) as sentinels:
         sentinels.start()
         app = app_on(sentinels.url(), setnx_transport_options=sentinels.transport_options)
         found = finding(app, "connection")
-    finally:
-        sentinels.stop()
     assert re.search(r"whose Sentinels name 127\.0\.0\.1:\d+ as master of main", found.what)
     assert sentinels.PASSWORD not in found.what
 
@@ -449,8 +443,8 @@ def subjects() -> dict[str, set[str]]:
 
 def test_docs_table_has_every_subject_with_its_levels():
     """docs/doctor.md is complete, and names nothing else."""
-    rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    table: dict[str, set[str]] = {}
-    for subject, level in rows:
-        table.setdefault(subject.strip(" `"), set()).update(level.strip().split(", "))
-    assert table == subjects()
+    rows = table((DOCS / "doctor.md").read_text(), "subject", "level", "looked at", "why", "what to do")
+    documented: dict[str, set[str]] = {}
+    for subject, level, *_why in rows:
+        documented.setdefault(subject.strip("`"), set()).update(level.split(", "))
+    assert documented == subjects()

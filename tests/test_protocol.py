@@ -22,6 +22,7 @@ from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.lock import Holder
 from celery_setnx.testing import _age
 from tests.bounds import bound
+from tests.docs.pages import DOCS, ROOT, sections, table
 from tests.harness import wait_until
 from tests.protocol import client
 from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
@@ -30,9 +31,8 @@ from tests.test_differential import EVERY_ANSWER
 LOCK_DB = 1
 LONG_S = 600  # nothing expires because the machine is slow
 LONG_US = LONG_S * 1_000_000
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "keys"))
+VERBS = sections(sections(PROTOCOL)["Calling a script"], 3)
 SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua"))}
 NOT_ANSWERED = {"string", "table", "number"}  # names of Lua's types
 VALUES = {
@@ -43,26 +43,13 @@ VALUES = {
 
 def rows(page: str, *head: str) -> list[list[str]]:
     """The rows of the table with this head; code cells without their backticks."""
-    start = page.index("| " + " | ".join(head) + " |\n")
-    lines = page[start:].split("\n\n")[0].splitlines()[2:]
-    return [[_bare(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-def _bare(cell: str) -> str:
-    cell = cell.strip()
-    return cell[1:-1] if cell.startswith("`") and cell.endswith("`") else cell
-
-
-def section(verb: str) -> str:
-    """What docs/protocol.md says of a script."""
-    (found,) = re.findall(rf"^### {verb}\n(.*?)(?=^##)", PROTOCOL, re.MULTILINE | re.DOTALL)
-    return str(found)
+    return [[re.sub(r"^`(.*)`$", r"\1", cell) for cell in row] for row in table(page, *head)]
 
 
 def described(verb: str) -> dict[str, dict[int, str]]:
     """The names that docs/protocol.md gives to what a script takes, by number."""
     found: dict[str, dict[int, str]] = {"KEYS": {}, "ARGV": {}}
-    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", section(verb)):
+    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", VERBS[verb]):
         found[kind][int(number)] = name
     return found
 
@@ -117,7 +104,7 @@ def test_every_script_is_described_with_all_that_it_takes(verb):
 @pytest.mark.parametrize("verb", SCRIPTS)
 def test_every_word_of_a_script_is_described(verb):
     """What a script may answer stands in its section; the states that it tells apart stand in the page."""
-    said = set(re.findall(r"`([a-z_]+)[` ]", section(verb)))
+    said = set(re.findall(r"`([a-z_]+)[` ]", VERBS[verb]))
     page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
     answered = {answer.split(": ")[1] for answer in EVERY_ANSWER if answer.startswith(f"{verb}: ")}
     answered -= {"found", "nothing", "waiters"}  # what was seen by `look`, which answers no word
@@ -129,8 +116,7 @@ def test_every_word_of_a_script_is_described(verb):
 
 def test_page_describes_no_script_that_is_not_there():
     """A verb that is gone leaves the page too."""
-    calling = PROTOCOL.split("## Calling a script")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^### (\w+)$", calling, re.MULTILINE)) == sorted(SCRIPTS)
+    assert VERBS.keys() == SCRIPTS.keys()
 
 
 def test_keys_beside_a_lock_have_the_names_of_the_page():
