@@ -27,7 +27,7 @@ from celery_setnx.signals import lock_released
 from celery_setnx.survey import TakeOver, note_take_over
 from celery_setnx.testing import locks_on, pass_time
 from tests.docs.pages import DOCS, sections
-from tests.harness import CONF, is_parked, wait_until
+from tests.harness import CONF, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 PAGE = (DOCS / "cli.md").read_text()
@@ -661,46 +661,42 @@ def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path, locks
     assert result.returncode == 2
 
 
-def test_commands_see_what_a_worker_does(tasks, journal, gates, locks):
+def test_commands_see_what_a_worker_does(tasks, journal, holding, locks):
     """list, show, why and release, of a lock that a worker's process holds."""
-    result = tasks.work.delay("gated-cli")
-    (start,) = journal.wait_for("start", task_id=result.id)
-    (row,) = ask_json("list", app="tests.workerapp")
-    assert (row["key"], row["task"], row["task_id"]) == (start["key"], tasks.work.name, result.id)
-    seen = (row["state"], row["stale"], row["pid"], row["fence"])
-    assert seen == ("running", False, start["pid"], start["fence"])
-    shown = ask("show", tasks.work.name, "gated-cli", app="tests.workerapp").stdout
-    assert f"process   Its process, pid {start['pid']} on this host, is alive." in shown
-    why = ask("why", tasks.work.name, "gated-cli", app="tests.workerapp", ends=1)
-    assert why.stdout.startswith("No: its lock is held.\n")
-    assert f"Held by tests.workerapp.work[{result.id}]" in why.stdout
-    refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
-    assert "Not released: it is not known to be abandoned." in refused.stderr
-    forced = celery_command("-A", "tests.workerapp", "setnx", "release", start["key"], "--yes", "--force")
-    assert f"Released {start['key']}." in forced.stdout
-    assert "was released by hand" in forced.stderr
-    assert forced.returncode == 0
-    assert ask("why", tasks.work.name, "gated-cli", app="tests.workerapp").exit_code == 0
-    journal.wait_for("lost", task_id=result.id)
-    gates("gated-cli")
-    assert result.get(timeout=60) == "gated-cli"
+    call = (tasks.work.name, "gated-cli")
+    with holding(tasks.work, "gated-cli") as result:
+        (start,) = journal.entries(what="start", task_id=result.id)
+        (row,) = ask_json("list", app="tests.workerapp")
+        assert (row["key"], row["task"], row["task_id"]) == (start["key"], tasks.work.name, result.id)
+        seen = (row["state"], row["stale"], row["pid"], row["fence"])
+        assert seen == ("running", False, start["pid"], start["fence"])
+        shown = ask("show", *call, app="tests.workerapp").stdout
+        assert f"process   Its process, pid {start['pid']} on this host, is alive." in shown
+        why = ask("why", *call, app="tests.workerapp", ends=1)
+        assert why.stdout.startswith("No: its lock is held.\n")
+        assert f"Held by tests.workerapp.work[{result.id}]" in why.stdout
+        refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
+        assert "Not released: it is not known to be abandoned." in refused.stderr
+        forced = celery_command("-A", "tests.workerapp", "setnx", "release", start["key"], "--yes", "--force")
+        assert f"Released {start['key']}." in forced.stdout
+        assert "was released by hand" in forced.stderr
+        assert forced.returncode == 0
+        ask("why", *call, app="tests.workerapp", ends=0)
+        journal.wait_for("lost", task_id=result.id)
 
 
-def test_release_lets_the_first_in_line_run(tasks, journal, gates, locks):
+def test_release_lets_the_first_in_line_run(stage, journal):
     """A call that waits for the lock that was released by hand is woken at once."""
-    name = "gated-release"
-    first, second = (tasks.work.apply_async((name,), singleton={"on_conflict": "wait"}) for _ in range(2))
-    (start,) = journal.wait_for("start", name=name)
-    woken = second if start["task_id"] == first.id else first
-    wait_until(lambda: is_parked(locks, start["key"], woken.id), "the other waits")
-    shown = ask_json("show", start["key"], app="tests.workerapp")
+    first = stage.held()
+    woken = stage.parked(stage.gate)
+    key = stage.task.lock_key(stage.key)
+    shown = ask_json("show", key, app="tests.waitapp")
     assert [waiter["task_id"] for waiter in shown["line"]] == [woken.id]
-    done = ask("release", start["key"], "--yes", "--force", app="tests.workerapp")
+    done = ask("release", key, "--yes", "--force", app="tests.waitapp")
     assert "Others wait in line; the first has its turn." in done.stdout
     journal.wait_for("start", task_id=woken.id)
-    gates(name)
-    gates(name)
-    assert first.get(timeout=60) == second.get(timeout=20) == name
+    stage.open(2)
+    assert first.get(timeout=60) == woken.get(timeout=20) == [stage.key, stage.gate, 0]
 
 
 def test_release_after_a_worker_was_killed(start_worker, locks, journal):

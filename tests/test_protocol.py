@@ -473,33 +473,29 @@ def test_full_client_excludes_a_task(tasks, wire):
     assert waits.get(timeout=60) == "n"
 
 
-def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
+def test_full_client_is_excluded_by_a_task(tasks, wire, holding):
     """While a body runs, and renews its lease, the client is refused, and reads who it is."""
-    result = journal.reached("start", tasks.work.delay("gated-n"))
     rival = FullClient(wire(), lock_of_work("gated-n"), is_task_lock=True)
-    assert rival.acquire() == "held"
-    first = rival.deadline_us
-    wait_until(lambda: rival.acquire() == "held" and rival.deadline_us > first, "renewed by the worker")
-    _value, record = rival.seen()
-    assert isinstance(record, Record)
-    assert record.token.startswith(f"{result.id}|0|")
-    assert '"task":"tests.workerapp.work"' in record.info
-    gates("gated-n")
-    assert result.get(timeout=60) == "gated-n"
+    with holding(tasks.work, "gated-n") as result:
+        assert rival.acquire() == "held"
+        first = rival.deadline_us
+        wait_until(lambda: rival.acquire() == "held" and rival.deadline_us > first, "renewed by the worker")
+        _value, record = rival.seen()
+        assert isinstance(record, Record)
+        assert record.token.startswith(f"{result.id}|0|")
+        assert '"task":"tests.workerapp.work"' in record.info
     assert rival.acquire() == "acquired"
 
 
-def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_keys):
+def test_classic_client_excludes_a_task(tasks, wire, holding, foreign_keys):
     """Without any script."""
     foreign_keys.add(lock_of_work("gated-n"))
     classic = ClassicClient(wire(), lock_of_work("gated-n"))
     assert classic.acquire()
     assert tasks.work.delay("gated-n").get(timeout=60)["holder"]["state"] == "foreign"
     classic.release()
-    result = journal.reached("start", tasks.work.delay("gated-n"))
-    assert not classic.acquire()
-    gates("gated-n")
-    assert result.get(timeout=60) == "gated-n"
+    with holding(tasks.work, "gated-n"):
+        assert not classic.acquire()
 
 
 def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks, server):

@@ -599,10 +599,8 @@ def test_kit_reaches_workers_in_other_processes(tasks):
     assert_released(tasks.app, within=20)
 
 
-def test_worker_that_stood_still_learns_it(tasks, journal, gates):
+def test_worker_that_stood_still_learns_it(tasks, journal, holding):
     """Time passes for the lock of a body in another process: its next renewal tells it that it is lost."""
-    result = journal.reached("start", tasks.work.delay("gated"))
-    pass_time(60, tasks.work, "gated")
-    journal.wait_for("lost", task_id=result.id)
-    gates("gated")
-    assert result.get(timeout=60) == "gated"
+    with holding(tasks.work) as result:
+        pass_time(60, tasks.work, "gated")
+        journal.wait_for("lost", task_id=result.id)
