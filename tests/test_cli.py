@@ -26,12 +26,14 @@ from celery_setnx.process import identity
 from celery_setnx.signals import lock_released
 from celery_setnx.survey import TakeOver, note_take_over
 from celery_setnx.testing import locks_on, pass_time
-from tests.harness import CONF, is_parked, wait_until
+from tests.docs.pages import DOCS, sections
+from tests.harness import CONF, wait_until
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-DOCS = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+PAGE = (DOCS / "cli.md").read_text()
 TASK = "tests.cliapp."
 ELSEWHERE = {**identity(), "host": "other", "boot": "another", "pid": 77}
+DEAD = {**identity(), "start": 0}  # of this host; its pid is that of a later process
 
 
 def ask(
@@ -60,13 +62,6 @@ def celery_command(*arguments: str, **environment: str) -> Any:
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
     )
-
-
-def dead() -> dict[str, Any]:
-    """A process of this host that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return {**identity(), "pid": process.pid}
 
 
 def types(row: dict[str, Any]) -> str:
@@ -128,7 +123,7 @@ def cli(locks, foreign_keys) -> Stage:
 
 def documented_fields(command: str) -> set[str]:
     """The names in the table of docs/cli.md that says what the JSON of a command has."""
-    match = re.search(rf"`{command}`(?: has)?:\n\n(.*?)\n\n", DOCS, re.DOTALL)
+    match = re.search(rf"`{command}`(?: has)?:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     assert match is not None, command
     return set(re.findall(r"^\| `(\w+)`", match[1], re.MULTILINE))
 
@@ -235,8 +230,8 @@ def test_show_prints_what_is_known(cli):
         assert part in shown
 
 
-def test_show_names_the_last_take_over(cli, locks):
-    """Who took the lock over, when, and from which dead holder."""
+def test_show_names_who_had_the_lock_before(cli, locks):
+    """Who took it over, when, and from which dead holder; for a minute, who had a lock that is free now."""
     held = cli.hold()
     assert "taken" not in ask("show", held.key).stdout
     dead = SetnxLock(locks, held.key).holder()
@@ -254,6 +249,10 @@ def test_show_names_the_last_take_over(cli, locks):
     found = ask_json("show", held.key)["last_take_over"]
     assert set(found) == {"at", "by", "holder"}
     assert found["holder"]["task_id"] == "t-1"
+    held.release()
+    shown = ask("show", TASK + "sync", "7", ends=0).stdout
+    assert "state     free\n" in shown
+    assert "last      tests.cliapp.sync[t-1] on w1@host" in shown
 
 
 @pytest.mark.parametrize(
@@ -293,14 +292,6 @@ def test_show_json_has_the_documented_fields(cli):
     assert types(waiter) == "task_id:str place:int since:float age_s:float"
 
 
-def test_show_of_a_free_lock_names_who_had_it(cli):
-    """For a minute after the release."""
-    cli.hold().release()
-    shown = ask("show", TASK + "sync", "7", ends=0)
-    assert "state     free\n" in shown.stdout
-    assert "last      tests.cliapp.sync[t-1] on w1@host" in shown.stdout
-
-
 def test_show_finds_a_lock_that_the_user_named(cli, locks):
     """A SetnxLock of any name is shown by its key."""
     with SetnxLock(locks, "nightly"):
@@ -337,35 +328,29 @@ SCENES = {
     "free": lambda cli, name: None,
     "held": lambda cli, name: cli.hold(name),
     "held elsewhere": lambda cli, name: cli.hold(name, where=ELSEWHERE),
-    "held by the dead": lambda cli, name: cli.hold(name, where=dead()),
+    "held by the dead": lambda cli, name: cli.hold(name, where=DEAD),
     "past its lease": lambda cli, name: cli.stale(name),
     "resting": lambda cli, name: cli.hold(name).release(at_least_for=60),
-    "held for a retry of the dead": lambda cli, name: cli.hold(name, where=dead()).hold(60),
+    "held for a retry of the dead": lambda cli, name: cli.hold(name, where=DEAD).hold(60),
     "foreign": lambda cli, name: cli.foreign(name),
     "queued": lambda cli, name: cli.queue(name),
 }
 QUEUED = "the same call is queued, as t-2; a new one would not be published."
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        ("sync", "it would be skipped: it succeeds with its skip_result, and does nothing; as a step of a"),
-        (
-            "retrying",
-            "it would come back after 1 s, and then after up to 60 s each time; after 60 s it fails",
-        ),
-        (
-            "waiting",
-            "it would wait in line, at place 1, and be woken when its turn has come (on_conflict='wa",
-        ),
-        ("joining", "it would wait in line, and end with the holder's result"),
-        ("raising", "it would fail with AlreadyRunning (on_conflict='raise')"),
-        ("deciding", "its on_conflict, decide, decides"),
-        ("pending", "it would wait in line, at place 1"),
-    ],
-)
-def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task, says):
+BECOMES = {
+    "sync": "it would be skipped: it succeeds with its skip_result, and does nothing; as a step of a",
+    "retrying": "it would come back after 1 s, and then after up to 60 s each time; after 60 s it fails",
+    "waiting": "it would wait in line, at place 1, and be woken when its turn has come (on_conflict='wa",
+    "joining": "it would wait in line, and end with the holder's result",
+    "raising": "it would fail with AlreadyRunning (on_conflict='raise')",
+    "deciding": "its on_conflict, decide, decides",
+    "pending": "it would wait in line, at place 1",
+}
+
+
+@pytest.mark.parametrize("task", BECOMES)
+def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     """Who, since when, until when, whether that process lives, and what on_conflict does."""
     cli.hold(task)
     result = ask("why", TASK + task, "7", ends=1)
@@ -375,7 +360,7 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task, says
     )
     assert "  Its lease ends in " in result.stdout
     assert f"  Its process, pid {os.getpid()} on this host, is alive.\n" in result.stdout
-    assert says in result.stdout
+    assert BECOMES[task] in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -488,7 +473,10 @@ def test_release_touches_no_key_that_is_no_lock(cli, locks):
 
 
 def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
-    """All of them, and nobody else's; where there are none the exit code is 1."""
+    """All of them, and nobody else's; where there are none the exit code is 1.
+
+    A mark says nothing of its task, so those of all tasks of a scope are freed, and who shares it is said.
+    """
     for customer in range(3):
         cli.queue("pending", customer)
     cli.queue("unique", 1)
@@ -501,13 +489,8 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     assert result.exit_code == 0
     assert [key for key in locks.scan_iter() if ":queued" in key] == [mark_name(cli.key("unique", 1))]
     assert "3 marks of tests.cliapp.pending were freed by hand" in caplog.text
-    result = ask(*command, "--yes")
+    result = ask(*command, "--yes", ends=1)
     assert result.stderr == "Nothing to free: no call of tests.cliapp.pending is marked as queued.\n"
-    assert result.exit_code == 1
-
-
-def test_release_of_marks_says_who_shares_the_scope(cli):
-    """A mark says nothing of its task, so those of all tasks of the scope are freed."""
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
@@ -678,46 +661,42 @@ def test_options_that_the_app_adds_to_all_commands_are_handed_on(tmp_path, locks
     assert result.returncode == 2
 
 
-def test_commands_see_what_a_worker_does(tasks, journal, gates, locks):
+def test_commands_see_what_a_worker_does(tasks, journal, holding, locks):
     """list, show, why and release, of a lock that a worker's process holds."""
-    result = tasks.work.delay("gated-cli")
-    (start,) = journal.wait_for("start", task_id=result.id)
-    (row,) = ask_json("list", app="tests.workerapp")
-    assert (row["key"], row["task"], row["task_id"]) == (start["key"], tasks.work.name, result.id)
-    seen = (row["state"], row["stale"], row["pid"], row["fence"])
-    assert seen == ("running", False, start["pid"], start["fence"])
-    shown = ask("show", tasks.work.name, "gated-cli", app="tests.workerapp").stdout
-    assert f"process   Its process, pid {start['pid']} on this host, is alive." in shown
-    why = ask("why", tasks.work.name, "gated-cli", app="tests.workerapp", ends=1)
-    assert why.stdout.startswith("No: its lock is held.\n")
-    assert f"Held by tests.workerapp.work[{result.id}]" in why.stdout
-    refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
-    assert "Not released: it is not known to be abandoned." in refused.stderr
-    forced = celery_command("-A", "tests.workerapp", "setnx", "release", start["key"], "--yes", "--force")
-    assert f"Released {start['key']}." in forced.stdout
-    assert "was released by hand" in forced.stderr
-    assert forced.returncode == 0
-    assert ask("why", tasks.work.name, "gated-cli", app="tests.workerapp").exit_code == 0
-    journal.wait_for("lost", task_id=result.id)
-    gates("gated-cli")
-    assert result.get(timeout=60) == "gated-cli"
+    call = (tasks.work.name, "gated-cli")
+    with holding(tasks.work, "gated-cli") as result:
+        (start,) = journal.entries(what="start", task_id=result.id)
+        (row,) = ask_json("list", app="tests.workerapp")
+        assert (row["key"], row["task"], row["task_id"]) == (start["key"], tasks.work.name, result.id)
+        seen = (row["state"], row["stale"], row["pid"], row["fence"])
+        assert seen == ("running", False, start["pid"], start["fence"])
+        shown = ask("show", *call, app="tests.workerapp").stdout
+        assert f"process   Its process, pid {start['pid']} on this host, is alive." in shown
+        why = ask("why", *call, app="tests.workerapp", ends=1)
+        assert why.stdout.startswith("No: its lock is held.\n")
+        assert f"Held by tests.workerapp.work[{result.id}]" in why.stdout
+        refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
+        assert "Not released: it is not known to be abandoned." in refused.stderr
+        forced = celery_command("-A", "tests.workerapp", "setnx", "release", start["key"], "--yes", "--force")
+        assert f"Released {start['key']}." in forced.stdout
+        assert "was released by hand" in forced.stderr
+        assert forced.returncode == 0
+        ask("why", *call, app="tests.workerapp", ends=0)
+        journal.wait_for("lost", task_id=result.id)
 
 
-def test_release_lets_the_first_in_line_run(tasks, journal, gates, locks):
+def test_release_lets_the_first_in_line_run(stage, journal):
     """A call that waits for the lock that was released by hand is woken at once."""
-    name = "gated-release"
-    first, second = (tasks.work.apply_async((name,), singleton={"on_conflict": "wait"}) for _ in range(2))
-    (start,) = journal.wait_for("start", name=name)
-    woken = second if start["task_id"] == first.id else first
-    wait_until(lambda: is_parked(locks, start["key"], woken.id), "the other waits")
-    shown = ask_json("show", start["key"], app="tests.workerapp")
+    first = stage.held()
+    woken = stage.parked(stage.gate)
+    key = stage.task.lock_key(stage.key)
+    shown = ask_json("show", key, app="tests.waitapp")
     assert [waiter["task_id"] for waiter in shown["line"]] == [woken.id]
-    done = ask("release", start["key"], "--yes", "--force", app="tests.workerapp")
+    done = ask("release", key, "--yes", "--force", app="tests.waitapp")
     assert "Others wait in line; the first has its turn." in done.stdout
     journal.wait_for("start", task_id=woken.id)
-    gates(name)
-    gates(name)
-    assert first.get(timeout=60) == second.get(timeout=20) == name
+    stage.open(2)
+    assert first.get(timeout=60) == woken.get(timeout=20) == [stage.key, stage.gate, 0]
 
 
 def test_release_after_a_worker_was_killed(start_worker, locks, journal):
@@ -762,11 +741,10 @@ def test_every_command_and_option_is_documented(cli, name):
     assert text.startswith(f"Usage: celery setnx {name}")
     assert max(map(len, text.splitlines())) <= 80
     options = options_of(setnx.commands[name])
-    section = DOCS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    assert options <= named_options(section) <= {*options, "--help"}
+    assert options <= named_options(sections(PAGE)[name]) <= {*options, "--help"}
 
 
 def test_docs_name_no_option_that_does_not_exist():
     """In no place of docs/cli.md."""
     known = {option for command in setnx.commands.values() for option in options_of(command)}
-    assert named_options(DOCS) <= {*known, "--help"}
+    assert named_options(PAGE) <= {*known, "--help"}

@@ -149,25 +149,22 @@ class Delivery:
         return same_call(self.task, wait).options["headers"]["singleton"]
 
 
-def test_call_that_waits_again_stays_the_copy_that_it_is():
-    """Only one of a call's messages starts it: one that comes back is no other message than before."""
-    delivery = Delivery({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"})
-    assert copy_of(delivery.request) == "c1"
-    assert delivery.again(count=2, since=5.0) == {
-        "key": "setnx:{t}",
-        "marked": True,
-        "wait": {"count": 2, "since": 5.0, "retries": 0, "copy": "c1"},
-    }
-
-
 @pytest.mark.parametrize(
-    ("wait", "retries"), [(None, 0), ({"count": 1, "since": 5.0, "retries": 0, "copy": "c1"}, 1)]
+    ("waited_as", "retries", "copy"),
+    [(None, 0, {}), ("c1", 0, {"copy": "c1"}), ("c1", 1, {})],
+    ids=["the-original", "a-copy", "a-retry-of-a-copy"],
 )
-def test_call_that_waits_for_the_first_time_in_its_attempt_is_the_original(wait, retries):
-    """It names no copy until one is sent to wake it; a task's own retry is a new call to be woken."""
+def test_call_that_waits_again_stays_what_it_is_in_its_attempt(waited_as, retries, copy):
+    """Only one of a call's messages starts it: one that comes back is no other message than before.
+
+    It names no copy until one is sent to wake it; a task's own retry is a new call to be woken.
+    """
+    wait = waited_as and {"count": 1, "since": 5.0, "retries": 0, "copy": waited_as}
     delivery = Delivery(wait, retries=retries)
-    assert copy_of(delivery.request) == ORIGINAL
-    assert delivery.again(count=1, since=9.0)["wait"] == {"count": 1, "since": 9.0, "retries": retries}
+    assert copy_of(delivery.request) == copy.get("copy", ORIGINAL)
+    again = delivery.again(count=2, since=9.0)
+    expected = {"count": 2, "since": 9.0, "retries": retries, **copy}
+    assert again == {"key": "setnx:{t}", "marked": True, "wait": expected}
 
 
 def test_second_delivery_stays_one_while_it_waits():

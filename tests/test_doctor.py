@@ -17,6 +17,7 @@ from celery_setnx.marks import Mark, mark_all
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
+from tests.docs.pages import DOCS, table
 from tests.harness import wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Cluster, Sentinels
@@ -24,7 +25,6 @@ from tests.topologies.servers import Cluster, Sentinels
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 LEVELS = ["ok", "warning", "error"]
-TABLE = Path(__file__).parent.parent / "docs" / "doctor.md"
 
 
 def app_on(url: str, **conf: Any) -> Celery:
@@ -109,12 +109,9 @@ def replica(own) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A cluster of three masters."""
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    try:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.start()
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_sound_server_has_no_findings_but_fine_ones(configured):
@@ -148,18 +145,20 @@ def test_url_is_shown_without_its_passwords(url, shown):
     assert doctor.masked(url) == shown
 
 
-@pytest.mark.parametrize("url", ["redis://:{}@127.0.0.1:1/0", "redis+cluster://:{}@127.0.0.1:1"])
-def test_unreachable_server_is_an_error_and_the_tasks_are_checked_all_the_same(url):
-    """Nothing crashes, and what needs no server follows."""
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://:{}@127.0.0.1:1/0", "{} (setnx_url) does not answer"),
+        ("redis+cluster://:{}@127.0.0.1:1", "{} (setnx_url) does not answer"),
+        ("memcached://host", ""),
+        ("redis://host:port/0", ""),
+    ],
+)
+def test_server_that_cannot_be_asked_is_an_error_and_the_tasks_are_checked_all_the_same(url, said):
+    """Unreachable, or no URL of a Redis: no traceback, no password, and what needs no server follows."""
     found = list(examine(app_on(url.format("s3cret"))))
     assert [(f.level, f.subject) for f in found] == [("error", "connection"), ("ok", "tasks")]
-    assert f"{url.format('**')} (setnx_url) does not answer" in found[0].what
-
-
-@pytest.mark.parametrize("url", ["memcached://host", "redis://host:port/0"])
-def test_unusable_url_is_an_error_of_the_connection(url):
-    """No traceback."""
-    assert finding(app_on(url), "connection").level == "error"
+    assert said.format(url.format("**")) in found[0].what
 
 
 def test_broker_on_the_same_database_is_told(server, locks):
@@ -375,13 +374,15 @@ def test_examination_leaves_only_what_lapses(app, locks):
 
 
 def test_cluster_is_examined_node_by_node(cluster):
-    """Every primary's facts, one trial, and the cluster's state."""
+    """Every primary's facts, one trial, and the cluster's state; a node alone refuses the others' locks."""
     app = app_on(cluster.url())
     assert [found.level for found in findings(app, "cluster")] == ["ok"] * 3
     names = [re.match(r"Node (\S+) answers", found.what) for found in findings(app, "connection")]
     assert len({match[1] for match in names if match}) == 3
     assert finding(app, "permissions").level == "ok"
     assert finding(app, "locks").level == "ok"
+    alone = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+    assert finding(alone, "cluster").level == "error"
 
 
 def test_each_node_of_a_cluster_has_an_acl_of_its_own(cluster):
@@ -418,21 +419,12 @@ def test_dead_node_of_a_cluster_does_not_hide_the_others(cluster):
     assert "cluster_state fail" in is_down[0].what
 
 
-def test_cluster_node_that_is_used_alone_is_an_error(cluster):
-    """It refuses the locks of the other nodes."""
-    app = app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}")
-    assert finding(app, "cluster").level == "error"
-
-
 def test_sentinels_master_is_named(tmp_path):
     """By the address that the Sentinels tell."""
-    sentinels = Sentinels(tmp_path)
-    try:
+    with Sentinels(tmp_path) as sentinels:
         sentinels.start()
         app = app_on(sentinels.url(), setnx_transport_options=sentinels.transport_options)
         found = finding(app, "connection")
-    finally:
-        sentinels.stop()
     assert re.search(r"whose Sentinels name 127\.0\.0\.1:\d+ as master of main", found.what)
     assert sentinels.PASSWORD not in found.what
 
@@ -451,8 +443,8 @@ def subjects() -> dict[str, set[str]]:
 
 def test_docs_table_has_every_subject_with_its_levels():
     """docs/doctor.md is complete, and names nothing else."""
-    rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    table: dict[str, set[str]] = {}
-    for subject, level in rows:
-        table.setdefault(subject.strip(" `"), set()).update(level.strip().split(", "))
-    assert table == subjects()
+    rows = table((DOCS / "doctor.md").read_text(), "subject", "level", "looked at", "why", "what to do")
+    documented: dict[str, set[str]] = {}
+    for subject, level, *_why in rows:
+        documented.setdefault(subject.strip("`"), set()).update(level.split(", "))
+    assert documented == subjects()

@@ -214,39 +214,26 @@ def test_counts_say_what_became_of_all_calls(fan, broker, locks, sending):
     assert marks_left(locks) == {mark_of(fan.once, f"k{number}") for number in range(25)}
 
 
-def test_each_is_told_what_became_of_every_call(fan, broker, sending):
-    """Accepted with its own id, duplicate with the id of the queued task, failed with its error."""
+def test_each_is_told_what_became_of_every_call(fan, broker, locks, sending):
+    """Accepted with its own id, duplicate with the id of the queued task, failed with its error.
+
+    Of equal calls in a window the first is sent and marked, and the others are its duplicates.
+    """
     first = fan.once.delay("old").id
-    _, outcomes = told(fan.once, [("a",), ("old",), (), ("b", object()), ("a",), ("c",)])
-    assert len(outcomes) == 6
-    ids = {message["body"][0][0]: message["headers"]["id"] for message in queued(broker)}
+    calls = [("a", 1), ("old",), (), ("b", object()), ("a", 2), {"name": "a"}, ("c",)]
+    counts, outcomes = told(fan.once, calls)
+    assert (counts, len(outcomes)) == ((2, 3, 2), 7)
+    ids = {m["body"][0][0]: m["headers"]["id"] for m in queued(broker)}
     assert {o.index: (o.state, o.task_id, type(o.error)) for o in outcomes} == {
         0: ("accepted", ids["a"], type(None)),
         1: ("duplicate", first, type(None)),
         2: ("failed", None, UnkeyableCall),
         3: ("failed", None, EncodeError),
         4: ("duplicate", ids["a"], type(None)),
-        5: ("accepted", ids["c"], type(None)),
+        5: ("duplicate", ids["a"], type(None)),
+        6: ("accepted", ids["c"], type(None)),
     }
-
-
-def test_equal_calls_of_a_window_are_one(fan, locks):
-    """The first of them is sent; the others are its duplicates, and Redis is not asked about them."""
-    counts, outcomes = told(fan.once, [("a", 1), ("a", 2), {"name": "a"}, ("b",)])
-    assert counts == (2, 2, 0)
-    accepted = next(o.task_id for o in outcomes if o.index == 0)
-    assert duplicates(outcomes) == {1: accepted, 2: accepted}
-    assert locks.get(mark_of(fan.once, "a")) == accepted
-
-
-def test_duplicate_of_a_running_call_names_its_holder(fan, broker, fan_worker):
-    """With until_done a call is a duplicate of the one that runs, though its mark is gone."""
-    running = fan.gated.apply_async(["a"], queue=QUEUE)
-    wait_until(lambda: broker.sismember(STARTED, "a"), "the body runs")
-    counts, outcomes = told(fan.gated, [("a",), ("b",), ("a",)])
-    assert (counts, duplicates(outcomes)) == ((1, 2, 0), {0: running.id, 2: running.id})
-    broker.rpush(f"{GATE}:a", "open")
-    assert running.get(timeout=60) == "a"
+    assert locks.get(mark_of(fan.once, "a")) == ids["a"]
 
 
 def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
@@ -440,13 +427,6 @@ def test_marks_last_for_the_queue_lease(fan, locks, monkeypatch, options, lease)
 # At the worker
 
 
-def test_results_can_be_fetched(fan, fan_worker):
-    """Nothing subscribes to the results when the calls are sent, and yet they are there."""
-    _, outcomes = told(fan.once, [(f"k{n}", n) for n in range(20)], queue=QUEUE, batch_size=7)
-    results = [fan.app.AsyncResult(outcome.task_id).get(timeout=60) for outcome in outcomes]
-    assert results == [[f"k{n}", n] for n in range(20)]
-
-
 @pytest.mark.parametrize(
     ("task", "options", "state"),
     [
@@ -457,11 +437,17 @@ def test_results_can_be_fetched(fan, fan_worker):
     ],
 )
 def test_result_is_ignored_as_the_task_or_the_option_says(fan, fan_worker, task, options, state):
-    """The nearest wins, as with apply_async; the first of a batch is no exception."""
-    _, outcomes = told(getattr(fan, task), [("a",), ("b",)], queue=QUEUE, **options)
-    for outcome in outcomes:
+    """The nearest wins, as with apply_async; the first of a batch is no exception.
+
+    A result can be fetched, though nothing subscribes to it when its call is sent.
+    """
+    calls = [(f"k{n}", n) for n in range(5)]
+    _, outcomes = told(getattr(fan, task), calls, queue=QUEUE, batch_size=2, **options)
+    for call, outcome in zip(calls, outcomes, strict=True):
         fan_worker.wait_for_log(f"fan.{task}[{outcome.task_id}] succeeded")
-        assert fan.app.AsyncResult(outcome.task_id).state == state
+        result = fan.app.AsyncResult(outcome.task_id)
+        assert result.state == state
+        assert state == "PENDING" or result.get(timeout=60) == [*call]
 
 
 def test_task_may_fan_out(fan, broker, fan_worker):
@@ -476,7 +462,7 @@ def test_calls_of_few_names_run_once_each(fan, broker, locks, fan_worker):
     """All calls while real processes run their bodies: exactly one body per name.
 
     A body runs until all calls of its name are settled, and until then every other call of it is a duplicate,
-    of the queued or of the running one.
+    of the queued or, though its mark is gone, of the running one.
     """
     every_name = [f"k{number}" for number in range(KEYS)]
     shuffled = random.Random(1)

@@ -48,16 +48,14 @@ def guarded(declare) -> Any:
     return declare(t, singleton={"key": "a"})
 
 
-def test_locked_is_none_while_nobody_holds_the_lock(tasks, locks, parked):
-    """A free lock has no holder, and the glance leaves nothing behind."""
+def test_locked_names_the_task_and_worker_that_run(tasks, worker, locks, journal, gates, parked):
+    """While a real worker runs the call its record is the answer, however the arguments are given.
+
+    A free lock has no holder, and the glance leaves nothing behind.
+    """
     before = locks.dbsize()
-    assert tasks.work.locked("a") is None
-    assert locks.dbsize() == before
-    assert parked._client.llen("celery") == 0
-
-
-def test_locked_names_the_task_and_worker_that_run(tasks, worker, journal, gates):
-    """While a real worker runs the call its record is the answer, however the arguments are given."""
+    assert tasks.work.locked("gated-a") is None
+    assert (locks.dbsize(), parked._client.llen("celery")) == (before, 0)
     result = tasks.work.delay("gated-a", "anything")
     (start,) = journal.wait_for("start", task_id=result.id)
     holder = tasks.work.locked(name="gated-a")
@@ -122,18 +120,25 @@ def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
 
 
 @needs_dumped_models
-def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(declare, app, parked):
-    """A model is dumped as Celery dumps it: the same key as in the message's header."""
+@pytest.mark.parametrize(
+    ("options", "users_share_it"),
+    [({}, False), ({"key": lambda user, times: type(user).__name__}, True)],
+    ids=["arguments", "key-function"],
+)
+def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(
+    declare, app, parked, options, users_share_it
+):
+    """A model is dumped as Celery dumps it, for a key function too: the key is that of the header."""
 
     def greet(user: User, times: int = 1) -> None: ...
 
-    task = declare(greet, pydantic=True)
+    task = declare(greet, pydantic=True, singleton=options)
     task.delay(User(id=1))
     with app.connection() as connection:
         message = connection.SimpleQueue(NOWHERE).get(timeout=60)
     key = task.lock_key(User(id=1))
     assert message.headers[HEADER]["key"] == key == task.lock_key({"id": 1, "name": "x"})
-    assert key != task.lock_key(User(id=2))
+    assert (key == task.lock_key(User(id=2))) == users_share_it
 
 
 def test_locked_of_a_pydantic_model_names_the_holder(declare, locks):
@@ -145,16 +150,6 @@ def test_locked_of_a_pydantic_model_names_the_holder(declare, locks):
     with SetnxLock(locks, task.lock_key({"id": 1, "name": "y"}), info={"task_id": "id-1"}):
         assert task.locked(User(id=1)).task_id == "id-1"
         assert task.locked(user=User(id=2)) is None
-
-
-@needs_dumped_models
-def test_lock_key_hands_a_key_function_what_the_worker_sees(declare):
-    """A key function of a pydantic task gets the dumped model, as when the call is published."""
-
-    def greet(user: User) -> None: ...
-
-    task = declare(greet, pydantic=True, singleton={"key": lambda user: type(user).__name__})
-    assert task.lock_key(User(id=1)) == task.lock_key({"id": 1})
 
 
 def test_locked_without_a_server_is_lock_unavailable(app, guarded):

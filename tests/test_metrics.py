@@ -21,6 +21,7 @@ from celery_setnx import metrics, signals
 from celery_setnx.metrics import FIGURES
 from tests.harness import Worker, wait_until
 from tests.test_signals import MARKED, WORK, apart
+from tests.topologies.servers import free_port
 
 __all__ = ["apart"]  # a fixture
 
@@ -37,12 +38,6 @@ def read(text: str) -> Scrape:
                 labels = [value for _, value in sorted(sample.labels.items(), reverse=True)]
                 found[(name, *labels)] = sample.value
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def scrape(port: int) -> Scrape:

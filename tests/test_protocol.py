@@ -22,6 +22,7 @@ from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.lock import Holder
 from celery_setnx.testing import _age
 from tests.bounds import bound
+from tests.docs.pages import DOCS, ROOT, sections, table
 from tests.harness import wait_until
 from tests.protocol import client
 from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
@@ -30,9 +31,8 @@ from tests.test_differential import EVERY_ANSWER
 LOCK_DB = 1
 LONG_S = 600  # nothing expires because the machine is slow
 LONG_US = LONG_S * 1_000_000
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "keys"))
+VERBS = sections(sections(PROTOCOL)["Calling a script"], 3)
 SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua"))}
 NOT_ANSWERED = {"string", "table", "number"}  # names of Lua's types
 VALUES = {
@@ -43,26 +43,13 @@ VALUES = {
 
 def rows(page: str, *head: str) -> list[list[str]]:
     """The rows of the table with this head; code cells without their backticks."""
-    start = page.index("| " + " | ".join(head) + " |\n")
-    lines = page[start:].split("\n\n")[0].splitlines()[2:]
-    return [[_bare(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-def _bare(cell: str) -> str:
-    cell = cell.strip()
-    return cell[1:-1] if cell.startswith("`") and cell.endswith("`") else cell
-
-
-def section(verb: str) -> str:
-    """What docs/protocol.md says of a script."""
-    (found,) = re.findall(rf"^### {verb}\n(.*?)(?=^##)", PROTOCOL, re.MULTILINE | re.DOTALL)
-    return str(found)
+    return [[re.sub(r"^`(.*)`$", r"\1", cell) for cell in row] for row in table(page, *head)]
 
 
 def described(verb: str) -> dict[str, dict[int, str]]:
     """The names that docs/protocol.md gives to what a script takes, by number."""
     found: dict[str, dict[int, str]] = {"KEYS": {}, "ARGV": {}}
-    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", section(verb)):
+    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", VERBS[verb]):
         found[kind][int(number)] = name
     return found
 
@@ -117,7 +104,7 @@ def test_every_script_is_described_with_all_that_it_takes(verb):
 @pytest.mark.parametrize("verb", SCRIPTS)
 def test_every_word_of_a_script_is_described(verb):
     """What a script may answer stands in its section; the states that it tells apart stand in the page."""
-    said = set(re.findall(r"`([a-z_]+)[` ]", section(verb)))
+    said = set(re.findall(r"`([a-z_]+)[` ]", VERBS[verb]))
     page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
     answered = {answer.split(": ")[1] for answer in EVERY_ANSWER if answer.startswith(f"{verb}: ")}
     answered -= {"found", "nothing", "waiters"}  # what was seen by `look`, which answers no word
@@ -129,8 +116,7 @@ def test_every_word_of_a_script_is_described(verb):
 
 def test_page_describes_no_script_that_is_not_there():
     """A verb that is gone leaves the page too."""
-    calling = PROTOCOL.split("## Calling a script")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^### (\w+)$", calling, re.MULTILINE)) == sorted(SCRIPTS)
+    assert VERBS.keys() == SCRIPTS.keys()
 
 
 def test_keys_beside_a_lock_have_the_names_of_the_page():
@@ -280,8 +266,8 @@ def name(request) -> str:
     return str(request.param)
 
 
-def test_full_client_excludes_ours_and_is_named(wire, locks, name):
-    """While the client holds the lock, ours is refused, and told by whom and for how long."""
+def test_full_client_and_ours_exclude_each_other(wire, locks, name):
+    """Whoever comes second is refused, and reads by whom and for how long."""
     holder = FullClient(wire(), name, info={"task": "cleanup.sh", "pid": 7})
     assert holder.acquire() == "acquired"
     outcome = SetnxLock(locks, name).acquire()
@@ -292,11 +278,6 @@ def test_full_client_excludes_ours_and_is_named(wire, locks, name):
     assert outcome.remaining_s is not None
     assert 0 < outcome.remaining_s <= 30
     assert holder.release() == "released"
-    assert SetnxLock(locks, name).acquire().acquired
-
-
-def test_full_client_is_excluded_by_ours(wire, locks, name):
-    """While ours holds the lock, the client is refused, and reads by whom."""
     held = SetnxLock(locks, name, info={"task": "proj.settle"}).acquire().lock
     rival = FullClient(wire(), name)
     assert rival.acquire() == "held"
@@ -312,8 +293,8 @@ def test_full_client_is_excluded_by_ours(wire, locks, name):
     assert rival.fence > held.fence
 
 
-def test_full_client_keeps_its_lock_by_renewing(wire, locks, name):
-    """Each renewal moves the deadline, and the client's own."""
+def test_full_client_keeps_its_lock_by_renewing_and_notices_its_loss(wire, locks, name):
+    """Each renewal moves the deadline, and the client's own; after `gone` the next fence is larger."""
     holder = FullClient(wire(), name)
     holder.acquire()
     until, deadline = holder.relies_until, holder.deadline_us
@@ -322,21 +303,14 @@ def test_full_client_keeps_its_lock_by_renewing(wire, locks, name):
     assert holder.deadline_us > deadline
     assert SetnxLock(locks, name).holder().deadline == holder.deadline_us / 1e6
     assert holder.holds()
+    locks.delete(name)
+    assert holder.renew() == "gone"
+    assert not holder.holds()
+    assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
 
 
-def test_full_client_asks_again_after_a_lost_reply(wire, name):
-    """With the same token it is acquired once more, and a release is answered alike."""
-    holder = FullClient(wire(), name)
-    assert holder.acquire("8c1f") == "acquired"
-    fence = holder.fence
-    assert holder.acquire("8c1f") == "again"
-    assert holder.fence == fence
-    assert [holder.release(), holder.release()] == ["released", "released"]
-
-
-def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
-    """Hold, free, drop, mark, extend and unmark, each sent twice: the answers are those of the page."""
-    name = "t:{proj.settle:0}"
+def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
+    """Each sent twice, as after a lost reply: the answers are those of the page, and a fence is the same."""
     holder = FullClient(wire(), name)
     pair, run = holder.keys, holder.server.run
 
@@ -344,10 +318,15 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks):
         return [run(verb, keys, *arguments)[0] for _ in range(2)]
 
     assert holder.acquire("5f1c0a|0|ab") == "acquired"
+    fence = holder.fence
+    assert holder.acquire("5f1c0a|0|ab") == "again"
+    assert holder.fence == fence
     lease, retention = holder.lease_us, client.RETENTION_MS
     assert twice("hold", pair, holder.token, lease, retention) == ["held_for_retry"] * 2
-    assert holder.release() == "held_for_retry"
+    assert [holder.release(), holder.release()] == ["held_for_retry"] * 2
     assert twice("free", pair, "5f1c0a", client.REMEMBER_MS) == ["released", "lost"]
+    assert holder.acquire() == "acquired"
+    assert [holder.release(), holder.release()] == ["released"] * 2
     assert holder.acquire() == "acquired"
     assert twice("drop", pair, locks.get(name), locks.get(pair[1])) == ["dropped", "changed"]
     producer = Producer(holder.server, name)
@@ -399,16 +378,6 @@ def test_full_client_is_taken_over_by_ours(wire, locks, name):
     assert dead.renew() == "lost"
     assert dead.release() == "lost"
     outcome.lock.renew()
-
-
-def test_full_client_notices_that_its_lock_is_gone(wire, locks, name):
-    """`gone` at the next renewal, and a larger fence for the next holder."""
-    holder = FullClient(wire(), name)
-    holder.acquire()
-    locks.delete(name)
-    assert holder.renew() == "gone"
-    assert not holder.holds()
-    assert SetnxLock(locks, name).acquire().lock.fence > holder.fence
 
 
 def test_reply_that_is_later_than_the_lease_is_not_acquired(wire, locks, name):
@@ -489,53 +458,44 @@ def lock_of_work(name: str) -> str:
 
 
 def test_full_client_excludes_a_task(tasks, wire):
-    """A name that is computed from arguments is that of the task's lock: the call is skipped."""
+    """A name that is computed from arguments is that of the task's lock: a call is skipped, or waits.
+
+    The client wakes nobody: the waiting call's courier comes by itself, long before the lease would end.
+    """
     holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
     assert holder.acquire() == "acquired"
     skipped = tasks.work.delay("n").get(timeout=60)
     assert is_skipped(skipped)
     assert skipped["holder"]["task"] == "cleanup.sh"
-    holder.release()
-    assert tasks.work.delay("n").get(timeout=60) == "n"
+    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
+    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
+    assert holder.release() == "released"
+    assert waits.get(timeout=60) == "n"
 
 
-def test_full_client_is_excluded_by_a_task(tasks, wire, journal, gates):
+def test_full_client_is_excluded_by_a_task(tasks, wire, holding):
     """While a body runs, and renews its lease, the client is refused, and reads who it is."""
-    result = journal.reached("start", tasks.work.delay("gated-n"))
     rival = FullClient(wire(), lock_of_work("gated-n"), is_task_lock=True)
-    assert rival.acquire() == "held"
-    first = rival.deadline_us
-    wait_until(lambda: rival.acquire() == "held" and rival.deadline_us > first, "renewed by the worker")
-    _value, record = rival.seen()
-    assert isinstance(record, Record)
-    assert record.token.startswith(f"{result.id}|0|")
-    assert '"task":"tests.workerapp.work"' in record.info
-    gates("gated-n")
-    assert result.get(timeout=60) == "gated-n"
+    with holding(tasks.work, "gated-n") as result:
+        assert rival.acquire() == "held"
+        first = rival.deadline_us
+        wait_until(lambda: rival.acquire() == "held" and rival.deadline_us > first, "renewed by the worker")
+        _value, record = rival.seen()
+        assert isinstance(record, Record)
+        assert record.token.startswith(f"{result.id}|0|")
+        assert '"task":"tests.workerapp.work"' in record.info
     assert rival.acquire() == "acquired"
 
 
-def test_classic_client_excludes_a_task(tasks, wire, journal, gates, foreign_keys):
+def test_classic_client_excludes_a_task(tasks, wire, holding, foreign_keys):
     """Without any script."""
     foreign_keys.add(lock_of_work("gated-n"))
     classic = ClassicClient(wire(), lock_of_work("gated-n"))
     assert classic.acquire()
     assert tasks.work.delay("gated-n").get(timeout=60)["holder"]["state"] == "foreign"
     classic.release()
-    result = journal.reached("start", tasks.work.delay("gated-n"))
-    assert not classic.acquire()
-    gates("gated-n")
-    assert result.get(timeout=60) == "gated-n"
-
-
-def test_call_that_waits_for_a_full_client_runs_after_it(tasks, wire):
-    """The client wakes nobody: the call's courier comes by itself, long before the lease would end."""
-    holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True)
-    assert holder.acquire() == "acquired"
-    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
-    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
-    assert holder.release() == "released"
-    assert waits.get(timeout=60) == "n"
+    with holding(tasks.work, "gated-n"):
+        assert not classic.acquire()
 
 
 def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks, server):
@@ -555,38 +515,23 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks
     assert not locks.exists(f"{key}:queued")
 
 
-@pytest.fixture
-def queued(server, locks) -> Iterator[Any]:
-    """A task whose calls are deduplicated, and that no worker takes."""
-    app = Celery("protocol", broker=server.url(0), backend=server.url(0), set_as_current=False)
+def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_calls(server, wire):
+    """What one language has queued the other does not queue again."""
+    app = Celery("protocol", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
+    options = {"key": "n", "dedupe": "until_done"}
 
-    @app.task(
-        name="proj.queued", shared=False, base=SingletonTask, singleton={"key": "n", "dedupe": "until_done"}
-    )
-    def queued(n: int) -> None:
-        """Its key is its argument."""
+    @app.task(name="proj.queued", shared=False, base=SingletonTask, singleton=options)
+    def queued(n: int) -> None: ...
 
-    app.finalize()
-    yield queued
-    with redis.Redis.from_url(server.url(0)) as broker:
-        broker.delete("protocol-nowhere")
-
-
-def test_mark_of_a_foreign_producer_makes_duplicates_of_ours(queued, wire):
-    """A call that another language has queued is not queued again."""
     key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
     assert key == queued.lock_key(7)
     producer = Producer(wire(), key)
     assert producer.mark("5f1c0a", "until_done") == ("marked", "5f1c0a")
     assert producer.sent("5f1c0a") == "extended"
-    ours = queued.delay(7)
-    assert (ours.deduplicated, ours.id) == (True, "5f1c0a")
-
-
-def test_mark_of_ours_makes_duplicates_of_a_foreign_producers(queued, wire):
-    """And the other way round."""
-    ours = queued.delay(7)
-    producer = Producer(wire(), queued.lock_key(7))
+    theirs = queued.delay(7)
+    assert (theirs.deduplicated, theirs.id) == (True, "5f1c0a")
+    ours = queued.delay(8)
+    producer = Producer(wire(), queued.lock_key(8))
     assert producer.mark("5f1c0a", "until_done") == ("queued", ours.id)
     assert producer.not_sent("5f1c0a") == "lost"

@@ -13,11 +13,11 @@ from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import signals
+from tests.docs.pages import DOCS, table
 from tests.harness import Journal, Worker, wait_until
 
 SIGNALS = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
 PACKAGE = Path(celery_setnx.__file__).parent
-TABLE = Path(__file__).parent.parent / "docs" / "monitoring.md"
 LINE = re.compile(r"^\[\S+ \S+ (?P<level>[A-Z]+)/[^\]]+\] (?P<text>.*)$", re.MULTILINE)
 
 
@@ -56,8 +56,8 @@ def sent(journal: Journal, task_id: str) -> list[str]:
 
 def documented() -> dict[str, set[str]]:
     """The signals of the table, with their arguments."""
-    rows = re.findall(r"^\| `(\w+)` \|.*\|([^|]*)\|$", TABLE.read_text(), re.MULTILINE)
-    return {name: set(re.findall(r"`(\w+)`", arguments)) for name, arguments in rows if name in SIGNALS}
+    rows = table((DOCS / "monitoring.md").read_text(), "signal", "when", "process", "sender", "arguments")
+    return {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[-1])) for row in rows}
 
 
 def test_every_signal_stands_in_the_table_with_its_arguments():

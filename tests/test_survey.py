@@ -56,7 +56,7 @@ def fill(locks: redis.Redis, count: int) -> set[str]:
 
 
 def test_survey_sees_all_parts_of_a_lock_once(locks):
-    """Lock, record, mark, line and tickets are one sighting."""
+    """Lock, record, mark, line and tickets are one sighting; past its deadline it is stale."""
     held = hold(locks, worker="w@h")
     queue(locks)
     wait_in_line(locks, "t-3", time.time())
@@ -67,11 +67,6 @@ def test_survey_sees_all_parts_of_a_lock_once(locks):
     assert (seen.mark, seen.waiting, seen.is_stale) == ("t-2", 2, False)
     assert 500 < seen.mark_ends_s <= 600
     assert seen.remaining_s + seen.age_s == pytest.approx(30, abs=0.001)
-
-
-def test_survey_tells_an_expired_holder(locks):
-    """A lock past its deadline that is still there is stale, and its record is shown."""
-    hold(locks)
     age(locks, KEY, 30)
     (seen,) = survey(locks, "t")
     assert (seen.is_stale, seen.holder.task_id) == (True, "t-1")

@@ -320,15 +320,25 @@ def test_held_lock_is_busy_for_a_worker(running, locks):
         assert work.delay("b").get(timeout=60)[0] == "b"
 
 
-def test_held_lock_is_that_of_the_call(work):
-    """The handle says which lock it is, whose, and its fence."""
+def test_held_lock_is_that_of_the_call_and_is_released_once(work):
+    """The handle says which lock it is, whose, and its fence. Two cannot hold it.
+
+    Released by hand, it is left alone at the end: another may have it by then.
+    """
     with hold(work, name="a") as held:
         assert isinstance(held, Held)  # public, to annotate with
         holder = work.locked("a")
         assert (held.key, held.task_id, held.fence) == (work.lock_key("a"), holder.task_id, holder.fence)
         assert held.lives
         assert held.task_id in repr(held)
-    assert not held.lives
+        with pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
+            pytest.fail("two holders")
+        held.release()
+        assert not held.lives
+        with hold(work, "a") as second:
+            held.release()
+            assert work.locked("a").task_id == second.task_id
+    assert not second.lives
     assert work.locked("a") is None
 
 
@@ -339,18 +349,6 @@ def test_held_lock_is_renewed(app):
     with hold(task, "a"):
         deadline = task.locked("a").deadline
         wait_until(lambda: task.locked("a").deadline > deadline + 1.5, "a renewal past the first lease")
-
-
-def test_held_lock_is_released_once(work):
-    """Two cannot hold it. Released by hand, it is left alone at the end: another may have it by then."""
-    with hold(work, "a") as held:
-        with pytest.raises(AlreadyRunning, match=held.task_id), hold(work, "a"):
-            pytest.fail("two holders")
-        held.release()
-        with hold(work, "a") as second:
-            held.release()
-            assert work.locked("a").task_id == second.task_id
-    assert work.locked("a") is None
 
 
 def test_held_lock_wakes_who_waits_when_released(running, locks):
@@ -546,24 +544,22 @@ def test_released_waits_for_a_worker_to_end(app, work):
 
 
 @pytest.mark.parametrize(("prefix", "other"), [("setnx", "setnx-other"), ("s*", "star")])
-def test_clear_leaves_other_prefixes_alone(server, locks, prefix, other):
-    """Only keys under the app's own prefix are deleted: all of them. A prefix with a star is no pattern."""
+def test_clear_deletes_all_of_its_prefix_and_ends_what_a_test_holds(server, locks, caplog, prefix, other):
+    """Only keys under the app's own prefix are deleted: all of them. A prefix with a star is no pattern.
+
+    A holder whose lock was cleared does not complain, and does not renew.
+    """
     app = made(server.url(1), setnx_prefix=prefix)
+    work = app.tasks["work"]
     locks.set(f"{other}:{{work}}", "1", ex=60)
     locks.set("work", "1", ex=60)
-    with hold(app.tasks["work"], "a"), guarded(app):
-        app.tasks["work"].apply(["b"])
+    with hold(work, "a") as held, guarded(app), caplog.at_level(logging.WARNING):
+        work.apply(["b"])
         assert clear(app) == 3
         assert sorted(locks.scan_iter()) == [f"{other}:{{work}}", "work"]
-    assert clear(app) == 0
-
-
-def test_clear_ends_what_a_test_holds(app, work, caplog):
-    """A holder whose lock was cleared does not complain, and does not renew."""
-    with hold(work, "a") as held, caplog.at_level(logging.WARNING):
-        clear(app)
         assert not held.lives
         assert work.locked("a") is None
+    assert clear(app) == 0
     assert caplog.text == ""
 
 
@@ -603,10 +599,8 @@ def test_kit_reaches_workers_in_other_processes(tasks):
     assert_released(tasks.app, within=20)
 
 
-def test_worker_that_stood_still_learns_it(tasks, journal, gates):
+def test_worker_that_stood_still_learns_it(tasks, journal, holding):
     """Time passes for the lock of a body in another process: its next renewal tells it that it is lost."""
-    result = journal.reached("start", tasks.work.delay("gated"))
-    pass_time(60, tasks.work, "gated")
-    journal.wait_for("lost", task_id=result.id)
-    gates("gated")
-    assert result.get(timeout=60) == "gated"
+    with holding(tasks.work) as result:
+        pass_time(60, tasks.work, "gated")
+        journal.wait_for("lost", task_id=result.id)

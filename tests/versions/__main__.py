@@ -37,7 +37,6 @@ SUBSET = (
     "tests/test_marks.py",
     "tests/test_publish.py",
     "tests/test_beat.py",
-    "tests/test_fanout.py::test_results_can_be_fetched",
     "tests/test_fanout.py::test_result_is_ignored_as_the_task_or_the_option_says",
     "tests/test_fanout.py::test_broker_that_dies_between_messages_leaves_exact_counts",
     "tests/test_worker_conflicts.py",
