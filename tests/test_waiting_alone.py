@@ -58,36 +58,29 @@ def couriers(app: Celery, queue: str) -> list[Any]:
         return found
 
 
-def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
-    """The courier is sent first, to the queue that the call came from: the call is not lost with the line."""
+@pytest.mark.parametrize(("waiting", "earliest", "latest"), [(0, 10.0, 12.0), (50, 60.0, 120.0)])
+def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog, waiting, earliest, latest):
+    """The courier is sent first, to the queue that the call came from: the call is not lost with the line.
+
+    Behind many it comes later: one of those before it watches the lock.
+    """
     with pytest.raises(Parked) as caught:
-        wait(task)
+        wait(task, waiting=waiting)
     (told,) = couriers(task.app, "far")
     assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
-    assert 10.0 <= caught.value.when <= 12.0
-
-
-def test_courier_of_a_call_behind_many_comes_later(task):
-    """One of those before it watches the lock."""
-    with pytest.raises(Parked) as caught:
-        wait(task, waiting=50)
-    assert couriers(task.app, "far")
-    assert 60.0 <= caught.value.when <= 120.0
+    assert earliest <= caught.value.when <= latest
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):
-    """Without a broker it fails, naming its key and the broker's error: never a silent drop."""
+    """Without a broker it fails, naming its key and the broker's error: never a silent drop.
+
+    With acks_late the broker still has it: it is given back.
+    """
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
-    with pytest.raises(
-        LockUnavailable, match=r"setnx:{t} is held by .*; and the broker did not take the call"
-    ):
+    said = r"setnx:{t} is held by .*; and the broker did not take the call"
+    with pytest.raises(LockUnavailable, match=said):
         wait(task)
-
-
-def test_call_that_the_broker_still_has_is_given_back(task):
-    """With acks_late it is not acknowledged yet."""
-    task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
     task.acks_late = True
     with pytest.raises(Reject) as caught:
         wait(task, remaining_s=0.05)

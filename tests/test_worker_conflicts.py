@@ -36,16 +36,11 @@ def test_auto_skips_a_plain_call(tasks, journal, holding):
 
 
 def test_skip_result_is_the_users(tasks, holding):
-    """A given skip_result is returned as it is, even None."""
+    """It is returned as it is, even None; options that are set on a signature survive its serialization."""
     options = {"on_conflict": "skip", "skip_result": None}
-    with holding(tasks.work):
-        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=60) is None
-
-
-def test_signature_dict_carries_options(tasks, holding):
-    """Options set on a signature survive its serialization."""
     frozen = dict(tasks.work.s("gated").set(singleton={"skip_result": "busy"}))
     with holding(tasks.work):
+        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=60) is None
         assert signature(frozen, app=tasks.app).delay().get(timeout=60) == "busy"
 
 
@@ -189,13 +184,6 @@ def test_decorated_task_that_retries_by_another_key_holds_that(tasks, journal, g
     assert start["key"] == lock_for(tasks.moving, ("gated-b", "gated-b"), {}).name
     gates("gated-b")
     assert result.get(timeout=60) == "gated-b"
-
-
-def test_send_task_by_name_is_guarded(tasks, holding):
-    """A producer that does not know the task's class sends no key; the worker computes the same one."""
-    with holding(tasks.work):
-        second = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})
-        assert is_skipped(second.get(timeout=60))
 
 
 def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):

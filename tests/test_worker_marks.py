@@ -180,8 +180,8 @@ def test_lock_wait_keeps_the_mark(tasks, journal, gates, holding, locks):
     """A call that waits for its lock is queued still: its courier extends its mark with every visit."""
     mark = mark_of(tasks.started, "gated")
     with holding(tasks.started, task_id=uuid()):
-        second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 60, **SOON})
-        journal.wait_for("waiting", task_id=second.id)
+        options = {"queue_lease": 60, **SOON}
+        second = journal.reached("waiting", tasks.started.apply_async(["gated"], singleton=options))
         assert locks.get(mark) == second.id
         locks.pexpire(mark, 30_000)
         wait_until(lambda: locks.pttl(mark) > 30_000, "the mark is extended")
@@ -210,7 +210,7 @@ def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates, hol
         ("done", {}, None),
         ("done", {"on_conflict": "raise"}, AlreadyRunning),
         ("done", {"on_conflict": "retry", "max_wait": 0}, LockTimeout),
-        ("done_own_policy", {}, None),
+        ("own_policy", {"dedupe": "until_done"}, None),
     ],
     ids=["skip", "raise", "timeout", "callable"],
 )
