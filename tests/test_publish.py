@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery, Signature, chain, chord, group
+from celery import Celery, Signature
 from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import schedule
 from celery.signals import before_task_publish
@@ -20,13 +20,14 @@ from celery_setnx.keys import mark_name
 from celery_setnx.lock import task_token
 from celery_setnx.marks import GRACE_S
 from celery_setnx.testing import pass_time
-from tests import forks, markapp_publishers
+from tests import markapp_publishers
 from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
 from tests.proxy import Proxy
 
 BROKER_DB = 5
 NOWHERE = "redis://127.0.0.1:1/0"
+FORKS = multiprocessing.get_context("forkserver")
 
 Apps = Callable[..., Celery]
 
@@ -49,13 +50,10 @@ def apps(server) -> Apps:
 
         def expiring(name: str) -> None: ...
 
-        def total(numbers: Any) -> None: ...
-
         task("started", work, key="name", dedupe="until_started")
         task("done", work, key="name", dedupe="until_done")
         task("always", work, key="name")
         task("expiring", expiring, expires=50, key=(), dedupe="until_started")
-        app.task(total, name="total", shared=False)
         return app
 
     return make
@@ -232,23 +230,6 @@ def test_awaited_call_is_never_a_duplicate(started, queued, locks, options):
     assert not result.deduplicated
     assert queued() == [result.id, first.id]
     assert locks.get(mark_of(started, "a")) == first.id
-
-
-@pytest.mark.parametrize(
-    ("canvas", "sent"),
-    [
-        (lambda task, total: chain(task.si("a"), task.si("a")), 1),
-        (lambda task, total: group(task.si("a"), task.si("a")), 2),
-        (lambda task, total: chord([task.si("a"), task.si("a")], total.s()), 2),
-    ],
-    ids=["chain", "group", "chord"],
-)
-def test_canvas_is_never_a_duplicate(app, started, queued, canvas, sent, monkeypatch):
-    """Steps, members and headers of workflows are all sent, although they equal a queued call."""
-    monkeypatch.setattr(app.backend, "apply_chord", lambda *_args, **_more: None)
-    started.delay("a")
-    canvas(started, app.tasks["total"]).apply_async()
-    assert len(queued()) == 1 + sent
 
 
 def test_plain_signature_is_deduplicated(started):
@@ -435,10 +416,18 @@ def test_purged_queue_leaves_marks_that_lapse(app, started, queued):
     assert queued() == [fresh.id]
 
 
-def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks, broker, tmp_path):
+def forked(function: Callable[..., None], *args: Any) -> Any:
+    """A publisher as a process of its own, forked from one that has imported its module."""
+    FORKS.set_forkserver_preload([markapp_publishers.__name__])
+    publisher = FORKS.Process(target=function, args=args)
+    publisher.start()
+    return publisher
+
+
+def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks, broker):
     """kill -9 between mark and send: duplicates of nothing for the grace lease, then the next is sent."""
     url = server.url(BROKER_DB), server.url(LOCK_DB)
-    publisher = forks.start(tmp_path, markapp_publishers.publish_and_stop, *url, "a")
+    publisher = forked(markapp_publishers.publish_and_stop, *url, "a")
     task = markapp_publishers.task_of(*url)
     try:
         wait_until(lambda: _is_stopped(publisher.pid), "the publisher stands between mark and message")
@@ -457,13 +446,9 @@ def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks
 
 def test_many_publishers_of_one_call_send_one_message(server, locks, broker, queued):
     """Eight processes publish one call two hundred times each: one message, and all get its id."""
-    context = multiprocessing.get_context("forkserver")
-    begin, answers = context.Barrier(8), context.Queue()
-    url = server.url(BROKER_DB), server.url(LOCK_DB)
-    arguments = (*url, "a", 200, begin, answers)
-    publishers = [context.Process(target=markapp_publishers.publish_many, args=arguments) for _ in range(8)]
-    for publisher in publishers:
-        publisher.start()
+    begin, answers = FORKS.Barrier(8), FORKS.Queue()
+    arguments = (server.url(BROKER_DB), server.url(LOCK_DB), "a", 200, begin, answers)
+    publishers = [forked(markapp_publishers.publish_many, *arguments) for _ in range(8)]
     ids, sent = set(), 0
     for _publisher in publishers:
         their_ids, their_sent = answers.get(timeout=60)
