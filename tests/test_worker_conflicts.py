@@ -122,25 +122,21 @@ def test_whole_task_lock_is_one_for_all_arguments(tasks, holding, locks):
         assert tasks.whole.locked("whatever").task_id == first.id
 
 
-def test_operators_lock_blocks_the_task_until_its_second(tasks, locks, foreign_keys):
-    """A lock set by hand is reported as a foreign holder, and left alone."""
+@pytest.mark.parametrize("word", [None, "maintenance"], ids=["until-a-second", "for-good"])
+def test_operators_lock_blocks_the_task(tasks, locks, foreign_keys, worker, word):
+    """It is reported as a foreign holder, and left alone; if its value is no time that is logged, too."""
     foreign_keys.add(WHOLE)
     until = int(time.time()) + 600
-    assert locks.setnx(WHOLE, until)
+    value = word or str(until)
+    assert locks.setnx(WHOLE, value)
     result = tasks.whole.delay("x").get(timeout=60)
     assert is_skipped(result)
     assert result["holder"]["state"] == "foreign"
-    assert result["holder"]["deadline"] == until + 1
-    assert locks.get(WHOLE) == str(until)
-
-
-def test_lock_value_that_is_no_time_is_held_and_reported(tasks, locks, foreign_keys, worker):
-    """A foreign text under the lock's name is held for good, never overwritten, and logged as an error."""
-    foreign_keys.add(WHOLE)
-    locks.set(WHOLE, "maintenance")
-    assert is_skipped(tasks.whole.delay("x").get(timeout=60))
-    assert locks.get(WHOLE) == "maintenance"
-    worker.wait_for_log("is locked by a value that is not a time: 'maintenance'")
+    assert locks.get(WHOLE) == value
+    if word:
+        worker.wait_for_log(f"is locked by a value that is not a time: '{word}'")
+    else:
+        assert result["holder"]["deadline"] == until + 1
 
 
 @pytest.mark.parametrize("name", ["work", "shared", "decorated", "classy"])

@@ -41,23 +41,6 @@ def wait_until_freed(locks: redis.Redis, task: Any, name: str = "a") -> None:
     wait_until(lambda: not locks.exists(mark_of(task, name)), "the mark is freed", 60)
 
 
-def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
-    tasks, journal, gates, holding, locks
-):
-    """until_started: one runs, one waits for its lock, and a third is a duplicate of the one that waits."""
-    with holding(tasks.started):
-        assert not locks.exists(mark_of(tasks.started, "gated"))
-        second = tasks.started.delay("gated")
-        assert not second.deduplicated
-        assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
-        assert tasks.started.delay("gated").id == second.id
-    gates("gated")
-    assert second.get(timeout=60) == "gated"
-    assert_one_at_a_time(journal)
-    assert not locks.exists(mark_of(tasks.started, "gated"))
-    assert journal.entries(what="lapsed") == []
-
-
 def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates, parked, holding):
     """until_done: queued and running count; afterwards the next call is sent."""
     first = tasks.done.apply_async(["gated"], queue="parked")
