@@ -217,7 +217,7 @@ def test_death_between_release_and_wake_loses_nobody(stage, journal, start_worke
     stage.have_run(results, in_order=False)
 
 
-@pytest.mark.parametrize("is_flushed", [False, True])
+@pytest.mark.parametrize("is_flushed", [False, True], ids=["kept", "flushed"])
 def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, locks, doomed, adopt, is_flushed):
     """kill -9 of the worker that parked the calls: the holder's release wakes them all the same.
 

@@ -65,7 +65,9 @@ def couriers(app: Celery, queue: str) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize(("waiting", "earliest", "latest"), [(0, 10.0, 12.0), (50, 60.0, 120.0)])
+@pytest.mark.parametrize(
+    ("waiting", "earliest", "latest"), [(0, 10.0, 12.0), (50, 60.0, 120.0)], ids=["first", "behind-many"]
+)
 def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog, waiting, earliest, latest):
     """The courier is sent first, to the queue that the call came from: the call is not lost with the line.
 
