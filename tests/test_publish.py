@@ -233,8 +233,12 @@ def test_awaited_call_is_never_a_duplicate(started, queued, locks, options):
 
 
 def test_plain_signature_is_deduplicated(started):
-    """A signature on its own is a call like any other, with callbacks too where it is the first."""
+    """A signature on its own is a call like any other, with callbacks too where it is the first.
+
+    `.apply()` and a plain call run beside the queued call.
+    """
     first = started.s("a").set(link=Signature("total")).delay()
+    assert [started.apply(["a"]).get(), started("a")] == ["a", "a"]
     assert started.s("a").apply_async().id == first.id
     assert started.s("a").set(singleton={"on_duplicate": lambda _: "mine"}).delay() == "mine"
 

@@ -21,7 +21,10 @@ def again(gates: Any, result: Any) -> None:
 
 
 def test_auto_skips_a_plain_call(tasks, journal, holding):
-    """A call on its own is skipped at once, with a result that names the holder."""
+    """A call on its own is skipped at once, with a result that names the holder.
+
+    A producer that does not know the task's class sends no key; the worker computes the same one.
+    """
     with holding(tasks.work) as first:
         second = tasks.work.delay("gated")
         result = second.get(timeout=60)
@@ -31,6 +34,8 @@ def test_auto_skips_a_plain_call(tasks, journal, holding):
         assert first.id in result["holder"]["description"]
         journal.wait_for("postrun", task_id=second.id)
         assert journal.words(second.id) == ["conflict", "postrun"]
+        by_name = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})
+        assert is_skipped(by_name.get(timeout=60))
         with holding(tasks.work, "gated-other"):  # another key is nobody's business
             pass
 
