@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from typing import Any
 
 from celery import Celery
@@ -38,7 +37,3 @@ def publish_and_stop(broker: str, locks: str, name: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     task_of(broker, locks).delay(name)
-
-
-if __name__ == "__main__":
-    publish_and_stop(*sys.argv[1:])

@@ -27,18 +27,16 @@ class Stage:
         """Let that many bodies go on that wait at the gate, now or later."""
         self._gates(self.gate, times)
 
-    def held(self, *args: Any, task: Any = None, key: str = "", **options: Any) -> Any:
+    def held(self, *args: Any, task: Any = None, **options: Any) -> Any:
         """A call whose body has started and waits at the gate."""
-        result = (task or self.task).apply_async([key or self.key, *args, self.gate], **options)
-        self.journal.wait_for("start", task_id=result.id)
-        return result
+        result = (task or self.task).apply_async([self.key, *args, self.gate], **options)
+        return self.journal.reached("start", result)
 
     def parked(self, *args: Any, task: Any = None, **options: Any) -> Any:
         """A call that waits in line behind another."""
         result = (task or self.task).apply_async([self.key, *args], **options)
-        self.journal.wait_for("waiting", task_id=result.id)
-        self.journal.wait_for("postrun", task_id=result.id)
-        return result
+        self.journal.reached("waiting", result)
+        return self.journal.reached("postrun", result)
 
     def line_up(self, count: int, **options: Any) -> list[Any]:
         """Calls that wait in line, in this order."""

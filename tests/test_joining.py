@@ -86,8 +86,10 @@ def test_chord_of_joiners_has_its_callback(stage, journal):
 
 def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
     """A holder that retries has no result yet: its joiners end with that of its last attempt."""
-    first = stage.held(task=stage.tasks.joined_retrying)
-    results = stage.line_up(3, task=stage.tasks.joined_retrying)
+    stage.task = stage.tasks.patient
+    options = {"singleton": {"on_conflict": "join", "hold_on_retry": False}, "kwargs": {"countdown": 0.3}}
+    first = stage.held(**options)
+    results = stage.line_up(3, **options)
     stage.open()
     for result in results:  # woken by the end of the first attempt, they find the second, and wait for that
         journal.wait_for("waiting", 2, task_id=result.id)

@@ -63,25 +63,21 @@ def keys_of(journal: Journal, result: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("first_on", "second_on"), [("old", "pinned"), ("pinned", "old")])
-def test_headerless_calls_exclude_each_other_across_releases(producer, journal, gates, first_on, second_on):
+def test_headerless_calls_exclude_each_other_across_releases(producer, holding, first_on, second_on):
     """With the old format pinned, both workers compute one key for a message without a header."""
     name = f"gated-{first_on}-{second_on}"
-    first = journal.reached("start", producer.send_task(WORK, (name,), queue=first_on))
-    second = producer.send_task(WORK, (name, "other reason"), queue=second_on)
-    assert is_skipped(second.get(timeout=60))
-    assert second.get()["holder"]["task_id"] == first.id
-    gates(name)
-    assert first.get(timeout=60) == name
+    with holding(producer.signature(WORK), name, queue=first_on) as first:
+        second = producer.send_task(WORK, (name, "other reason"), queue=second_on)
+        assert is_skipped(second.get(timeout=60))
+        assert second.get()["holder"]["task_id"] == first.id
 
 
-def test_headerless_call_has_another_key_on_an_unpinned_worker(producer, upgrade, journal, gates):
+def test_headerless_call_has_another_key_on_an_unpinned_worker(producer, upgrade, journal, gates, holding):
     """What the pin is for: without it the two releases run the same call side by side."""
-    first = journal.reached("start", producer.send_task(WORK, ("gated-apart",), queue="old"))
-    second = journal.reached("start", producer.send_task(WORK, ("gated-apart",), queue="unpinned"))
-    assert keys_of(journal, first) == [upgrade.work.lock_key("gated-apart")] != keys_of(journal, second)
-    gates("gated-apart")
-    gates("gated-apart")
-    assert (first.get(timeout=60), second.get(timeout=20)) == ("gated-apart", "gated-apart")
+    work = producer.signature(WORK)
+    with holding(work, queue="old") as first, holding(work, queue="unpinned") as second:
+        assert keys_of(journal, first) == [upgrade.work.lock_key("gated")] != keys_of(journal, second)
+        gates("gated")  # one of them may take the gate of the other
 
 
 @pytest.mark.parametrize(
@@ -102,24 +98,19 @@ def test_duplicate_is_recognised_across_releases(publish, first_by, second_by, t
 
 
 @pytest.mark.parametrize("release", ["pinned", "unpinned"])
-def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, producer, journal, gates, release):
+def test_run_on_a_newer_worker_is_a_duplicate_for_an_old_producer(upgrade, holding, release):
     """until_done: the record is found under the key with which the call was published."""
     name = f"gated-{release}"
-    first = journal.reached("start", upgrade.work.apply_async((name,), queue=release))
-    second = upgrade.work.apply_async((name,), queue=NOWHERE)
-    assert (second.deduplicated, second.id) == (True, first.id)
-    gates(name)
-    assert first.get(timeout=60) == name
+    with holding(upgrade.work, name, queue=release) as first:
+        second = upgrade.work.apply_async((name,), queue=NOWHERE)
+        assert (second.deduplicated, second.id) == (True, first.id)
 
 
 @each_release
-def test_doctor_finds_the_locks_of_an_unpinned_worker(producer, journal, gates, release):
+def test_doctor_finds_the_locks_of_an_unpinned_worker(producer, holding, release):
     """A process with another format than the doctor's holds a lock."""
-    name = f"gated-doctor-{release}"
-    call = journal.reached("start", producer.send_task(WORK, (name,), queue=release))
-    found = [finding.what for finding in examine(producer) if finding.subject == "key_version"]
-    gates(name)
-    assert call.get(timeout=60) == name
+    with holding(producer.signature(WORK), f"gated-doctor-{release}", queue=release) as call:
+        found = [finding.what for finding in examine(producer) if finding.subject == "key_version"]
     assert [call.id in what for what in found] == ([True] if release == "unpinned" else [])
 
 

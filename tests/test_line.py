@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 
-from celery_setnx import LockRefused, SetnxLock, SingletonTask
+from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.keys import line_names, record_name, ticket_name
 from celery_setnx.line import Found, Place, leave, park
 from celery_setnx.lock import ORIGINAL, Heir, HeldLock, Outcome, task_token
@@ -483,22 +482,12 @@ def test_line_goes_on_when_memory_is_full():
         assert all(client.pttl(key) > 0 for key in client.scan_iter())
 
 
-def test_woken_call_whose_place_is_refused_says_so(server, locks):
-    """Its courier has sent it for that, and comes no more."""
-    app = Celery("lines", set_as_current=False, broker=server.url(0), backend=server.url(0))
-    app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue="lines-nowhere")
-
-    @app.task(shared=False, base=SingletonTask, name="t.t", singleton={"on_conflict": "wait"})
-    def t() -> None: ...
-
-    task = app.tasks["t.t"]
-    key = task.lock_key()
-    SetnxLock(locks, key, lease=600).acquire()
-    age(locks, key, 1)  # it is not young
-    waited = {"count": 1, "since": time.time() - 1, "retries": 0, "copy": "a1"}
-    headers = {"singleton": {"key": key, "wait": waited}}
-    locks.set(line_names(key)[0], "theirs", ex=60)
-    task.push_request(id="a", args=[], kwargs={}, retries=0, headers=headers, called_directly=False)
-    with pytest.raises(LockRefused, match="WRONGTYPE"):
-        task()
-    task.pop_request()
+def test_woken_call_takes_a_lock_that_is_kept_for_another(locks, pair):
+    """Its wake-up came after its turn was over: it runs now, before the other, and the other next."""
+    assert pair.hand_on() == A
+    age(locks, NAME, 10)
+    assert pair.hand_on(pair.hold()) == B  # by a courier; the wake-up of `a` is on its way still
+    late = pair.another()
+    outcome = late.acquire(token=task_token("a", 0, "0a"), copy="woken", remember=60)
+    assert outcome.acquired, outcome.holder
+    assert pair.hand_on(late) == B

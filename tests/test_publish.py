@@ -2,9 +2,6 @@
 
 import json
 import multiprocessing
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery, Signature, chain, chord, group
+from celery import Celery, Signature
 from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import schedule
 from celery.signals import before_task_publish
@@ -30,6 +27,7 @@ from tests.proxy import Proxy
 
 BROKER_DB = 5
 NOWHERE = "redis://127.0.0.1:1/0"
+FORKS = multiprocessing.get_context("forkserver")
 
 Apps = Callable[..., Celery]
 
@@ -52,13 +50,10 @@ def apps(server) -> Apps:
 
         def expiring(name: str) -> None: ...
 
-        def total(numbers: Any) -> None: ...
-
         task("started", work, key="name", dedupe="until_started")
         task("done", work, key="name", dedupe="until_done")
         task("always", work, key="name")
         task("expiring", expiring, expires=50, key=(), dedupe="until_started")
-        app.task(total, name="total", shared=False)
         return app
 
     return make
@@ -81,11 +76,6 @@ def app(apps, locks, broker) -> Celery:
 @pytest.fixture
 def started(app) -> Any:
     return app.tasks["started"]
-
-
-@pytest.fixture
-def done(app) -> Any:
-    return app.tasks["done"]
 
 
 @pytest.fixture
@@ -129,21 +119,14 @@ def hold(locks: redis.Redis, task: Any, task_id: str, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["started", "done"])
-def test_second_call_is_the_first(app, queued, name):
-    """The first call is sent; the second gets the first one's result, and says so."""
-    task = app.tasks[name]
-    first, second = task.delay("a"), task.delay("a")
-    assert not first.deduplicated
-    assert second.deduplicated
-    assert second.id == first.id
-    assert queued() == [first.id]
-
-
-def test_other_keys_are_other_calls(started, queued):
-    """Only calls with one key are the same; what is no part of the key does not count."""
-    results = [started.delay("a"), started.delay("b"), started.delay("a", more=1), started.delay(name="b")]
-    assert [result.deduplicated for result in results] == [False, False, True, True]
-    assert len(queued()) == 2
+def test_second_call_with_one_key_is_the_first(app, queued, name):
+    """The first is sent; the second gets its result, and says so. What is no part of the key is no matter."""
+    delay = app.tasks[name].delay
+    results = [delay("a"), delay("a"), delay("b"), delay("a", more=1), delay(name="b")]
+    assert [result.deduplicated for result in results] == [False, True, False, True, True]
+    a, b = results[0].id, results[2].id
+    assert [result.id for result in results] == [a, a, b, a, b]
+    assert queued() == [b, a]
 
 
 def test_call_without_dedupe_says_that_it_is_none(app, queued, locks):
@@ -249,26 +232,13 @@ def test_awaited_call_is_never_a_duplicate(started, queued, locks, options):
     assert locks.get(mark_of(started, "a")) == first.id
 
 
-@pytest.mark.parametrize(
-    ("canvas", "sent"),
-    [
-        (lambda task, total: chain(task.si("a"), task.si("a")), 1),
-        (lambda task, total: group(task.si("a"), task.si("a")), 2),
-        (lambda task, total: chord([task.si("a"), task.si("a")], total.s()), 2),
-    ],
-    ids=["chain", "group", "chord"],
-)
-def test_canvas_is_never_a_duplicate(app, started, queued, canvas, sent, monkeypatch):
-    """Steps, members and headers of workflows are all sent, although they equal a queued call."""
-    monkeypatch.setattr(app.backend, "apply_chord", lambda *_args, **_more: None)
-    started.delay("a")
-    canvas(started, app.tasks["total"]).apply_async()
-    assert len(queued()) == 1 + sent
-
-
 def test_plain_signature_is_deduplicated(started):
-    """A signature on its own is a call like any other, with callbacks too where it is the first."""
+    """A signature on its own is a call like any other, with callbacks too where it is the first.
+
+    `.apply()` and a plain call run beside the queued call.
+    """
     first = started.s("a").set(link=Signature("total")).delay()
+    assert [started.apply(["a"]).get(), started("a")] == ["a", "a"]
     assert started.s("a").apply_async().id == first.id
     assert started.s("a").set(singleton={"on_duplicate": lambda _: "mine"}).delay() == "mine"
 
@@ -287,33 +257,21 @@ def test_duplicate_is_signalled_and_logged(started, seen, caplog):
     assert started.delay("a").id == first.id
 
 
-def test_direct_apply_is_not_deduplicated(started):
-    """`.apply()` and a plain call run beside a queued call."""
-    started.delay("a")
-    assert [started.apply(["a"]).get(), started("a")] == ["a", "a"]
+def test_beat_entry_is_deduplicated_and_survives_a_refusal(app, queued, caplog):
+    """Beat publishes without a task id: while the last call is queued, the next is not sent.
 
-
-def entry_of(app: Celery, **options: Any) -> ScheduleEntry:
-    return ScheduleEntry(
-        name="e", task="started", args=("a",), options=options, schedule=schedule(1), app=app
-    )
-
-
-def test_beat_entry_is_deduplicated(app, queued):
-    """Beat publishes without a task id: while the last call is queued, the next is not sent."""
-    entry, beat = entry_of(app), Scheduler(app)
+    With on_duplicate="raise" it logs the error and goes on.
+    """
+    entry, beat = ScheduleEntry("e", "started", schedule=schedule(1), args=("a",), app=app), Scheduler(app)
     first = beat.apply_async(entry, advance=False)
     beat.apply_entry(entry)
     assert beat.apply_async(entry, advance=False).deduplicated
+    said = "was not published: the same call is queued already"
+    assert said not in caplog.text
+    entry.options = {"singleton": {"on_duplicate": "raise"}}
+    beat.apply_entry(entry)
+    assert said in caplog.text
     assert queued() == [first.id]
-
-
-def test_beat_survives_a_refused_duplicate(app, started, queued, caplog):
-    """With on_duplicate="raise" beat logs the error and goes on."""
-    started.delay("a")
-    Scheduler(app).apply_entry(entry_of(app, singleton={"on_duplicate": "raise"}))
-    assert "was not published: the same call is queued already" in caplog.text
-    assert len(queued()) == 1
 
 
 @pytest.mark.parametrize(("queue_lease", "grace_ms"), [(3600, 10_000), (4, 4_000)])
@@ -462,18 +420,26 @@ def test_purged_queue_leaves_marks_that_lapse(app, started, queued):
     assert queued() == [fresh.id]
 
 
+def forked(function: Callable[..., None], *args: Any) -> Any:
+    """A publisher as a process of its own, forked from one that has imported its module."""
+    FORKS.set_forkserver_preload([markapp_publishers.__name__])
+    publisher = FORKS.Process(target=function, args=args)
+    publisher.start()
+    return publisher
+
+
 def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks, broker):
     """kill -9 between mark and send: duplicates of nothing for the grace lease, then the next is sent."""
     url = server.url(BROKER_DB), server.url(LOCK_DB)
-    publisher = subprocess.Popen([sys.executable, "-m", "tests.markapp_publishers", *url, "a"])
+    publisher = forked(markapp_publishers.publish_and_stop, *url, "a")
     task = markapp_publishers.task_of(*url)
     try:
         wait_until(lambda: _is_stopped(publisher.pid), "the publisher stands between mark and message")
         assert 0 < locks.pttl(mark_of(task, "a")) <= GRACE_S * 1000
         assert task.delay("a").deduplicated
     finally:
-        publisher.send_signal(signal.SIGKILL)
-        publisher.wait()
+        publisher.kill()
+        publisher.join()
     assert broker.llen("celery") == 0
     pass_time(GRACE_S, task, "a")
     fresh = task.delay("a")
@@ -484,14 +450,9 @@ def test_publisher_killed_before_its_message_costs_the_grace_lease(server, locks
 
 def test_many_publishers_of_one_call_send_one_message(server, locks, broker, queued):
     """Eight processes publish one call two hundred times each: one message, and all get its id."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.markapp_publishers"])
-    begin, answers = context.Barrier(8), context.Queue()
-    url = server.url(BROKER_DB), server.url(LOCK_DB)
-    arguments = (*url, "a", 200, begin, answers)
-    publishers = [context.Process(target=markapp_publishers.publish_many, args=arguments) for _ in range(8)]
-    for publisher in publishers:
-        publisher.start()
+    begin, answers = FORKS.Barrier(8), FORKS.Queue()
+    arguments = (server.url(BROKER_DB), server.url(LOCK_DB), "a", 200, begin, answers)
+    publishers = [forked(markapp_publishers.publish_many, *arguments) for _ in range(8)]
     ids, sent = set(), 0
     for _publisher in publishers:
         their_ids, their_sent = answers.get(timeout=60)

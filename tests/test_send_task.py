@@ -67,12 +67,10 @@ def send(
 
 
 @pytest.fixture
-def runs(knowing, journal, gates) -> Iterator[Any]:
+def runs(knowing, holding) -> Iterator[Any]:
     """A call by the task's own code, named gated-a, which runs until the end of the test."""
-    first = journal.reached("start", knowing.work.apply_async(("gated-a",), queue=QUEUE))
-    yield first
-    gates("gated-a")
-    assert first.get(timeout=60) == "gated-a"
+    with holding(knowing.work, "gated-a", queue=QUEUE) as first:
+        yield first
 
 
 @pytest.mark.parametrize(("task", "options", "kwargs"), FORMS)
@@ -163,17 +161,17 @@ def test_send_task_may_give_other_arguments_by_position(producer, knowing, journ
 
 def test_send_task_keys_a_parameter_named_args(producer, knowing, parked):
     """`key="args"` is the argument of that name, so that different calls are no duplicates."""
-    options = {"key": "args", "dedupe": "until_started"}
+    options = {**STARTED, "key": "args"}
     one = send(producer, "command", options, queue=NOWHERE, name="n", args=["one"])
     other = send(producer, "command", options, queue=NOWHERE, name="n", args=["other"])
     assert (one.deduplicated, other.deduplicated) == (False, False)
-    assert knowing.command.apply_async(("n", ["one"]), queue=NOWHERE).id == one.id
+    by_code = knowing.command.apply_async(("n",), {"args": ["one"]}, queue=NOWHERE)
+    assert by_code.id == one.id
 
 
 def test_send_task_keeps_its_key_when_the_task_retries_itself(producer, journal):
     """The worker computes the retry's key anew, by what the call says and not by what the task says."""
-    options = {"key": "name", "scope": "of-the-call", "dedupe": "until_done"}
-    result = send(producer, "retrying", options, name="n", reason="whatever")
+    result = send(producer, "retrying", {**DONE, "scope": "of-the-call"}, name="n", reason="whatever")
     assert result.get(timeout=60) == 1
     first, second = journal.entries(what="start", task_id=result.id)
     assert first["key"] == second["key"]
@@ -182,8 +180,7 @@ def test_send_task_keeps_its_key_when_the_task_retries_itself(producer, journal)
 
 def test_send_task_options_travel_to_the_worker(producer):
     """What the worker needs is in the message; what only the publisher needs is not."""
-    options = {"key": "name", "dedupe": "until_done", "lease": 7, "on_duplicate": "raise"}
-    result = send(producer, "telling", options, name="n")
+    result = send(producer, "telling", {**DONE, "lease": 7, "on_duplicate": "raise"}, name="n")
     assert result.get(timeout=60) == {"key": "name", "dedupe": "until_done", "lease": 7.0}
 
 
@@ -241,21 +238,17 @@ def test_celery_call_is_guarded_but_not_deduplicated(knowing, runs):
     assert is_skipped(second.get(timeout=60))
 
 
-def test_duplicate_send_task_raises_if_asked_to(producer, parked):
-    """on_duplicate="raise": the error names the task that is queued."""
-    options = {"key": "name", "dedupe": "until_started", "on_duplicate": "raise"}
-    first = send(producer, "work", options, queue=NOWHERE, name="n")
+def test_duplicate_send_task_raises_or_is_decided_by_a_callable(producer, parked):
+    """The error names the call that is queued. on_duplicate stays at home, so it may be a function, too; its
+    value is send_task's."""
+    refused = {**STARTED, "on_duplicate": "raise"}
+    first = send(producer, "work", refused, queue=NOWHERE, name="n")
     with pytest.raises(DuplicateTask) as caught:
-        send(producer, "work", options, queue=NOWHERE, name="n")
+        send(producer, "work", refused, queue=NOWHERE, name="n")
     assert (caught.value.task_id, caught.value.state) == (first.id, "queued")
     assert len(parked) == 1
-
-
-def test_duplicate_send_task_may_be_decided_by_a_callable(producer, parked):
-    """on_duplicate stays at home, so it may be a function; its value is send_task's."""
-    options = {"key": "name", "dedupe": "until_started", "on_duplicate": lambda duplicate: duplicate}
-    first = send(producer, "work", options, queue=NOWHERE, name="n")
-    duplicate = send(producer, "work", options, queue=NOWHERE, name="n")
+    decided = {**STARTED, "on_duplicate": lambda duplicate: duplicate}
+    duplicate = send(producer, "work", decided, queue=NOWHERE, name="n")
     assert isinstance(duplicate, Duplicate)
     about = (duplicate.task, duplicate.task_id, duplicate.state, duplicate.kwargs)
     assert about == (f"{APP}.work", first.id, "queued", {"name": "n"})
@@ -295,8 +288,7 @@ def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks, far_w
 
 def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):
     """As documented: nobody ends the mark of a task that is none of ours, but it lapses with queue_lease."""
-    options = {"key": "name", "dedupe": "until_started", "queue_lease": 60}
-    result = send(producer, "unguarded", options, name="n")
+    result = send(producer, "unguarded", {**STARTED, "queue_lease": 60}, name="n")
     assert result.get(timeout=60) == "n"
     (mark,) = locks.scan_iter("*:queued")
     assert 0 < locks.pttl(mark) <= 60_000

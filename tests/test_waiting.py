@@ -19,7 +19,7 @@ from celery import Signature
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
-from celery_setnx.keys import line_names
+from celery_setnx.keys import line_names, mark_name
 from celery_setnx.lock import HAND_OVER_S
 from celery_setnx.process import has_ended
 from celery_setnx.testing import pass_time
@@ -217,18 +217,29 @@ def test_death_between_release_and_wake_loses_nobody(stage, journal, start_worke
     stage.have_run(results, in_order=False)
 
 
-def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, doomed, adopt):
-    """kill -9 of the worker that parked the calls: the holder's release wakes them all the same."""
+@pytest.mark.parametrize("is_flushed", [False, True], ids=["kept", "flushed"])
+def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, locks, doomed, adopt, is_flushed):
+    """kill -9 of the worker that parked the calls: the holder's release wakes them all the same.
+
+    FLUSHDB when they have run, and before their couriers come: a stored result ends the courier.
+    """
     first = stage.held()
     results = stage.line_up(3, queue=stage.key)
     doomed.kill()
     adopt()
     stage.open()
     stage.have_run([first, *results])
+    if is_flushed:
+        locks.flushdb()
     stage.redeliver()
     wait_until(lambda: not stage.tasks.work.locked(stage.key), "nobody has the lock")
-    wait_until(lambda: len(stage.messages()) <= 1, "their couriers have found nothing to do; one watches")
+    watch = 0 if is_flushed else 1
+    wait_until(lambda: len(stage.messages()) <= watch, "couriers have found nothing to do; one may watch")
+    assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
     assert len(stage.starts()) == 1 + 3
+    if is_flushed:
+        stage.tasks.work.delay(stage.key).get(timeout=60)
+        assert len(stage.starts()) == 1 + 3 + 1
 
 
 def test_line_goes_on_past_a_call_that_no_worker_takes(stage, journal, doomed, adopt):
@@ -271,22 +282,6 @@ def test_flushed_lock_server_loses_no_waiter(stage, locks):
     assert sorted(stage.starts()) == sorted(result.id for result in [first, *results])
 
 
-def test_flushed_lock_server_runs_no_ended_call_again(stage, locks, doomed, adopt):
-    """FLUSHDB when the calls have run, and before their couriers come: a stored result ends the courier."""
-    stage.held()
-    results = stage.line_up(3, queue=stage.key)
-    doomed.kill()
-    adopt()
-    stage.open()
-    stage.have_run(results)
-    locks.flushdb()
-    stage.redeliver()
-    wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
-    assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
-    stage.tasks.work.delay(stage.key).get(timeout=60)
-    assert len(stage.starts()) == 1 + 3 + 1
-
-
 @pytest.mark.clock
 def test_flushed_lock_server_runs_no_woken_call_beside_itself(stage, journal, gates, locks):
     """FLUSHDB while a call runs that has waited: its courier does not start it once more.
@@ -327,32 +322,25 @@ def test_worker_that_shuts_down_gives_its_couriers_back(stage, locks, doomed, ad
 # Revoked, expired, delivered late
 
 
-def test_revoked_waiter_leaves_and_the_next_runs_at_once(stage):
-    """A waiter that was revoked does not run; its state is REVOKED, and nobody waits for it."""
+@pytest.mark.parametrize(
+    "expires", [None, pytest.param(3, marks=pytest.mark.clock)], ids=["revoked", "expired"]
+)
+def test_waiter_that_will_not_run_leaves_and_the_next_runs_at_once(stage, expires):
+    """Its state is REVOKED, and nobody waits for it; one that expires leaves while the holder still runs."""
     stage.held()
-    second, third = stage.line_up(2)
-    revoke(stage.tasks.app, second, workers=2)
-    stage.open()
-    assert third.get(timeout=60) == [stage.key, f"{stage.key}-1", 0]
-    with pytest.raises(TaskRevokedError):
-        second.get(timeout=60)
-    assert second.state == "REVOKED"
-    assert second.id not in stage.starts()
-
-
-@pytest.mark.clock
-def test_expired_waiter_leaves_the_line(stage):
-    """A waiter that expires is REVOKED soon, while the holder still runs, and those behind move up."""
-    stage.held()
-    second = stage.parked("x", expires=3)
+    second = stage.parked("x", expires=expires)
     third = stage.parked("y")
-    with pytest.raises(TaskRevokedError):
-        second.get(timeout=60)
-    wait_until(lambda: stage.tasks.work.locked(stage.key).waiting == 1, "it has left the line")
+    if expires:
+        wait_until(lambda: second.state == "REVOKED", "it has expired")
+        wait_until(lambda: stage.tasks.work.locked(stage.key).waiting == 1, "it has left the line")
+    else:
+        revoke(stage.tasks.app, second, workers=2)
     stage.open()
     assert third.get(timeout=60) == [stage.key, "y", 0]
-    assert second.id not in stage.starts()
+    with pytest.raises(TaskRevokedError):
+        second.get(timeout=60)
     assert second.state == "REVOKED"
+    assert second.id not in stage.starts()
 
 
 def copy_of(stage: Stage, locks: Any, task: Any, result: Any) -> Signature:
@@ -443,8 +431,8 @@ def test_waiters_wait_for_the_holders_retry(stage, journal, parked, queue):
         wait_until(lambda: first.state == "REVOKED", "its state is stored")
     else:
         stage.open()
-        assert first.get(timeout=60) == stage.gate
-    assert second.get(timeout=60) == ""
+        assert first.get(timeout=60) == [first.id, 1]
+    assert second.get(timeout=60) == [second.id, 0]
     assert stage.starts() == [first.id] * (1 if queue == "parked" else 2) + [second.id]
     assert_one_at_a_time(journal)
 
@@ -457,17 +445,27 @@ def test_task_that_sends_itself_does_not_deadlock(stage, journal):
     assert_one_at_a_time(journal)
 
 
-def test_thousand_publishes_while_one_runs_are_one_more_run(stage, journal):
-    """dedupe="until_started", nothing else: one running, one pending."""
+def test_thousand_publishes_while_one_runs_are_one_more_run(stage, journal, locks):
+    """dedupe="until_started", nothing else: one running, one pending, which is queued while it waits.
+
+    The mark of each is gone when its body runs.
+    """
     pending = stage.tasks.pending
+    mark = mark_name(pending.lock_key(stage.key))
     first = stage.held(task=pending)
+    assert not locks.exists(mark)
     results = [pending.delay(stage.key) for _ in range(1000)]
     journal.wait_for("waiting")
+    assert journal.entries(what="conflict")[0]["policy"] == "wait"
+    results.append(pending.delay(stage.key))
     assert len({result.id for result in results}) == 1
     stage.open()
     assert results[-1].get(timeout=60) == ""
     assert stage.starts() == [first.id, results[0].id]
-    assert [result.deduplicated for result in results] == [False] + [True] * 999
+    assert [result.deduplicated for result in results] == [False] + [True] * 1000
+    assert_one_at_a_time(journal)
+    assert not locks.exists(mark)
+    assert journal.entries(what="lapsed") == []
     again = pending.delay(stage.key)
     assert not again.deduplicated
     again.get(timeout=60)

@@ -1,45 +1,52 @@
 """Calls that wait, without a worker: their broker or lock server is gone, or their wake-up is late."""
 
 import logging
-import uuid
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import redis
 from celery import Celery
 from celery.exceptions import Reject
 
-from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.line import Place, park
-from celery_setnx.lock import Heir, Holder, SetnxLock, task_token
+from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx.keys import line_names
+from celery_setnx.lock import Heir, Holder
 from celery_setnx.options import Options
-from celery_setnx.testing import _age
 from celery_setnx.waiting import COURIER, Parked, wait_in_line, wake
+from tests.harness import age
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
 HOLDER = Holder("a|0|1f", 20.0, 1, "running", 9.0)
 
 
-@pytest.fixture
-def task() -> Iterator[Any]:
-    """A running call whose lock server is gone, and whose broker is this process."""
+@contextmanager
+def running(locks: str, **header: Any) -> Iterator[Any]:
+    """A running call whose broker is this process."""
     app = Celery("waiting alone", broker="memory://", set_as_current=False)
-    app.conf.update(setnx_url=GONE, task_publish_retry=False)
+    app.conf.update(setnx_url=locks, task_publish_retry=False)
 
-    @app.task(base=SingletonTask, shared=False, name="t")
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"on_conflict": "wait"})
     def t() -> None: ...
 
     app.finalize()
     task = app.tasks["t"]
     info = {"exchange": "", "routing_key": "far"}
-    headers = {"singleton": {"key": KEY, "call_id": "c"}}
+    headers = {"singleton": {"key": KEY, **header}}
     task.push_request(
-        id="id-1", args=[1], kwargs={}, retries=0, headers=headers, delivery_info=info, called_directly=False
+        id="id-1", args=[], kwargs={}, retries=0, headers=headers, delivery_info=info, called_directly=False
     )
     yield task
     task.pop_request()
+
+
+@pytest.fixture
+def task() -> Iterator[Any]:
+    """A running call whose lock server is gone."""
+    with running(GONE, call_id="c") as task:
+        yield task
 
 
 def wait(task: Any, **details: Any) -> None:
@@ -58,36 +65,31 @@ def couriers(app: Celery, queue: str) -> list[Any]:
         return found
 
 
-def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
-    """The courier is sent first, to the queue that the call came from: the call is not lost with the line."""
+@pytest.mark.parametrize(
+    ("waiting", "earliest", "latest"), [(0, 10.0, 12.0), (50, 60.0, 120.0)], ids=["first", "behind-many"]
+)
+def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog, waiting, earliest, latest):
+    """The courier is sent first, to the queue that the call came from: the call is not lost with the line.
+
+    Behind many it comes later: one of those before it watches the lock.
+    """
     with pytest.raises(Parked) as caught:
-        wait(task)
+        wait(task, waiting=waiting)
     (told,) = couriers(task.app, "far")
     assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
-    assert 10.0 <= caught.value.when <= 12.0
-
-
-def test_courier_of_a_call_behind_many_comes_later(task):
-    """One of those before it watches the lock."""
-    with pytest.raises(Parked) as caught:
-        wait(task, waiting=50)
-    assert couriers(task.app, "far")
-    assert 60.0 <= caught.value.when <= 120.0
+    assert earliest <= caught.value.when <= latest
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):
-    """Without a broker it fails, naming its key and the broker's error: never a silent drop."""
+    """Without a broker it fails, naming its key and the broker's error: never a silent drop.
+
+    With acks_late the broker still has it: it is given back.
+    """
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
-    with pytest.raises(
-        LockUnavailable, match=r"setnx:{t} is held by .*; and the broker did not take the call"
-    ):
+    said = r"setnx:{t} is held by .*; and the broker did not take the call"
+    with pytest.raises(LockUnavailable, match=said):
         wait(task)
-
-
-def test_call_that_the_broker_still_has_is_given_back(task):
-    """With acks_late it is not acknowledged yet."""
-    task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
     task.acks_late = True
     with pytest.raises(Reject) as caught:
         wait(task, remaining_s=0.05)
@@ -106,32 +108,14 @@ def test_heir_that_cannot_be_woken_is_left_to_its_courier(task, caplog, call, sa
     assert "id-2" in caplog.text
 
 
-def waiting(locks: redis.Redis, key: str, task_id: str, since: float) -> None:
-    """A task that waits in line."""
-    park(locks, Place(key, task_id, 0, remember=6000), copy="0", since=since, call=f"call of {task_id}")
-
-
-def let_go(lock: SetnxLock) -> Any:
-    """Hand the lock to the first in line, as a courier does once the lock is free or its lease has ended."""
-    held = lock.acquire(token="courier").lock
-    assert held is not None
-    held.release()
-    assert lock.heir is not None
-    return lock.heir
-
-
-def test_woken_call_takes_a_lock_that_is_kept_for_another(locks):
-    """Its wake-up came after its turn was over: it runs now, before the other, and the other next."""
-    lock = SetnxLock(locks, "t:{late}", lease=600, line=True)
-    for since, task_id in enumerate(("first", "second"), 1):
-        waiting(locks, lock.name, task_id, since)
-    assert let_go(lock).task_id == "first"
-    _age(locks, lock=lock.name, by_s=600, living="")
-    assert let_go(lock).task_id == "second"  # the first's wake-up is on its way still
-    outcome = lock.acquire(token=task_token("first", 0, uuid.uuid4().hex), copy="woken", remember=6000)
-    assert outcome.acquired, outcome.holder
-    outcome.lock.release()
-    assert (lock.heir.task_id, lock.heir.call) == ("second", "call of second")
+def test_woken_call_whose_place_is_refused_says_so(server, locks):
+    """Its courier has sent it for that, and comes no more."""
+    SetnxLock(locks, KEY, lease=600).acquire()
+    age(locks, KEY, 1)  # it is not young
+    locks.set(line_names(KEY)[0], "theirs", ex=60)
+    waited = {"count": 1, "since": time.time() - 1, "retries": 0, "copy": "a1"}
+    with running(server.url(1), wait=waited) as task, pytest.raises(LockRefused, match="WRONGTYPE"):
+        task()
 
 
 @pytest.mark.parametrize("info", [{"task": COURIER}, {"task": "a", "task_id": "b"}, {}])

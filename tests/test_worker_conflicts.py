@@ -21,7 +21,10 @@ def again(gates: Any, result: Any) -> None:
 
 
 def test_auto_skips_a_plain_call(tasks, journal, holding):
-    """A call on its own is skipped at once, with a result that names the holder."""
+    """A call on its own is skipped at once, with a result that names the holder.
+
+    A producer that does not know the task's class sends no key; the worker computes the same one.
+    """
     with holding(tasks.work) as first:
         second = tasks.work.delay("gated")
         result = second.get(timeout=60)
@@ -31,21 +34,18 @@ def test_auto_skips_a_plain_call(tasks, journal, holding):
         assert first.id in result["holder"]["description"]
         journal.wait_for("postrun", task_id=second.id)
         assert journal.words(second.id) == ["conflict", "postrun"]
+        by_name = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})
+        assert is_skipped(by_name.get(timeout=60))
         with holding(tasks.work, "gated-other"):  # another key is nobody's business
             pass
 
 
 def test_skip_result_is_the_users(tasks, holding):
-    """A given skip_result is returned as it is, even None."""
+    """It is returned as it is, even None; options that are set on a signature survive its serialization."""
     options = {"on_conflict": "skip", "skip_result": None}
-    with holding(tasks.work):
-        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=60) is None
-
-
-def test_signature_dict_carries_options(tasks, holding):
-    """Options set on a signature survive its serialization."""
     frozen = dict(tasks.work.s("gated").set(singleton={"skip_result": "busy"}))
     with holding(tasks.work):
+        assert tasks.work.apply_async(["gated"], singleton=options).get(timeout=60) is None
         assert signature(frozen, app=tasks.app).delay().get(timeout=60) == "busy"
 
 
@@ -127,25 +127,21 @@ def test_whole_task_lock_is_one_for_all_arguments(tasks, holding, locks):
         assert tasks.whole.locked("whatever").task_id == first.id
 
 
-def test_operators_lock_blocks_the_task_until_its_second(tasks, locks, foreign_keys):
-    """A lock set by hand is reported as a foreign holder, and left alone."""
+@pytest.mark.parametrize("word", [None, "maintenance"], ids=["until-a-second", "for-good"])
+def test_operators_lock_blocks_the_task(tasks, locks, foreign_keys, worker, word):
+    """It is reported as a foreign holder, and left alone; if its value is no time that is logged, too."""
     foreign_keys.add(WHOLE)
     until = int(time.time()) + 600
-    assert locks.setnx(WHOLE, until)
+    value = word or str(until)
+    assert locks.setnx(WHOLE, value)
     result = tasks.whole.delay("x").get(timeout=60)
     assert is_skipped(result)
     assert result["holder"]["state"] == "foreign"
-    assert result["holder"]["deadline"] == until + 1
-    assert locks.get(WHOLE) == str(until)
-
-
-def test_lock_value_that_is_no_time_is_held_and_reported(tasks, locks, foreign_keys, worker):
-    """A foreign text under the lock's name is held for good, never overwritten, and logged as an error."""
-    foreign_keys.add(WHOLE)
-    locks.set(WHOLE, "maintenance")
-    assert is_skipped(tasks.whole.delay("x").get(timeout=60))
-    assert locks.get(WHOLE) == "maintenance"
-    worker.wait_for_log("is locked by a value that is not a time: 'maintenance'")
+    assert locks.get(WHOLE) == value
+    if word:
+        worker.wait_for_log(f"is locked by a value that is not a time: '{word}'")
+    else:
+        assert result["holder"]["deadline"] == until + 1
 
 
 @pytest.mark.parametrize("name", ["work", "shared", "decorated", "classy"])
@@ -189,13 +185,6 @@ def test_decorated_task_that_retries_by_another_key_holds_that(tasks, journal, g
     assert start["key"] == lock_for(tasks.moving, ("gated-b", "gated-b"), {}).name
     gates("gated-b")
     assert result.get(timeout=60) == "gated-b"
-
-
-def test_send_task_by_name_is_guarded(tasks, holding):
-    """A producer that does not know the task's class sends no key; the worker computes the same one."""
-    with holding(tasks.work):
-        second = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})
-        assert is_skipped(second.get(timeout=60))
 
 
 def test_send_task_with_arguments_that_do_not_fit_fails_loudly(tasks, journal):

@@ -14,14 +14,8 @@ from celery_setnx.process import has_ended
 from celery_setnx.survey import last_take_over
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
-from tests.harness import Worker, wait_until
+from tests.harness import wait_until
 from tests.stage import SOON
-
-
-@pytest.fixture
-def doomed(server, start_worker) -> Worker:
-    """A worker of its own, to be killed."""
-    return start_worker(concurrency=1, queues="doomed")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +41,9 @@ def far(far_away, journal) -> Any:
     return SimpleNamespace(tasks=workerapp, send=send, **vars(far_away))
 
 
-def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(
-    tasks, journal, gates, locks, doomed, start_worker
-):
+def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(tasks, journal, gates, locks, start_worker):
     """kill -9 in mid-task: held until the lease ends, then taken over, naming the dead holder."""
+    doomed = start_worker(concurrency=1, queues="doomed")
     elsewhere = start_worker(concurrency=1, queues="elsewhere", conf={"setnx_same_host": False})
     first = tasks.work.apply_async(["gated"], queue="doomed", singleton={"lease": 600})
     (started,) = journal.wait_for("start", task_id=first.id)

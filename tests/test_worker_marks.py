@@ -41,23 +41,6 @@ def wait_until_freed(locks: redis.Redis, task: Any, name: str = "a") -> None:
     wait_until(lambda: not locks.exists(mark_of(task, name)), "the mark is freed", 60)
 
 
-def test_mark_is_gone_when_the_body_runs_and_the_next_call_runs_after_it(
-    tasks, journal, gates, holding, locks
-):
-    """until_started: one runs, one waits for its lock, and a third is a duplicate of the one that waits."""
-    with holding(tasks.started):
-        assert not locks.exists(mark_of(tasks.started, "gated"))
-        second = tasks.started.delay("gated")
-        assert not second.deduplicated
-        assert journal.wait_for("conflict", task_id=second.id)[0]["policy"] == "wait"
-        assert tasks.started.delay("gated").id == second.id
-    gates("gated")
-    assert second.get(timeout=60) == "gated"
-    assert_one_at_a_time(journal)
-    assert not locks.exists(mark_of(tasks.started, "gated"))
-    assert journal.entries(what="lapsed") == []
-
-
 def test_call_is_a_duplicate_until_it_is_done(tasks, journal, gates, parked, holding):
     """until_done: queued and running count; afterwards the next call is sent."""
     first = tasks.done.apply_async(["gated"], queue="parked")
@@ -180,8 +163,8 @@ def test_lock_wait_keeps_the_mark(tasks, journal, gates, holding, locks):
     """A call that waits for its lock is queued still: its courier extends its mark with every visit."""
     mark = mark_of(tasks.started, "gated")
     with holding(tasks.started, task_id=uuid()):
-        second = tasks.started.apply_async(["gated"], singleton={"queue_lease": 60, **SOON})
-        journal.wait_for("waiting", task_id=second.id)
+        options = {"queue_lease": 60, **SOON}
+        second = journal.reached("waiting", tasks.started.apply_async(["gated"], singleton=options))
         assert locks.get(mark) == second.id
         locks.pexpire(mark, 30_000)
         wait_until(lambda: locks.pttl(mark) > 30_000, "the mark is extended")
@@ -210,7 +193,7 @@ def test_call_with_the_id_of_one_that_has_waited_runs(tasks, journal, gates, hol
         ("done", {}, None),
         ("done", {"on_conflict": "raise"}, AlreadyRunning),
         ("done", {"on_conflict": "retry", "max_wait": 0}, LockTimeout),
-        ("done_own_policy", {}, None),
+        ("own_policy", {"dedupe": "until_done"}, None),
     ],
     ids=["skip", "raise", "timeout", "callable"],
 )
@@ -229,34 +212,27 @@ def test_conflict_that_ends_the_call_frees_its_mark(tasks, holding, locks, parke
         assert is_skipped(result) or result["holder"] == first.id
 
 
-def test_lapsed_mark_drops_no_task(tasks, journal, locks, parked, worker):
-    """A call that waited in the queue for too long runs all the same, and tells."""
-    result = tasks.started.apply_async(["a"], queue="parked", singleton={"queue_lease": 0.1})
-    wait_until(lambda: not locks.exists(mark_of(tasks.started, "a")), "the mark has lapsed")
-    parked.move()
-    assert result.get(timeout=60) == "a"
-    (lapsed,) = journal.entries(what="lapsed")
-    assert lapsed["task_id"] == result.id
-    assert lapsed["key"] == tasks.started.lock_key("a")
-    assert "marked_by" not in lapsed
-    worker.wait_for_log(f"[{result.id}] was the only one queued when it was published")
+@pytest.mark.parametrize(("name", "is_marked_again"), [("started", False), ("started", True), ("done", True)])
+def test_lapsed_mark_drops_no_task(tasks, journal, locks, parked, worker, name, is_marked_again):
+    """A call that waited in the queue for too long runs all the same, and tells.
 
-
-@pytest.mark.parametrize("name", ["started", "done"])
-def test_mark_of_another_is_left_alone(tasks, journal, locks, parked, name):
-    """A call whose mark is another's by now runs, tells, and does not touch the other's mark."""
+    If its mark is another's by now, it does not touch that.
+    """
     task = getattr(tasks, name)
     first = task.apply_async(["a"], queue="parked", singleton={"queue_lease": 0.1})
     wait_until(lambda: not locks.exists(mark_of(task, "a")), "the mark has lapsed")
-    second = task.apply_async(["a"], queue="parked")
-    assert not second.deduplicated
+    second = task.apply_async(["a"], queue="parked") if is_marked_again else None
     parked.move()
     assert first.get(timeout=60) == "a"
-    assert locks.get(mark_of(task, "a")) == second.id
-    parked.move()
-    assert second.get(timeout=60) == "a"
+    if second:
+        assert not second.deduplicated
+        assert locks.get(mark_of(task, "a")) == second.id
+        parked.move()
+        assert second.get(timeout=60) == "a"
     (lapsed,) = journal.entries(what="lapsed")
-    assert (lapsed["task_id"], lapsed["marked_by"]) == (first.id, second.id)
+    assert (lapsed["task_id"], lapsed["key"]) == (first.id, task.lock_key("a"))
+    assert lapsed.get("marked_by") == (second and second.id)
+    worker.wait_for_log(f"[{first.id}] was the only one queued when it was published")
 
 
 def test_unguarded_run_frees_its_mark_when_it_is_over(tasks, journal, gates, locks, way):

@@ -23,45 +23,28 @@ class Queued(SingletonTask):
     singleton = {"lease": 600, "retry_delay": 0.1, "dedupe": "until_done"}
 
 
-@app.task(shared=False, base=Queued, singleton={"key": "name"})
-def work(name: str, reason: str = "") -> str:
-    """The key is one name."""
+def plainly(
+    name: str, reason: str = "", day: int = 0, user: Any = None, args: Any = (), kwargs: Any = None
+) -> str:
+    """The last parameters have the names that Python programmers give to catch-alls."""
     return body(name)
 
 
-def plainly(name: str) -> str:
-    return body(name)
-
-
-def variant(task: str, base: Any, function: Any = plainly, **options: Any) -> Any:
+def variant(task: str, base: Any = Queued, function: Any = plainly, **options: Any) -> Any:
     """One of the tasks that differ in their options only."""
     return app.task(shared=False, base=base, name=f"tests.upgradeapp.{task}", **options)(function)
 
 
 SKIPS = {"key": "name", "lease": 600, "on_conflict": "skip"}  # not to be combined with until_started
-whole = variant("whole", Queued, singleton={"key": ()})
-scoped = variant("scoped", Queued, singleton={"key": "name", "scope": "shared-scope"})
+work = variant("work", singleton={"key": "name"})
+listed = variant("listed", singleton={"key": ["day", "name"]})
+templated = variant("templated", singleton={"key": "user:{user.id}"})
+command = variant("command", singleton={"key": "args"})
+whole = variant("whole", singleton={"key": ()})
+scoped = variant("scoped", singleton={"key": "name", "scope": "shared-scope"})
 skipping = variant("skipping", SingletonTask, singleton=SKIPS)
 decorated = variant("decorated", Task, singleton(key="name")(plainly))  # under Celery's own base class
 unguarded = variant("unguarded", Task)
-
-
-@app.task(shared=False, base=Queued, singleton={"key": ["day", "name"]})
-def listed(name: str, day: int, reason: str = "") -> str:
-    """The key is a list of names."""
-    return body(name)
-
-
-@app.task(shared=False, base=Queued, singleton={"key": "user:{user.id}"})
-def templated(name: str, user: dict[str, Any]) -> str:
-    """The key is a template."""
-    return body(name)
-
-
-@app.task(shared=False, base=Queued, singleton={"key": "args"})
-def command(name: str, args: list[str], kwargs: Any = None) -> str:
-    """Its parameters have the names that Python programmers give to catch-alls."""
-    return body(name)
 
 
 @app.task(shared=False, base=SingletonTask, bind=True, singleton={"lease": 600})

@@ -78,12 +78,12 @@ pending = variant(plainly, "pending", singleton=PENDING)  # one running and one 
 
 
 @app.task(base=SingletonTask, bind=True, singleton={**WAITS, "hold_on_retry": True})
-def patient(self: Any, name: str, gate: str = "", queue: str | None = None) -> str:
-    """Retries itself once, and keeps its lock until then."""
+def patient(self: Any, name: str, gate: str = "", queue: str | None = None, countdown: float = 0) -> Any:
+    """Retries itself once, if it is gated, and keeps its lock until then."""
     body(gate)
     if self.request.retries == 0 and gate:
-        raise self.retry(countdown=0, queue=queue)
-    return gate
+        raise self.retry(countdown=countdown, queue=queue)
+    return [self.request.id, self.request.retries]
 
 
 @app.task(base=SingletonTask, bind=True, singleton=WAITS)
@@ -100,12 +100,3 @@ def joined(self: Any, name: str, gate: str = "") -> list[str]:
     """Equal calls at a time have one run; its result tells whose."""
     body(gate)
     return [name, self.request.id]
-
-
-@app.task(base=SingletonTask, bind=True, max_retries=1, singleton=JOINS)
-def joined_retrying(self: Any, name: str, gate: str = "") -> list[Any]:
-    """Retries itself once before it has a result."""
-    body(gate)
-    if self.request.retries == 0:
-        raise self.retry(countdown=0.3)
-    return [self.request.id, self.request.retries]

@@ -80,7 +80,6 @@ decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton"
 started = variant(plainly, "started", singleton=STARTED)
 late = variant(plainly, "late", acks_late=True, singleton=STARTED)
 done = variant(plainly, "done", singleton=DONE)
-done_own_policy = variant(plainly, "done_own_policy", singleton={**DONE, "on_conflict": busy})
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)
