@@ -134,13 +134,7 @@ class Lock(Waiting):
             if died and not let_in and word == "acquired":
                 word = "taken_over"
         deadline = now + lease
-        expiry = up(deadline, MS) + retention
-        after = store._replace(
-            value=self.value_of(deadline),
-            expiry=expiry,
-            record=Record(token, deadline, fence, "running", now, info),
-            record_expiry=expiry,
-        )
+        after = self.kept(store, Record(token, deadline, fence, "running", now, info), retention)
         if mark is not None and self.ends_mark(mark, token):
             after = after._replace(mark=None)
         if heir is not None and task != heir and not self.is_past(now, found.deadline):
@@ -165,14 +159,8 @@ class Lock(Waiting):
         if not self.may_still_renew(store, now) or not NUMBER.fullmatch(value):
             return store, ("lost", str(record.deadline), str(now), value)
         deadline = now + lease
-        expiry = up(deadline, MS) + retention
         word = "renewed" if value == self.value_of(record.deadline) else "repaired"
-        after = store._replace(
-            value=self.value_of(deadline),
-            expiry=expiry,
-            record=record._replace(deadline=deadline),
-            record_expiry=expiry,
-        )
+        after = self.kept(store, record._replace(deadline=deadline), retention)
         return after, (word, str(deadline), str(now), value)
 
     def may_still_renew(self, store: Store, now: int) -> bool:
@@ -231,9 +219,9 @@ class Lock(Waiting):
             after = without_call(without_place(after, task), task)
         return self.marked_again(after, now, token, again), answer(word, heir)
 
-    def kept(self, store: Store, record: Record, remember: int) -> Store:
-        """The keys of a lock that is given back, and stays closed."""
-        expiry = up(record.deadline, MS) + remember
+    def kept(self, store: Store, record: Record, retention: int) -> Store:
+        """The keys of a lock that stays closed until its record's deadline."""
+        expiry = up(record.deadline, MS) + retention
         value = self.value_of(record.deadline)
         return store._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
 
@@ -251,16 +239,9 @@ class Lock(Waiting):
         freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
             return store, reply[:3]
-        record, until = store.record, now + lease
-        assert isinstance(record, Record)
-        expiry = up(until, MS) + retention
-        after = store._replace(
-            value=self.value_of(until),
-            expiry=expiry,
-            record=record._replace(deadline=until, state="held_for_retry"),
-            record_expiry=expiry,
-        )
-        return after, ("held_for_retry", *reply[1:3])
+        assert isinstance(store.record, Record)
+        record = store.record._replace(deadline=now + lease, state="held_for_retry")
+        return self.kept(store, record, retention), ("held_for_retry", *reply[1:3])
 
     def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
         """lua/free.lua."""
