@@ -1,20 +1,19 @@
 """Every error at every command: never acquired when in doubt, a documented exception, nothing left behind."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from celery_setnx import lock as lock_module
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import HeldLock, Outcome, SetnxLock, renew_all
 from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB, emptied
 from tests.harness import age, wait_until
 from tests.proxy import Proxy
 from tests.versions.conditions import needs_pipelines_sent_again
@@ -53,17 +52,14 @@ def own(tmp_path_factory) -> Iterator[EmbeddedServer]:
 @pytest.fixture
 def admin(own, foreign_keys) -> Iterator[redis.Redis]:
     """An unharmed client of that server, empty at first; afterwards every key of ours must have a TTL."""
-    with redis.Redis.from_url(own.url(), decode_responses=True) as client:
-        client.flushall()
-        yield client
-        endless = {key for key in client.scan_iter() if client.pttl(key) == -1}
-        assert endless <= foreign_keys, f"keys without a TTL: {endless - foreign_keys}"
+    with redis.Redis.from_url(own.url(LOCK_DB), decode_responses=True) as client:
+        yield from emptied(client, foreign_keys)
 
 
 @pytest.fixture
 def client(own, admin) -> Iterator[redis.Redis]:
     """A client of that server as an app has it."""
-    with redis.Redis.from_url(own.url()) as client:
+    with redis.Redis.from_url(own.url(LOCK_DB)) as client:
         yield client
 
 
@@ -72,25 +68,6 @@ def proxy(own) -> Iterator[Proxy]:
     """A way to that server whose connections fail on demand."""
     with Proxy(own.port) as proxy:
         yield proxy
-
-
-@pytest.fixture
-def far(proxy) -> Iterator[Callable[..., redis.Redis]]:
-    """Makes clients by way of the proxy. One never sends again, unless it is told so many times.
-
-    It waits long, unless it is told otherwise, for what is not answered.
-    """
-    with ExitStack() as clients:
-
-        def far(sends_again: int = 0, socket_timeout: float = 20) -> redis.Redis:
-            # redis-py before 6 sends again after the errors that are named, and after no others.
-            errors = [redis.ConnectionError, redis.TimeoutError] if sends_again else []
-            again = {"retry": Retry(NoBackoff(), sends_again), "retry_on_error": errors}
-            client = redis.Redis.from_url(proxy.url(), **again, socket_timeout=socket_timeout)
-            clients.enter_context(client).ping()
-            return client
-
-        yield far
 
 
 class Attempt:
@@ -203,7 +180,7 @@ def _permit(client: redis.Redis, *rules: str) -> None:
 def limited(own, admin) -> Iterator[redis.Redis]:
     """A client as that user, who may do everything yet."""
     _permit(admin)
-    with redis.Redis.from_url(own.url(), username="limited", password="any") as client:
+    with redis.Redis.from_url(own.url(LOCK_DB), username="limited", password="any") as client:
         yield client
 
 
@@ -498,7 +475,7 @@ def test_server_that_is_gone_is_unavailable(admin, proxy, far, verb):
 def test_wrong_password_is_an_error_of_ours(own, admin):
     """A server that does not let us in gives no lock, and no error but the documented ones."""
     with (
-        redis.Redis.from_url(own.url(), username="nobody", password="wrong") as client,
+        redis.Redis.from_url(own.url(LOCK_DB), username="nobody", password="wrong") as client,
         pytest.raises(SetnxError),
     ):
         SetnxLock(client, NAME).acquire()

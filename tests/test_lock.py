@@ -9,15 +9,9 @@ import pytest
 import redis
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
-from tests.harness import age, raising
+from tests.harness import age, raising, server_us
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
-
-
-def server_us(client: redis.Redis) -> int:
-    """The server's clock in microseconds."""
-    seconds, microseconds = client.time()
-    return seconds * 1_000_000 + microseconds
 
 
 def test_free_lock_is_acquired_with_a_fence(locks):
