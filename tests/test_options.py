@@ -70,20 +70,6 @@ def test_none_means_the_default(name):
     merged("t", {"max_wait": 1, "at_most_for": 1}, {name: NONE[name]})
 
 
-OTHERS = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
-
-
-@pytest.mark.parametrize("others", OTHERS)
-@pytest.mark.parametrize("policy", ["wait", "join"])
-def test_waiting_goes_with_any_max_wait_and_dedupe(policy, others):
-    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running.
-
-    What is published during a run must run after it: with until_started it waits, and does not join.
-    """
-    assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
-    assert merged("t", {"on_conflict": "wait", "dedupe": "until_started"}).on_conflict == "wait"
-
-
 def test_callable_of_one_call_is_refused():
     """A message carries no functions."""
     with pytest.raises(OptionError, match="'on_conflict' of t is a callable"):
