@@ -143,6 +143,18 @@ def locks(server, foreign_keys) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def limited(server, locks) -> Iterator[Callable[..., str]]:
+    """Called with the rules for a user, it gives that user's URL of the lock database, or of another."""
+
+    def url_of(*rules: str, db: int = LOCK_DB) -> str:
+        locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", *rules)
+        return server.url(db).replace("redis://", "redis://limited:pw@")
+
+    yield url_of
+    locks.execute_command("ACL", "DELUSER", "limited")
+
+
+@pytest.fixture
 def proxy(server) -> Iterator[Proxy]:
     """A way to the server whose connections fail on demand."""
     with Proxy(server.port) as proxy:
