@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,15 +82,15 @@ def test_bad_task_is_refused_when_bound(app, options, task, message):
 
 
 def test_layers_are_merged_from_app_to_task(app):
-    """App defaults, base class, task: the nearest wins."""
-    app.conf.setnx_defaults = {"lease": 1, "max_wait": 1, "retry_delay_max": 99}
+    """App defaults, base class, task: the nearest wins. Durations are seconds or timedelta."""
+    app.conf.setnx_defaults = {"lease": 1, "max_wait": 1, "retry_delay_max": 99, "scope": "app"}
 
     class Base(SingletonTask):
         abstract = True
         singleton = {"lease": 2, "max_wait": 2}
 
-    options = options_of(app.guarded(base=Base, singleton={"lease": 3}))
-    assert (options.lease, options.max_wait, options.retry_delay_max) == (3, 2, 99)
+    options = options_of(app.guarded(base=Base, singleton={"lease": timedelta(minutes=2)}))
+    assert (options.lease, options.max_wait, options.retry_delay_max, options.scope) == (120, 2, 99, "app")
 
 
 def test_decorator_supplies_the_options_of_a_singleton_task(app):

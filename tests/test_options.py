@@ -1,7 +1,5 @@
 """Options: names, values, layers, and what cannot go together."""
 
-from datetime import timedelta
-
 import pytest
 from celery import Celery
 
@@ -15,14 +13,6 @@ def test_defaults_are_those_of_the_table():
     assert options == Options()
     assert (options.lease, options.on_conflict) == (30, "auto")
     assert (options.key, options.on_redis_error) == (None, "retry")
-
-
-def test_nearest_layer_wins():
-    """call > task > base class > app. Durations are seconds or timedelta."""
-    app, base, task = {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
-    options = merged("t", app, base, task)
-    assert (options.lease, options.max_wait, options.scope) == (3, 2, "app")
-    assert merged("t", task, {"lease": timedelta(minutes=2)}).lease == 120
 
 
 @pytest.mark.parametrize(
