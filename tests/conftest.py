@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import redis
 from celery import _state
 from celery.exceptions import TimeoutError
 from celery.result import AsyncResult
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from examples.embedded import EmbeddedServer
 from tests.harness import GATE_S, Journal, Worker
+from tests.proxy import Proxy
 from tests.stage import Parked, Stage
 from tests.versions.conditions import LOSES_RESULTS
 
@@ -124,14 +127,57 @@ def foreign_keys() -> set[str]:
     return set()
 
 
+def emptied(client: redis.Redis, foreign_keys: set[str]) -> Iterator[redis.Redis]:
+    """The client, when its database is empty; afterwards every key of ours must have a TTL."""
+    client.flushdb()
+    yield client
+    endless = {key for key in client.scan_iter() if client.pttl(key) == -1}
+    assert endless <= foreign_keys, f"keys without a TTL: {endless - foreign_keys}"
+
+
 @pytest.fixture
 def locks(server, foreign_keys) -> Iterator[redis.Redis]:
     """A client of the empty lock database; afterwards every key of ours must have a TTL."""
     with redis.Redis.from_url(server.url(LOCK_DB), decode_responses=True) as client:
-        client.flushdb()
-        yield client
-        endless = {key for key in client.scan_iter() if client.pttl(key) == -1}
-        assert endless <= foreign_keys, f"keys without a TTL: {endless - foreign_keys}"
+        yield from emptied(client, foreign_keys)
+
+
+@pytest.fixture
+def limited(server, locks) -> Iterator[Callable[..., str]]:
+    """Called with the rules for a user, it gives that user's URL of the lock database, or of another."""
+
+    def url_of(*rules: str, db: int = LOCK_DB) -> str:
+        locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", *rules)
+        return server.url(db).replace("redis://", "redis://limited:pw@")
+
+    yield url_of
+    locks.execute_command("ACL", "DELUSER", "limited")
+
+
+@pytest.fixture
+def proxy(server) -> Iterator[Proxy]:
+    """A way to the server whose connections fail on demand."""
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def far(proxy) -> Iterator[Callable[..., redis.Redis]]:
+    """Makes clients of the lock database by way of the proxy.
+
+    One never sends again, unless it is told so many times, and waits long for what is not answered.
+    """
+    with ExitStack() as clients:
+
+        def far(sends_again: int = 0, socket_timeout: float = 20) -> redis.Redis:
+            # redis-py before 6 sends again after the errors that are named, and after no others.
+            errors = [redis.ConnectionError, redis.TimeoutError] if sends_again else []
+            again = {"retry": Retry(NoBackoff(), sends_again), "retry_on_error": errors}
+            client = redis.Redis.from_url(proxy.url(LOCK_DB), **again, socket_timeout=socket_timeout)
+            clients.enter_context(client).ping()
+            return client
+
+        yield far
 
 
 @pytest.fixture
@@ -173,7 +219,7 @@ def logs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("workers")
 
 
-def _workers(logs: Path) -> Iterator[Callable[..., Worker]]:
+def _workers(server, logs) -> Iterator[Callable[..., Worker]]:
     """Starts workers, as `Worker` takes them; those that are left in the end are killed."""
     started: list[Worker] = []
 
@@ -187,16 +233,8 @@ def _workers(logs: Path) -> Iterator[Callable[..., Worker]]:
             worker.kill()
 
 
-@pytest.fixture
-def start_worker(server, logs) -> Iterator[Callable[..., Worker]]:
-    """Starts workers of the test's own, to be killed or shut down."""
-    yield from _workers(logs)
-
-
-@pytest.fixture(scope="module")
-def module_worker(server, logs) -> Iterator[Callable[..., Worker]]:
-    """Starts workers for all tests of a module. Not to be killed by a test."""
-    yield from _workers(logs)
+start_worker = pytest.fixture(_workers)  # a test's own, to be killed or shut down
+module_worker = pytest.fixture(scope="module")(_workers)  # not to be killed by a test
 
 
 @pytest.fixture(scope="session")

@@ -150,6 +150,12 @@ class Worker:
                 self.kill()
 
 
+def server_us(client: redis.Redis) -> int:
+    """The server's clock in microseconds."""
+    seconds, microseconds = client.time()  # type: ignore[misc]
+    return int(seconds * 1_000_000 + microseconds)
+
+
 def age(client: redis.Redis, key: str, seconds: float) -> None:
     """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
     from celery_setnx import testing  # not in every worker

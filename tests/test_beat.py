@@ -1,9 +1,6 @@
 """The hot-standby scheduler in one process, on a real server; the deaths of real beats are in tests/beat."""
 
 import itertools
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -18,8 +15,8 @@ from celery.schedules import BaseSchedule, crontab, schedstate, schedule
 
 from celery_setnx import LockRefused, OptionError, SetnxLock, signals
 from celery_setnx.beat import HotStandbyScheduler, _lateness, _recall, _tick
-from tests.harness import wait_until
-from tests.proxy import Proxy
+from tests import forks
+from tests.harness import server_us, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -65,17 +62,6 @@ def remembered(locks: redis.Redis, entry: str) -> list[int]:
 def remember(locks: redis.Redis, entry: str, *numbers: int) -> None:
     locks.hset(ENTRIES, entry, " ".join(map(str, numbers)))
     locks.expire(ENTRIES, 60)
-
-
-def server_us(locks: redis.Redis) -> int:
-    seconds, us = locks.time()  # type: ignore[misc]
-    return int(seconds * 1_000_000 + us)
-
-
-@pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy(server.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -308,15 +294,10 @@ def test_lock_set_by_hand_pauses_all_beats(beat, locks, foreign_keys):
     until(paused, lambda: paused.sent)
 
 
-def test_refused_command_ends_the_scheduler(server, beat, locks):
+def test_refused_command_ends_the_scheduler(limited, beat):
     """Not a standby for ever: LockRefused names what is missing."""
-    locks.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">pw", "~*", "+@all", "-evalsha")
-    try:
-        url = server.url(1).replace("redis://", "redis://poor:pw@")
-        with pytest.raises(LockRefused, match="evalsha"):
-            beat({"a": 1}, setnx_url=url).tick()
-    finally:
-        locks.execute_command("ACL", "DELUSER", "poor")
+    with pytest.raises(LockRefused, match="evalsha"):
+        beat({"a": 1}, setnx_url=limited("~*", "+@all", "-evalsha")).tick()
 
 
 def test_lead_that_could_not_be_begun_is_given_back(beat, proxy, locks):
@@ -460,24 +441,18 @@ def test_real_beat_ticks_by_the_settings_of_its_app(server, locks, tmp_path):
         f"app.conf.update(setnx_url={server.url(1)!r}, setnx_prefix='t', task_default_queue={queue!r},\n"
         "    beat_schedule={'a': {'task': 'unknown', 'schedule': 0.5}})\n"
     )
-    command = ["beat", "-S", "celery_setnx.beat:HotStandbyScheduler", "-s", str(tmp_path / "s"), "--pidfile="]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "celery", "-A", "clockapp", *command, "-l", "INFO"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["beat", "-S", "celery_setnx.beat:HotStandbyScheduler", "-s", "entries", "--pidfile="]
+    process = forks.start(tmp_path, forks.celery, "-A", "clockapp", *command, "-l", "INFO")
     with redis.Redis.from_url(server.url(0)) as broker:
         try:
             wait_until(lambda: broker.llen(queue) >= 2, "two messages")
             assert str(SetnxLock(locks, LOCK).holder()).startswith("celery beat[clock] on beat@")
             process.terminate()
-            log, _none = process.communicate(timeout=15)
+            code, log = forks.end(process, tmp_path)
         finally:
             process.kill()
             broker.delete(queue)
-    assert process.returncode == 0
+    assert code == 0
     assert f"beat: Leads now ({LOCK})." in log
     assert "Traceback" not in log
     assert SetnxLock(locks, LOCK).holder() is None

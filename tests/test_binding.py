@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,9 @@ class App(Celery):
     def __init__(self, **options: Any) -> None:
         super().__init__("binding", set_as_current=False, broker=NOWHERE, **options)
 
-    def guarded(self, function: Callable[..., Any] = nothing, **options: Any) -> Any:
-        """Declare a SingletonTask named `tasks.t`."""
+    def guarded(self, function: Callable[..., Any] = nothing, *, conf: Any = (), **options: Any) -> Any:
+        """Declare a SingletonTask named `tasks.t`, in an app with these settings."""
+        self.conf.update(conf)
         return self.task(**{"shared": False, "base": SingletonTask, "name": "tasks.t", **options})(function)
 
     def decorated(self, function: Callable[..., Any] = nothing, *, task: Any = None, **options: Any) -> Any:
@@ -43,35 +45,52 @@ def options_of(task: Any) -> Any:
     return task.app.tasks[task.name]._guard.options
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"leese": 1}, "tasks.t has an unknown option 'leese'; did you mean 'lease'"),
-        ({"lease": 0}, "lease of tasks.t must be positive"),
-        ({"key": "nobody"}, r"key of tasks.t names 'nobody', which is no parameter of tasks.t\(a=1, b=2\)"),
-        ({"key": ["a", "nobody"]}, "names 'nobody'"),
-        ({"key": "x:{a"}, "key template 'x:{a' of tasks.t is broken"),
-        ({"key": "x:{nobody}"}, "names 'nobody'"),
-        ({"on_conflict": "waits"}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
-    ],
-)
-def test_bad_option_is_refused_when_bound(app, options, message):
-    """An app with a bad option does not start."""
-    app.guarded(singleton=options)
+class CallsTheBody(SingletonTask):
+    """Its `__call__` would run the body without its lock."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+JOIN = {"on_conflict": "join"}
+IGNORED = r"on_conflict='join' and ignore_result.*use on_conflict='wait'"
+REFUSED = [
+    ({"leese": 1}, {}, "tasks.t has an unknown option 'leese'; did you mean 'lease'"),
+    ({"lease": 0}, {}, "lease of tasks.t must be positive"),
+    ({"key": "nobody"}, {}, r"key of tasks.t names 'nobody', which is no parameter of tasks.t\(a=1, b=2\)"),
+    ({"key": ["a", "nobody"]}, {}, "names 'nobody'"),
+    ({"key": "x:{a"}, {}, "key template 'x:{a' of tasks.t is broken"),
+    ({"key": "x:{nobody}"}, {}, "names 'nobody'"),
+    ({"on_conflict": "waits"}, {}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
+    # Whoever joins ends with a result that must be stored, whatever setting says that it is not.
+    (JOIN, {"ignore_result": True}, IGNORED),
+    (JOIN, {"conf": {"task_ignore_result": True}}, IGNORED),
+    ({}, {"name": "odd{name}"}, "needs a scope of its own"),  # braces mark the cluster slot
+    ({}, {"base": CallsTheBody}, r"CallsTheBody.__call__ does not call super\(\).__call__"),
+]
+
+
+@pytest.mark.parametrize(("options", "task", "message"), REFUSED)
+def test_bad_task_is_refused_when_bound(app, options, task, message):
+    """An app with a bad option, a name without a scope, or a `__call__` that skips ours does not start."""
+    app.conf.result_backend = NOWHERE
+    app.guarded(singleton=options, **task)
     with pytest.raises(OptionError, match=message):
         app.finalize()
 
 
 def test_layers_are_merged_from_app_to_task(app):
-    """App defaults, base class, task: the nearest wins."""
-    app.conf.setnx_defaults = {"lease": 1, "max_wait": 1, "retry_delay_max": 99}
+    """App defaults, base class, task: the nearest wins. Durations are seconds or timedelta."""
+    app.conf.setnx_defaults = {"lease": 1, "max_wait": 1, "retry_delay_max": 99, "scope": "app"}
 
     class Base(SingletonTask):
         abstract = True
         singleton = {"lease": 2, "max_wait": 2}
 
-    options = options_of(app.guarded(base=Base, singleton={"lease": 3}))
-    assert (options.lease, options.max_wait, options.retry_delay_max) == (3, 2, 99)
+    options = options_of(app.guarded(base=Base, singleton={"lease": timedelta(minutes=2)}))
+    assert (options.lease, options.max_wait, options.retry_delay_max, options.scope) == (120, 2, 99, "app")
 
 
 def test_decorator_supplies_the_options_of_a_singleton_task(app):
@@ -152,21 +171,18 @@ def test_decorated_raise_under_another_autoretry_is_fine(app, task):
     app.finalize()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_started"}])
-def test_waiting_needs_no_result(app, options):
-    """A task whose result nobody wants, of an app without a result backend, may wait in line."""
-    task = app.guarded(ignore_result=True, singleton={"on_conflict": "wait", **options})
-    assert options_of(task).on_conflict == "wait"
+ANY_WAIT = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
+MAY_WAIT = [
+    *(("join", others, {"conf": {"result_backend": NOWHERE}}) for others in ANY_WAIT),
+    # What is published during a run must run after it: with until_started it waits, and does not join.
+    *(("wait", others, {"ignore_result": True}) for others in (*ANY_WAIT, {"dedupe": "until_started"})),
+]
 
 
-@pytest.mark.parametrize("ignored_by", ["task", "app"])
-def test_join_of_an_ignored_result_is_refused(app, ignored_by):
-    """Whoever joins ends with a result that must be stored, whatever setting says that it is not."""
-    app.conf.update(result_backend=NOWHERE, task_ignore_result=ignored_by == "app")
-    ignored = {"ignore_result": True} if ignored_by == "task" else {}
-    app.guarded(singleton={"on_conflict": "join"}, **ignored)
-    with pytest.raises(OptionError, match=r"on_conflict='join' and ignore_result.*use on_conflict='wait'"):
-        app.finalize()
+@pytest.mark.parametrize(("policy", "others", "task"), MAY_WAIT)
+def test_joining_needs_a_stored_result_and_waiting_none(app, policy, others, task):
+    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running."""
+    assert options_of(app.guarded(singleton={"on_conflict": policy, **others}, **task)).on_conflict == policy
 
 
 @pytest.mark.parametrize("backend", [None, "disabled://", "rpc://"])
@@ -177,13 +193,6 @@ def test_join_without_a_lasting_result_stops_the_worker(app, backend):
     app.finalize()  # a producer needs no results
     with pytest.raises(OptionError, match="needs a result backend that all workers can read"):
         LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
-
-
-@pytest.mark.parametrize("options", [{}, {"max_wait": 5}, {"dedupe": "until_done"}])
-def test_join_of_a_stored_result_is_bound(app, options):
-    """With a result backend any task may join, for as long as it likes."""
-    app.conf.result_backend = NOWHERE
-    assert options_of(app.guarded(singleton={"on_conflict": "join", **options})).on_conflict == "join"
 
 
 def test_single_call_cannot_join_what_is_not_stored(app):
@@ -203,20 +212,6 @@ def test_our_errors_are_expected_of_both_kinds(app):
     assert issubclass(KeyError, own.throws)
 
 
-def test_subclass_call_that_skips_ours_is_refused(app):
-    """A `__call__` that runs the body itself would run it without its lock."""
-
-    class Contextual(SingletonTask):
-        abstract = True
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
-
-    app.guarded(base=Contextual)
-    with pytest.raises(OptionError, match=r"Contextual.__call__ does not call super\(\).__call__"):
-        app.finalize()
-
-
 def test_celerys_own_tasks_are_not_guarded():
     """SingletonTask may be the task class of the whole app."""
     app = App(task_cls=SingletonTask)
@@ -224,13 +219,6 @@ def test_celerys_own_tasks_are_not_guarded():
     app.finalize()
     assert app.tasks[task.name]._guard is not None
     assert app.tasks["celery.chord_unlock"]._guard is None
-
-
-def test_task_name_with_braces_needs_a_scope(app):
-    """Braces mark the cluster slot."""
-    app.guarded(name="odd{name}")
-    with pytest.raises(OptionError, match="needs a scope of its own"):
-        app.finalize()
 
 
 def test_signature_of_a_wrapped_function_is_followed(app):

@@ -1,8 +1,6 @@
 """Which Redis holds the locks, how it is reached, and what a starting worker finds out about it."""
 
-import os
 import ssl
-from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
 from celery_setnx.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.proxy import Proxy
+from tests.harness import exit_code_of_fork
 
 
 def app_with(**conf: Any) -> Celery:
@@ -61,26 +59,33 @@ def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf, messag
         client_for(app_with(**conf))
 
 
-def test_socket_timeouts_are_our_own():
-    """Whatever the result backend waits for, a lock command answers soon or fails."""
-    read = parameters(setnx_url="redis://h/0?socket_timeout=100", redis_socket_timeout=120)
-    assert read["socket_timeout"] == read["socket_connect_timeout"] == SOCKET_TIMEOUT_S
+TLS_FILES = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
+READ = {
+    "user and encoded password": (
+        {"setnx_url": "redis://bob:p%40ss%2Fword@host:6380/5"},
+        {"username": "bob", "password": "p@ss/word", "host": "host", "port": 6380, "db": 5},
+    ),
+    "socket and its database": (
+        {"setnx_url": "redis+socket:///run/redis.sock?virtual_host=4"},
+        {"path": "/run/redis.sock", "db": 4},
+    ),
+    "timeouts are our own": (
+        {"setnx_url": "redis://h/0?socket_timeout=100", "redis_socket_timeout": 120},
+        {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S},
+    ),
+    "files of Celery's ssl options": (
+        {"broker_url": "rediss://h", "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED, **TLS_FILES}},
+        TLS_FILES,
+    ),
+}
+
+
+@pytest.mark.parametrize(("conf", "expected"), READ.values(), ids=READ)
+def test_client_is_made_as_the_settings_say(conf, expected):
+    """All parts of a URL are read; whatever the result backend waits for, a command answers soon or fails."""
+    read = parameters(**conf)
+    assert expected.items() <= read.items()
     assert read["retry"]._retries == 1
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        (
-            "redis://bob:p%40ss%2Fword@host:6380/5",
-            {"username": "bob", "password": "p@ss/word", "host": "host", "port": 6380, "db": 5},
-        ),
-        ("redis+socket:///run/redis.sock?virtual_host=4", {"path": "/run/redis.sock", "db": 4}),
-    ],
-)
-def test_all_parts_of_a_url_are_read(url, expected):
-    """ACL users and percent-encoded passwords; a socket's path and database."""
-    assert expected.items() <= parameters(setnx_url=url).items()
 
 
 def test_unix_socket_serves_locks(tmp_path):
@@ -108,14 +113,6 @@ def test_tls_verifies_unless_told_otherwise(conf, expected):
     assert pool.make_connection().cert_reqs == expected
 
 
-def test_tls_files_travel():
-    """CA, certificate and key of Celery's own option names."""
-    files = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
-    options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, **files}
-    read = parameters(broker_url="rediss://h", broker_use_ssl=options)
-    assert {name: read[name] for name in files} == files
-
-
 def test_tls_of_the_result_backend_is_not_used_for_another_server():
     """redis_backend_use_ssl speaks of the backend, not of a plain setnx_url."""
     options = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
@@ -137,11 +134,7 @@ def test_forked_child_has_a_client_of_its_own(server):
     app = app_with(setnx_url=server.url(1))
     parents = client_for(app)
     assert parents.ping()
-    child = os.fork()
-    if child == 0:
-        own = client_for(app)
-        os._exit(0 if own is not parents and own.ping() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code_of_fork(lambda: client_for(app) is parents or not client_for(app).ping()) == 0
     assert client_for(app) is parents
     assert parents.ping()
 
@@ -165,18 +158,6 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     assert left == [":calls", ":holder", ":ticket:check"]
 
 
-@pytest.fixture
-def allowed(server, locks) -> Iterator[Callable[..., Celery]]:
-    """Called with the rules for a user, it makes an app of that user."""
-
-    def app_of(db: int, keys: str, *rules: str) -> Celery:
-        locks.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">pw", keys, *rules)
-        return app_with(setnx_url=server.url(db).replace("redis://", "redis://limited:pw@"))
-
-    yield app_of
-    locks.execute_command("ACL", "DELUSER", "limited")
-
-
 NEEDED = [
     *("eval", "evalsha", "time", "get", "exists", "set", "getset", "del", "pttl", "pexpire", "pexpireat"),
     *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
@@ -184,28 +165,28 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("command", ["eval|evalsha", *(name for name in NEEDED[2:] if name != "get")])
-def test_worker_does_not_start_where_the_acl_forbids_a_command(allowed, command, caplog):
+def test_worker_does_not_start_where_the_acl_forbids_a_command(limited, command, caplog):
     """The missing permission is named before the first task needs it, a take-over's included."""
-    app = allowed(1, "~*", "+@all", *[f"-{name}" for name in command.split("|")])
+    app = app_with(setnx_url=limited("~*", "+@all", *[f"-{name}" for name in command.split("|")]))
     with pytest.raises(LockRefused, match="Redis refuses to serve the lock"):
         start_worker_check(app)
     assert "This worker cannot lock" in caplog.text
     assert command.split("|")[-1] in caplog.text.lower()
 
 
-def test_worker_starts_with_only_the_needed_commands(allowed):
+def test_worker_starts_with_only_the_needed_commands(limited):
     """The permissions that the error message asks for are enough; INFO is not among them."""
     assert all(name.upper() in str(LockRefused("k", "")) for name in NEEDED)
-    start_worker_check(allowed(0, "~setnx:*", *[f"+{name}" for name in NEEDED]))
+    rules = [f"+{name}" for name in NEEDED]
+    start_worker_check(app_with(setnx_url=limited("~setnx:*", *rules, db=0)))
 
 
-def test_client_sends_again_after_a_lost_reply(server, locks):
+def test_client_sends_again_after_a_lost_reply(proxy, locks):
     """One lost reply is no outage, whatever this redis-py does by itself."""
-    with Proxy(server.port) as proxy:
-        client = client_for(app_with(setnx_url=proxy.url(LOCK_DB)))
-        SetnxLock(client, "lock.first").acquire()
-        with proxy.fault("drop_reply", containing=b"lock.again"):
-            assert SetnxLock(client, "lock.again").acquire().acquired
+    client = client_for(app_with(setnx_url=proxy.url(LOCK_DB)))
+    SetnxLock(client, "lock.first").acquire()
+    with proxy.fault("drop_reply", containing=b"lock.again"):
+        assert SetnxLock(client, "lock.again").acquire().acquired
 
 
 def test_worker_start_warns_of_a_server_that_evicts(caplog):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from celery_setnx import LockLost, SetnxLock, keeper
 from celery_setnx import lock as lock_module
@@ -17,9 +15,7 @@ from celery_setnx.keeper import Keeper, keeper_for_process
 from celery_setnx.lock import HeldLock
 from examples.embedded import EmbeddedServer
 from tests.bounds import bound
-from tests.conftest import LOCK_DB
 from tests.harness import age, exit_code_of_fork, wait_until
-from tests.proxy import Proxy
 
 LEASE_S, THIRD_S = 30.0, 10.0
 
@@ -83,19 +79,6 @@ def watch(locks) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy(server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def far(proxy, watch) -> Iterator[redis.Redis]:
-    """A client by way of the proxy that sends nothing again."""
-    with redis.Redis.from_url(proxy.url(LOCK_DB), retry=Retry(NoBackoff(), 0), socket_timeout=20) as client:
-        yield client
-
-
-@pytest.fixture
 def renewals(monkeypatch) -> list[int]:
     """How many locks were renewed each time."""
     sizes: list[int] = []
@@ -153,8 +136,8 @@ def test_vanished_lock_is_told_once(locks, watch):
 @pytest.mark.parametrize("trouble", ["refused", "silent"])
 def test_dead_server_is_a_loss_at_the_deadline(proxy, watch, far, trouble, caplog):
     """Without an answer for a whole lease the lock is lost, and told so once; the trouble is logged once."""
-    far.connection_pool.connection_kwargs["socket_timeout"] = 1 if trouble == "silent" else 20
-    lock = watch.watch(watch.hold(client=far))
+    client = far(socket_timeout=1 if trouble == "silent" else 20)
+    lock = watch.watch(watch.hold(client=client))
     with proxy.black_hole() if trouble == "silent" else nullcontext(proxy.close()):
         watch.pass_time(THIRD_S)
         wait_until(lambda: "renewing goes on" in caplog.text, "a renewal fails")
@@ -172,7 +155,7 @@ def test_dead_server_is_a_loss_at_the_deadline(proxy, watch, far, trouble, caplo
 @pytest.mark.parametrize("trouble", ["cut", "bug"])
 def test_failed_renewal_is_tried_again_while_the_lease_lasts(proxy, watch, far, trouble, monkeypatch, caplog):
     """It is no loss: neither where the server answers again in time, nor what nobody foresaw."""
-    lock = watch.watch(watch.hold(client=far))
+    lock = watch.watch(watch.hold(client=far()))
     with monkeypatch.context() as faulty:
         if trouble == "bug":
             faulty.setattr(keeper, "renew_all", lambda *_: 1 / 0)
@@ -191,15 +174,16 @@ def test_failed_renewal_is_tried_again_while_the_lease_lasts(proxy, watch, far, 
 @pytest.mark.parametrize("verb", ["acquire", "renew"])
 def test_keeper_after_a_slow_reply_renews_before_the_deadline(proxy, watch, far, verb):
     """A reply that took three quarters of the lease costs one renewal's time, not the lock."""
-    watch.hold(client=far).renew()  # from now on the server knows both scripts
+    client = far()
+    watch.hold(client=client).renew()  # from now on the server knows both scripts
     watch.client.delete("a", "{a}:holder")
     script = {"acquire": lock_module._ACQUIRE, "renew": lock_module._RENEW}[verb].sha.encode()
     slow = {"containing": script, "meanwhile": lambda: watch.pass_time(22.5)}
     if verb == "acquire":
         with proxy.fault("delay_reply", **slow):
-            lock = watch.watch(watch.hold(client=far))
+            lock = watch.watch(watch.hold(client=client))
     else:
-        lock = watch.watch(watch.hold(client=far))
+        lock = watch.watch(watch.hold(client=client))
         with proxy.fault("delay_reply", **slow):
             watch.pass_time(THIRD_S)
             wait_until(lambda: 7 < lock.remaining_s() < 8, "the reply")

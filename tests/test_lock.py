@@ -6,18 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import redis
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
-from tests.harness import age, raising
+from tests.harness import age, raising, server_us
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
-
-
-def server_us(client: redis.Redis) -> int:
-    """The server's clock in microseconds."""
-    seconds, microseconds = client.time()
-    return seconds * 1_000_000 + microseconds
 
 
 def test_free_lock_is_acquired_with_a_fence(locks):
@@ -292,12 +285,3 @@ def test_own_rest_lets_the_same_task_pass(locks):
     outcome = SetnxLock(locks, NAME).acquire(token="id-1|1|cd")
     assert outcome.acquired
     assert outcome.taken_over_from is None
-
-
-def test_client_that_returns_bytes_serves_as_well(server, locks):
-    """decode_responses of the user's client does not matter."""
-    with redis.Redis.from_url(server.url(1)) as client:
-        held = SetnxLock(client, NAME, info={"task": "t"}).acquire().lock
-        held.renew()
-        assert SetnxLock(client, NAME).acquire().holder.token == held.token
-        assert held.release() == "released"

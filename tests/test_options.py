@@ -1,7 +1,5 @@
 """Options: names, values, layers, and what cannot go together."""
 
-from datetime import timedelta
-
 import pytest
 from celery import Celery
 
@@ -15,14 +13,6 @@ def test_defaults_are_those_of_the_table():
     assert options == Options()
     assert (options.lease, options.on_conflict) == (30, "auto")
     assert (options.key, options.on_redis_error) == (None, "retry")
-
-
-def test_nearest_layer_wins():
-    """call > task > base class > app. Durations are seconds or timedelta."""
-    app, base, task = {"lease": 1, "max_wait": 1, "scope": "app"}, {"lease": 2, "max_wait": 2}, {"lease": 3}
-    options = merged("t", app, base, task)
-    assert (options.lease, options.max_wait, options.scope) == (3, 2, "app")
-    assert merged("t", task, {"lease": timedelta(minutes=2)}).lease == 120
 
 
 @pytest.mark.parametrize(
@@ -68,20 +58,6 @@ NONE = {"max_wait": None, "at_most_for": None, "skip_result": None, "dedupe": No
 def test_none_means_the_default(name):
     """Switching an option off is allowed where the table says none."""
     merged("t", {"max_wait": 1, "at_most_for": 1}, {name: NONE[name]})
-
-
-OTHERS = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
-
-
-@pytest.mark.parametrize("others", OTHERS)
-@pytest.mark.parametrize("policy", ["wait", "join"])
-def test_waiting_goes_with_any_max_wait_and_dedupe(policy, others):
-    """A call may wait in line, or join, for a while or for ever, and be the only one queued or running.
-
-    What is published during a run must run after it: with until_started it waits, and does not join.
-    """
-    assert merged("t", {"on_conflict": policy}, others).on_conflict == policy
-    assert merged("t", {"on_conflict": "wait", "dedupe": "until_started"}).on_conflict == "wait"
 
 
 def test_callable_of_one_call_is_refused():

@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from celery_setnx import SetnxLock
+from celery_setnx.keys import record_name
 from celery_setnx.lock import renew_all
 from celery_setnx.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
@@ -167,9 +168,11 @@ def test_client_of_another_kind_is_used_as_it_is(own, options):
 
 
 def test_scripts_that_were_forgotten_cost_three_round_trips(client, admin, monkeypatch):
-    """As on a new master: one script is sent again, not every one of its calls."""
+    """As on a new master: one script is sent again, not every one of its calls. All locks are renewed."""
     locks = [SetnxLock(client, f"lock.{number}").acquire().lock for number in range(300)]
     assert renew_all(locks) == [None] * 300
+    records = [record_name(lock.key) for lock in locks]
+    before = admin.mget(records)
     admin.script_flush()
     sent: list[int] = []
     send = redis.Connection.send_packed_command
@@ -181,6 +184,7 @@ def test_scripts_that_were_forgotten_cost_three_round_trips(client, admin, monke
     monkeypatch.setattr(redis.Connection, "send_packed_command", counting)
     assert renew_all(locks) == [None] * 300
     assert len(sent) == 3
+    assert all(new != old for new, old in zip(admin.mget(records), before))
 
 
 def pack_under_signals() -> None:

@@ -126,15 +126,9 @@ class Case:
             yield getattr(self, self.random.choice(verbs))()
 
     @property
-    def record(self) -> Record:
-        """The record, or an empty one."""
-        record = self.store.record
-        return record if isinstance(record, Record) else Record("", 0, 0, "", 0)
-
-    @property
     def state(self) -> str:
         """The record's state."""
-        return self.record.state
+        return self.store.holder.state
 
     @property
     def is_orphaned(self) -> bool:
@@ -190,7 +184,7 @@ class Case:
 
     def free(self) -> Step:
         """On behalf of a task whose retry will not come."""
-        holder = task_of(self.record.token)[0] or ""
+        holder = task_of(self.store.holder.token)[0] or ""
         task_id = self.random.choice((holder, holder, *TASK_IDS))
         return self.script("free", PAIR, task_id=task_id, remember=REMEMBER_MS)
 
@@ -217,7 +211,7 @@ class Case:
 
     def waits(self, verb: str, **sent: Any) -> Step:
         """By some task; often the one for which the lock is kept."""
-        heir = [self.record.info] * 3 if self.state == "handed" else []
+        heir = [self.store.holder.info] * 3 if self.state == "handed" else []
         task, attempt = self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
         return self.script(verb, (*PAIR, *WAITING, TICKETS[task]), task=task, attempt=attempt, **sent)
 
@@ -300,7 +294,7 @@ class Case:
 
     def token(self) -> str:
         """Mostly the holder's or the last sender's."""
-        record = self.record
+        record = self.store.holder
         holder = record.token if record.state else self.last
         task, retries = task_of(holder)
         if task is not None and record.state == "held_for_retry":
@@ -314,7 +308,7 @@ class Case:
 
     def task_id(self) -> str:
         """Mostly the marked task's or the holder's."""
-        mark, holder = self.store.mark, task_of(self.record.token)[0]
+        mark, holder = self.store.mark, task_of(self.store.holder.token)[0]
         known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
         return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
 

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
-from tests.model.store import MS, SECOND, Answer, Record, Store
+from tests.model.store import MS, SECOND, Answer, Store
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -85,8 +85,8 @@ class Ours(Program):
         store, reply = self.acquire(me, index, state, world)
         token, word = self.token(me, index), reply[0]
         if word == "held":
-            record = state.store.record
-            if self.proof and isinstance(record, Record) and record.state == "running":
+            record = state.store.holder
+            if self.proof and record.state == "running":
                 answered = me._replace(at="answered", word=word, seen=record.token, dead="")
             else:
                 answered = self.after_conflict(me)
@@ -94,8 +94,7 @@ class Ours(Program):
             until = me.sent + int(reply[1]) - state.now
             since = state.now if self.at_least_for and word != "again" else me.since
             if self.at_least_for and word == "again":
-                assert isinstance(store.record, Record)
-                since = store.record.since
+                since = store.holder.since
             answered = me._replace(at="answered", word=word, until=until, since=since, seen="", dead="")
         yield from self.answers(me, answered, state, store, "acquire", token, reply)
 

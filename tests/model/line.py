@@ -16,14 +16,17 @@ def without_place(store: Store, task: str) -> Store:
     return store._replace(line=Line(places, store.line.lease) if places else Line())
 
 
+def with_call(store: Store, task: str, call: str, lease: int) -> Store:
+    """The keys with what a task is woken with; under '' who watches the lock."""
+    fields = {**dict(store.calls.fields), task: call}
+    return store._replace(calls=Calls(tuple(sorted(fields.items())), max(store.calls.lease, lease)))
+
+
 def with_place(store: Store, task: str, since: int, call: str, lease: int) -> Store:
     """The keys when a task waits in line, with what it is woken with."""
     places = [*without_place(store, task).line.places, (since, task)]
-    fields = {**dict(store.calls.fields), task: call}
-    return store._replace(
-        line=Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease)),
-        calls=Calls(tuple(sorted(fields.items())), max(store.calls.lease, lease)),
-    )
+    line = Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease))
+    return with_call(store._replace(line=line), task, call, lease)
 
 
 def without_call(store: Store, task: str) -> Store:
@@ -117,9 +120,7 @@ class Waiting:
             place = order.index(task) + 1 if task in order else 0
             watches = watch > 0 and bool(order) and self.may_watch(after, now, task)
             if watches:
-                fields = {**dict(after.calls.fields), "": f"{now + watch} {task}"}
-                lease = max(after.calls.lease, remember)
-                after = after._replace(calls=Calls(tuple(sorted(fields.items())), lease))
+                after = with_call(after, "", f"{now + watch} {task}", remember)
             text = None if record is None else str(record)
             return after, (word, str(now), store.value, text, str(place), "1" if watches else "0")
 
@@ -150,10 +151,9 @@ class Waiting:
 
     def is_kept_for(self, store: Store, now: int, task: str) -> bool:
         """Whether a lock that was handed over is still kept for this task."""
-        record = store.record
+        record = store.holder
         return (
             store.value is not None
-            and isinstance(record, Record)
             and self.is_for(self.heir_of(record), task)
             and not self.is_past(now, record.deadline)
         )

@@ -43,8 +43,7 @@ class Lock(Waiting):
 
     def record_decides(self, store: Store, now: int) -> bool:
         """Rule 5: an unexpired record of ours outweighs a value that a classic loser overwrote."""
-        record = store.record
-        return isinstance(record, Record) and not self.is_past(now, record.deadline)
+        return not self.is_past(now, store.holder.deadline)
 
     def proves_death(self, record: Record, dead: str) -> bool:
         """Whether the token of a process that was proved dead opens this lock."""
@@ -86,8 +85,7 @@ class Lock(Waiting):
         record = store.record
         if isinstance(record, str):
             return store, FOREIGNRECORD
-        found = record or Record("", 0, 0, "", 0)
-        old = store.value
+        found, old = store.holder, store.value
         text = None if record is None else str(record)
         mark = None
         if line and store.mark is not None and store.mark.task_id != NOT_A_STRING:
@@ -134,13 +132,7 @@ class Lock(Waiting):
             if died and not let_in and word == "acquired":
                 word = "taken_over"
         deadline = now + lease
-        expiry = up(deadline, MS) + retention
-        after = store._replace(
-            value=self.value_of(deadline),
-            expiry=expiry,
-            record=Record(token, deadline, fence, "running", now, info),
-            record_expiry=expiry,
-        )
+        after = self.kept(store, Record(token, deadline, fence, "running", now, info), retention)
         if mark is not None and self.ends_mark(mark, token):
             after = after._replace(mark=None)
         if heir is not None and task != heir and not self.is_past(now, found.deadline):
@@ -157,22 +149,16 @@ class Lock(Waiting):
 
     def renew(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
         """lua/renew.lua."""
-        value, record = store.value, store.record
-        if not isinstance(record, Record) or record.token != token or record.state != "running":
+        value, record = store.value, store.holder
+        if record.token != token or record.state != "running":
             return store, ("lost", "0", str(now), value)
         if value is None:
             return store, ("gone", "0", str(now), None)
         if not self.may_still_renew(store, now) or not NUMBER.fullmatch(value):
             return store, ("lost", str(record.deadline), str(now), value)
         deadline = now + lease
-        expiry = up(deadline, MS) + retention
         word = "renewed" if value == self.value_of(record.deadline) else "repaired"
-        after = store._replace(
-            value=self.value_of(deadline),
-            expiry=expiry,
-            record=record._replace(deadline=deadline),
-            record_expiry=expiry,
-        )
+        after = self.kept(store, record._replace(deadline=deadline), retention)
         return after, (word, str(deadline), str(now), value)
 
     def may_still_renew(self, store: Store, now: int) -> bool:
@@ -192,7 +178,7 @@ class Lock(Waiting):
         line: bool = False,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
-        value, record = store.value, store.record
+        value, record = store.value, store.holder
 
         def answer(word: str, heir: str | None = None) -> tuple[Any, ...]:
             call = None if heir is None else dict(store.calls.fields).get(heir)
@@ -200,7 +186,7 @@ class Lock(Waiting):
                 return word, str(now), value, None, None  # nobody is to be woken: it asks by itself
             return word, str(now), value, heir, call
 
-        if not isinstance(record, Record) or record.token != token:
+        if record.token != token:
             return store, answer("lost")
         if record.state != "running":
             handed = record.state == "handed"  # answered as the first time
@@ -231,9 +217,9 @@ class Lock(Waiting):
             after = without_call(without_place(after, task), task)
         return self.marked_again(after, now, token, again), answer(word, heir)
 
-    def kept(self, store: Store, record: Record, remember: int) -> Store:
-        """The keys of a lock that is given back, and stays closed."""
-        expiry = up(record.deadline, MS) + remember
+    def kept(self, store: Store, record: Record, retention: int) -> Store:
+        """The keys of a lock that stays closed until its record's deadline."""
+        expiry = up(record.deadline, MS) + retention
         value = self.value_of(record.deadline)
         return store._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
 
@@ -246,28 +232,18 @@ class Lock(Waiting):
 
     def hold(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
         """lua/hold.lua."""
-        if isinstance(store.record, Record) and (store.record.token, store.record.state) == (token, "handed"):
+        if (store.holder.token, store.holder.state) == (token, "handed"):
             return store, ("handed", str(now), store.value)
         freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
             return store, reply[:3]
-        record, until = store.record, now + lease
-        assert isinstance(record, Record)
-        expiry = up(until, MS) + retention
-        after = store._replace(
-            value=self.value_of(until),
-            expiry=expiry,
-            record=record._replace(deadline=until, state="held_for_retry"),
-            record_expiry=expiry,
-        )
-        return after, ("held_for_retry", *reply[1:3])
+        record = store.holder._replace(deadline=now + lease, state="held_for_retry")
+        return self.kept(store, record, retention), ("held_for_retry", *reply[1:3])
 
     def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
         """lua/free.lua."""
-        record = store.record
-        if not isinstance(record, Record) or record.state != "held_for_retry":
-            return store, ("lost", str(now), store.value)
-        if task_of(record.token)[0] != task_id:
+        record = store.holder
+        if record.state != "held_for_retry" or task_of(record.token)[0] != task_id:
             return store, ("lost", str(now), store.value)
         running = store._replace(record=record._replace(state="running"))
         after, reply = self.release(running, now, token=record.token, remember=remember)
@@ -275,13 +251,12 @@ class Lock(Waiting):
 
     def mark(self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str) -> Answer:
         """lua/mark.lua."""
-        mark, record = store.mark, store.record
+        mark, record = store.mark, store.holder
         if mark is not None and mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
         if mark is not None and not self.may_mark(mark, task_id):
             return store, ("queued", mark.task_id, str(now), None, None)
         if dedupe == "until_done" and self.executes_a_task(store, now):
-            assert isinstance(record, Record)
             return store, ("running", task_of(record.token)[0], str(now), store.value, str(record))
         after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
         return after, ("marked", task_id, str(now), None, None)
@@ -292,10 +267,9 @@ class Lock(Waiting):
 
     def executes_a_task(self, store: Store, now: int) -> bool:
         """Whether a task of ours runs, or its lock is held for its retry; a foreign lock is none."""
-        record = store.record
+        record = store.holder
         return (
             store.value is not None
-            and isinstance(record, Record)
             and record.state in ("running", "held_for_retry")
             and task_of(record.token)[0] is not None
             and not self.is_past(now, record.deadline)

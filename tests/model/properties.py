@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
 from tests.model.lock import Lock
-from tests.model.store import MS, NUMBER, Record, Store, purge, seconds, task_of
+from tests.model.store import MS, NUMBER, Store, purge, seconds, task_of
 
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
@@ -41,8 +41,8 @@ def entry_kept(world: World, before: State, event: Event, after: State) -> bool:
         return True
     if old.value is None or (old.value, old.record) == (new.value, new.record):
         return True
-    record = old.record
-    if not isinstance(record, Record) or after.now >= record.deadline:
+    record = old.holder
+    if after.now >= record.deadline:
         return not _is_valid_foreigners(old.value, world, before)
     if record.token == event.token:
         return True
@@ -71,9 +71,7 @@ def no_stale_release(world: World, before: State, event: Event, after: State) ->
     old, new = before.store, after.store
     if (old.value, old.record) == (new.value, new.record):
         return True
-    record = old.record
-    if not isinstance(record, Record):
-        return False
+    record = old.holder
     if event.what == "free":
         return record.state == "held_for_retry" and event.token == task_of(record.token)[0]
     ours = old.value in (None, seconds(record.deadline)) or after.now < record.deadline
@@ -83,24 +81,21 @@ def no_stale_release(world: World, before: State, event: Event, after: State) ->
 @caused_by("release")
 def no_release_lost(world: World, before: State, event: Event, after: State) -> bool:
     """A release inside the lease frees the lock, or lets it rest, or holds it for the retry."""
-    old, record = before.store, before.store.record
+    old, record = before.store, before.store.holder
     if old.value is None or not NUMBER.fullmatch(old.value):
         return True
-    if not isinstance(record, Record) or record.token != event.token or record.state != "running":
+    if record.token != event.token or record.state != "running" or after.now >= record.deadline:
         return True
-    if after.now >= record.deadline:
-        return True
-    kept = after.store.record
-    return after.store.value is None or (isinstance(kept, Record) and kept.state == event.reply[0])
+    return after.store.value is None or after.store.holder.state == event.reply[0]
 
 
 @caused_by("renew", "release")
 def no_false_loss(world: World, before: State, event: Event, after: State) -> bool:
     """A holder is never told inside its lease that the lock is lost."""
-    old, record = before.store, before.store.record
+    old, record = before.store, before.store.holder
     if event.reply[0] not in ("lost", "gone"):
         return True
-    valid = isinstance(record, Record) and record.token == event.token and after.now < record.deadline
+    valid = record.token == event.token and after.now < record.deadline
     return not valid or old.value is None
 
 
@@ -147,9 +142,7 @@ def no_ghost(world: World, before: State, event: Event, after: State) -> bool:
             return True
         if event.reply[0] == "queued":
             return isinstance(program, Call) and program.is_queued(client, before.now)
-        record = before.store.record
-        resumable = isinstance(record, Record) and record.state == "held_for_retry"
-        return resumable or client.at in EXECUTES
+        return before.store.holder.state == "held_for_retry" or client.at in EXECUTES
     return False
 
 

@@ -26,6 +26,9 @@ class Record(NamedTuple):
         return "\n".join(map(str, self))
 
 
+NOBODY = Record("", 0, 0, "", 0)
+
+
 class Mark(NamedTuple):
     """A queued call: its task id, and the millisecond at which the key expires (None: never).
 
@@ -77,6 +80,11 @@ class Store(NamedTuple):
     line: Line = Line()
     calls: Calls = Calls()
     tickets: tuple[tuple[str, Ticket], ...] = ()
+
+    @property
+    def holder(self) -> Record:
+        """What the record says; NOBODY if there is none, or none of ours."""
+        return self.record if isinstance(self.record, Record) else NOBODY
 
 
 Answer = tuple[Store, tuple[Any, ...]]

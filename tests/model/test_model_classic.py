@@ -4,24 +4,19 @@ import pytest
 
 from tests.bounds import DEEP, bound
 from tests.model.clients import Classic, Ours
-from tests.model.explorer import World, assert_broken, assert_holds
-from tests.model.properties import SAFETY, exclusion, slowest_acquire
-from tests.model.store import Store
+from tests.model.explorer import World, assert_broken
+from tests.model.properties import exclusion
+from tests.model.test_model_lock import assert_safe
+from tests.model.test_model_mutants import DEAD_CLASSIC
 
-DEAD_CLASSIC = Store("9")
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
-
-
-def assert_safe(world: World) -> None:
-    """Fail if a property is broken, or a lone client cannot acquire in bounded time."""
-    assert slowest_acquire(world.lock, assert_holds(world, SAFETY), 8) <= 8
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_lock_and_recipe_exclude_each_other(strict):
     """On a free key, and past either's death, ours and a prompt classic client never run together."""
     classics = Classic(timeout=1, tries=3, strict=strict), Classic(timeout=1, strict=strict)
-    assert_safe(World(Ours("a", beats=1), *classics, ticks=bound(7, small=4, deep=12), crashes=1))
+    assert_safe(World(Ours("a", beats=1), *classics, ticks=bound(7, small=4, deep=12), crashes=1), 8)
 
 
 def test_lock_holds_beside_prompt_classic_losers():
@@ -29,7 +24,7 @@ def test_lock_holds_beside_prompt_classic_losers():
     ours = Ours("a", lease=4, beats=2), Ours("b", lease=3, tries=1)
     losers = Classic(timeout=1, tries=1 + DEEP), Classic(timeout=1)
     ticks = bound(4, small=2, full=5, deep=9)
-    assert_safe(World(ours[0], *losers, ours[1], store=DEAD_CLASSIC, ticks=ticks, crashes=1))
+    assert_safe(World(ours[0], *losers, ours[1], store=DEAD_CLASSIC, ticks=ticks, crashes=1), 8)
 
 
 def assert_breaks_exclusion(*programs: Classic | Ours, ticks: int) -> None:

@@ -25,15 +25,10 @@ def wrong(**methods: Any) -> Lock:
     return changed(Lock, **methods)()
 
 
-def holder_of(store: Store, token: str) -> str:
-    """The holder's token; without one this."""
-    return store.record.token if isinstance(store.record, Record) else token
-
-
 def for_anybody(verb: Callable[..., Answer]) -> Callable[..., Answer]:
     """As if the token were the holder's."""
     return lambda lock, store, now, *, token, **rest: verb(
-        lock, store, now, token=holder_of(store, token), **rest
+        lock, store, now, token=store.holder.token or token, **rest
     )
 
 
@@ -50,8 +45,7 @@ def keeps_the_lock(lock: Lock, store: Store, now: int, **rest: Any) -> Answer:
 
 def believes_the_value(lock: Lock, store: Store, now: int) -> bool:
     """No rule 5: a record counts no more once a classic loser has overwritten the value."""
-    record = store.record
-    recorded = isinstance(record, Record) and store.value == lock.value_of(record.deadline)
+    recorded = store.value == lock.value_of(store.holder.deadline)
     return recorded and Lock.record_decides(lock, store, now)
 
 
@@ -62,7 +56,7 @@ def resumes_any_attempt(lock: Lock, record: Record, token: str) -> bool:
 
 def frees_any_hold(lock: Lock, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
     """A revoked task frees whatever is held for a retry."""
-    holder = task_of(holder_of(store, ""))[0]
+    holder = task_of(store.holder.token)[0]
     return Lock.free(lock, store, now, task_id=holder or task_id, remember=remember)
 
 

@@ -1,6 +1,6 @@
 """Calls that wait in line: none is lost, none runs twice, none overtakes, whoever dies at whatever moment.
 
-tests/model/__init__.py says how to have more calls, more workers and more that goes wrong.
+tests/bounds.py says how to have more calls, more workers and more that goes wrong.
 """
 
 from collections.abc import Callable
