@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import redis
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
-from tests.chaos.nursery import Nursery
 from tests.harness import Worker, wait_until
+from tests.soak import nursery
 from tests.soak.history import History, Record, of_kind
 
 LANES = 4
@@ -141,9 +142,7 @@ class Stage:
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
         self._use_broker()
-        nursery = Nursery()
-        self._exits.callback(nursery.close)
-        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.popen)})
+        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.worker)})
         self._workers: list[Worker] = []
         self._shared: dict[str, Worker] = {}
         self._lock = threading.Lock()
@@ -154,6 +153,8 @@ class Stage:
             if worker.process.poll() is None:
                 with suppress(ProcessLookupError):
                     worker.kill()
+        for fork in active_children():  # who never got ready
+            fork.kill()
         self.log.close()
         self._exits.close()
         if not self.keep:
