@@ -19,7 +19,7 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.keeper import Keeper
 from celery_setnx.lock import HeldLock
 from tests.soak import flaws
-from tests.soak.history import History, now_us
+from tests.soak.history import History, note_renewals, now_us
 
 RETENTION_S = 120.0
 WAIT_S = 0.5
@@ -152,23 +152,16 @@ class Holder:
     def _watch_the_scripts(self) -> None:
         lock_module._ACQUIRE = _Witness(lock_module._ACQUIRE, self._granted)
         lock_module._RELEASE = _Witness(lock_module._RELEASE, self._released)
-        note, renewed, renew_all = self._history.note, HeldLock._renewed, lock_module.renew_all
-
-        def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
-            renewed(held, before, reply)
-            note(
-                "renewed", token=held.token, lock=held.key, word=reply[0], deadline=int(reply[1] or 0),
-                now=int(reply[2] or 0), began=before, until=held._valid_until,
-            )  # fmt: skip
+        note_renewals(self._history.note)
+        renew_all = lock_module.renew_all
 
         def noting_errors(locks: Sequence[HeldLock], client: Any = None) -> list[Any]:
             errors = renew_all(locks, client)
             for held, error in zip(locks, errors):
                 if error is not None:
-                    note("renew_failed", token=held.token, error=error.reason)
+                    self._history.note("renew_failed", token=held.token, error=error.reason)
             return errors
 
-        HeldLock._renewed = noted
         lock_module.renew_all = noting_errors
         keeper_module.renew_all = noting_errors
 
