@@ -111,7 +111,7 @@ class Log:
                 data = file.read()
                 now = time.monotonic()
                 if now - last > GAP_S:
-                    self._note("gap", life="driver", since=last)
+                    self._note("excuse", since=last, until=now, of_worker="", of_pid=0)
                 last = now
                 if not data:
                     time.sleep(_TICK_S)
