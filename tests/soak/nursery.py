@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -30,6 +30,8 @@ class Fork(ForkServerProcess):
 
     def run(self) -> None:
         """Called in the process."""
+        # The nursery ends with its driver only if nobody else has this end of their pipe.
+        os.close(forkserver._forkserver._forkserver_alive_fd)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         super().run()
 
