@@ -23,8 +23,6 @@ def main() -> int:
     names = sorted((name for name in SCENARIOS if options.only in name), key=_LONG.count, reverse=True)
     end_on_sigterm()
     try:
-        for name in names:
-            SCENARIOS[name].check_tools()
         if options.teeth:
             rows = [(name, mutant) for name in names for mutant in SCENARIOS[name].mutants]
             return 0 if hunt(bite, rows, options.seed, options.lanes) else 1

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from celery.signals import task_failure, task_postrun, task_received, task_revok
 
 from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
 from celery_setnx import trial as trial_module
-from celery_setnx.lock import Heir, HeldLock
+from celery_setnx.lock import Heir
 from tests.harness import CONF
 from tests.soak import flaws
-from tests.soak.history import History
+from tests.soak.history import History, note_renewals
 
 LEASE_S = 1.5
 WAIT_PACE_S = 2.0
@@ -154,18 +153,6 @@ def note_revoked(request: Any, **_details: Any) -> None:
     note("revoked", tid=request.id)
 
 
-def _note_renewals() -> None:
-    renewed = HeldLock._renewed
-
-    def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
-        renewed(held, before, reply)
-        until = time.monotonic() + held.remaining_s()
-        tid = held.token.partition("|")[0]
-        note("renewed", tid=tid, fence=held.fence, word=reply[0], began=before, until=until)
-
-    HeldLock._renewed = noted
-
-
 def _die_before_waking(order: Path) -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
     wake = run.wake
@@ -186,6 +173,6 @@ if os.environ.get("CHAOS_FLAW"):
     # Nor found before the first task: it is the scenario's to find.
     trial_module.LockServerCheck.start = lambda *_arguments: None
     flaws.seed(os.environ["CHAOS_FLAW"])
-_note_renewals()
+note_renewals(note)
 if "CHAOS_DIES_BEFORE_WAKING" in os.environ:
     _die_before_waking(Path(os.environ["CHAOS_DIES_BEFORE_WAKING"]))

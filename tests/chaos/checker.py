@@ -166,7 +166,7 @@ def _blame(life: Life, faults: Sequence[Record]) -> None:
         elif kind == "kill" and life.end is not None and not life.released and _hits(fault, life):
             life.died_releasing = life.start <= fault["t"] and fault["before"] - life.end["t"] < 0.5
         elif kind == "gap":
-            if fault["life"] in (life.id, "driver") and _meet(life, fault["since"], fault["t"]):
+            if fault["life"] == life.id and _meet(life, fault["since"], fault["t"]):
                 life.excused = True
         elif kind == "excuse":
             whom = (fault["of_worker"], fault["of_pid"])
@@ -221,8 +221,7 @@ def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report,
             continue
         took = later[0].start - killed
         report.recovery_s.append(took)
-        pauses = [(r["since"], r["t"]) for r in of_kind(faults, "gap") if r["life"] == "driver"]
-        pauses += [(r["since"], r["until"]) for r in of_kind(faults, "excuse") if not r["of_worker"]]
+        pauses = [(r["since"], r["until"]) for r in of_kind(faults, "excuse") if not r["of_worker"]]
         if took - paused(pauses, killed, later[0].start) > life.lease + SLACK_S + POLL_S:
             report.broken(f"the key ran again only {took:.2f} s after {life} was killed")
 

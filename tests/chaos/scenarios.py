@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ from celery_setnx.process import has_ended
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
 from tests.chaos.checker import POLL_S, SLACK_S, WAITS
-from tests.chaos.stage import LANES, LONG_S, Late, MissingTool, Play, Stage, clock_shim
+from tests.chaos.stage import LANES, LONG_S, Late, Play, Stage, clock_shim
 from tests.harness import wait_until
 from tests.proxy import Proxy
 
@@ -42,17 +40,6 @@ class Scenario:
     policies: tuple[str, ...] = ("retry",)  # what rivals do at a conflict, in turn
     teeth: int = 4  # how many times with a flaw
     own_stage: bool = False  # whether it has workers and a lock server of its own, and settles there
-    shifts_clocks: bool = False  # whether it needs the shim
-    packages: tuple[str, ...] = ()  # without which it cannot play
-
-    def check_tools(self) -> None:
-        """Find out whether it can play."""
-        for name in self.packages:
-            if find_spec(name) is None:
-                raise MissingTool(f"the Python package {name}: pip install {name}")
-        if self.shifts_clocks:
-            with TemporaryDirectory() as directory:
-                clock_shim(Path(directory))
 
 
 def in_lanes(lanes: int = LANES) -> Callable[[Callable[..., Any]], Callable[[Play], None]]:
@@ -545,15 +532,13 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "SCRIPT FLUSH, CLIENT KILL": Scenario(storm, 40, 400, ("no_resend",), _ALL),
     "server full (noeviction)": Scenario(full_server, 2, 10, ("greedy_renewal",), _ALL, teeth=1),
-    "worker clocks +-60 s": Scenario(skewed_workers, 6, 30, ("client_clock",), _ALL, shifts_clocks=True),
-    "server clock +-120 s": Scenario(
-        clock_jump, 4, 20, ("clock_fence",), _ALL, own_stage=True, shifts_clocks=True
-    ),
+    "worker clocks +-60 s": Scenario(skewed_workers, 6, 30, ("client_clock",), _ALL),
+    "server clock +-120 s": Scenario(clock_jump, 4, 20, ("clock_fence",), _ALL, own_stage=True),
     "revoke": Scenario(revoked, 12, 60, ("no_release_on_error",), _ALL),
     "time limits": Scenario(time_limits, 9, 60, ("no_release_on_error",), _ALL),
     "warm, soft, cold shutdown": Scenario(shutdowns, 4, 40, ("no_renewal",), _ALL, teeth=2),
     "max_tasks_per_child": Scenario(short_lives, 24, 200, ("no_lock",), teeth=6),
-    "every pool": Scenario(pools, 5, 25, ("no_renewal",), teeth=5, packages=("gevent", "eventlet")),
+    "every pool": Scenario(pools, 5, 25, ("no_renewal",), teeth=5),
     "kill -9 of a pool child, wait": Scenario(child_kill, 8, 200, ("no_wake", "lost_wake"), ("wait",)),
     "kill -9 of a pool child, join": Scenario(child_kill, 4, 100, (), ("join",)),
     "kill -9 of a worker, wait and join": Scenario(worker_kill, 2, 40, ("no_courier",), WAITS, teeth=2),

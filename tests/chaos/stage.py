@@ -13,7 +13,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import redis
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
 from tests.chaos.checker import FINAL, is_lost_with_its_worker
-from tests.chaos.nursery import Nursery
 from tests.harness import Worker, wait_until
+from tests.soak import nursery
 from tests.soak.history import History, Record, of_kind
 
 LANES = 4
@@ -110,7 +111,7 @@ class Log:
                 data = file.read()
                 now = time.monotonic()
                 if now - last > GAP_S:
-                    self._note("gap", life="driver", since=last)
+                    self._note("excuse", since=last, until=now, of_worker="", of_pid=0)
                 last = now
                 if not data:
                     time.sleep(_TICK_S)
@@ -141,9 +142,7 @@ class Stage:
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
         self._use_broker()
-        nursery = Nursery()
-        self._exits.callback(nursery.close)
-        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.popen)})
+        self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.worker)})
         self._workers: list[Worker] = []
         self._shared: dict[str, Worker] = {}
         self._lock = threading.Lock()
@@ -154,6 +153,8 @@ class Stage:
             if worker.process.poll() is None:
                 with suppress(ProcessLookupError):
                     worker.kill()
+        for fork in active_children():  # who never got ready
+            fork.kill()
         self.log.close()
         self._exits.close()
         if not self.keep:
@@ -209,35 +210,31 @@ class Stage:
         worker.kill()
         self.note("kill", victim_worker=f"{worker.name}@test", before=before, waiter=waiter)
 
-    @contextmanager
-    def excused(self, *, worker: Worker | None = None, pid: int = 0) -> Iterator[None]:
+    def excused(self, *, worker: Worker | None = None, pid: int = 0) -> AbstractContextManager[float]:
         """For the length of a block a process, a worker or (without both) everything may miss its lease."""
+        return self._spell("excuse", of_worker=f"{worker.name}@test" if worker else "", of_pid=pid)
+
+    def data_lost(self) -> AbstractContextManager[float]:
+        """For the length of a block the server loses its data, or its sense of time."""
+        return self._spell("epoch")
+
+    @contextmanager
+    def _spell(self, kind: str, **details: Any) -> Iterator[float]:
         since = time.monotonic()
         try:
-            yield
+            yield since
         finally:
-            name = f"{worker.name}@test" if worker else ""
-            self.note("excuse", since=since, until=time.monotonic(), of_worker=name, of_pid=pid)
+            self.note(kind, since=since, until=time.monotonic(), **details)
 
     @contextmanager
     def stopped(self, pid: int) -> Iterator[float]:
         """For the length of a block a process stands still; since when."""
-        with self.excused(pid=pid):
-            since = time.monotonic()
+        with self.excused(pid=pid) as since:
             os.kill(pid, signal.SIGSTOP)
             try:
                 yield since
             finally:
                 os.kill(pid, signal.SIGCONT)
-
-    @contextmanager
-    def data_lost(self) -> Iterator[None]:
-        """For the length of a block the server loses its data, or its sense of time."""
-        since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.note("epoch", since=since, until=time.monotonic())
 
     def _use_broker(self) -> None:
         """Point the driver's own app at this stage's broker."""

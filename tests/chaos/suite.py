@@ -78,7 +78,6 @@ def bite(name: str, mutant: str, seed: int) -> list[str]:
 def _play(stage: Stage, name: str, count: int) -> Result:
     """Play one scenario, wait until all is quiet, and check its history."""
     scenario = SCENARIOS[name]
-    scenario.check_tools()
     began = time.monotonic()
     short = "_".join([scenario.play.__name__, *scenario.policies])
     run = Play(stage, short, count, scenario.policies)

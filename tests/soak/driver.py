@@ -1,16 +1,14 @@
 """The driver of a soak: starts the processes, then kills, stops, cuts and flushes until time is up."""
 
-import ctypes
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,15 @@ from examples.embedded import EmbeddedServer
 from tests.proxy import Fault, Proxy
 from tests.soak.checker import check
 from tests.soak.history import History, Report, now_us, read
-from tests.soak.holder import UNMUTATED, Duty, fork
+from tests.soak.holder import UNMUTATED, Duty, hold
+from tests.soak.nursery import Fork
 
 MUTANT_S = 40.0
 _TICK_S = 0.005
 _LAG_S = 0.05
 _LOOK_EVERY_S = 0.7
-_ANSWERS = ("acquired", "taken_over", "released", "renewed")
+_ANSWERS = (b"acquired", b"taken_over", b"released", b"renewed")
 _DRIVER, _CLOSER = -1, -2
-_PR_SET_PDEATHSIG = 1
 # A record that is lost while the lock is free, as it is when its retention ends.
 _FORGET = "return redis.call('EXISTS', KEYS[1]) == 0 and redis.call('DEL', KEYS[2]) or 0"
 
@@ -68,7 +66,7 @@ MUTANTS: dict[str, Scenario] = {
 
 @dataclass
 class _Process:
-    pid: int
+    fork: Fork
     duty: Duty
     continue_at: float = 0.0
 
@@ -81,6 +79,7 @@ class Soak:
     history: Path
     seed: int = 0
     _processes: list[_Process] = field(default_factory=list)
+    _faults: list[Fault] = field(default_factory=list)
     _started: int = 0
 
     def run(self, seconds: float, *, stop_at_violation: bool = False) -> Report:
@@ -88,11 +87,12 @@ class Soak:
         self._random = random.Random(self.seed)
         self._notes = History(self.history, _DRIVER)
         self._locks = [f"lock.{number}" for number in range(self.scenario.locks)]
-        far = _Far(ctx=get_context("fork"))
-        far.start(ctypes.CDLL(None).prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
-        with far, EmbeddedServer() as server, redis.Redis(port=server.port) as admin:
-            self._admin, self._port = admin, server.port
-            self._proxy = far.Faults(server.port)  # type: ignore[attr-defined]
+        with (
+            EmbeddedServer() as server,
+            Proxy(server.port) as proxy,
+            redis.Redis(port=server.port) as admin,
+        ):
+            self._admin, self._port, self._proxy = admin, server.port, proxy
             try:
                 for number in range(self.scenario.processes):
                     self._start(direct=number >= self.scenario.proxied)
@@ -109,11 +109,11 @@ class Soak:
 
     def _start(self, *, direct: bool, once: bool = False) -> _Process:
         self._started += 1
-        port = self._port if direct else self._proxy.port()
+        port = self._port if direct else self._proxy.port
         uid = _CLOSER if once else self._started
         scenario = self.scenario
         duty = Duty(uid, port, direct, self._locks, scenario.leases, self.history, scenario.flaw, once)
-        process = _Process(fork(duty), duty)
+        process = _Process(Fork(hold, duty), duty)
         self._processes.append(process)
         return process
 
@@ -155,9 +155,8 @@ class Soak:
     def _kill(self) -> None:
         process = self._choose(self._processes)
         before, us = time.monotonic(), now_us()
-        os.kill(process.pid, signal.SIGKILL)
-        _pid, status = os.waitpid(process.pid, 0)
-        if os.waitstatus_to_exitcode(status) == UNMUTATED:
+        process.fork.kill()
+        if process.fork.wait() == UNMUTATED:
             raise RuntimeError(f"{self.scenario.flaw} does not apply to the package any more")
         self._notes.note("kill", victim=process.duty.uid, before=before, us=us)
         self._processes.remove(process)
@@ -175,14 +174,14 @@ class Soak:
             return
         process = self._choose(running)
         seconds = self._random.uniform(0.3, 2.5) * max(self.scenario.leases)
-        os.kill(process.pid, signal.SIGSTOP)
+        process.fork.send_signal(signal.SIGSTOP)
         process.continue_at = time.monotonic() + seconds
         self._notes.note("stop", victim=process.duty.uid, seconds=seconds)
 
     def _continue(self, now: float) -> None:
         for process in self._processes:
             if process.continue_at and now >= process.continue_at:
-                os.kill(process.pid, signal.SIGCONT)
+                process.fork.send_signal(signal.SIGCONT)
                 process.continue_at = 0.0
         if now >= self._memory_back_at:
             self._admin.config_set("maxmemory", 0)
@@ -191,14 +190,17 @@ class Soak:
     def _break_connection(self) -> None:
         lease = max(self.scenario.leases)
         delay_s, reply_delay_s = self._random.uniform(0, lease), self._random.uniform(0.3, 1.5) * lease
-        delayed = self._random.choice(["acquired", "taken_over", "renewed"])
+        delayed = self._random.choice([b"acquired", b"taken_over", b"renewed"])
         faults: list[dict[str, Any]] = [
             *({"action": action} for action in ("cut_before", "cut_after", "drop_reply", "stall")),
             *({"action": "drop_reply", "answered": verb} for verb in _ANSWERS),
             {"action": "delay", "seconds": delay_s},
             {"action": "delay_reply", "answered": delayed, "seconds": reply_delay_s},
         ]
-        self._proxy.arm(**self._random.choice(faults))
+        # No backlog: what found nothing to strike gives way to a new one.
+        for fault in self._faults[:-4]:
+            self._proxy.disarm(fault)
+        self._faults.append(self._proxy.arm(**self._random.choice(faults)))
 
     def _flush(self) -> None:
         self._admin.script_flush()
@@ -220,67 +222,31 @@ class Soak:
 
     def _drain(self) -> None:
         self._continue(float("inf"))
-        self._proxy.disarm(0)
+        for fault in self._faults:
+            self._proxy.disarm(fault)
         for process in self._processes:
-            os.kill(process.pid, signal.SIGTERM)
+            process.fork.terminate()
         give_up = time.monotonic() + 10
-        for process in list(self._processes):
-            self._await_end(process, give_up)
+        for process in self._processes:
+            self._await_end(process, give_up - time.monotonic())
         # Whoever was killed last is taken over now, within a lease.
-        self._await_end(self._start(direct=True, once=True), time.monotonic() + 30)
+        self._await_end(self._start(direct=True, once=True), 30)
         for key in self._admin.scan_iter():
             if self._admin.pttl(key) == -1 and self.scenario.flaw != "classic_recipe":
                 self._notes.note("endless", key=key.decode())
-        self._notes.note("proxy", struck=self._proxy.struck())
+        self._notes.note("proxy", struck=sum(fault.struck for fault in self._faults))
 
-    def _await_end(self, process: _Process, give_up: float) -> None:
-        while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > give_up:
-                self._notes.note("crash", error=f"process {process.duty.uid} did not end")
-                return
-            time.sleep(_TICK_S)
-        self._processes.remove(process)
+    def _await_end(self, process: _Process, within_s: float) -> None:
+        try:
+            process.fork.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._notes.note("crash", error=f"process {process.duty.uid} did not end")
 
     def _end(self) -> None:
         for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(process.pid, 0)
-        self._processes.clear()
-
-
-class _Faults:
-    """A proxy, and the faults that it was given."""
-
-    def __init__(self, server_port: int) -> None:
-        self._proxy = Proxy(server_port)
-        self._faults: list[Fault] = []
-
-    def port(self) -> int:
-        """Where it listens."""
-        return self._proxy.port
-
-    def arm(self, action: Any, answered: str = "", **details: Any) -> None:
-        """Set a fault for one command; no backlog: what found nothing to strike gives way to a new one."""
-        self.disarm(4)
-        self._faults.append(self._proxy.arm(action, answered=answered.encode(), **details))
-
-    def disarm(self, but: int) -> None:
-        """Take all faults away that have not struck yet, but so many of the last."""
-        for fault in self._faults[: len(self._faults) - but]:
-            self._proxy.disarm(fault)
-
-    def struck(self) -> int:
-        """How often they have struck."""
-        return sum(fault.struck for fault in self._faults)
-
-
-class _Far(BaseManager):
-    """The proxy in a process of its own: its threads must not live in a process that forks."""
-
-
-_Far.register("Faults", _Faults)
+            process.fork.kill()
+        for process in self._processes:
+            process.fork.wait()
 
 
 def soak(scenario: Scenario, seconds: float, seed: int = 0, *, stop_at_violation: bool = False) -> Report:

@@ -69,6 +69,34 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
 """What is wrong with a script: its verb, what stands there once, and what stands there instead."""
 
 
+def _nothing(*_arguments: Any) -> None:
+    """In place of what is left out."""
+
+
+_NO_WAKE = [(run_module, "wake", _nothing), (request_module, "wake", _nothing)]
+_NO_COURIER = [(waiting_module, "_visit", _nothing)]
+
+ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
+    # The package as it is.
+    "none": [],
+    # The thread that renews is dead.
+    "no_renewal": [(Keeper, "_run", _nothing)],
+    # A script that the server has forgotten is not sent again.
+    "no_resend": [(scripts_module, "NoScriptError", type("Never", (Exception,), {}))],
+    # The local deadline is ignored: what was granted once counts for ever.
+    "no_deadline": [(SetnxLock, "_valid_until", lambda *_arguments: 1e12), (HeldLock, "ensure", _nothing)],
+    # A lock that is to be held for the retry is released.
+    "no_hold": [(HeldLock, "hold", lambda held, _seconds: held.release())],
+    # Whoever hands a lock over sends no wake-up; couriers do.
+    "no_wake": _NO_WAKE,
+    # Couriers come, do nothing, and do not come again; wake-ups are sent.
+    "no_courier": _NO_COURIER,
+    # A wake-up that is not sent is sent by nobody.
+    "lost_wake": [*_NO_WAKE, *_NO_COURIER],
+}
+"""What is wrong with the code: where, the name, and what it stands for instead."""
+
+
 def _replace(text: str, old: str, new: str) -> str:
     if text.count(old) != 1:
         raise RuntimeError(f"the flaw expects exactly one {old!r}")
@@ -80,32 +108,12 @@ def _set_text(verb: str, text: str) -> None:
     script.text, script.sha = text, sha1(text.encode()).hexdigest()
 
 
-def none() -> None:
-    """The package as it is."""
-
-
 def no_deadline_check() -> type[SetnxLock]:
     """Acquire does not ask whether the lease was over before the reply came."""
     source = textwrap.dedent(inspect.getsource(SetnxLock._now_held))
     namespace = dict(vars(lock_module))
     exec(_replace(source, "if after >= held._valid_until:", "if False:"), namespace)
     return type("Unchecked", (SetnxLock,), {"_now_held": namespace["_now_held"]})
-
-
-def no_renewal() -> None:
-    """The thread that renews is dead."""
-    Keeper._run = lambda _self: None
-
-
-def no_resend() -> None:
-    """A script that the server has forgotten is not sent again."""
-    scripts_module.NoScriptError = type("Never", (Exception,), {})
-
-
-def no_deadline() -> None:
-    """The local deadline is ignored: what was granted once counts for ever."""
-    SetnxLock._valid_until = lambda *_arguments: 1e12
-    HeldLock.ensure = lambda _self: None
 
 
 def client_clock() -> None:
@@ -132,11 +140,6 @@ def no_release_on_error() -> None:
     HeldLock.release = only_on_success
 
 
-def no_hold() -> None:
-    """A lock that is to be held for the retry is released."""
-    HeldLock.hold = lambda held, _seconds: held.release()
-
-
 def renewal_gives_up() -> None:
     """The first error ends all renewing of the process, and the client sends nothing twice."""
     renew_all, retry = keeper_module.renew_all, connection_module.Retry
@@ -149,23 +152,6 @@ def renewal_gives_up() -> None:
         return errors
 
     keeper_module.renew_all = once
-
-
-def no_wake() -> None:
-    """Whoever hands a lock over sends no wake-up; couriers do."""
-    for module in (run_module, request_module):
-        module.wake = lambda *_arguments: None
-
-
-def no_courier() -> None:
-    """Couriers come, do nothing, and do not come again; wake-ups are sent."""
-    waiting_module._visit = lambda *_arguments: None
-
-
-def lost_wake() -> None:
-    """A wake-up that is not sent is sent by nobody."""
-    no_wake()
-    no_courier()
 
 
 def join_first() -> None:
@@ -238,6 +224,12 @@ def seed(name: str) -> Callable[..., Any]:
     Raises:
         RuntimeError: The flaw does not apply to the package any more.
     """
+    if name in ATTRIBUTES:
+        for owner, attribute, instead in ATTRIBUTES[name]:
+            if not hasattr(owner, attribute):
+                raise RuntimeError(f"the flaw expects {attribute} of {owner}")
+            setattr(owner, attribute, instead)
+        return SetnxLock
     if name not in SCRIPTS:
         return globals()[name]() or SetnxLock  # type: ignore[no-any-return]
     verbs, old, new = SCRIPTS[name]

@@ -4,11 +4,13 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from celery_setnx.lock import HeldLock
 
 Record = dict[str, Any]
 Span = tuple[float, float]
@@ -32,6 +34,20 @@ class History:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         assert len(line) < _MAX_LINE, line
         assert os.write(self._file, line) == len(line)
+
+
+def note_renewals(note: Callable[..., None]) -> None:
+    """Have every answer to a renewal of this process written down."""
+    renewed = HeldLock._renewed
+
+    def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
+        renewed(held, before, reply)
+        note(
+            "renewed", token=held.token, tid=held.token.partition("|")[0], fence=held.fence, word=reply[0],
+            deadline=int(reply[1] or 0), now=int(reply[2] or 0), began=before, until=held._valid_until,
+        )  # fmt: skip
+
+    HeldLock._renewed = noted
 
 
 def read(path: Path) -> list[Record]:

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.keeper import Keeper
 from celery_setnx.lock import HeldLock
 from tests.soak import flaws
-from tests.soak.history import History, now_us
+from tests.soak.history import History, note_renewals, now_us
 
 RETENTION_S = 120.0
 WAIT_S = 0.5
@@ -68,7 +67,6 @@ class Holder:
         self._random = random.Random(duty.uid)
         self._client = redis.Redis(port=duty.port, socket_timeout=0.5, retry=Retry(ConstantBackoff(0.01), 2))
         self._keeper = Keeper(time.monotonic)
-        self._parent = os.getppid()
         self._ending = False
         self._attempts = 0
         self._replied_at = 0.0
@@ -76,12 +74,12 @@ class Holder:
         self._watch_the_scripts()
 
     def run(self) -> None:
-        """Work until told to end, or until the parent is gone."""
+        """Work until told to end."""
         if self._duty.once:
             for name in self._duty.locks:
                 self._one_round(name, wait=max(self._duty.leases) + 1.0)
             return
-        while not self._ending and os.getppid() == self._parent:
+        while not self._ending:
             self._one_round(self._random.choice(self._duty.locks), wait=WAIT_S)
 
     def _end(self, *_signal: object) -> None:
@@ -154,23 +152,16 @@ class Holder:
     def _watch_the_scripts(self) -> None:
         lock_module._ACQUIRE = _Witness(lock_module._ACQUIRE, self._granted)
         lock_module._RELEASE = _Witness(lock_module._RELEASE, self._released)
-        note, renewed, renew_all = self._history.note, HeldLock._renewed, lock_module.renew_all
-
-        def noted(held: HeldLock, before: float, reply: Sequence[Any]) -> None:
-            renewed(held, before, reply)
-            note(
-                "renewed", token=held.token, lock=held.key, word=reply[0], deadline=int(reply[1] or 0),
-                now=int(reply[2] or 0), began=before, until=held._valid_until,
-            )  # fmt: skip
+        note_renewals(self._history.note)
+        renew_all = lock_module.renew_all
 
         def noting_errors(locks: Sequence[HeldLock], client: Any = None) -> list[Any]:
             errors = renew_all(locks, client)
             for held, error in zip(locks, errors):
                 if error is not None:
-                    note("renew_failed", token=held.token, error=error.reason)
+                    self._history.note("renew_failed", token=held.token, error=error.reason)
             return errors
 
-        HeldLock._renewed = noted
         lock_module.renew_all = noting_errors
         keeper_module.renew_all = noting_errors
 
@@ -201,21 +192,14 @@ class Holder:
         self._history.note("release", t=at, token=asked[1], lock=asked[0][0], word=word, now=now)
 
 
-def fork(duty: Duty) -> int:
-    """Start a process; its id. It never returns into the caller's code."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = UNMUTATED
+def hold(duty: Duty) -> None:
+    """Be a process of the soak."""
     try:
         make_lock = flaws.seed(duty.flaw)
-        status = 1
-        try:
-            Holder(duty, make_lock).run()
-            status = 0
-        except BaseException as error:
-            History(duty.history, duty.uid).note("crash", error=repr(error)[:2000])
-            raise
-    finally:
-        os._exit(status)
+    except BaseException as error:
+        raise SystemExit(UNMUTATED) from error
+    try:
+        Holder(duty, make_lock).run()
+    except BaseException as error:
+        History(duty.history, duty.uid).note("crash", error=repr(error)[:2000])
+        raise
