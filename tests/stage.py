@@ -23,9 +23,9 @@ class Stage:
         self.key = uuid.uuid4().hex[:8]
         self.gate = f"gated-{self.key}"
 
-    def open(self, times: int = 1) -> None:
-        """Let that many bodies go on that wait at the gate, now or later."""
-        self._gates(self.gate, times)
+    def open(self, times: int = 1, gate: str = "") -> None:
+        """Let that many bodies go on that wait at the gate, now or later; or at another one."""
+        self._gates(gate or self.gate, times)
 
     def held(self, *args: Any, task: Any = None, **options: Any) -> Any:
         """A call whose body has started and waits at the gate."""

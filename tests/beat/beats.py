@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
 HOT_STANDBY = "celery_setnx.beat:HotStandbyScheduler"
 DEADLINE_S = 30.0
+LEASE_S = 3.0
+INTERVAL_S = 1.0
+SLACK_S = 5.0  # for two cores that others use as well
 _SENDS = "Scheduler: Sending due task"
 
 
@@ -131,6 +135,18 @@ class Beats:
     def wait_for_leader(self, but: Beat | None = None) -> Beat:
         """A leader other than this one."""
         return wait_until(lambda: (leader := self.leader()) is not but and leader, "a leader", DEADLINE_S)
+
+    def end_leaders(self, times: int, end: Callable[[Beat], object] = Beat.kill) -> list[float]:
+        """End the leader so often, each after its second tick, and start it again; seconds to the next."""
+        gaps = []
+        for _ in range(times):
+            leader = self.wait_for_leader()
+            self.wait_for_ticks(2, pid=leader.pid)
+            began = self.server_time()
+            end(leader)
+            gaps.append(self.wait_for_more(1)[0]["at"] - began)
+            leader.start()
+        return gaps
 
     def ticks(self, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
         """What has been published of an entry, in order."""

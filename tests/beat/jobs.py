@@ -15,19 +15,6 @@ def job(name: str, **options: Any) -> Any:
     return app.task(base=SingletonTask, shared=False, name=f"jobs.{name}", singleton=singleton)
 
 
-@job("slow")
-def slow(name: str) -> str:
-    """Skips while it runs."""
-    return body(name)
-
-
-@job("follow", dedupe="until_started")
-def follow(name: str) -> str:
-    """Runs once more after the run, if it was called meanwhile."""
-    return body(name)
-
-
-@job("rest", at_least_for=0.9)
-def rest(name: str) -> str:
-    """Rests until just before the next tick."""
-    return body(name)
+slow = job("slow")(body)  # skips while it runs
+follow = job("follow", dedupe="until_started")(body)  # runs once more after the run, if called meanwhile
+rest = job("rest", at_least_for=0.9)(body)  # rests until just before the next tick

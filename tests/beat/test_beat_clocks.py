@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.beat.beats import Beat, with_tables
+from tests.beat.beats import LEASE_S, SLACK_S, Beat, with_tables
 from tests.chaos.stage import MissingTool, clock_shim
 from tests.harness import wait_until
 from tests.topologies.servers import not_here
 
-LEASE_S = 3.0
-SLACK_S = 5.0
 SKEW_S = 30
 
 

@@ -9,8 +9,7 @@ from celery import Celery
 
 from celery_setnx import SetnxLock
 from celery_setnx.beat import HotStandbyScheduler
-from tests.beat.beats import with_tables
-from tests.beat.test_beat_deaths import INTERVAL_S, LEASE_S, SLACK_S, kill_leaders
+from tests.beat.beats import INTERVAL_S, LEASE_S, SLACK_S, with_tables
 from tests.harness import wait_until
 
 
@@ -31,7 +30,7 @@ def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, st
     """As with the default scheduler."""
     row("every")
     start(3)
-    deaths = kill_leaders(beats, 5)
+    deaths = beats.end_leaders(5)
     beats.assert_each_once(INTERVAL_S)
     assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
     report("DatabaseScheduler, other hosts, lease 3 s", beats, deaths)

@@ -6,24 +6,7 @@ import time
 
 import pytest
 
-from tests.beat.beats import Beats, assert_clean
-
-LEASE_S = 3.0
-INTERVAL_S = 1.0
-SLACK_S = 5.0  # for two cores that others use as well
-
-
-def kill_leaders(beats: Beats, times: int) -> list[float]:
-    """Kill the leader so many times, each after its second tick, and start it again; seconds to the next."""
-    deaths = []
-    for _ in range(times):
-        leader = beats.wait_for_leader()
-        beats.wait_for_ticks(2, pid=leader.pid)
-        leader.kill()
-        dead = beats.server_time()
-        deaths.append(beats.wait_for_more(1)[0]["at"] - dead)
-        leader.start()
-    return deaths
+from tests.beat.beats import INTERVAL_S, LEASE_S, SLACK_S, Beat, assert_clean
 
 
 @pytest.mark.timeout(300)
@@ -45,7 +28,7 @@ def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(
     others = {f"e{number}": 60.0 for number in range(entries)}
     conf = {"setnx_beat_lease": lease, "setnx_same_host": same_host}
     beats.start(count, entries={**others, "every": INTERVAL_S}, **conf)
-    deaths = kill_leaders(beats, kills)
+    deaths = beats.end_leaders(kills)
     beats.assert_each_once(INTERVAL_S)
     assert max(deaths) < LEASE_S + 1 + INTERVAL_S + SLACK_S
     assert beats.worst_gap() < LEASE_S + 1 + INTERVAL_S + SLACK_S
@@ -73,16 +56,13 @@ def test_counter_of_runs_and_missed_ticks_survives_the_leader(beats):
 @pytest.mark.timeout(180)
 def test_terminated_leader_hands_the_lead_over_at_once(beats, report):
     """SIGTERM gives the lead back: the next tick does not wait for the lease of a minute."""
-    beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=60)
-    ends = []
-    for _ in range(3):
-        leader = beats.wait_for_leader()
-        beats.wait_for_ticks(1, pid=leader.pid)
-        began = beats.server_time()
+
+    def stop(leader: Beat) -> None:
         assert leader.stop() == 0
-        ends.append(beats.wait_for_more(1)[0]["at"] - began)
         assert_clean(leader.log_text())
-        leader.start()
+
+    beats.start(3, entries={"every": INTERVAL_S}, setnx_beat_lease=60)
+    ends = beats.end_leaders(3, stop)
     assert max(ends) < 1 + INTERVAL_S + SLACK_S
     beats.assert_each_once(INTERVAL_S)
     report("SIGTERM instead of kill, lease 60 s", beats, ends)

@@ -8,12 +8,11 @@ from tests.harness import Journal, Worker, wait_until
 JOBS = "tests.beat.jobs"
 
 
-def plain_beats(beats: Beats, count: int = 1, **tasks: str) -> list[Beat]:
-    """Beats with Celery's own scheduler that send these jobs every second."""
-    entries = {
-        name: {"task": task, "schedule": 1.0, "args": [f"gated-{name}"]} for name, task in tasks.items()
-    }
-    return beats.start(count, scheduler=None, level="DEBUG", entries=entries, task_default_queue=JOBS_QUEUE)
+def plain_beat(beats: Beats, **names: str) -> Beat:
+    """A beat with Celery's own scheduler that sends these jobs every second, each with its name."""
+    entries = {job: {"task": f"jobs.{job}", "schedule": 1.0, "args": [name]} for job, name in names.items()}
+    (beat,) = beats.start(scheduler=None, level="DEBUG", entries=entries, task_default_queue=JOBS_QUEUE)
+    return beat
 
 
 def stop(beat: Beat, worker: Worker | None = None, entries: int = 1) -> None:
@@ -55,7 +54,7 @@ def runs(journal: Journal) -> list[str]:
 def test_job_slower_than_its_interval_runs_one_at_a_time(beats, start_worker, journal, gates):
     """No traceback anywhere, and one INFO line per skipped tick, which names the running job."""
     worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
-    (beat,) = plain_beats(beats, slow="jobs.slow")
+    beat = plain_beat(beats, slow="gated-slow")
     (first,) = journal.wait_for("start")
     journal.wait_for("conflict", 4)
     assert runs(journal) == ["start"]
@@ -81,7 +80,7 @@ def test_job_slower_than_its_interval_runs_one_at_a_time(beats, start_worker, jo
 def test_job_that_follows_runs_at_most_once_more(beats, start_worker, journal, gates):
     """With dedupe="until_started", of the ticks during a run one waits, and the others are skipped."""
     worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=3)
-    (beat,) = plain_beats(beats, follow="jobs.follow")
+    beat = plain_beat(beats, follow="gated-follow")
     journal.wait_for("start")
     wait_until(lambda: beat.sent() >= 6, "five more ticks")
     stop(beat, worker)
@@ -103,20 +102,16 @@ def test_job_that_follows_runs_at_most_once_more(beats, start_worker, journal, g
 def test_job_of_two_beats_runs_once_per_interval_if_it_rests(beats, start_worker, journal):
     """Two plain beats of which neither knows of the other; without at_least_for both fire."""
     start_worker(JOBS, queues=JOBS_QUEUE, concurrency=2)
-    entries = {
-        "rest": {"task": "jobs.rest", "schedule": 1.0, "args": ["rest"]},
-        "slow": {"task": "jobs.slow", "schedule": 1.0, "args": ["bare"]},
-    }
-    plain = {"scheduler": None, "level": "DEBUG", "entries": entries, "task_default_queue": JOBS_QUEUE}
-    beats.start(**plain)
+    names = {"rest": "rest", "slow": "bare"}
+    plain_beat(beats, **names)
     journal.wait_for("start", name="rest")
     # Half a second apart as their clocks would have them: the second starts between two ticks of the first.
-    (second,) = beats.start(**plain)
+    second = plain_beat(beats, **names)
     wait_until(lambda: second.sent() >= 2, "its first tick")
     begun = journal.entries(what="start", name="rest")[-1]["fence"]  # from now on there are two
     wait_until(lambda: min(beat.sent() for beat in beats.all) >= 16, "eight ticks of each")
     for beat in beats.all:
-        stop(beat, entries=len(entries))
+        stop(beat, entries=len(names))
 
     def fences(name: str) -> list[int]:  # microseconds of the server's clock at the acquisition
         return sorted(entry["fence"] for entry in journal.entries(what="start", name=name))

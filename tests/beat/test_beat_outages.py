@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 
 from examples.embedded import EmbeddedServer
-from tests.beat.beats import LOCK
+from tests.beat.beats import LEASE_S, LOCK, SLACK_S
 from tests.proxy import Proxy
-
-LEASE_S = 3.0
-SLACK_S = 5.0
 
 
 @pytest.fixture

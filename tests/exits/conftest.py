@@ -1,6 +1,5 @@
 """A worker per pool for the whole run, workers to be killed or shut down, and calls that wait at gates."""
 
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from celery_setnx import SetnxLock
 from celery_setnx.testing import pass_time
 from tests.exits import POOLS
 from tests.harness import Journal, Worker, wait_until
+from tests.stage import Stage
 
 APP = "tests.exits.app"
 OBSERVER = "observer"
@@ -30,33 +30,27 @@ class Held(NamedTuple):
     pid: int
 
 
-class Scene:
-    """One test's key, the calls of it, and the gate at which their bodies wait.
+class Scene(Stage):
+    """One test's calls: those of `gate` wait at the gate of that name, those of `key` do not.
 
     Attributes:
-        tasks: The module of tasks.
-        journal: What the workers have written.
         locks: A client of the lock database.
-        name: The key, and the name of its gate.
-        quick: A key whose bodies do not wait.
         later: A queue that nobody serves yet.
     """
 
-    def __init__(self, tasks: Any, journal: Journal, locks: redis.Redis, gates: Any) -> None:
-        self.tasks, self.journal, self.locks = tasks, journal, locks
-        self.quick = uuid.uuid4().hex
-        self.name = f"gated-{self.quick}"
-        self.later = f"later-{self.quick}"
-        self._gates = gates
+    def __init__(self, tasks: Any, journal: Journal, gates: Any, locks: redis.Redis) -> None:
+        super().__init__(tasks, journal, gates)
+        self.locks = locks
+        self.later = f"later-{self.key}"
 
     def send(self, task: Any, queue: str, *args: Any, name: str = "", **options: Any) -> Any:
-        """Send a call, of `quick` unless told otherwise."""
-        return task.apply_async((name or self.quick, *args), queue=queue, **options)
+        """Send a call, of `key` unless told otherwise."""
+        return task.apply_async((name or self.key, *args), queue=queue, **options)
 
     def hold(self, task: Any, queue: str, *args: Any, name: str = "", **options: Any) -> Held:
-        """Send a call of `name`, and come back when its body waits at its gate."""
+        """Send a call of `gate`, and come back when its body waits at its gate."""
         before = self._at_gates()
-        held = self.started(self.send(task, queue, *args, name=name or self.name, **options))
+        held = self.started(self.send(task, queue, *args, name=name or self.gate, **options))
         wait_until(lambda: self._at_gates() > before, f"{held.result.id} at its gate")
         return held
 
@@ -64,11 +58,6 @@ class Scene:
         """The call, once its body has started that many times."""
         start = self.journal.wait_for("start", count, task_id=result.id)[count - 1]
         return Held(result, start["key"], start["fence"], start["pid"])
-
-    def open(self, name: str = "", *, times: int = 1) -> None:
-        """Let that many bodies go on that wait at the gate, or will."""
-        for _ in range(times):
-            self._gates(name or self.name)
 
     def serve_later(self, worker: Worker) -> None:
         """Have a worker serve the queue `later` too."""
@@ -81,7 +70,7 @@ class Scene:
 
     def age(self, seconds: float, name: str = "") -> None:
         """Let time pass for the lock."""
-        pass_time(seconds, self.tasks.work, name or self.quick)
+        pass_time(seconds, self.tasks.work, name or self.key)
 
     def lock_words(self, result: Any) -> list[str]:
         """What happened to a call, in order, but for Celery's "revoked", which comes at any time."""
@@ -163,7 +152,7 @@ def scene(server, locks, journal, gates) -> Scene:
     """Clean databases, and a key of the test's own."""
     from tests.exits import app
 
-    return Scene(app, journal, locks, gates)
+    return Scene(app, journal, gates, locks)
 
 
 @pytest.fixture

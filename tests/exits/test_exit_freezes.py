@@ -15,7 +15,7 @@ BRIEF = {"lease": 1}
 
 def hold_next(scene: Scene, observer: str) -> Held:
     """The rival that takes the lock over, at a gate of its own."""
-    gate = f"{scene.name} rival"
+    gate = f"{scene.gate} rival"
     return scene.hold(scene.tasks.careful, observer, gate, singleton={**RETRY, **LONG})
 
 
@@ -28,8 +28,8 @@ def assert_lost(scene: Scene, call: Any, fence: int, rival: Held, reason: str = 
     with pytest.raises(LockLost, match=reason or None):
         call.get(timeout=60)
     assert not SetnxLock(scene.locks, rival.key).acquire().acquired
-    scene.open(f"{scene.name} rival")
-    assert rival.result.get(timeout=60) == scene.name
+    scene.open(gate=f"{scene.gate} rival")
+    assert rival.result.get(timeout=60) == scene.gate
     assert scene.outcomes(rival.result) == ["released"]
     (taken,) = scene.journal.entries(what="taken_over")
     assert (taken["task_id"], taken["fence"]) == (rival.result.id, rival.fence)
@@ -61,7 +61,7 @@ def test_gil_held_past_the_lease_leaves_the_next_holder_alone(scene, pool, obser
     """The documented bound: while C code keeps the GIL nobody renews; taken over, and the loss is told."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    hog = scene.send(scene.tasks.hogging, pool, str(pipe), name=scene.name, singleton=BRIEF)
+    hog = scene.send(scene.tasks.hogging, pool, str(pipe), name=scene.gate, singleton=BRIEF)
     (hogging,) = scene.journal.wait_for("hogging", task_id=hog.id)
     try:
         rival = hold_next(scene, observer)

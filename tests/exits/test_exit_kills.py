@@ -86,7 +86,7 @@ def test_killed_child_is_freed_by_its_parent(scene, start, capsys):
     """kill -9 of a pool child: free for a rival without proof, median under a second."""
     worker = start("doomed", concurrency=KILLS)
     calls = [
-        scene.hold(scene.tasks.work, "doomed", name=f"{scene.name}-{number}", singleton=LONG)
+        scene.hold(scene.tasks.work, "doomed", name=f"{scene.gate}-{number}", singleton=LONG)
         for number in range(KILLS)
     ]
     took_s: list[float] = []
@@ -110,17 +110,17 @@ def test_killed_child_is_freed_by_its_parent(scene, start, capsys):
 def test_killed_child_never_costs_the_next_holder_its_lock(scene, pool, observer):
     """A same-host rival that was faster than the parent keeps the lock that it took over."""
     held = scene.hold(scene.tasks.work, pool, singleton=LONG)
-    options = {"name": scene.name, "singleton": {**RETRY, **LONG}}
+    options = {"name": scene.gate, "singleton": {**RETRY, **LONG}}
     rivals = [scene.send(scene.tasks.work, queue, **options) for queue in (pool, observer)]
     os.kill(held.pid, signal.SIGKILL)
     for number in (2, 3):
-        scene.journal.wait_for("start", number, name=scene.name)
-        assert len(scene.journal.entries(what="start", name=scene.name)) == number
+        scene.journal.wait_for("start", number, name=scene.gate)
+        assert len(scene.journal.entries(what="start", name=scene.gate)) == number
         scene.open()
     assert [rival.get(timeout=60) for rival in rivals] == ["return", "return"]
     assert scene.journal.entries(what="lost") == []
-    starts = scene.journal.entries(what="start", name=scene.name)
-    ends = scene.journal.entries(what="end", name=scene.name)
+    starts = scene.journal.entries(what="start", name=scene.gate)
+    ends = scene.journal.entries(what="end", name=scene.gate)
     assert ends[0]["at"] <= starts[2]["at"]
     assert starts[0]["fence"] < starts[1]["fence"] < starts[2]["fence"]
 
@@ -133,9 +133,9 @@ def test_killed_worker_is_taken_over_at_once_with_proof(scene, pool, observer, s
     held = scene.hold(scene.tasks.work, "doomed", singleton=LONG)
     doomed.kill()
     wait_until(lambda: has_ended(held.pid), "the process has ended")
-    assert is_skipped(scene.told(observer, scene.name))
+    assert is_skipped(scene.told(observer, scene.gate))
     scene.open()
-    rival = scene.send(scene.tasks.work, pool, name=scene.name)
+    rival = scene.send(scene.tasks.work, pool, name=scene.gate)
     assert rival.get(timeout=60) == "return"
     (taken,) = scene.journal.entries(what="taken_over", task_id=rival.id)
     assert taken["holder"]["task_id"] == held.result.id
@@ -148,13 +148,13 @@ def test_killed_worker_is_taken_over_only_at_the_deadline_without_proof(scene, o
     doomed = start("doomed", conf=ELSEWHERE)
     held = scene.hold(scene.tasks.work, "doomed", singleton=LONG)
     doomed.kill()
-    rival = scene.send(scene.tasks.work, observer, name=scene.name, singleton=RETRY)
+    rival = scene.send(scene.tasks.work, observer, name=scene.gate, singleton=RETRY)
     scene.journal.wait_for("conflict", task_id=rival.id)
-    scene.age(300, scene.name)
-    told = scene.told(observer, scene.name)
+    scene.age(300, scene.gate)
+    told = scene.told(observer, scene.gate)
     assert is_skipped(told)
     assert scene.journal.entries(what="taken_over") == []
-    scene.age(told["holder"]["deadline"] - time.time() + 0.001, scene.name)
+    scene.age(told["holder"]["deadline"] - time.time() + 0.001, scene.gate)
     passed = time.time()
     (taken,) = scene.journal.wait_for("taken_over", task_id=rival.id)
     assert taken["holder"]["deadline"] <= passed <= taken["fence"] / 1e6

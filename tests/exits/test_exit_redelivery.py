@@ -79,7 +79,7 @@ def test_redelivered_after_a_killed_child_runs_at_once(scene, pool, kind):
     assert scene.started(held.result, 2).fence > held.fence
     assert has_ended(held.pid)
     scene.open()
-    assert held.result.get(timeout=60) == (scene.name if kind == "requeued_if_lost" else 1)
+    assert held.result.get(timeout=60) == (scene.gate if kind == "requeued_if_lost" else 1)
     assert scene.journal.entries(what="lost") == []
     assert scene.journal.entries(what="conflict") == []
 

@@ -32,7 +32,7 @@ def test_end_of_the_body_releases(scene, pool, way):
 @every_pool
 def test_end_of_a_step_releases_before_the_next_is_published(scene, pool):
     """A chain of equal calls never meets its own lock."""
-    step = scene.tasks.work.si(scene.quick).set(queue=pool, singleton={"on_conflict": "raise"})
+    step = scene.tasks.work.si(scene.key).set(queue=pool, singleton={"on_conflict": "raise"})
     assert chain(*[step.clone() for _ in range(6)]).apply_async().get(timeout=60) == "return"
     assert scene.journal.entries(what="conflict") == []
 

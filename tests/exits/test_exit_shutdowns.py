@@ -27,7 +27,7 @@ def test_shutdown_keeps_the_lock_until_the_body_has_ended(scene, start, how, own
     worker.wait_for_log("Warm shutdown" if how == "warm" else "Initiating Soft Shutdown")
     scene.assert_renewed(held.key)
     scene.open()
-    assert held.result.get(timeout=60) == scene.name
+    assert held.result.get(timeout=60) == scene.gate
     assert not scene.locks.exists(held.key)
     assert scene.journal.words(held.result.id)[:4] == ["acquired", "start", "end", "released"]
 
@@ -58,7 +58,7 @@ def test_cold_shutdown_shuts_nobody_out(scene, pool, start, own_pool):
     scene.open()
     wait_for_end(worker)
     scene.open()
-    assert scene.told(pool, scene.name) == "return"
+    assert scene.told(pool, scene.gate) == "return"
     assert scene.journal.entries(what="start")[1]["fence"] > held.fence
     assert scene.journal.entries(what="lost") == []
 

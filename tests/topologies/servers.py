@@ -19,6 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from celery_setnx import process
 from examples.embedded import server_binary
 from tests.harness import wait_until
 
@@ -94,11 +95,7 @@ class Server:
 
     def has_ended(self) -> bool:
         """True once its process is no more, or only a zombie."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state == "Z"
+        return process.has_ended(self.pid)
 
     def answers(self) -> bool:
         """True if it serves commands."""
@@ -122,6 +119,13 @@ class Server:
     def thaw(self) -> None:
         """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
+
+    def recover(self) -> None:
+        """It goes on if it was frozen, and is started again if it was killed."""
+        if self.is_running:
+            self.thaw()
+        else:
+            self.start()
 
     @property
     def is_running(self) -> bool:

@@ -153,19 +153,14 @@ def test_nothing_is_lost_while_a_slot_moves(settings, cluster, tmp_path, note):
 @pytest.fixture
 def fail(cluster) -> Iterator[Callable[..., None]]:
     """Kills nodes, or freezes them; they are well again afterwards."""
-    failed: list[tuple[Server, str]] = []
 
     def fail(how: str, *nodes: Server) -> None:
         for node in nodes:
-            failed.append((node, how))
-            node.kill() if how == "kill" else node.freeze()
+            getattr(node, how)()
 
     yield fail
-    for node, how in failed:
-        if how == "freeze":
-            node.thaw()
-        elif not node.is_running:
-            node.start()
+    for node in cluster.nodes:
+        node.recover()
     cluster.wait_until_whole()
 
 
@@ -228,32 +223,23 @@ def test_locks_of_living_nodes_are_renewed_while_one_is_dead(client, cluster, fa
     assert lost == dead
 
 
-def test_worker_outlives_a_dead_node(work_with, settings, cluster, fail, journal):
-    """Calls of its keys wait for it, the others run; when it is back they are done."""
+@pytest.mark.parametrize("dead", [[2], [0, 1, 2]], ids=["one", "all"])
+def test_worker_outlives_dead_nodes(work_with, settings, cluster, fail, dead):
+    """A call whose keys they have waits for them, others run; it is done when they are back."""
     tasks = work_with(**settings)
-    dead = cluster.nodes[2]
-    on_dead, on_living = (name_on(tasks, cluster, node) for node in (dead, cluster.nodes[0]))
+    nodes = [cluster.nodes[number] for number in dead]
+    on_dead, on_living = (name_on(tasks, cluster, node) for node in (nodes[0], cluster.nodes[0]))
     assert tasks.work.delay(on_dead).get(timeout=60) == on_dead
-    fail("kill", dead)
+    fail("kill", *nodes)
     waiting = tasks.work.delay(on_dead)
-    assert tasks.work.delay(on_living).get(timeout=60) == on_living
+    tasks.worker.wait_for_log(waiting.id)
+    if cluster.nodes[0].is_running:
+        assert tasks.work.delay(on_living).get(timeout=60) == on_living
     assert not waiting.ready()
-    dead.start()
+    for node in nodes:
+        node.start()
     cluster.wait_until_whole()
     assert waiting.get(timeout=60) == on_dead
-
-
-def test_worker_outlives_its_whole_cluster(work_with, settings, cluster, fail):
-    """No node answers: a call waits for them, and is done when they are back."""
-    tasks = work_with(**settings)
-    assert tasks.work.delay("before").get(timeout=60) == "before"
-    fail("kill", *cluster.nodes)
-    waiting = tasks.work.delay("meanwhile")
-    tasks.worker.wait_for_log(waiting.id)
-    assert not waiting.ready()
-    for node in cluster.nodes:
-        node.start()
-    assert waiting.get(timeout=60) == "meanwhile"
 
 
 def test_cluster_that_goes_away_is_unavailable(client, cluster, fail):

@@ -65,7 +65,7 @@ def test_one_dead_sentinel_of_three_is_no_problem(
 ):
     """The first of the URL is dead, or stands still: the next one is asked, within seconds."""
     dead = sentinels.sentinels[0]
-    dead.kill() if how == "kill" else dead.freeze()
+    getattr(dead, how)()
     try:
         tasks = work_with(**settings)
         began = time.monotonic()
@@ -74,7 +74,7 @@ def test_one_dead_sentinel_of_three_is_no_problem(
         assert time.monotonic() - began < within_s
         journal.wait_for("released", outcome="released")
     finally:
-        dead.start() if how == "kill" else dead.thaw()
+        dead.recover()
         sentinels.wait_until_whole()
 
 
