@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from markdown_it import MarkdownIt  # rich and MyST bring it
+from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
 
 ROOT = Path(__file__).parent.parent.parent
