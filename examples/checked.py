@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 
 
 def wait_until(condition: Callable[[], Value], what: str) -> Value:

@@ -37,7 +37,7 @@ from examples.embedded import EmbeddedServer
 CALLS, KEYS, THREADS = 100, 10, 10
 WISHES, ITEMS = 1000, 6
 WORKERS, PROCESSES = ("alpha", "beta"), 4
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 WIDTH, TRACK = 100, 70
 
 Entry = dict[str, Any]

@@ -21,7 +21,7 @@ from celery_setnx import SingletonTask
 from examples.embedded import EmbeddedServer
 
 VISITS, USERS = 30_000, 1_000
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 if __name__ == "__main__" and "REDIS_URL" not in os.environ:
     server = EmbeddedServer()  # dies with this process

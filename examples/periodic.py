@@ -17,7 +17,7 @@ from celery_setnx.beat import leader
 from examples.embedded import EmbeddedServer
 
 INTERVAL_S, WORK_S, LEASE_S = 1.0, 2.5, 3.0
-DEADLINE_S = 30
+DEADLINE_S = 60
 
 if __name__ == "__main__" and "REDIS_URL" not in os.environ:
     server = EmbeddedServer()  # dies with this process

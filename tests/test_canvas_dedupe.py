@@ -18,7 +18,7 @@ from celery_setnx import is_skipped
 from tests.harness import Journal, Worker, wait_until
 from tests.stage import assert_one_at_a_time
 
-TIMEOUT_S = 15
+TIMEOUT_S = 60
 PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
 DEDUPE = ("until_started", "until_done")
 

@@ -696,7 +696,7 @@ def test_release_lets_the_first_in_line_run(stage, journal):
     assert "Others wait in line; the first has its turn." in done.stdout
     journal.wait_for("start", task_id=woken.id)
     stage.open(2)
-    assert first.get(timeout=60) == woken.get(timeout=20) == [stage.key, stage.gate, 0]
+    assert first.get(timeout=60) == woken.get(timeout=60) == [stage.key, stage.gate, 0]
 
 
 def test_release_after_a_worker_was_killed(start_worker, locks, journal):

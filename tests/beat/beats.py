@@ -18,7 +18,6 @@ from tests.harness import CONF, Journal, Worker, wait_until
 QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
 HOT_STANDBY = "celery_setnx.beat:HotStandbyScheduler"
-DEADLINE_S = 30.0
 LEASE_S = 3.0
 INTERVAL_S = 1.0
 SLACK_S = 5.0  # for two cores that others use as well
@@ -64,7 +63,7 @@ class Beat(Worker):
         def has_started() -> bool:
             return self.process.poll() is not None or self.log_text().count("beat: Starting") > lines
 
-        wait_until(has_started, f"beat started; its log: {self.log}", DEADLINE_S)
+        wait_until(has_started, f"beat started; its log: {self.log}")
 
     @property
     def pid(self) -> int:
@@ -73,7 +72,7 @@ class Beat(Worker):
     def wait_for_log(self, text: str, count: int = 1) -> str:
         """The log, once it holds the text so many times."""
         found = f"{count} x {text!r} in {self.log}"
-        return wait_until(lambda: self.log_text().count(text) >= count and self.log_text(), found, DEADLINE_S)
+        return wait_until(lambda: self.log_text().count(text) >= count and self.log_text(), found)
 
     def sent(self) -> int:
         """How many calls it has begun to send."""
@@ -134,7 +133,7 @@ class Beats:
 
     def wait_for_leader(self, but: Beat | None = None) -> Beat:
         """A leader other than this one."""
-        return wait_until(lambda: (leader := self.leader()) is not but and leader, "a leader", DEADLINE_S)
+        return wait_until(lambda: (leader := self.leader()) is not but and leader, "a leader")
 
     def end_leaders(self, times: int, end: Callable[[Beat], object] = Beat.kill) -> list[float]:
         """End the leader so often, each after its second tick, and start it again; seconds to the next."""
@@ -154,7 +153,7 @@ class Beats:
 
     def wait_for_ticks(self, count: int, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
         """The publications of an entry, once there are so many."""
-        return self._journal.wait_for("tick", count, DEADLINE_S, entry=entry, **wanted)
+        return self._journal.wait_for("tick", count, entry=entry, **wanted)
 
     def wait_for_more(self, count: int, entry: str = "every", **wanted: Any) -> list[dict[str, Any]]:
         """The publications that come from now on, once there are so many."""

@@ -168,7 +168,7 @@ def test_call_that_waited_is_unchanged(tasks, shared, kind, journal, gates, name
     else:
         wait_for_waiters(tasks, name, 1, task=tasks.tell)
     gates(name, 2)
-    told, waited = first.get(timeout=60), second.get(timeout=20)
+    told, waited = first.get(timeout=60), second.get(timeout=60)
     assert (told["retries"], told["priority"], told["tenant"], told["queue"]) == (0, 5, "acme", queue)
     if policy is RETRY:
         came = waited.pop("exchange")
@@ -183,7 +183,7 @@ def test_call_waits_again_and_again(tasks, journal, gates, name):
     first = journal.reached("start", tasks.paced.delay(name))
     second = journal.reached("conflict", tasks.paced.delay(name), 2)
     gates(name, 2)
-    assert [first.get(timeout=60), second.get(timeout=20)] == [name] * 2
+    assert [first.get(timeout=60), second.get(timeout=60)] == [name] * 2
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["released", "held"])

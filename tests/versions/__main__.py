@@ -49,7 +49,7 @@ EXITS = (
     *("-n", "3", "-k", "prefork"),
     *(f"tests/exits/test_exit_{name}.py" for name in ("returns", "leases", "retries", "freezes")),
 )
-DEADLINE_S = 1200.0
+DEADLINE_S = 2400.0
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
 KOMBU = {"5.4": "~=5.4.0"}
 
