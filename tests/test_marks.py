@@ -1,6 +1,5 @@
 """The mark beside a lock: who is first, for how long, and when it ends. Redis only."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from celery_setnx import LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.keys import mark_name
 from celery_setnx.lock import task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
-from tests.conftest import LOCK_DB
 from tests.harness import age
 from tests.proxy import Proxy
 from tests.versions.conditions import needs_pipelines_sent_again
@@ -42,19 +40,9 @@ def run(client: redis.Redis, task_id: str = "a", retries: int = 0) -> Any:
 
 
 @pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
-    with Proxy(server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def shaky(proxy) -> Iterator[redis.Redis]:
+def shaky(far) -> redis.Redis:
     """A client by way of the proxy that sends again once."""
-    # redis-py before 6 sends again after the errors that are named, and after no others.
-    named = {"retry": Retry(NoBackoff(), 1), "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
-    with redis.Redis.from_url(proxy.url(LOCK_DB), **named, socket_timeout=20) as client:
-        client.ping()
-        yield client
+    return far(sends_again=1)
 
 
 @pytest.mark.parametrize("dedupe", MODES)

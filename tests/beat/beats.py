@@ -96,7 +96,7 @@ class Beat(Worker):
     def stop(self) -> int:
         """SIGTERM, as an init system does; its exit code."""
         self.process.terminate()
-        return self.process.wait(15)
+        return self.process.wait(60)
 
 
 class Beats:

@@ -101,7 +101,7 @@ def test_sigint_ends_a_standby_cleanly(beats):
     standby = next(beat for beat in beats.all if beat is not leader)
     standby.wait_for_log("Stands by; the leader is celery beat[beats] on beat@")
     os.kill(standby.pid, signal.SIGINT)
-    assert standby.process.wait(15) == 0
+    assert standby.process.wait(60) == 0
     assert_clean(standby.log_text())
     beats.wait_for_more(1)
     assert beats.leader() is leader

@@ -61,8 +61,7 @@ class Scene(Stage):
 
     def serve_later(self, worker: Worker) -> None:
         """Have a worker serve the queue `later` too."""
-        node = [f"{worker.name}@test"]
-        assert self.tasks.app.control.add_consumer(self.later, destination=node, reply=True, timeout=20)
+        worker.take_from(self.tasks.app, self.later)
 
     def told(self, queue: str, name: str = "") -> Any:
         """What another call of the key ends with, which does not wait."""
