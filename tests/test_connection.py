@@ -17,6 +17,9 @@ from tests.conftest import LOCK_DB
 from tests.harness import exit_code_of_fork
 
 
+pytestmark = pytest.mark.usefixtures("alone")  # a worker's start looks at every task of its app
+
+
 def app_with(**conf: Any) -> Celery:
     app = Celery("connecting", set_as_current=False)
     app.conf.update(conf)
