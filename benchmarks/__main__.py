@@ -4,6 +4,9 @@ python -m benchmarks [--rounds 7] [--quick] [--check] [--only NAME ...] [--out d
 
 What was found is written to results.json, with all samples, and the machine and the date of each benchmark.
 With `--only` the others' results stay as they are.
+
+With `--check` the benchmarks that break a promise are measured once more in the end, and count as they do
+then: the machine may have been slow for a while. More than two of them fail the run.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ NAMES = (
     "capacity",
 )
 RESULTS = "results.json"
+SECOND_MEASUREMENTS = 2
 
 
 def run(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], list[str]]:
@@ -75,16 +79,24 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / RESULTS
     known = json.loads(file.read_text()) if file.exists() else {}
-    broken: list[str] = []
-    for name in chosen.only:
-        known[name], not_kept = run(name, rounds, chosen.quick)
-        broken += not_kept
+    not_kept: dict[str, list[str]] = {}
+
+    def measure(name: str) -> None:
+        known[name], not_kept[name] = run(name, rounds, chosen.quick)
         file.write_text(json.dumps(known, indent=1) + "\n")
+
+    for name in chosen.only:
+        measure(name)
+    again = [name for name in chosen.only if not_kept[name]] if chosen.check else []
+    for name in again:
+        measure(name)
+    broken = [what for name in chosen.only for what in not_kept[name]]
     for picture in draw(known, chosen.out):
         print(picture)
     print("", *known[chosen.only[-1]]["machine"], f"{rounds} rounds", "", sep="\n")
     print(*(f"BROKEN {what}" for what in broken), f"{len(broken)} promises are broken", sep="\n")
-    return 1 if broken and chosen.check else 0
+    print(f"measured a second time: {', '.join(again) or 'none'}; {SECOND_MEASUREMENTS} may be")
+    return 1 if chosen.check and (broken or len(again) > SECOND_MEASUREMENTS) else 0
 
 
 if __name__ == "__main__":
