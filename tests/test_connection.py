@@ -16,7 +16,6 @@ from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import exit_code_of_fork
 
-
 pytestmark = pytest.mark.usefixtures("alone")  # a worker's start looks at every task of its app
 
 
