@@ -9,6 +9,7 @@ from celery.signals import before_task_publish
 from celery_setnx import signals
 from tests.app import LOCK_DB, URL, journal, make_app
 from tests.beat.beats import LOCK, QUEUE
+from tests.harness import server_us
 
 app = make_app("beats", setnx_same_host=False, setnx_beat_lease=3, task_default_queue=QUEUE)
 app.set_current()  # a crontab tells the time by the current app
@@ -32,10 +33,9 @@ def journal_publication(body: Any, headers: Any, **_details: Any) -> None:
     """The entry, and what Redis remembers of it when its message is sent, on the server's clock."""
     if headers["task"] != "beats.tick":
         return
-    entry = body[0][0]
-    seconds, us = locks.time()
+    entry, at_us = body[0][0], server_us(locks)
     run, runs, missed = map(int, (locks.hget(f"{LOCK}:entries", entry) or "0 0 0").split())
-    about = {"run": run / 1e6, "runs": runs, "missed": missed, "at": seconds + us / 1e6}
+    about = {"run": run / 1e6, "runs": runs, "missed": missed, "at": at_us / 1e6}
     journal.write("tick", entry=entry, id=headers["id"], **about)
 
 

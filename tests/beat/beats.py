@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from celery_setnx import SetnxLock
-from tests.harness import CONF, Journal, Worker, wait_until
+from tests.harness import CONF, Journal, Worker, server_us, wait_until
 
 QUEUE, JOBS_QUEUE = "beat-nowhere", "beat-jobs"
 LOCK = "t:{celery.beat:beats}"
@@ -170,8 +170,7 @@ class Beats:
         return run / 1e6, runs, missed
 
     def server_time(self) -> float:
-        seconds, us = self._client.time()  # type: ignore[misc]
-        return float(seconds + us / 1e6)
+        return server_us(self._client) / 1e6
 
     def assert_each_once(self, interval: float, entry: str = "every", stops: int = 0) -> None:
         """Publications are of runs an interval apart, but for one per stop that was past its check."""
