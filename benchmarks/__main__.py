@@ -94,6 +94,7 @@ def main() -> int:
     for picture in draw(known, chosen.out):
         print(picture)
     print("", *known[chosen.only[-1]]["machine"], f"{rounds} rounds", "", sep="\n")
+    print("took", *(f"{name} {known[name]['took_s']:.0f} s" for name in chosen.only), sep=", ")
     print(*(f"BROKEN {what}" for what in broken), f"{len(broken)} promises are broken", sep="\n")
     print(f"measured a second time: {', '.join(again) or 'none'}; {SECOND_MEASUREMENTS} may be")
     return 1 if chosen.check and (broken or len(again) > SECOND_MEASUREMENTS) else 0

@@ -28,7 +28,7 @@ from celery_setnx import SingletonTask
 from examples.embedded import EmbeddedServer
 
 REPEATS = 10  # calls per key where nine of ten are duplicates
-CALLS, QUICK_CALLS = 5000, 2000
+CALLS, QUICK_CALLS = 5000, 1000
 BROKER_DB, LOCK_DB, RESULT_DB = 0, 1, 2
 
 Publish = Callable[[Any, list[int]], Any]

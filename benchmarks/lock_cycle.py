@@ -207,12 +207,15 @@ def measure(rounds: int, quick: bool) -> Iterator[Table | Curve]:
             rounds * SHORT_ROUNDS,
         )
     about = f"{count:,} times acquire and release of a free lock, over {len(keys)} names"
-    # A quick sample on a busy machine is no measure of 20 us.
-    fast = Promise(OURS, 0.60, REDIS_PY, guard=0.85)
-    slower = Promise(PYTHON_REDIS_LOCK, 2.0, OURS, at_least=True, guard=1.4)
-    cheap = tuple(Promise(name, 0.50, REDIS_PY, guard=0.7) for name in (OURS, TASKS))
-    yield Table("Lock cycle: wall time", "us", wall, REDIS_PY, (fast, slower), about)
-    yield Table("Lock cycle: processor time", "us", cpu, REDIS_PY, cheap, about)
+    # Where round trips are dear, two of ours cost nearly what two of redis-py's do. So a quick run is held to
+    # the floor, whatever the machine: where they are dear we come nearer to it.
+    fast = Promise(OURS, 0.60, REDIS_PY, guard=1.2)
+    slower = Promise(PYTHON_REDIS_LOCK, 2.0, OURS, at_least=True, guard=1.2)
+    cheap = tuple(Promise(name, 0.50, REDIS_PY, guard=0.9) for name in (OURS, TASKS))
+    few = Promise(OURS, 1.6, RAW_FLOOR, guard=1.8), Promise(TASKS, 1.9, RAW_FLOOR, guard=2.1)
+    little = Promise(OURS, 1.25, RAW_FLOOR), Promise(TASKS, 1.5, RAW_FLOOR)
+    yield Table("Lock cycle: wall time", "us", wall, REDIS_PY, (fast, slower, *few), about)
+    yield Table("Lock cycle: processor time", "us", cpu, REDIS_PY, (*cheap, *little), about)
 
 
 def _expect(found: object, expected: object) -> None:

@@ -30,7 +30,7 @@ LINES = 100
 WORKERS, CONCURRENCY = 2, 2
 WAIT = {"on_conflict": "wait"}
 GROWTH = 1.5
-CALLS, QUICK_CALLS = (2500, 5000, 10000), (1000, 4000)
+CALLS, QUICK_CALLS = (2500, 5000, 10000), (500, 2000)
 
 
 @dataclass(frozen=True)
