@@ -360,7 +360,7 @@ def revoked(play: Play, key: str, chance: random.Random, number: int) -> None:
     # With a long lease, so that it is seen whether the lock was released or has run out.
     queue, how = victims(chance), number % 4
     if how == 0:
-        victim = play.send(key, 0.1, queue, countdown=0.7)
+        victim = play.send(key, 0.1, queue, countdown=4)  # a busy worker takes its time to hear of the revoke
         play.wait(victim, "received")
         app.control.revoke(victim)
         play.wait(victim, "revoked")
