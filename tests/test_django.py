@@ -76,28 +76,40 @@ PUBLISH = {
     "delay_on_commit": lambda task, name: task.delay_on_commit(name),
     "apply_async_on_commit": lambda task, name: task.apply_async_on_commit((name,), countdown=1),
 }
-on_commit = pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
 
 
-@on_commit
+@pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
 def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, atomic, publish):
-    """Until then there is neither a message nor a mark; outside a transaction it is published at once."""
+    """Until then there is neither a message nor a mark, and two equal calls are one message when it commits.
+
+    Outside a transaction it is published at once.
+    """
     with atomic():
-        publish(work, "a")
-        assert (broker.llen(NOWHERE), marked("a")) == (0, False)
-    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
-    publish(work, "b")
-    assert (broker.llen(NOWHERE), marked("b")) == (2, True)
+        for name in ("a", "a", "b"):
+            publish(work, name)
+        assert (broker.llen(NOWHERE), marked("a"), marked("b")) == (0, False, False)
+    assert (broker.llen(NOWHERE), marked("a"), marked("b")) == (2, True, True)
+    publish(work, "c")
+    assert (broker.llen(NOWHERE), marked("c")) == (3, True)
 
 
-@on_commit
-def test_rolled_back_transaction_leaves_no_message_and_no_mark(work, broker, locks, atomic, publish):
-    """Nothing of the call reaches the broker or the lock server, so the next call is no duplicate."""
+@pytest.mark.parametrize(
+    ("publish", "sent"),
+    [*((publish, 0) for publish in PUBLISH.values()), (SingletonTask.delay, 1)],
+    ids=[*PUBLISH, "delay"],
+)
+def test_rolled_back_transaction_leaves_only_what_did_not_wait_for_it(
+    work, broker, locks, atomic, publish, sent
+):
+    """Of a call on commit there is neither a message nor a mark, so the next call is no duplicate.
+
+    Plain delay() does not wait for the commit: its message and its mark survive the rollback.
+    """
     with pytest.raises(ZeroDivisionError), atomic():
         publish(work, "a")
         raise ZeroDivisionError
-    assert (broker.llen(NOWHERE), locks.dbsize()) == (0, 0)
-    assert not work.delay("a").deduplicated
+    assert (broker.llen(NOWHERE), locks.dbsize()) == (sent, sent)
+    assert work.delay("a").deduplicated == bool(sent)
 
 
 def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic):
@@ -110,16 +122,6 @@ def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic
     assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
 
 
-@on_commit
-def test_duplicate_within_a_transaction_is_published_once(work, broker, atomic, publish):
-    """Two equal calls in one transaction are one message when it commits."""
-    with atomic():
-        publish(work, "a")
-        publish(work, "a")
-        publish(work, "b")
-    assert broker.llen(NOWHERE) == 2
-
-
 def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker, atomic):
     """The mark is asked at the commit, whenever the other call was made."""
     with atomic():
@@ -127,14 +129,6 @@ def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work
         first = work.delay("a")  # as another process would, meanwhile
     assert not first.deduplicated
     assert broker.llen(NOWHERE) == 1
-
-
-def test_delay_within_a_transaction_is_published_and_marked_at_once(work, broker, marked, atomic):
-    """Plain delay() does not wait for the commit: its message and its mark survive the rollback."""
-    with pytest.raises(ZeroDivisionError), atomic():
-        work.delay("a")
-        raise ZeroDivisionError
-    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
 
 
 def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker, atomic):
