@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import django
 import pytest
 import redis
 from celery import Celery
+from celery.contrib.django.task import DjangoTask
+from django.conf import settings
+from django.db import connection, connections
+from django.db.transaction import atomic
+from django.utils.functional import empty
 
 from celery_setnx import DuplicateTask, SingletonTask
 from celery_setnx.keys import mark_name
@@ -19,24 +23,12 @@ NOWHERE = "django-nowhere"
 @pytest.fixture(scope="module", autouse=True)
 def database() -> Iterator[None]:
     """Django with an SQLite in memory, in this process; forgotten afterwards."""
-    from django.conf import settings
-    from django.db import connections
-    from django.utils.functional import empty
-
     memory = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
     settings.configure(DATABASES={"default": memory}, LOGGING_CONFIG=None)
     django.setup()
     yield
     connections.close_all()
     settings._wrapped = empty
-
-
-@pytest.fixture
-def atomic() -> Callable[[], Any]:
-    """Begins a transaction, as `django.db.transaction.atomic` does."""
-    from django.db import transaction
-
-    return transaction.atomic
 
 
 @pytest.fixture
@@ -51,8 +43,6 @@ def broker(server) -> Iterator[redis.Redis]:
 @pytest.fixture
 def work(server, locks, broker) -> SingletonTask:
     """A task with both bases; its messages go where nobody consumes them."""
-    from celery.contrib.django.task import DjangoTask
-
     app = Celery("shop", set_as_current=False, broker=server.url(0), backend=server.url(0))
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
 
@@ -79,7 +69,7 @@ PUBLISH = {
 
 
 @pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
-def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, atomic, publish):
+def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, publish):
     """Until then there is neither a message nor a mark, and two equal calls are one message when it commits.
 
     Outside a transaction it is published at once.
@@ -98,9 +88,7 @@ def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, ma
     [*((publish, 0) for publish in PUBLISH.values()), (SingletonTask.delay, 1)],
     ids=[*PUBLISH, "delay"],
 )
-def test_rolled_back_transaction_leaves_only_what_did_not_wait_for_it(
-    work, broker, locks, atomic, publish, sent
-):
+def test_rolled_back_transaction_leaves_only_what_did_not_wait_for_it(work, broker, locks, publish, sent):
     """Of a call on commit there is neither a message nor a mark, so the next call is no duplicate.
 
     Plain delay() does not wait for the commit: its message and its mark survive the rollback.
@@ -112,7 +100,7 @@ def test_rolled_back_transaction_leaves_only_what_did_not_wait_for_it(
     assert work.delay("a").deduplicated == bool(sent)
 
 
-def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic):
+def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked):
     """Only the calls of what was committed are published and marked."""
     with atomic():
         work.delay_on_commit("outer")
@@ -122,7 +110,7 @@ def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic
     assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
 
 
-def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker, atomic):
+def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker):
     """The mark is asked at the commit, whenever the other call was made."""
     with atomic():
         work.delay_on_commit("a")
@@ -131,10 +119,8 @@ def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work
     assert broker.llen(NOWHERE) == 1
 
 
-def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker, atomic):
+def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker):
     """on_duplicate="raise" comes too late to undo anything, and Django drops the hooks that follow."""
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.execute("create table if not exists sold (what text)")
         cursor.execute("delete from sold")
@@ -193,7 +179,7 @@ def project(tmp_path, server) -> dict[str, str]:
     return {"DJANGO_SETTINGS_MODULE": "shop_settings", "PYTHONPATH": paths}
 
 
-def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks, atomic):
+def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks):
     """A real worker of the Django project runs what was committed, and gives its mark up."""
     start_worker("shop", queues=NOWHERE, concurrency=1, environment=project)
     with atomic():
