@@ -438,15 +438,12 @@ def test_many_publishers_of_one_call_send_one_message(server, locks, broker, que
     begin, answers = FORKS.Barrier(8), FORKS.Queue()
     arguments = (server.url(BROKER_DB), server.url(LOCK_DB), "a", 200, begin, answers)
     publishers = [forked(markapp_publishers.publish_many, *arguments) for _ in range(8)]
-    ids, sent = set(), 0
-    for _publisher in publishers:
-        their_ids, their_sent = answers.get(timeout=60)
-        ids |= their_ids
-        sent += their_sent
+    found = [answers.get(timeout=60) for _publisher in publishers]
     for publisher in publishers:
         publisher.join(10)
-    assert sent == 1
-    assert queued() == list(ids)
+    assert sum(sent for _ids, sent in found) == 1
+    assert [ids for ids, _sent in found] == [set(queued())] * 8
+    assert len(queued()) == 1
 
 
 def _is_stopped(pid: int) -> bool:
