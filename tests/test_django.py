@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import django
 import pytest
 import redis
 from celery import Celery
+from celery.contrib.django.task import DjangoTask
+from django.conf import settings
+from django.db import connection, connections
+from django.db.transaction import atomic
+from django.utils.functional import empty
 
 from celery_setnx import DuplicateTask, SingletonTask
 from celery_setnx.keys import mark_name
@@ -19,24 +23,12 @@ NOWHERE = "django-nowhere"
 @pytest.fixture(scope="module", autouse=True)
 def database() -> Iterator[None]:
     """Django with an SQLite in memory, in this process; forgotten afterwards."""
-    from django.conf import settings
-    from django.db import connections
-    from django.utils.functional import empty
-
     memory = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
     settings.configure(DATABASES={"default": memory}, LOGGING_CONFIG=None)
     django.setup()
     yield
     connections.close_all()
     settings._wrapped = empty
-
-
-@pytest.fixture
-def atomic() -> Callable[[], Any]:
-    """Begins a transaction, as `django.db.transaction.atomic` does."""
-    from django.db import transaction
-
-    return transaction.atomic
 
 
 @pytest.fixture
@@ -51,8 +43,6 @@ def broker(server) -> Iterator[redis.Redis]:
 @pytest.fixture
 def work(server, locks, broker) -> SingletonTask:
     """A task with both bases; its messages go where nobody consumes them."""
-    from celery.contrib.django.task import DjangoTask
-
     app = Celery("shop", set_as_current=False, broker=server.url(0), backend=server.url(0))
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", task_default_queue=NOWHERE)
 
@@ -76,31 +66,41 @@ PUBLISH = {
     "delay_on_commit": lambda task, name: task.delay_on_commit(name),
     "apply_async_on_commit": lambda task, name: task.apply_async_on_commit((name,), countdown=1),
 }
-on_commit = pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
 
 
-@on_commit
-def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, atomic, publish):
-    """Until then there is neither a message nor a mark; outside a transaction it is published at once."""
+@pytest.mark.parametrize("publish", PUBLISH.values(), ids=PUBLISH)
+def test_call_on_commit_is_published_and_marked_when_it_commits(work, broker, marked, publish):
+    """Until then there is neither a message nor a mark, and two equal calls are one message when it commits.
+
+    Outside a transaction it is published at once.
+    """
     with atomic():
-        publish(work, "a")
-        assert (broker.llen(NOWHERE), marked("a")) == (0, False)
-    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
-    publish(work, "b")
-    assert (broker.llen(NOWHERE), marked("b")) == (2, True)
+        for name in ("a", "a", "b"):
+            publish(work, name)
+        assert (broker.llen(NOWHERE), marked("a"), marked("b")) == (0, False, False)
+    assert (broker.llen(NOWHERE), marked("a"), marked("b")) == (2, True, True)
+    publish(work, "c")
+    assert (broker.llen(NOWHERE), marked("c")) == (3, True)
 
 
-@on_commit
-def test_rolled_back_transaction_leaves_no_message_and_no_mark(work, broker, locks, atomic, publish):
-    """Nothing of the call reaches the broker or the lock server, so the next call is no duplicate."""
+@pytest.mark.parametrize(
+    ("publish", "sent"),
+    [*((publish, 0) for publish in PUBLISH.values()), (SingletonTask.delay, 1)],
+    ids=[*PUBLISH, "delay"],
+)
+def test_rolled_back_transaction_leaves_only_what_did_not_wait_for_it(work, broker, locks, publish, sent):
+    """Of a call on commit there is neither a message nor a mark, so the next call is no duplicate.
+
+    Plain delay() does not wait for the commit: its message and its mark survive the rollback.
+    """
     with pytest.raises(ZeroDivisionError), atomic():
         publish(work, "a")
         raise ZeroDivisionError
-    assert (broker.llen(NOWHERE), locks.dbsize()) == (0, 0)
-    assert not work.delay("a").deduplicated
+    assert (broker.llen(NOWHERE), locks.dbsize()) == (sent, sent)
+    assert work.delay("a").deduplicated == bool(sent)
 
 
-def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic):
+def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked):
     """Only the calls of what was committed are published and marked."""
     with atomic():
         work.delay_on_commit("outer")
@@ -110,17 +110,7 @@ def test_rolled_back_savepoint_takes_its_call_along(work, broker, marked, atomic
     assert (broker.llen(NOWHERE), marked("outer"), marked("inner")) == (1, True, False)
 
 
-@on_commit
-def test_duplicate_within_a_transaction_is_published_once(work, broker, atomic, publish):
-    """Two equal calls in one transaction are one message when it commits."""
-    with atomic():
-        publish(work, "a")
-        publish(work, "a")
-        publish(work, "b")
-    assert broker.llen(NOWHERE) == 2
-
-
-def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker, atomic):
+def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work, broker):
     """The mark is asked at the commit, whenever the other call was made."""
     with atomic():
         work.delay_on_commit("a")
@@ -129,18 +119,8 @@ def test_duplicate_of_a_call_queued_before_the_transaction_is_not_published(work
     assert broker.llen(NOWHERE) == 1
 
 
-def test_delay_within_a_transaction_is_published_and_marked_at_once(work, broker, marked, atomic):
-    """Plain delay() does not wait for the commit: its message and its mark survive the rollback."""
-    with pytest.raises(ZeroDivisionError), atomic():
-        work.delay("a")
-        raise ZeroDivisionError
-    assert (broker.llen(NOWHERE), marked("a")) == (1, True)
-
-
-def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker, atomic):
+def test_duplicate_that_raises_on_commit_raises_when_all_is_committed(work, broker):
     """on_duplicate="raise" comes too late to undo anything, and Django drops the hooks that follow."""
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.execute("create table if not exists sold (what text)")
         cursor.execute("delete from sold")
@@ -199,7 +179,7 @@ def project(tmp_path, server) -> dict[str, str]:
     return {"DJANGO_SETTINGS_MODULE": "shop_settings", "PYTHONPATH": paths}
 
 
-def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks, atomic):
+def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks):
     """A real worker of the Django project runs what was committed, and gives its mark up."""
     start_worker("shop", queues=NOWHERE, concurrency=1, environment=project)
     with atomic():

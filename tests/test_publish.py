@@ -22,7 +22,7 @@ from celery_setnx.marks import GRACE_S
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
-from tests.harness import raising, wait_until
+from tests.harness import raising, server_us, wait_until
 from tests.proxy import Proxy
 
 BROKER_DB = 5
@@ -41,19 +41,17 @@ def apps(server) -> Apps:
         app.conf.update(broker_url=server.url(BROKER_DB), setnx_url=server.url(LOCK_DB), setnx_prefix="t")
         app.conf.update(conf)
 
-        def task(name: str, function: Any, expires: float | None = None, **singleton: Any) -> None:
+        def task(task: str, expires: float | None = None, **singleton: Any) -> None:
             options = {"base": SingletonTask, "shared": False, "expires": expires, "singleton": singleton}
-            app.task(name=name, **options)(function)
 
-        def work(name: str, more: int = 0) -> str:
-            return name
+            @app.task(name=task, **options)
+            def work(name: str, more: int = 0) -> str:
+                return name
 
-        def expiring(name: str) -> None: ...
-
-        task("started", work, key="name", dedupe="until_started")
-        task("done", work, key="name", dedupe="until_done")
-        task("always", work, key="name")
-        task("expiring", expiring, expires=50, key=(), dedupe="until_started")
+        task("started", key="name", dedupe="until_started")
+        task("done", key="name", dedupe="until_done")
+        task("always", key="name")
+        task("expiring", expires=50, key="name", dedupe="until_started")
         return app
 
     return make
@@ -277,17 +275,11 @@ def test_beat_entry_is_deduplicated_and_survives_a_refusal(app, queued, caplog):
 @pytest.mark.parametrize(("queue_lease", "grace_ms"), [(3600, 10_000), (4, 4_000)])
 def test_mark_lasts_for_the_grace_lease_during_the_send(started, locks, seen, queue_lease, grace_ms):
     """A publisher that dies before its message is sent costs ten seconds at most, or the queue lease."""
-
-    def now_ms() -> int:
-        """By the server's clock, which may be set anew while the one of this process goes on."""
-        seconds, us = locks.time()
-        return seconds * 1000 + us // 1000
-
-    sent = seen(lambda headers, **_details: (headers["id"], locks.pttl(mark_of(started, "a")), now_ms()))
-    began_ms = now_ms()
-    own = started.apply_async(["a"], singleton={"queue_lease": queue_lease})
-    ((left_ms, at_ms),) = [(left, at) for task_id, left, at in sent if task_id == own.id]
-    assert grace_ms - (at_ms - began_ms) - 1 <= left_ms <= grace_ms
+    sent = seen(lambda **_details: (locks.pttl(mark_of(started, "a")), server_us(locks)))
+    began_us = server_us(locks)  # its clock may be set anew while the one of this process goes on
+    started.apply_async(["a"], singleton={"queue_lease": queue_lease})
+    ((left_ms, at_us),) = sent
+    assert grace_ms - (at_us - began_us) / 1000 - 1 <= left_ms <= grace_ms
 
 
 def after(seconds: float, **to: Any) -> Callable[[datetime], Any]:
@@ -392,18 +384,11 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, loc
     assert "was sent, but its mark" in warning.getMessage()
 
 
-def test_refused_mark_is_raised(apps, app, server, queued):
+def test_refused_mark_is_raised(apps, app, limited, queued):
     """A permission that is missing does not come by waiting: the publisher learns it, and nothing is sent."""
-    with redis.Redis.from_url(server.url()) as admin:
-        rules = ("reset", "on", ">pw", "+@all", "%R~*:queued", "~*:holder", "~*}")
-        admin.execute_command("ACL", "SETUSER", "reader", *rules)
-        try:
-            url = server.url(LOCK_DB).replace("redis://", "redis://reader:pw@")
-            task = apps(setnx_url=url).tasks["started"]
-            with pytest.raises(LockRefused, match=r"(?i)no permissions"):
-                task.delay("a")
-        finally:
-            admin.execute_command("ACL", "DELUSER", "reader")
+    url = limited("+@all", "%R~*:queued", "~*:holder", "~*}")
+    with pytest.raises(LockRefused, match=r"(?i)no permissions"):
+        apps(setnx_url=url).tasks["started"].delay("a")
     assert queued() == []
 
 
@@ -453,15 +438,12 @@ def test_many_publishers_of_one_call_send_one_message(server, locks, broker, que
     begin, answers = FORKS.Barrier(8), FORKS.Queue()
     arguments = (server.url(BROKER_DB), server.url(LOCK_DB), "a", 200, begin, answers)
     publishers = [forked(markapp_publishers.publish_many, *arguments) for _ in range(8)]
-    ids, sent = set(), 0
-    for _publisher in publishers:
-        their_ids, their_sent = answers.get(timeout=60)
-        ids |= their_ids
-        sent += their_sent
+    found = [answers.get(timeout=60) for _publisher in publishers]
     for publisher in publishers:
         publisher.join(10)
-    assert sent == 1
-    assert queued() == list(ids)
+    assert sum(sent for _ids, sent in found) == 1
+    assert [ids for ids, _sent in found] == [set(queued())] * 8
+    assert len(queued()) == 1
 
 
 def _is_stopped(pid: int) -> bool:

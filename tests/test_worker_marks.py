@@ -145,8 +145,7 @@ def test_call_by_name_that_is_delivered_again_while_it_runs_is_not_queued(tasks,
     assert not locks.exists(mark_of(tasks.started, "gated"))
     second = tasks.started.delay("gated")
     assert not second.deduplicated
-    for _ in range(3):  # the other delivery runs as well, unless it finds that the call has succeeded
-        gates("gated")
+    gates("gated", 3)  # the other delivery runs as well, unless it finds that the call has succeeded
     assert second.get(timeout=60) == "gated"
 
 
