@@ -86,23 +86,6 @@ def measured(serving) -> Measured:
     return serving
 
 
-@pytest.fixture(scope="module")
-def other(module_worker, tmp_path_factory) -> Iterator[Worker]:
-    """A worker of one process with a queue of its own and OpenTelemetry; its port for metrics is taken."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        worker = module_worker(
-            "tests.watchapp",
-            concurrency=1,
-            queues="other",
-            conf={"test_metrics_port": taken.getsockname()[1], "test_opentelemetry": True},
-            environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))},
-        )
-        yield worker
-        worker.stop()
-
-
 @pytest.fixture
 def app() -> Celery:
     """An app of its own, with the task that `send_each` tells of."""
@@ -149,7 +132,7 @@ def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene
     found = measured.wait_for(
         {("released_total", MARKED, "released"): 1, ("released_total", WORK, "released"): 6}
     )
-    times = [name for name in found if name[0] in ("wait_seconds_sum", "hold_seconds_sum")]
+    times = [name for name in found if name[0].endswith("_seconds_sum")]
     assert all(found.pop(name) >= 0 for name in times)
     # Acquired by four holders, the woken one, the one that took over, and the one that lost.
     of_work = {"acquired_total": 7, "taken_over_total": 1, "lost_total": 1, "wait_seconds_count": 7}
@@ -176,9 +159,8 @@ def test_killed_process_keeps_its_counts(measured, scene, journal):
     for _ in range(2):
         scene("skip")
     found = measured.wait_for({("released_total", WORK, "released"): 5})
-    assert found["acquired_total", WORK] == 6
-    assert found["conflicts_total", WORK, "skip"] == 5
-    assert found["released_total", WORK, "freed"] == 1
+    counted = {("acquired_total", WORK): 6, ("conflicts_total", WORK, "skip"): 5}
+    assert {**counted, ("released_total", WORK, "freed"): 1}.items() <= found.items()
     assert len({entry["pid"] for entry in journal.entries(what="start")}) > 1
 
 
@@ -280,20 +262,28 @@ def test_opentelemetry_counts_every_figure(server, locks, app):
     } | {"released": 2, "waiters": 2}
 
 
-def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(other, scene):
+def test_opentelemetry_counts_in_each_process_of_a_prefork_worker(start_worker, scene, tmp_path):
     """With the provider that `worker_process_init` has set; a successor begins anew.
 
     Its port for metrics is taken: the tasks matter more, and the log says what to do.
     """
     from tests import watchapp
 
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        worker = start_worker(
+            "tests.watchapp",
+            concurrency=1,
+            queues="other",
+            conf={"test_metrics_port": taken.getsockname()[1], "test_opentelemetry": True},
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        )
     names = ("acquired", "taken_over", "released", "wait", "hold")
     for _ in range(2):
         scene("free", "other")
         scene("take_over", "other")
         found = watchapp.measured.apply_async(queue="other").get(timeout=60)
         assert found == dict.fromkeys(names, 1)
-    other.wait_for_log("The metrics of this worker are not served")
+    worker.wait_for_log("The metrics of this worker are not served")
 
 
 def test_labels_never_name_a_key():
@@ -325,7 +315,5 @@ def test_nothing_of_it_is_imported_unless_asked_for(server, locks):
         "names = ('celery_setnx.metrics', 'prometheus_client')\n"
         "print([name for name in names if name in sys.modules])\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, server.url(13)], capture_output=True, text=True, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", code, server.url(13)], capture_output=True, text=True)
     assert found.stdout.splitlines() == ["7", "[]"], found.stderr

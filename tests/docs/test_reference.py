@@ -110,23 +110,17 @@ def test_what_needs_the_base_class_is_refused_without_it(option):
 # settings.md
 
 
-def known_settings() -> dict[str, Any]:
-    """Every setting that the code asks the app for; those with a default that is a value."""
-    asked = set()
-    for path in PACKAGE.rglob("*.py"):
-        asked |= set(re.findall(r'conf\.get\("(setnx_\w+)"', path.read_text()))
-    asked |= {"setnx_transport_options"}
-    read = settings(Celery("proj", set_as_current=False).conf)
-    fields = {f"setnx_{field.name}" for field in dataclasses.fields(Settings)}
-    assert asked - fields == {"setnx_url", "setnx_transport_options"}
-    return {name: getattr(read, name.removeprefix("setnx_"), None) for name in asked | fields}
-
-
 def test_every_setting_has_its_default_in_the_table_and_a_section():
     """All that the code asks for, and nothing else; and what the table's links lead to."""
     rows = table(text_of("docs/settings.md"), "setting", "type", "default")
     listed = {linked(name): default for name, _type, default in rows}
-    known = known_settings()
+    asked = {"setnx_transport_options"}
+    for path in PACKAGE.rglob("*.py"):
+        asked |= set(re.findall(r'conf\.get\("(setnx_\w+)"', path.read_text()))
+    fields = {f"setnx_{field.name}" for field in dataclasses.fields(Settings)}
+    assert asked - fields == {"setnx_url", "setnx_transport_options"}
+    read = settings(Celery("proj", set_as_current=False).conf)
+    known = {name: getattr(read, name.removeprefix("setnx_"), None) for name in asked | fields}
     assert listed.keys() == known.keys()
     assert listed["setnx_transport_options"] == "none"
     assert listed["setnx_url"] == "the result backend, else the broker"

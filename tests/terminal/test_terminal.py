@@ -13,8 +13,9 @@ import pytest
 from examples.embedded import EmbeddedServer
 from tests import forks
 from tests.harness import CONF, wait_until
-from tests.test_cli import CELERY, Stage
+from tests.test_cli import CELERY, cli
 
+__all__ = ["cli"]  # a fixture
 WIDTH, HEIGHT = 200, 30
 
 
@@ -44,9 +45,10 @@ class Terminal:
         command = f"{environment} {CELERY} -A tests.cliapp setnx {shlex.join(arguments)}"
         self.type(f"clear; {command}; echo code=$?")
 
-    def interrupt(self) -> None:
-        """Ctrl-C."""
+    def interrupt(self) -> str:
+        """Ctrl-C, which ends a command with 0; the screen then."""
         self._do("send-keys", "C-c")
+        return self.shows("code=0")
 
     def screen(self) -> str:
         """What is to be seen."""
@@ -64,23 +66,13 @@ class Terminal:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.screen()}") from None
 
-    def close(self) -> None:
-        """End it, and what runs in it."""
-        self._do("kill-server")
-
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     """A terminal of the test's own."""
     terminal = Terminal()
     yield terminal
-    terminal.close()
-
-
-@pytest.fixture
-def cli(locks, foreign_keys) -> Stage:
-    """The tasks that are asked about."""
-    return Stage(locks, foreign_keys)
+    terminal._do("kill-server")
 
 
 def test_list_in_a_terminal(terminal, cli):
@@ -102,8 +94,7 @@ def test_watch_shows_locks_as_they_come_and_go(terminal, cli):
     terminal.shows("tests.cliapp.sync", held.key, "running", "1 lock,")
     held.release()
     terminal.shows("0 locks")
-    terminal.interrupt()
-    assert "Traceback" not in terminal.shows("code=0")
+    assert "Traceback" not in terminal.interrupt()
 
 
 def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
@@ -117,7 +108,6 @@ def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
         server.restart()
         terminal.shows("0 locks")
         terminal.interrupt()
-        terminal.shows("code=0")
 
 
 def test_watch_shows_what_fits_the_screen(terminal, cli):
@@ -127,7 +117,6 @@ def test_watch_shows_what_fits_the_screen(terminal, cli):
     terminal.run("watch", "--task", "tests.cliapp.sync")
     terminal.shows("TASK", f"{HEIGHT + 10} locks, 16 of them not shown")
     terminal.interrupt()
-    terminal.shows("code=0")
 
 
 def test_watch_without_rich_names_the_extra(server, tmp_path):
