@@ -16,7 +16,6 @@ from celery.utils.imports import symbol_by_name
 
 from celery_setnx.connection import SCHEMES, SOCKET_TIMEOUT_S
 from celery_setnx.exceptions import OptionError, SetnxError
-from celery_setnx.keys import latest_version
 from celery_setnx.options import Options, settings
 
 Level = Literal["ok", "warning", "error"]
@@ -270,14 +269,6 @@ def _app_findings(app: Celery, guarded: list[tuple[Task, Any]]) -> Iterator[Find
             "task_always_eager is on.",
             "Calls run in the caller's process, and no lock is taken.",
             "Turn it off outside tests.",
-        )
-    version = guarded[0][1].settings.key_version
-    if version < latest_version():
-        yield warn(
-            "key_version",
-            f"setnx_key_version is pinned to {version}; the latest is {latest_version()}.",
-            "Programs with another version do not exclude these.",
-            "When all programs know the latest: let the queues run empty, unpin, and restart them together.",
         )
 
 

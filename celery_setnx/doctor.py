@@ -340,7 +340,7 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
 def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
     held = waiting = marks = 0
-    dead, apart, lapses_s = [], [], 0.0
+    dead, lapses_s = [], 0.0
     for seen in survey(client, own.prefix):
         holder = seen.holder
         waiting += seen.waiting
@@ -357,8 +357,6 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             )
         elif not seen.is_stale:
             held += 1
-            if holder.info.get("task") and holder.info.get("key_version", 1) != own.key_version:
-                apart.append(seen)
         elif holder.state in ("running", "held_for_retry"):
             dead.append(seen)
     yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}.")
@@ -369,14 +367,6 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             f"Locks that expired unreleased: {len(dead)}; the first was {oldest.key} of {oldest.holder}.",
             "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
-        )
-    if apart:
-        yield warn(
-            "key_version",
-            f"This app's keys have version {own.key_version}; locks are held by processes with another: "
-            f"{len(apart)}, such as {apart[0].key} of {apart[0].holder}.",
-            "A call whose message has no key is another call there, and runs beside itself.",
-            "Pin setnx_key_version everywhere to the one that all programs know, until the last is upgraded.",
         )
     if marks:
         yield ok(

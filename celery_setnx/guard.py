@@ -53,7 +53,7 @@ class Guard:
         return Guard(self.app, self.task, self.signature, layers, ignores_result=self.ignores_result)
 
     def _key_function(self, options: Options) -> KeyFunction:
-        return KeyFunction(options.key, self.signature, self.task, self.settings.key_version)
+        return KeyFunction(options.key, self.signature, self.task)
 
     def header(
         self,

@@ -27,6 +27,7 @@ KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
 
 _WHOLE_TASK = object()
+_FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
 
 
 class KeyFunction:
@@ -39,16 +40,12 @@ class KeyFunction:
             the whole task.
         signature: The signature of the task's function, without a bound `self`.
         task: The task's name, for messages.
-        version: The key format, as in `setnx_key_version`. Defaults to the latest.
 
     Raises:
         OptionError: The key names no parameter of the task, or the template is broken.
     """
 
-    def __init__(
-        self, key: KeyOption, signature: inspect.Signature, task: str, version: int | None = None
-    ) -> None:
-        self._version = version
+    def __init__(self, key: KeyOption, signature: inspect.Signature, task: str) -> None:
         self._signature = signature
         self._task = task
         self._select = _selector(key, signature, task)
@@ -68,7 +65,7 @@ class KeyFunction:
         if chosen is _WHOLE_TASK:
             return ""
         try:
-            return digest(chosen, self._version)
+            return digest(chosen)
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
 
@@ -93,7 +90,7 @@ class KeyFunction:
     def _blame(self, bound: inspect.BoundArguments, error: Exception) -> str:
         for name, value in bound.arguments.items():
             try:
-                FORMATS[self._version or latest_version()](value)
+                canonical(value)
             except (TypeError, ValueError) as cause:
                 if str(cause) == str(error):
                     return f"argument {name!r} of type {type(value).__name__}: {cause}"
@@ -149,24 +146,17 @@ def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
     return f"{lock_name}:ticket:{task_id}:{call_id}" if call_id else f"{lock_name}:ticket:{task_id}"
 
 
-def digest(value: Any, version: int | None = None) -> str:
+def digest(value: Any) -> str:
     """The 128-bit BLAKE2b digest of a value's canonical form, in hex.
 
     Args:
         value: The value.
-        version: The key format: one of `FORMATS`. Defaults to the latest.
 
     Raises:
         TypeError: A value has no canonical form.
         ValueError: Two keys of a mapping become one in JSON.
     """
-    version = version or latest_version()
-    return blake2b(FORMATS[version](value), digest_size=16, person=b"celery_setnx:%d" % version).hexdigest()
-
-
-def latest_version() -> int:
-    """The newest key format."""
-    return max(FORMATS)
+    return blake2b(canonical(value), digest_size=16, person=_FORMAT).hexdigest()
 
 
 def canonical(value: Any) -> bytes:
@@ -285,9 +275,6 @@ def _sized(kind: bytes, data: bytes) -> bytes:
 def _counted(kind: bytes, items: list[bytes]) -> bytes:
     return b"%b%d:%b" % (kind, len(items), b"".join(items))
 
-
-FORMATS: dict[int, Callable[[Any], bytes]] = {1: canonical}
-"""Key formats by version: a format that has been released is never changed, a new one stands beside it."""
 
 _Selector = Callable[[inspect.BoundArguments], Any]
 

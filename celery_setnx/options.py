@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
-from celery_setnx.keys import FORMATS, KeyOption, latest_version
+from celery_setnx.keys import KeyOption
 from celery_setnx.lock import DAY_S
 
 DEFAULT_PREFIX = "setnx"
@@ -188,8 +188,6 @@ class Settings:
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
-        key_version: The format of keys; pin the old one until all producers and workers know the new one.
-            Defaults to the latest.
         beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
             `celery.beat:PersistentScheduler`.
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
@@ -199,7 +197,6 @@ class Settings:
     defaults: Mapping[str, Any]
     retention: float
     same_host: bool
-    key_version: int
     beat_scheduler: str
     beat_lease: float
 
@@ -213,16 +210,11 @@ def settings(conf: Any) -> Settings:
     prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
-    version = conf.get("setnx_key_version")
-    version = latest_version() if version is None else version
-    if isinstance(version, bool) or not isinstance(version, int) or version not in FORMATS:
-        raise OptionError(f"setnx_key_version must be one of {', '.join(map(str, FORMATS))}, not {version!r}")
     return Settings(
         prefix=prefix,
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
-        key_version=version,
         beat_scheduler=conf.get("setnx_beat_scheduler") or BEAT_SCHEDULER,
         beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )

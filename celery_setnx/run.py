@@ -81,15 +81,9 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @lru_cache(maxsize=1000)
-def info_of(pid: int, task: str, worker: str | None, key_version: int = 1) -> str:
-    """What the records of a task's locks say of this process; the task's id is in the token.
-
-    The version of the keys that it computes is said from the second on.
-    """
-    about = {**identity(), "task": task, "worker": worker}
-    if key_version > 1:
-        about["key_version"] = key_version
-    return json.dumps(about, separators=(",", ":"))
+def info_of(pid: int, task: str, worker: str | None) -> str:
+    """What the records of a task's locks say of this process; the task's id is in the token."""
+    return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
 
 
 def lock_of(task: Task) -> HeldLock | None:
@@ -127,7 +121,7 @@ class Run:
             self.options = guard.options_of(header.get("options") or _NOTHING)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
-            info = info_of(self.pid, task.name, request.hostname, guard.settings.key_version)
+            info = info_of(self.pid, task.name, request.hostname)
             self.lock = guard.lock(header, args, kwargs, info)
         except SetnxError:
             if header.get("marked"):  # refused here, whatever its producer could know

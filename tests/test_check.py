@@ -10,7 +10,6 @@ from celery.worker.request import Request
 from celery_setnx import SingletonTask, singleton
 from celery_setnx.check import check
 from celery_setnx.doctor import Finding, examine
-from celery_setnx.keys import FORMATS, canonical
 from celery_setnx.request import SingletonRequest
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -228,17 +227,6 @@ def test_option_without_effect_may_come_from_a_base_class(app):
     app.task(base=Patient, name="patient", shared=False)(one_name)
     app.task(base=Patient, name="hasty", shared=False, singleton={"on_conflict": "skip"})(other_name)
     assert not problems(app)
-
-
-def test_pinned_key_version_is_a_warning(app, monkeypatch):
-    """As long as there is a later one."""
-    app.conf.setnx_key_version = 1
-    add(app)
-    assert not problems(app)
-    monkeypatch.setitem(FORMATS, 2, canonical)
-    (found,) = problems(app)
-    assert found.subject == "key_version"
-    assert "pinned to 1; the latest is 2" in found.what
 
 
 @pytest.mark.parametrize(

@@ -284,17 +284,6 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
 
 
-def test_locks_of_another_key_version_are_a_warning(app, locks):
-    """Of tasks alone: what has a name of its own has no version. Version 1 says nothing of itself."""
-    newer = {"task": "examined.work", "task_id": "t-2", "key_version": 2}
-    SetnxLock(locks, "setnx:{examined.work:aa}", info={"task": "examined.work", "task_id": "t-1"}).acquire()
-    SetnxLock(locks, "setnx:{by-hand}", info={"key_version": 2}).acquire()
-    assert not findings(app, "key_version")
-    SetnxLock(locks, "setnx:{examined.work:bb}", info=newer).acquire()
-    found = finding(app, "key_version", "warning", what="have version 1;")
-    assert "another: 1, such as setnx:{examined.work:bb} of examined.work[t-2]" in found.what
-
-
 def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):
     """What a purge leaves behind cannot be told from what is queued."""
     mark_all(locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=600)

@@ -230,7 +230,7 @@ def test_lock_name_without_a_sibling_in_its_slot_is_refused(name):
 
 
 def test_digest_is_pinned():
-    """The key format: if this changes, KEY_VERSION must."""
+    """The key format: if this changes, the digest's personalization must."""
     assert digest([["a", 1], ["b", "x"]]) == "5058e4c6a49b839f7de6aacd1d558973"
 
 

@@ -185,7 +185,7 @@ def settle(account_id: Any, reason: str = "") -> None:
 @pytest.mark.parametrize(("key", "call", "chosen", "form", "hexed"), CALLS)
 def test_example_of_what_is_chosen(key, call, chosen, form, hexed):
     """Key option and call come to the digest of the page, in the package and in the client."""
-    function = keys.KeyFunction(eval(key), inspect.signature(settle), "proj.settle", 1)
+    function = keys.KeyFunction(eval(key), inspect.signature(settle), "proj.settle")
     assert function.digest(eval(call), {}) == hexed
     assert client.canonical(eval(chosen)) == form.encode()
     assert digest(form.encode()) == hexed
@@ -196,7 +196,7 @@ def test_example_of_a_canonical_form(value, form, hexed):
     """A value comes to the bytes and the digest of the page, in the package and in the client."""
     made = eval(value, dict(VALUES))
     assert keys.canonical(made) == form.encode() == client.canonical(made)
-    assert keys.digest(made, 1) == hexed == digest(form.encode())
+    assert keys.digest(made) == hexed == digest(form.encode())
 
 
 @pytest.mark.parametrize(("prefix", "scope", "form", "name"), NAMES)
@@ -234,12 +234,7 @@ ANYTHING = st.recursive(
 def test_client_and_package_agree_on_every_value(value):
     """The page's grammar is the code's."""
     assert client.canonical(value) == keys.canonical(value)
-    assert digest(client.canonical(value)) == keys.digest(value, 1)
-
-
-def test_version_of_the_page_is_the_latest():
-    """A new key format needs a new page."""
-    assert list(keys.FORMATS) == [1]
+    assert digest(client.canonical(value)) == keys.digest(value)
 
 
 # Locks

@@ -24,7 +24,7 @@ from tests.harness import Worker, wait_until
 
 QUEUE = "send-task"
 NOWHERE = "parked"  # nobody consumes it
-APP = "tests.upgradeapp"
+APP = "tests.sendapp"
 
 STARTED = {"key": "name", "dedupe": "until_started"}
 DONE = {"key": "name", "dedupe": "until_done"}
@@ -47,9 +47,9 @@ def far_worker(module_worker) -> Worker:
 @pytest.fixture
 def knowing(locks, journal) -> Any:
     """The module with the tasks' code."""
-    from tests import upgradeapp
+    from tests import sendapp
 
-    return upgradeapp
+    return sendapp
 
 
 @pytest.fixture
@@ -116,14 +116,12 @@ def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, ga
 
 
 UNTOLD = (
-    r"^send_task of tests\.upgradeapp\.work does not know the task's signature, so it needs to be told "
+    r"^send_task of tests\.sendapp\.work does not know the task's signature, so it needs to be told "
     r'the key: singleton=\{"key": \.\.\.\}, as the task has it$'
 )
-CALLABLE = (
-    r"option 'key' of a call of tests\.upgradeapp\.work is a callable, which cannot travel in a message"
-)
-MISSPELT = r"a call of tests\.upgradeapp\.work .* did you mean 'dedupe'"
-POSITIONAL = r"of tests\.upgradeapp\.work: the key needs argument 'name'.* by keyword"
+CALLABLE = r"option 'key' of a call of tests\.sendapp\.work is a callable, which cannot travel in a message"
+MISSPELT = r"a call of tests\.sendapp\.work .* did you mean 'dedupe'"
+POSITIONAL = r"of tests\.sendapp\.work: the key needs argument 'name'.* by keyword"
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,14 @@
-"""The app of tests with several releases or producers: what its process knows is told by its settings.
-
-With `knows_format_2` its process has the newer release, which knows key format 2 as well.
-"""
+"""The app of the tests of `send_task`: a worker has it; their producer knows its tasks by name only."""
 
 from typing import Any
 
 from celery import Task
 
-from celery_setnx import SingletonTask, keys, singleton
+from celery_setnx import SingletonTask, singleton
 from tests.app import body, make_app
 
 # Not the current app, and its tasks are not shared: other apps in a test's process must not know them.
-app = make_app("upgradeapp")
-if app.conf.get("knows_format_2"):
-    keys.FORMATS[2] = lambda value: b"2" + keys.canonical(value)
+app = make_app("sendapp")
 
 
 class Queued(SingletonTask):
@@ -32,7 +27,7 @@ def plainly(
 
 def variant(task: str, base: Any = Queued, function: Any = plainly, **options: Any) -> Any:
     """One of the tasks that differ in their options only."""
-    return app.task(shared=False, base=base, name=f"tests.upgradeapp.{task}", **options)(function)
+    return app.task(shared=False, base=base, name=f"tests.sendapp.{task}", **options)(function)
 
 
 SKIPS = {"key": "name", "lease": 600, "on_conflict": "skip"}  # not to be combined with until_started
@@ -60,10 +55,3 @@ def retrying(self: Any, name: str, reason: str = "") -> int:
 def telling(self: Any, name: str) -> Any:
     """Returns the options that came with its message."""
     return self.request.headers["singleton"].get("options")
-
-
-@app.task(shared=False)
-def relay(task: str, kwargs: dict[str, Any], queue: str) -> list[Any]:
-    """Publishes a call from within a worker's process: its id, and whether it was a duplicate."""
-    result = app.tasks[task].apply_async((), kwargs, queue=queue)
-    return [result.id, result.deduplicated]
