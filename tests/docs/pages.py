@@ -35,6 +35,11 @@ class Block:
     line: int  # the page's line on which the text begins, from 1
     before: str  # the line before the fence, blank lines left out
 
+    @property
+    def is_run(self) -> bool:
+        """Whether this is Python that runs as it stands."""
+        return self.language == "python" and self.info != "notest"
+
 
 def blocks(text: str) -> list[Block]:
     """The blocks of a page, from top to bottom.
@@ -96,9 +101,7 @@ def table(text: str, *head: str) -> list[list[str]]:
     """
     found = []
     for part in _parts(text, "table"):
-        titles, *rows = [
-            [cell.children[0].content for cell in row.children] for row in part.walk() if row.type == "tr"
-        ]
+        titles, *rows = [_cells(row) for row in part.walk() if row.type == "tr"]
         found += rows if titles == list(head) else []
     if not found:
         raise ValueError(f"no table with the head {head}")
@@ -120,3 +123,7 @@ def sections(text: str, level: int = 2) -> dict[str, str]:
 def _parts(text: str, *types: str) -> Iterator[SyntaxTreeNode]:
     """What a page has of these types, as markdown-it names them."""
     return (part for part in SyntaxTreeNode(_MARKDOWN.parse(text)).walk() if part.type in types)
+
+
+def _cells(row: SyntaxTreeNode) -> list[str]:
+    return [cell.children[0].content for cell in row.children]

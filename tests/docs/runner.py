@@ -42,7 +42,7 @@ def run(page: str, server: str) -> None:
     for block in blocks(text_of(page)):
         if block.language == "setup":
             _execute(block.text, str(path), block.line, server, names)
-        elif block.language == "python" and block.info != "notest":
+        elif block.is_run:
             fragments = [fragment for fragment in unused if fragment.marks in block.text]
             for fragment in fragments:
                 _execute(fragment.before, f"before {page}:{block.line}", 1, server, names)
