@@ -31,7 +31,8 @@ def start(
     directory: Path, function: Callable[..., Any], *args: Any, **environment: str | None
 ) -> multiprocessing.process.BaseProcess:
     """Start what is to end by a signal; what it prints is in SAID, in its directory."""
-    process = _FORKS.Process(target=_call, args=(directory / SAID, environment, function, args))
+    now = {**os.environ, **environment}  # the server of forks has that of its start
+    process = _FORKS.Process(target=_call, args=(directory / SAID, now, function, args))
     process.start()
     return process
 
