@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import LockRefused, LockUnavailable, OptionError
+from celery_setnx import LockRefused, LockUnavailable
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 
@@ -76,12 +76,6 @@ def test_one_dead_sentinel_of_three_is_no_problem(
     finally:
         dead.recover()
         sentinels.wait_until_whole()
-
-
-def test_missing_master_name_is_said_at_once(tasks_of, sentinels):
-    """An error that names the setting."""
-    with pytest.raises(OptionError, match=r"setnx_transport_options = .*master_name"):
-        tasks_of(setnx_url=sentinels.url()).work.locked("a")
 
 
 @pytest.mark.parametrize(
