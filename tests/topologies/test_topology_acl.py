@@ -89,7 +89,6 @@ def test_cluster_needs_two_commands_more(work_with, limit, journal):
 @pytest.mark.parametrize("missing", ["cluster|slots", "command", "evalsha"])
 def test_missing_command_of_a_cluster_is_named(tasks_of, limit, missing):
     """An error of ours that names what is missing."""
-    url = limit([command for command in IN_CLUSTER if command != missing])
-    app = tasks_of(setnx_url=url).app
+    app = tasks_of(setnx_url=limit([command for command in IN_CLUSTER if command != missing])).app
     with pytest.raises(LockRefused, match=f"(?i){missing.replace('|', '.')}"):
         SetnxLock(client_for(app), "setnx:{a}").acquire()
