@@ -11,9 +11,6 @@ import tests.app
 from celery_setnx import SingletonTask
 from tests.app import body, control, journal
 
-LEASE_S = 2.0
-ENDED = "ended"
-
 # Locks live where the settings of a test say, be it only its broker or its backend.
 make_app = partial(tests.app.make_app, "topologies", setnx_url=None, setnx_same_host=False)
 
@@ -22,7 +19,7 @@ def make_tasks(app: Celery) -> SimpleNamespace:
     """The tasks of an app."""
 
     def task(name: str, **options: Any) -> Any:
-        singleton = {"key": "name", "lease": LEASE_S, **options}
+        singleton = {"key": "name", "lease": 2.0, **options}
         return app.task(
             base=SingletonTask, shared=False, bind=True, name=f"topologies.{name}", singleton=singleton
         )
@@ -51,7 +48,7 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         journal.write("start", **about)
         time.sleep(seconds)  # a body must take time to be in the way
         journal.write("end", **about)
-        control.incr(ENDED)
+        control.incr("ended")
         return name
 
     @task("tell")

@@ -11,7 +11,7 @@ from docker.errors import DockerException
 from celery_setnx.connection import client_for
 from tests.tables import Recorded, failover_table, recorded, write
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
-from tests.topologies.servers import Certificates, Cluster, Sentinels, Server, not_here, tls_server
+from tests.topologies.servers import Cluster, Sentinels, Server, make_certificates, not_here, tls_server
 
 APP = "tests.topologies.app"
 
@@ -73,17 +73,15 @@ def client(tasks_of, settings) -> Any:
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory) -> Certificates:
-    """Made anew for every run."""
-    return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
+def certificates(tmp_path_factory) -> dict[str, str]:
+    """A client's, made anew for every run."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="session")
 def secured(tmp_path_factory, certificates) -> Iterator[Server]:
     """A server that speaks nothing but TLS."""
     server = tls_server(tmp_path_factory.mktemp("secured"), certificates)
-    if server is None:
-        not_here("no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH")
     yield server
     server.kill()
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from celery_setnx import SetnxLock
+from celery_setnx.connection import client_for
 from celery_setnx.keys import record_name
 from tests.harness import Journal, wait_until
 
@@ -30,11 +31,12 @@ def runs_under_its_lock(
 
 
 def each_key_runs_once(tasks: Any, journal: Journal, keys: int) -> None:
-    """A fan-out of three calls of each key: a single body for each."""
+    """A fan-out of three calls of each key: a single body for each, and no mark is left."""
     counts = tasks.once.fan_out((f"k{number % keys}",) for number in range(3 * keys))
     assert (counts.accepted, counts.duplicates, counts.failed) == (keys, 2 * keys, 0)
     ends = journal.wait_for("end", keys)
     assert sorted(end["name"] for end in ends) == sorted(f"k{number}" for number in range(keys))
+    wait_until(lambda: not list(client_for(tasks.app).scan_iter("t:*:queued")), "no mark")
 
 
 def lock_lives_and_ends(client: Any) -> None:

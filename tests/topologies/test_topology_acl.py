@@ -4,48 +4,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import redis
 
 from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.connection import client_for
-from examples.embedded import EmbeddedServer
+from tests.test_connection import NEEDED
 
-NEEDED = [
-    *("eval", "evalsha", "time", "get", "exists", "set", "getset", "del", "pttl", "pexpire", "pexpireat"),
-    *("zadd", "zrem", "zrange", "zcard", "zrank", "hset", "hget", "hdel"),
-]
 IN_CLUSTER = [*NEEDED, "cluster|slots", "command"]
 
 
 def rules(commands: list[str]) -> list[str]:
     """Of a user who may do just that to locks with the default prefix."""
-    return ["reset", "on", ">pw", "~setnx:*", *[f"+{command}" for command in commands]]
-
-
-@pytest.fixture
-def limited() -> Iterator[EmbeddedServer]:
-    """A server with a user for locks alone."""
-    with EmbeddedServer() as server:
-        with redis.Redis.from_url(server.url()) as client:
-            client.execute_command("ACL", "SETUSER", "locker", *rules(NEEDED))
-        yield server
+    return ["~setnx:*", *[f"+{command}" for command in commands]]
 
 
 @pytest.fixture
 def settings(limited) -> dict[str, Any]:
-    """Locks of that user, under the default prefix."""
-    return {"setnx_url": limited.url().replace("redis://", "redis://locker:pw@"), "setnx_prefix": "setnx"}
+    """Locks of a user for locks alone, under the default prefix."""
+    return {"setnx_url": limited(*rules(NEEDED), db=0), "setnx_prefix": "setnx"}
 
 
 @pytest.fixture
-def refused(limited) -> Callable[[], set[str]]:
-    """What the server has refused so far."""
-
-    def refused() -> set[str]:
-        with redis.Redis.from_url(limited.url(), decode_responses=True) as client:
-            return {entry["object"] for entry in client.acl_log()}
-
-    return refused
+def refused(locks) -> Callable[[], set[str]]:
+    """What the server has refused to this test so far."""
+    locks.acl_log_reset()
+    return lambda: {entry["object"] for entry in locks.acl_log()}
 
 
 def test_guarded_task_runs_with_the_needed_commands_alone(work_with, settings, refused, journal, gates, name):
@@ -78,9 +60,8 @@ def test_idle_connection_is_used_again_without_further_commands(tasks_of, settin
 
 def test_another_database_needs_select(tasks_of, limited):
     """The error names it."""
-    url = limited.url(1).replace("redis://", "redis://locker:pw@")
     with pytest.raises(LockRefused, match="'select' command"):
-        tasks_of(setnx_url=url, setnx_prefix="setnx").work.locked("a")
+        tasks_of(setnx_url=limited(*rules(NEEDED)), setnx_prefix="setnx").work.locked("a")
 
 
 @pytest.fixture
@@ -89,7 +70,7 @@ def limit(cluster) -> Iterator[Callable[[list[str]], str]]:
 
     def limit(commands: list[str]) -> str:
         for node in cluster.nodes:
-            node.ask("ACL", "SETUSER", "locker", *rules(commands))
+            node.ask("ACL", "SETUSER", "locker", "reset", "on", ">pw", *rules(commands))
         return cluster.url().replace("://", "://locker:pw@")
 
     yield limit
@@ -108,7 +89,6 @@ def test_cluster_needs_two_commands_more(work_with, limit, journal):
 @pytest.mark.parametrize("missing", ["cluster|slots", "command", "evalsha"])
 def test_missing_command_of_a_cluster_is_named(tasks_of, limit, missing):
     """An error of ours that names what is missing."""
-    url = limit([command for command in IN_CLUSTER if command != missing])
-    app = tasks_of(setnx_url=url).app
+    app = tasks_of(setnx_url=limit([command for command in IN_CLUSTER if command != missing])).app
     with pytest.raises(LockRefused, match=f"(?i){missing.replace('|', '.')}"):
         SetnxLock(client_for(app), "setnx:{a}").acquire()

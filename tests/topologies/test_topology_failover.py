@@ -1,13 +1,10 @@
 """The master dies under load, again and again. Three times, or ten (tests/bounds.py)."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -35,23 +32,6 @@ def settings(sentinels) -> Iterator[dict[str, Any]]:
     for node in sentinels.nodes:
         if not node.is_running:
             sentinels.revive(node)
-
-
-@dataclass
-class Body:
-    """One run of a body: when, under which fence, and whether it was told of a loss."""
-
-    task_id: str
-    key: str
-    fence: int
-    start: float
-    end: float
-    told: int | None  # place in the journal at which it was told
-    began: int  # place in the journal at which it began
-    took_over: int | None  # fence of the dead holder that it took over from
-
-    def overlaps(self, other: Body) -> bool:
-        return self.start < other.end and other.start < self.end
 
 
 class Load:
@@ -95,18 +75,17 @@ def load(server, work_with, settings) -> Iterator[Load]:
         load.stop()
 
 
-def bodies_of(journal: Journal) -> list[Body]:
-    """Every body that ran, in the order of their starts."""
-    entries = [(place, e, (e.get("task_id"), e.get("fence"))) for place, e in enumerate(journal.entries())]
-    told = {life: place for place, e, life in entries if e["what"] == "lost"}
-    taken = {life: e["holder"]["fence"] for _place, e, life in entries if e["what"] == "taken_over"}
-    ends = {life: e["at"] for _place, e, life in entries if e["what"] == "end"}
-    found = []
-    for place, e, life in entries:
-        if e["what"] == "start":
-            own = (e["task_id"], e["name"], e["fence"], e["at"], ends.get(life, float("inf")))
-            found.append(Body(*own, told.get(life), place, taken.get(life)))
-    return sorted(found, key=lambda body: body.start)
+def bodies_of(journal: Journal) -> list[dict[str, Any]]:
+    """The starts of all bodies in their order, each with its place in the journal.
+
+    `life` is all that it tells of the same call and fence: an end, a loss, a holder that it took over from.
+    """
+    lives: dict[Any, dict[str, Any]] = defaultdict(dict)
+    entries = journal.entries()
+    for place, entry in enumerate(entries):
+        entry["place"], entry["life"] = place, lives[entry.get("task_id"), entry.get("fence")]
+        entry["life"][entry["what"]] = entry
+    return sorted((e for e in entries if e["what"] == "start"), key=lambda start: start["at"])
 
 
 def test_workers_go_on_through_failovers(load, sentinels, journal, failovers, note):
@@ -130,33 +109,31 @@ def test_workers_go_on_through_failovers(load, sentinels, journal, failovers, no
     load.stop()
     wait_until(lambda: load.ended() >= len(load.sent), "every call", 60)
 
-    def all_postrun() -> bool:
-        ended = journal.entries(what="postrun", state="SUCCESS")
-        return set(load.sent) <= {entry["task_id"] for entry in ended}
+    def succeeded() -> set[str]:
+        return {entry["task_id"] for entry in journal.entries(what="postrun", state="SUCCESS")}
 
-    wait_until(all_postrun, "every call has succeeded", 60)
+    wait_until(lambda: succeeded() >= {*load.sent}, "every call has succeeded", 60)
     bodies = bodies_of(journal)
-    assert {body.task_id for body in bodies} == set(load.sent)
+    assert {body["task_id"] for body in bodies} == set(load.sent)
 
     told = in_time = lost_writes = 0
     untold = []
-    by_key: dict[str, list[Body]] = defaultdict(list)
-    for body in bodies:
-        by_key[body.key].append(body)
-    for of_key in by_key.values():
-        fences = [body.fence for body in of_key]
+    for key in KEYS:
+        of_key = [body for body in bodies if body["name"] == key]
+        fences = [body["fence"] for body in of_key]
         assert fences == sorted(set(fences))
         for first, second in combinations(of_key, 2):
-            if not first.overlaps(second):
+            life, other = first["life"], second["life"]
+            if "end" in life and life["end"]["at"] <= second["at"]:
                 continue
-            if first.told is not None or second.told is not None:
+            if "lost" in life or "lost" in other:
                 told += 1
-                in_time += first.told is not None and first.told < second.began
-            elif any(first.start < kill < second.start for kill in kills) and second.took_over is None:
+                in_time += "lost" in life and life["lost"]["place"] < second["place"]
+            elif any(first["at"] < kill < second["at"] for kill in kills) and "taken_over" not in other:
                 lost_writes += 1  # the new master knew nothing of the first
             else:
                 untold.append((first, second))
-    count = sum(body.told is not None for body in bodies)
+    count = sum("lost" in body["life"] for body in bodies)
     note(f"failover: {len(kills)} kills, {len(bodies)} bodies, {count} of them told of a loss")
     note(f"failover: overlaps: {told} told, {in_time} of them before the second began")
     note(f"failover: overlaps: {lost_writes} by a lost write, {len(untold)} unexplained")

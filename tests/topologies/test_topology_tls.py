@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -22,19 +23,19 @@ def url_of(secured) -> Callable[..., str]:
 
 def test_tasks_are_locked_behind_tls(work_with, url_of, certificates, secured, journal, gates, name):
     """rediss:// with a CA, a client certificate and the server's name: locked, renewed, deduplicated."""
-    tasks = work_with(setnx_url=url_of(**certificates.options))
+    tasks = work_with(setnx_url=url_of(**certificates))
     runs_under_its_lock(tasks, journal, gates, name, partial(secured.ask, "EXISTS"))
 
 
 def test_tls_options_of_celery_serve_the_locks(tasks_of, url_of, certificates):
     """redis_backend_use_ssl instead of a long URL."""
-    options = {**certificates.options, "ssl_cert_reqs": "CERT_REQUIRED"}
+    options = {**certificates, "ssl_cert_reqs": "CERT_REQUIRED"}
     assert tasks_of(setnx_url=url_of(), redis_backend_use_ssl=options).work.locked("a") is None
 
 
 def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
     """ssl_cert_reqs=none: neither the CA nor the name counts."""
-    own = {name: value for name, value in certificates.options.items() if name != "ssl_ca_certs"}
+    own = {name: value for name, value in certificates.items() if name != "ssl_ca_certs"}
     tasks = tasks_of(setnx_url=url_of("127.0.0.1", ssl_cert_reqs="none", **own))
     assert tasks.work.locked("a") is None
 
@@ -42,7 +43,7 @@ def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
 @pytest.mark.parametrize(
     ("host", "own", "message"),
     [
-        ("localhost", {"ssl_ca_certs": "wrong_ca"}, "certificate verify failed: self-signed certificate"),
+        ("localhost", {"ssl_ca_certs": "wrong-ca.pem"}, "certificate verify failed: self-signed certificate"),
         ("127.0.0.1", {}, r"IP address mismatch, certificate is not valid for '127\.0\.0\.1'"),
         # Under TLS 1.3 the server ends a connection that is open already; the error says one or the other.
         ("localhost", {"ssl_certfile": None}, r"certificate required|EOF occurred|reset by peer"),
@@ -52,10 +53,10 @@ def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
 )
 def test_what_does_not_match_is_said(tasks_of, url_of, certificates, host, own, message):
     """The server's CA, its name (the certificate is localhost's), the client's certificate, a path."""
-    own = {option: getattr(certificates, str(value), value) for option, value in own.items()}
-    files = {**certificates.options, **own}
+    files = {**certificates, **own}
     if files["ssl_certfile"] is None:
         del files["ssl_certfile"], files["ssl_keyfile"]
+    files["ssl_ca_certs"] = str(Path(certificates["ssl_ca_certs"]).parent / files["ssl_ca_certs"])
     tasks = tasks_of(setnx_url=url_of(host, **files))
     expected = (LockUnavailable, OptionError) if "nowhere" in message else LockUnavailable
     with pytest.raises(expected, match=message):
