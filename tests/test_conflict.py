@@ -1,7 +1,6 @@
 """Coming back: what the broker is asked to delay, and what happens when it does not take the call."""
 
 import pickle
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,27 +37,19 @@ def task_on(broker: str, **transport: Any) -> Any:
     return app.tasks[t.name]
 
 
-@pytest.fixture
-def stranded() -> Iterator[Any]:
-    """A running call whose broker is gone."""
+def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
+    """Never a silent drop: the task fails, naming its key, why it came back, and the broker's error.
+
+    With acks_late the message is not acknowledged yet: it is given back.
+    """
     task = task_on("amqp://127.0.0.1:1//", max_retries=0)
     task.push_request(**CALL, retries=0, headers={"singleton": {"key": "setnx:{t}"}})
-    yield task
-    task.pop_request()
-
-
-def test_call_that_the_broker_does_not_take_back_is_unavailable(stranded, caplog):
-    """Never a silent drop: the task fails, naming its key, why it came back, and the broker's error."""
     with pytest.raises(LockUnavailable, match=r"setnx:{t} now: Redis is down; and the broker"):
-        come_back(stranded, 1.0, 0, 0.0, "Redis is down")
+        come_back(task, 1.0, 0, 0.0, "Redis is down")
     assert "[id-1] could not be sent back to the broker" in caplog.text
-
-
-def test_call_that_the_broker_still_has_is_requeued(stranded):
-    """With acks_late the message is not acknowledged yet: it is given back."""
-    stranded.acks_late = True
+    task.acks_late = True
     with pytest.raises(Reject) as caught:
-        come_back(stranded, 1.0, 0, 0.0, "Redis is down")
+        come_back(task, 1.0, 0, 0.0, "Redis is down")
     assert caught.value.requeue
 
 
