@@ -221,7 +221,8 @@ class Sentinels(Group):
         return next(node for node in self.nodes if node.port == max(named, key=named.count))
 
     def _named(self) -> list[int]:
-        return [int(s.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)[1]) for s in self.sentinels]
+        ask = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)
+        return [int(sentinel.ask(*ask)[1]) for sentinel in self.sentinels if sentinel.is_running]
 
     def replicas(self) -> list[Server]:
         """The other nodes."""
