@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from examples.embedded import EmbeddedServer
 from tests.harness import GATE_S, Journal, Worker
 from tests.proxy import Proxy
 from tests.stage import Parked, Stage
+from tests.topologies.servers import Cluster
 from tests.versions.conditions import LOSES_RESULTS
 
 LOCK_DB = 1
@@ -119,6 +121,20 @@ def server() -> Iterator[EmbeddedServer]:
         yield server
         if hasattr(AsyncResult, "__del__"):
             del AsyncResult.__del__  # on a server that is gone it tries for 20 s, at the end of the run
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """A cluster of three masters."""
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.start()
+        yield cluster
+
+
+@pytest.fixture
+def name() -> str:
+    """The test's own key, and the name of its gate."""
+    return f"gated-{uuid.uuid4().hex}"
 
 
 @pytest.fixture

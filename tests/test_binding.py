@@ -105,11 +105,8 @@ def test_decorator_supplies_the_options_of_a_singleton_task(app):
 def test_decorator_above_the_task_explains_the_order(app):
     """@singleton on top of @app.task would guard nothing."""
     task = app.task(shared=False)(nothing)
-    for decorator, found in (
-        (singleton(lease=1), task),
-        (singleton, task),
-        (singleton, app.tasks[task.name]),
-    ):
+    bound = app.tasks[task.name]
+    for decorator, found in ((singleton(lease=1), task), (singleton, task), (singleton, bound)):
         with pytest.raises(OptionError, match="put it below"):
             decorator(found)
 

@@ -14,7 +14,6 @@ import redis
 
 from celery_setnx import HeldLock, SetnxLock
 from celery_setnx.testing import _age
-from tests.model.injected import CLOCK_KEY, SECOND, ServerClock
 from tests.protocol.client import ClassicClient, Server
 
 pytestmark = pytest.mark.slow
@@ -111,18 +110,3 @@ def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(server, locks, 
     assert lock.acquire()
     lock.release()
     assert not locks.exists(NAME)
-
-
-def test_recipe_is_kept_out_while_ours_is_renewed(locks, foreign_keys, monkeypatch):
-    """A classic client never gets a lock that its holder keeps renewing, far beyond one lease."""
-    foreign_keys |= {NAME, CLOCK_KEY}
-    server_clock = ServerClock(locks, monkeypatch)
-    ours, rival = (kind(locks, 1, lambda: server_clock.now / SECOND) for kind in (OurLock, ClassicLock))
-    assert ours.acquire()
-    for second in range(11, 60):
-        server_clock.set(second)
-        ours.held.renew()
-        assert not rival.acquire()
-    ours.release()
-    assert rival.acquire()
-    rival.release()

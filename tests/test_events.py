@@ -107,11 +107,8 @@ def test_events_are_sent_in_order_with_plain_values(watched, ear, scenes, scene,
     for event in ear.of(call.id):
         assert event["type"] in expected
         assert set(event) == COMMON | FIELDS[event["type"]]
-        about = (
-            scenes.key,
-            f"{watched.name}@test",
-            f"tests.watchapp.{'marked' if scene == 'lapse' else 'work'}",
-        )
+        task = "marked" if scene == "lapse" else "work"
+        about = (scenes.key, f"{watched.name}@test", f"tests.watchapp.{task}")
         assert (event["key"], event["hostname"], event["name"]) == about
         if event["type"] == "task-lock-conflict":
             holder = event["holder"]

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import create_model
@@ -356,13 +355,6 @@ def test_option_that_a_fan_out_cannot_honour_is_refused(fan, options, message):
 
     with pytest.raises(OptionError, match=message):
         fan.once.fan_out(never(), **options)
-
-
-def test_celerys_own_task_is_refused(server):
-    """A task of Celery's own has no guard, and no fan-out."""
-    app = Celery(broker=server.url(BROKER_DB), task_cls=SingletonTask, set_as_current=False)
-    with pytest.raises(OptionError, match="Celery's own"):
-        app.tasks["celery.accumulate"].fan_out([(1,)])
 
 
 def test_options_apply_to_all_calls(fan, broker, sending):

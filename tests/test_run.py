@@ -78,22 +78,6 @@ def test_lock_is_held_until_the_retry_and_its_queue_lease(task, locks, when, sec
     assert outcome.remaining_s == pytest.approx(3600 + seconds, abs=200)
 
 
-def test_retry_resumes_the_held_lock_with_its_fence(task, locks):
-    """The next attempt of the same call gets the lock that was held for it."""
-    fences = []
-
-    def first() -> None:
-        fences.append(task.lock.fence)
-        raise Retry(when=1)
-
-    with pytest.raises(Retry):
-        guard(task, first)
-    task.request.retries = 1
-    guard(task, lambda: fences.append(task.lock.fence))
-    assert fences[0] == fences[1]
-    assert SetnxLock(locks, KEY).acquire().acquired
-
-
 @pytest.fixture
 def redelivered(task) -> Any:
     """The task, with a call that was delivered once before."""
@@ -120,15 +104,19 @@ def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeyp
     assert ("its result is not known (gone)" in caplog.text) == (backend == "failing")
 
 
-def test_lost_lock_is_told_at_the_end_at_the_latest(task, locks, caplog):
-    """A lock that vanished during a short body is reported, and the result stands."""
-
-    def body() -> str:
-        locks.delete(KEY)
-        return "done"
-
-    assert guard(task, body) == "done"
-    assert "] lost its lock setnx:{guarded}: it was gone when the task ended" in caplog.text
+@pytest.mark.parametrize(
+    ("meanwhile", "told"),
+    [
+        (lambda locks: locks.delete(KEY), "] lost its lock setnx:{guarded}: it was gone when the task ended"),
+        (lambda locks: locks.getset(KEY, 1), "a classic client had overwritten setnx:{guarded}"),
+    ],
+    ids=["vanished", "overwritten"],
+)
+def test_what_became_of_the_lock_is_told_at_the_end_at_the_latest(task, locks, caplog, meanwhile, told):
+    """A lock that vanished, or that a classic loser overwrote: the result stands, and the lock is free."""
+    assert guard(task, lambda: meanwhile(locks) and "done") == "done"
+    assert told in caplog.text
+    assert not locks.exists(KEY)
 
 
 def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
@@ -144,13 +132,6 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
 
     assert run.guard(body) == "done"
     assert caplog.text.count("lost its lock setnx:{guarded}: its lease of 30 s ended") == 1
-
-
-def test_overwritten_lock_is_released_and_reported(task, locks, caplog):
-    """A classic loser's value does not keep the lock from being given back."""
-    guard(task, lambda: locks.getset(KEY, int(time.time()) - 100))
-    assert "a classic client had overwritten setnx:{guarded}" in caplog.text
-    assert not locks.exists(KEY)
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -70,11 +70,7 @@ def test_every_place_that_sends_a_signal_gives_its_arguments():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "send"
-            ):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "send":
                 name = getattr(node.func.value, "id", getattr(node.func.value, "attr", ""))
                 if name in SIGNALS:
                     found.add(name)

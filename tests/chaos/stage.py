@@ -266,7 +266,6 @@ class Play:
         self.failures: list[str] = []
         self.late: list[str] = []
         self.recovery_s: list[float] = []
-        self.began = time.monotonic()
         self._sent: dict[str, str] = {}
         self._lock = threading.Lock()
 

@@ -1,6 +1,5 @@
 """The topologies, workers whose locks live there, and a table at the end."""
 
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from docker.errors import DockerException
 from celery_setnx.connection import client_for
 from tests.tables import Recorded, failover_table, recorded, write
 from tests.topologies.rabbitmq import IMAGE, RabbitMQ
-from tests.topologies.servers import Cluster, Sentinels, Server, make_certificates, not_here, tls_server
+from tests.topologies.servers import Sentinels, Server, make_certificates, not_here, tls_server
 
 APP = "tests.topologies.app"
 
@@ -45,14 +44,6 @@ def sentinels(tmp_path_factory) -> Iterator[Sentinels]:
     with Sentinels(tmp_path_factory.mktemp("sentinels")) as sentinels:
         sentinels.start()
         yield sentinels
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """A cluster of three masters."""
-    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        cluster.start()
-        yield cluster
 
 
 @pytest.fixture
@@ -95,12 +86,6 @@ def rabbitmq() -> Iterator[RabbitMQ]:
         not_here(f"no RabbitMQ: give AMQP_URL, or a container engine with {IMAGE} ({error})")
     yield rabbitmq
     rabbitmq.stop()
-
-
-@pytest.fixture
-def name() -> str:
-    """The test's own key, and the name of its gate."""
-    return f"gated-{uuid.uuid4().hex}"
 
 
 @pytest.fixture
