@@ -178,8 +178,8 @@ def _cycle(url: str, way: str, process: int, begin: Any, ended: Any, spell_s: fl
 def a_cluster(locks: int) -> Iterator[Table | Curve]:
     """What many locks take, and where they are."""
     with ExitStack() as stack:
-        cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory()), "cluster"))
-        stack.callback(cluster.stop)
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        cluster = stack.enter_context(Cluster(Path(directory, "cluster")))
         cluster.start()
         masters = [stack.enter_context(node.client()) for node in cluster.nodes]
         many = Many(cluster, masters, locks)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -22,6 +24,7 @@ from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import crontab
 from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.time import maybe_make_aware
+from redis.connection import HiredisRespSerializer
 
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
@@ -43,6 +46,8 @@ _REMEMBER_S = 400 * DAY_S  # an entry that is due once a year is not forgotten
 _MISSED_AT_MOST = 10_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _US = timedelta(microseconds=1)
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_PACK = HiredisRespSerializer.pack.__code__
 
 _TICK, _RECALL = Script("tick"), Script("recall")
 
@@ -68,7 +73,7 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     if making:
         raise SystemExit  # a signal's handler asks for a scheduler, to close it, while the first one is made
     swallowed: list[bool] = []
-    with _swallowed_exits(lambda: swallowed.append(True)):
+    with _noted_exits(lambda: swallowed.append(True)):
         try:
             making.append(scheduler_class)
             scheduler = scheduler_class(app, *args, **kwargs)
@@ -101,8 +106,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     Nothing is sent by a scheduler that does not lead. One that died or hangs keeps the lead for
     `setnx_beat_lease` seconds at most, 10 by default: nothing but its own loop renews it. A rival on its host
     that proves its death takes over within a second.
-    A signal that is to end it may strike anywhere, even where Python swallows what its handler raises: in a
-    `__del__`. So nothing is closed under a tick that goes on, and no tick begins once it is to end.
+    A signal that is to end it may strike anywhere, even where its handler must not raise: in a `__del__`, in
+    hiredis. So nothing is closed under a tick that goes on, and no tick begins once it is to end.
     While it leads, the app's `now()` is the lock server's time: hosts with different clocks tick alike.
     """
 
@@ -187,8 +192,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._give_back()
 
     def _undisturbed(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do what the scheduler must not be closed under; an exit that Python swallows meanwhile is noted."""
-        with _swallowed_exits(self._note_end):
+        """Do what the scheduler must not be closed under; an exit that may not be raised is noted."""
+        with _noted_exits(self._note_end):
             return act(*args, **kwargs)
 
     def _note_end(self) -> None:
@@ -354,9 +359,15 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
 
 @contextmanager
-def _swallowed_exits(note: Callable[[], None]) -> Iterator[None]:
-    """Tell of the exits that Python swallows meanwhile, as in a `__del__`, instead of printing them."""
+def _noted_exits(note: Callable[[], None]) -> Iterator[None]:
+    """Note the exits that cannot be raised where a signal strikes meanwhile.
+
+    Python swallows and prints what is raised in a `__del__`. And hiredis (3.5) crashes if a handler raises
+    while it makes text of a number, as in many a command that is packed for the broker.
+    """
     hook = sys.unraisablehook
+    is_main = threading.current_thread() is threading.main_thread()  # no other may have handlers
+    handlers: Any = {signum: signal.getsignal(signum) for signum in _ENDING if is_main}
 
     def tell(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, (SystemExit, KeyboardInterrupt)):
@@ -364,10 +375,22 @@ def _swallowed_exits(note: Callable[[], None]) -> Iterator[None]:
         else:
             hook(unraisable)
 
+    def strike(signum: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code is _PACK:
+            note()
+        else:
+            handlers[signum](signum, frame)
+
     sys.unraisablehook = tell
     try:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, strike)
         yield
     finally:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, handler)
         sys.unraisablehook = hook
 
 

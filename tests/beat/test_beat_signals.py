@@ -14,12 +14,14 @@ from typing import Any
 
 import celery.beat
 import pytest
+import redis
 from celery import Celery
 from celery.apps.beat import Beat
 from celery.signals import beat_init
 
 import celery_setnx.beat
 import celery_setnx.lock
+from celery_setnx.beat import HotStandby
 from tests import forks
 from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
 from tests.bounds import bound
@@ -122,6 +124,33 @@ def test_second_signal_may_strike_at_any_line_after_the_first(struck):
         last = struck({first: Dying})
         for second in random.sample(range(first + 1, last + 1), min(10, last - first)):
             struck({first: Dying, second: strike})
+
+
+def pack_under_signals() -> None:
+    """A signal in each of 300 ticks that have hiredis pack commands: an exit, or a note of it."""
+    pack, beat = redis.Connection().pack_command, object.__new__(HotStandby)
+
+    def tick() -> None:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 200e-6))
+        while not beat._is_to_end:
+            pack("LRANGE", "queue", 1_234_567, 1_234_567, 1_234_567)
+
+    sys.settrace(None)  # what measures coverage does not give its own lock back when it is struck
+    celery_setnx.beat._ENDING = (signal.SIGALRM,)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit())
+    noted = 0
+    for _ in range(300):
+        beat._is_to_end = False
+        with contextlib.suppress(SystemExit):
+            beat._undisturbed(tick)
+            noted += 1
+    assert 0 < noted < 300
+
+
+def test_signal_may_strike_while_a_command_is_packed(tmp_path):
+    """hiredis would crash: the tick goes on, and the loop ends after it."""
+    code, said = forks.ended(tmp_path, pack_under_signals)
+    assert code == 0, said
 
 
 def beat(conf: dict[str, Any]) -> None:

@@ -255,6 +255,12 @@ def locks(lock_server) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def name() -> str:
+    """The test's own key, and the name of its gate."""
+    return f"gated-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
 def failovers(request) -> Recorded:
     """Seconds from a holder's end to the next body, under a lease of LEASE_S, for the table."""
     return Recorded(request.node, "failover")

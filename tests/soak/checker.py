@@ -38,7 +38,10 @@ class _Life:
     @property
     def unseen(self) -> bool:
         """Whether the take-over with which it began may have been told to nobody."""
-        return self.granted is None or self.granted["word"] == "again"
+        if self.granted is None or self.granted["word"] == "again":
+            return True
+        # Asked again when the lease of a first grant may have been over, whose reply was lost.
+        return bool(self.since - self.granted["began_us"] > self.lease_s * 1e6)
 
     def entitled(self) -> list[Span]:
         """When it might rely on the lock: until its end, its death or its deadline, whichever came first."""
