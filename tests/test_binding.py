@@ -248,21 +248,3 @@ def test_publishing_an_unkeyable_call_fails_at_the_caller(app):
         task.delay(object())
     with pytest.raises(TypeError):
         task.delay(1, 2, 3)
-
-
-def test_direct_and_eager_calls_are_not_guarded(app):
-    """No server is needed to call a task as a function, or eagerly; there is no lock then."""
-
-    def with_lock(self: Any, a: int) -> Any:
-        return [a, self.lock]
-
-    def same(a: int) -> int:
-        return a
-
-    t = app.guarded(with_lock, bind=True, singleton={"key": "a"})
-    u = app.decorated(same, task={"name": "u"}, key="a")
-    assert (t(1), u(1)) == ([1, None], 1)
-    assert (t.apply([2]).get(), u.apply([2]).get()) == ([2, None], 2)
-    app.conf.task_always_eager = True
-    assert (t.delay(3).get(), u.delay(3).get()) == ([3, None], 3)
-    assert t.apply_async([4], singleton={"lease": 5}).get() == [4, None]

@@ -152,9 +152,8 @@ def test_events_follow_the_remote_control(ear, apart):
     A worker of threads: of a lock that is lost the keeper's thread tells, by a connection of its own.
     """
     options = {"pool": "threads", "concurrency": 3, "queues": ["remote"]}
-    with worker_of_this_process(
-        ear.app, **options, perform_ping_check=False, without_heartbeat=False
-    ) as worker:
+    quiet = {"perform_ping_check": False, "without_heartbeat": False}
+    with worker_of_this_process(ear.app, **options, **quiet) as worker:
         heard = {}
         for command in (None, "enable_events", "disable_events"):
             if command:

@@ -13,7 +13,6 @@ from celery_setnx import LockLost, SetnxLock, keeper
 from celery_setnx import lock as lock_module
 from celery_setnx.keeper import Keeper, keeper_for_process
 from celery_setnx.lock import HeldLock
-from examples.embedded import EmbeddedServer
 from tests.bounds import bound
 from tests.harness import age, exit_code_of_fork, wait_until
 
@@ -194,23 +193,6 @@ def test_keeper_after_a_slow_reply_renews_before_the_deadline(proxy, watch, far,
     assert watch.losses == []
     assert watch.keeper.forget(lock)
     assert lock.release() == "released"
-
-
-def test_keeper_on_a_full_server_holds_the_lock_for_many_leases():
-    """Heartbeats survive a full server."""
-    with EmbeddedServer() as server, redis.Redis.from_url(server.url()) as client:
-        watch = Watch(client)
-        lock = watch.watch(watch.hold())
-        client.config_set("maxmemory", 1)
-        for _ in range(6):
-            before = client.get("{a}:holder")
-            watch.tick(THIRD_S)
-            wait_until(lambda: watch.is_renewed(lock), "it is renewed")
-            assert client.get("{a}:holder") != before
-        lock.ensure()
-        assert watch.losses == []
-        assert watch.keeper.forget(lock)
-        assert lock.release() == "released"
 
 
 def test_at_most_for_lets_the_lease_run_out(watch):

@@ -129,9 +129,8 @@ def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene
     """The sum of its processes over HTTP; of a retry that comes back, every conflict."""
     for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse"):
         scene(name)
-    found = measured.wait_for(
-        {("released_total", MARKED, "released"): 1, ("released_total", WORK, "released"): 6}
-    )
+    released = {("released_total", MARKED, "released"): 1, ("released_total", WORK, "released"): 6}
+    found = measured.wait_for(released)
     times = [name for name in found if name[0].endswith("_seconds_sum")]
     assert all(found.pop(name) >= 0 for name in times)
     # Acquired by four holders, the woken one, the one that took over, and the one that lost.
@@ -212,12 +211,10 @@ def test_prefork_worker_without_a_directory_does_not_start(start_worker):
 
 def test_pool_of_threads_needs_no_directory(start_worker, scene):
     """All in one process, so its registry is served."""
-    port = free_port()
-    worker = start_worker(
-        "tests.watchapp", pool="threads", queues="threads", conf={"test_metrics_port": port}
-    )
+    conf = {"test_metrics_port": free_port()}
+    worker = start_worker("tests.watchapp", pool="threads", queues="threads", conf=conf)
     scene("skip", "threads")
-    assert scrape(port)["conflicts_total", WORK, "skip"] == 1
+    assert scrape(conf["test_metrics_port"])["conflicts_total", WORK, "skip"] == 1
     worker.stop()
 
 

@@ -118,8 +118,11 @@ def task_of(app: Celery, name: str = "", **options: Any) -> Any:
 
 @pytest.mark.parametrize("dedupe", [None, "until_started", "until_done"])
 def test_eager_call_needs_no_server(dedupe):
-    """task_always_eager and .apply() ask no Redis, with dedupe neither."""
-    task = task_of(made(NOWHERE, task_always_eager=True), dedupe=dedupe)
+    """task_always_eager, .apply() and a direct call ask no Redis, with dedupe neither, and have no lock."""
+    app = made(NOWHERE, task_always_eager=True)
+    for ours, result in ((app.tasks["work"], ["a", None]), (app.tasks["decorated"], "a")):
+        assert ours("a") == ours.apply(["a"]).get() == ours.delay("a").get() == result
+    task = task_of(app, dedupe=dedupe)
     result = task.delay("a")
     assert (result.get(), result.deduplicated) == (1, False)
     assert task.apply(["a"]).get() == 2
