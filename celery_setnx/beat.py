@@ -366,8 +366,9 @@ def _noted_exits(note: Callable[[], None]) -> Iterator[None]:
     while it makes text of a number, as in many a command that is packed for the broker.
     """
     hook = sys.unraisablehook
-    is_main = threading.current_thread() is threading.main_thread()  # no other may have handlers
-    handlers: Any = {signum: signal.getsignal(signum) for signum in _ENDING if is_main}
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    known = {signum: signal.getsignal(signum) for signum in _ENDING if is_main}
+    handlers = {int(signum): handler for signum, handler in known.items() if callable(handler)}
 
     def tell(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, (SystemExit, KeyboardInterrupt)):
@@ -383,14 +384,12 @@ def _noted_exits(note: Callable[[], None]) -> Iterator[None]:
 
     sys.unraisablehook = tell
     try:
-        for signum, handler in handlers.items():
-            if callable(handler):
-                signal.signal(signum, strike)
+        for signum in handlers:
+            signal.signal(signum, strike)
         yield
     finally:
         for signum, handler in handlers.items():
-            if callable(handler):
-                signal.signal(signum, handler)
+            signal.signal(signum, handler)
         sys.unraisablehook = hook
 
 

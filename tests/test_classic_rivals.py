@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,16 @@ FORK = multiprocessing.get_context("fork")
 class ClassicLock(ClassicClient):
     """The SETNX recipe of the Redis documentation as programs have it: client clocks and all."""
 
-    def __init__(self, client: Any, timeout: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: Any, timeout: int) -> None:
         options = client.connection_pool.connection_kwargs
-        super().__init__(Server(options["port"], LOCK_DB), NAME, timeout, clock=clock)
+        super().__init__(Server(options["port"], LOCK_DB), NAME, timeout, clock=time.time)
 
 
 class OurLock:
     """SetnxLock with the rival's two verbs."""
 
-    def __init__(self, client: Any, timeout: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.lock = SetnxLock(client, NAME, lease=timeout + 1, clock=clock)
+    def __init__(self, client: Any, timeout: int) -> None:
+        self.lock = SetnxLock(client, NAME, lease=timeout + 1)
         self.held: HeldLock | None = None
 
     def acquire(self) -> bool:

@@ -47,13 +47,9 @@ class Watch:
         return held
 
     def pass_time(self, seconds: float) -> None:
-        """For the server, for the locks, and for the keeper."""
+        """For the server, for the locks, and for the keeper, which looks what is due."""
         for key in {held.key for held in self.locks}:
             age(self.client, key, seconds)
-        self.tick(seconds)
-
-    def tick(self, seconds: float) -> None:
-        """Move the clock of this process; the keeper looks what is due."""
         self.now += seconds
         self.keeper._wake.put(LEASE_S)
 
