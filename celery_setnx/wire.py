@@ -71,14 +71,14 @@ class Wire:
 
     def ask(self, command: Command) -> Any:
         """Send a command, read its reply."""
-        connection = self._take()
+        connection, idle = self._take()
         try:
             packed = _packed(connection, command)
             try:
                 connection.send_packed_command(packed)
                 reply = connection.read_response()
             except _DEAD as error:
-                reply = self._again(connection, error, packed, connection.read_response)
+                reply = self._again(connection, error, idle, packed, connection.read_response)
         except ResponseError:
             self._idle.append(connection)  # read in full: nothing is left in it
             raise
@@ -90,7 +90,7 @@ class Wire:
 
     def ask_many(self, commands: Sequence[Command]) -> list[Any]:
         """Send all commands, then read all replies; what the server refuses is an error in its place."""
-        connection = self._take()
+        connection, idle = self._take()
 
         def read() -> list[Any]:
             return [_reply(connection) for _ in commands]
@@ -101,16 +101,21 @@ class Wire:
                 connection.send_packed_command(packed)
                 replies = read()
             except _DEAD as error:
-                replies = self._again(connection, error, packed, read)
+                replies = self._again(connection, error, idle, packed, read)
         except BaseException:
             connection.disconnect()
             raise
         self._idle.append(connection)
         return replies
 
-    def _again(self, connection: Any, error: Exception, packed: Any, read: Callable[[], Any]) -> Any:
+    def _again(
+        self, connection: Any, error: Exception, idle: bool, packed: Any, read: Callable[[], Any]
+    ) -> Any:
         """Send and read again, as often as the client would: every script knows its own token."""
         failures = [error]
+        if idle and isinstance(error, redis.ConnectionError):
+            failures.clear()  # the server has closed it since it was used: that was no attempt
+            self._hang_up(connection)
 
         def once_more() -> Any:
             if failures:
@@ -121,7 +126,8 @@ class Wire:
 
         return connection.retry.call_with_retry(once_more, lambda _error: self._hang_up(connection))
 
-    def _take(self) -> Any:
+    def _take(self) -> tuple[Any, bool]:
+        """A connection, and whether it lay idle and was not looked at."""
         if self._pid != os.getpid():
             self._idle, self._pid = [], os.getpid()  # a forked child leaves its parent's sockets alone
         try:
@@ -130,11 +136,11 @@ class Wire:
             connection = self._pool.connection_class(**self._pool.connection_kwargs)
             connection.connect()  # to send would connect as well, but not ask the Sentinels where
             self._looks = _sends_once(connection)
-            return connection
+            return connection, False
         if self._looks and _is_dead(connection):
             self._hang_up(connection)
             connection.connect()
-        return connection
+        return connection, not self._looks
 
     def _hang_up(self, connection: Any) -> None:
         """Close a connection that failed, and the idle ones: they led to the same server."""

@@ -24,6 +24,7 @@ from celery_setnx.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
 from tests import forks
 from tests.harness import raising, wait_until
+from tests.proxy import Proxy
 
 ECHO = ("EVAL", "return ARGV[1]", 0)
 
@@ -113,6 +114,19 @@ def test_connection_that_was_closed_is_replaced(client, admin, own):
     assert others(admin) == 1
     own.restart()
     assert echo(client, "restarted")
+
+
+def test_connection_that_was_closed_while_idle_costs_no_attempt(admin, own):
+    """The attempt after it may fail like any other: there is one more."""
+    with Proxy(own.port) as proxy, redis.Redis(port=proxy.port, retry=Retry(NoBackoff(), 1)) as client:
+        assert echo(client, "before")
+        admin.client_kill_filter(_type="normal", skipme=True)
+        proxy.arm("drop_reply", containing=b"again")
+        assert echo(client, "again")
+        assert [reply.decode() for reply in ask_many(client, [(*ECHO, n) for n in range(3)])] == list("012")
+        admin.client_kill_filter(_type="normal", skipme=True)
+        proxy.arm("drop_reply", containing=b"many")
+        assert ask_many(client, [(*ECHO, "many")]) == [b"many"]
 
 
 def test_client_that_sends_nothing_again_meets_no_closed_connection(own):

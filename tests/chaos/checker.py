@@ -56,6 +56,11 @@ class Life:
         return max(self.start, min(killed, self.doom))
 
     @property
+    def ran_out(self) -> bool:
+        """Whether its lease ended before a renewal came: a matter of time."""
+        return self.lost is not None and "ended before it was renewed" in self.lost["reason"]
+
+    @property
     def harmed(self) -> bool:
         """Whether a fault has touched it."""
         return bool(self.excused or self.epochs or self.kill or self.died_releasing)
@@ -224,7 +229,7 @@ def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report,
         report.recovery_s.append(took)
         pauses = [(r["since"], r["until"]) for r in of_kind(faults, "excuse") if not r["of_worker"]]
         if took - paused(pauses, killed, later[0].start) > life.lease + SLACK_S + POLL_S:
-            report.broken(f"the key ran again only {took:.2f} s after {life} was killed")
+            report.late.append(f"the key ran again only {took:.2f} s after {life} was killed")
 
 
 def _check_end(life: Life, report: Report) -> None:
@@ -232,7 +237,8 @@ def _check_end(life: Life, report: Report) -> None:
     if life.end is None and life.kill is None and life.doom == _INFINITY:
         report.broken(f"{life} vanished")
     if life.lost is not None and not life.excused and not life.epochs:
-        report.broken(f"{life} lost its lock: {life.lost['reason']}")
+        lost = f"{life} lost its lock: {life.lost['reason']}"
+        report.late.append(lost) if life.ran_out else report.broken(lost)
     if life.end and life.end["why"] == "lost" and life.lost is None:
         report.broken(f"{life} was told that its lock is lost, but no signal was sent")
     harmed = life.harmed or life.doom < _INFINITY
@@ -260,7 +266,7 @@ def _check_take_overs(seen: Seen, report: Report) -> None:
             report.broken(f"{what}, but it was {life}")
         if any(life.fence < other.fence < record["fence"] for other in seen.of_name(name)):
             report.broken(f"{what}, who was not the last")
-        if not (life.kill or life.excused or life.epochs or life.doom < _INFINITY):
+        if not (life.kill or life.excused or life.epochs or life.ran_out or life.doom < _INFINITY):
             report.broken(f"{what}, who was alive and well")
         elif life.released and life.kill is None:
             report.broken(f"{what}, who had released it")
@@ -271,7 +277,7 @@ def _check_tasks(seen: Seen, report: Report) -> None:
     of_task: dict[str, list[Record]] = defaultdict(list)
     for record in seen.own:
         of_task[record["tid"]].append(record)
-    disturbed = {life.tid for life in seen.lives if life.excused or life.epochs}
+    disturbed = {life.tid for life in seen.lives if life.excused or life.epochs or life.ran_out}
     killers = of_kind(seen.faults, "kill", "cold")
     for tid, call in seen.sent.items():
         records = of_task[tid]

@@ -37,9 +37,10 @@ _TASKS = {"work": work, "late": late, "held": held}
 # A courier that comes as often as a call that polls would hide a wake-up that is not sent.
 _PACE = {policy: {"retry_delay_max": WAIT_PACE_S} for policy in ("wait", "join")}
 _REMEMBERED = re.compile(r":(holder|calls|taken_over)$|:ticket:|\{check:")
+# A lane has one body at a time that is to come to harm: who is woken beside them finds a process free.
 _SHARED: dict[str, dict[str, Any]] = {
-    "va": {"concurrency": 3},
-    "vb": {"concurrency": 3},
+    "va": {"concurrency": LANES + 1},
+    "vb": {"concurrency": LANES + 1},
     "q": {"concurrency": 4},
     "remote": {"concurrency": 3, "conf": {"setnx_same_host": False}},
 }

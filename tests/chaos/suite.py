@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from statistics import median
 
@@ -20,49 +20,36 @@ _stage: Stage | None = None
 
 @dataclass
 class Result:
-    """What one scenario has shown; `late_at_first` if it was played twice."""
+    """What one scenario has shown, and where its logs and its history are if not all was well."""
 
     name: str
     injected: int
     report: Report
     took_s: float
-    late_at_first: list[str] = field(default_factory=list)
+    logs: str = ""
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
         report = self.report
         recovery, hand_over = _median_and_max(report.recovery_s), _median_and_max(report.hand_over_s)
         numbers = (report.counts["tasks"], report.counts["bodies"], round(self.took_s))
-        broken = len(report.violations)
+        broken = len(report.violations + report.late)
         return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
 
 
 def play(name: str, scale: str, seed: int) -> Result:
-    """Play one scenario on the stage of this process, which lives as long as the process does.
-
-    What is too late, and nothing else, may be the machine's fault: the scenario is played once more.
-    """
+    """Play one scenario on the stage of this process, which lives as long as the process does."""
     global _stage
-    _stage = _stage or _new_stage(seed)
+    if _stage is None:
+        _stage = Stage(seed)
+        Finalize(None, _stage.close, exitpriority=1)
     scenario = SCENARIOS[name]
     count = scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
     result = _play(_stage, name, count)
-    if result.report.late and not result.report.violations:
-        _stage.close()
-        _stage, late = _new_stage(seed), result.report.late
-        result = _play(_stage, name, count)
-        result.late_at_first = late
-    result.report.violations += result.report.late
-    if result.report.violations:
+    if result.report.violations or result.report.late:
         _stage.keep = True
-        result.report.broken(f"logs and history: {_stage.directory}")
+        result.logs = str(_stage.directory)
     return result
-
-
-def _new_stage(seed: int) -> Stage:
-    stage = Stage(seed)
-    Finalize(None, stage.close, exitpriority=1)
-    return stage
 
 
 def bite(name: str, mutant: str, seed: int) -> list[str]:
@@ -89,7 +76,10 @@ def _play(stage: Stage, name: str, count: int) -> Result:
         run.fail(error)
     time.sleep(0.05)  # the last records are on their way from the file
     # A flaw that was found already may keep the tasks from ending.
-    found = stage.mutant and check(list(stage.log.records), short, final=False).violations
+    found = False
+    if stage.mutant:
+        so_far = check(list(stage.log.records), short, final=False)
+        found = bool(so_far.violations or so_far.late)
     if not (scenario.own_stage or found or (stage.mutant and (run.failures or run.late))):
         run.settle()
         time.sleep(0.05)
