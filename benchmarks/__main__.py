@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import QUICK_ROUNDS, ROUNDS, show
-from benchmarks.machine import machine
+from benchmarks.machine import awake, machine
 from benchmarks.plot import draw
 from examples.embedded import EmbeddedServer
 
@@ -49,12 +49,13 @@ def run(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], list[str]]
     print("", f"== {name} ==", sep="\n", flush=True)
     found: list[dict[str, Any]] = []
     broken: list[str] = []
-    for figure in module.measure(rounds, quick):
-        show(figure, quick)
-        broken.extend(what for is_kept, what in figure.kept(quick) if not is_kept)
-        found.append(figure.as_json())
-    with EmbeddedServer() as server:
-        about = list(machine(server))
+    with awake():
+        for figure in module.measure(rounds, quick):
+            show(figure, quick)
+            broken.extend(what for is_kept, what in figure.kept(quick) if not is_kept)
+            found.append(figure.as_json())
+        with EmbeddedServer() as server:
+            about = list(machine(server))
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": about,
