@@ -150,6 +150,20 @@ class Worker:
                 self.kill()
 
 
+def redelivery(after_s: int) -> dict[str, int]:
+    """Transport options: a Redis broker delivers again what a worker has not acknowledged for so long.
+
+    Workers look every second, under a mutex. One that is killed as it looks leaves it behind: nobody looks
+    for as long as it lasts, which is five minutes by default.
+    """
+    return {
+        "visibility_timeout": after_s,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        "unacked_mutex_expire": 2,
+    }
+
+
 def server_us(client: redis.Redis) -> int:
     """The server's clock in microseconds."""
     seconds, microseconds = client.time()  # type: ignore[misc]

@@ -19,14 +19,13 @@ from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
 from tests.chaos.checker import POLL_S, SLACK_S, WAITS
 from tests.chaos.stage import LANES, LONG_S, Late, Play, Stage, clock_shim
-from tests.harness import wait_until
+from tests.harness import redelivery, wait_until
 from tests.proxy import Proxy
 
 # A call that joins asks for a result that does not come for 6.4 s, and then runs itself.
 JOIN_S = 9.0
 _ALL = (*WAITS, "retry")
-_VISIBILITY = {"visibility_timeout": 4, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
-_IMPATIENT: dict[str, Any] = {"conf": {"broker_transport_options": _VISIBILITY}}
+_IMPATIENT: dict[str, Any] = {"conf": {"broker_transport_options": redelivery(4)}}
 
 
 @dataclass(frozen=True)

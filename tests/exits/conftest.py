@@ -10,7 +10,7 @@ from kombu import Connection
 from celery_setnx import SetnxLock
 from celery_setnx.testing import pass_time
 from tests.exits import POOLS
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Journal, Worker, redelivery, wait_until
 from tests.stage import Stage
 
 APP = "tests.exits.app"
@@ -107,8 +107,7 @@ class Scene(Stage):
 @pytest.fixture(scope="session")
 def impatient(server) -> dict[str, Any]:
     """Settings of workers that deliver again what is not acknowledged in 2 s, on a broker of their own."""
-    timing = {"visibility_timeout": 2, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
-    return {"broker_url": server.url(IMPATIENT_DB), "broker_transport_options": timing}
+    return {"broker_url": server.url(IMPATIENT_DB), "broker_transport_options": redelivery(2)}
 
 
 @pytest.fixture

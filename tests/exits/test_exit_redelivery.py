@@ -92,7 +92,6 @@ def test_redelivered_after_a_killed_worker_takes_over(
     doomed = start("crashed", conf=impatient)
     held = scene.hold(scene.tasks.late, "crashed", connection=impatient_broker, singleton={"lease": lease})
     doomed.kill()
-    impatient_broker.default_channel.client.delete("unacked_mutex")  # it may have died with it
     start("crashed", conf={**impatient, "setnx_same_host": same_host})
     assert scene.started(held.result, 2).fence > held.fence
     (taken,) = scene.journal.entries(what="taken_over", task_id=held.result.id)

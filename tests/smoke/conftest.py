@@ -31,7 +31,7 @@ from pytest_celery import (
 )
 from pytest_docker_tools import container, fxtr, network, volume
 
-from tests.harness import CONF, wait_until
+from tests.harness import CONF, redelivery, wait_until
 from tests.smoke.containers import Logs, RabbitMQServer, RedisServer, WorkerContainer
 from tests.tables import Recorded, failover_table, write
 
@@ -43,8 +43,7 @@ TOP = Path(__file__).parents[2]
 REDIS_IMAGE = os.environ.get("SMOKE_REDIS_IMAGE", "redis:7")
 RABBITMQ_IMAGE = os.environ.get("SMOKE_RABBITMQ_IMAGE", "rabbitmq:3")
 BROKERS = ("redis", "rabbitmq")
-# Redis redelivers what a dead worker had after visibility_timeout, looked at once in interval * throttle s.
-REDELIVERY = {"visibility_timeout": 5, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+REDELIVERY = redelivery(5)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
