@@ -39,6 +39,7 @@ def awake() -> Iterator[None]:
     finally:
         for spinner in spinners:
             spinner.kill()
+            spinner.join()
 
 
 def _spin(cpu: int, parent: int) -> None:
