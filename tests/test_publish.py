@@ -363,7 +363,7 @@ def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, server, 
     with Proxy(server.port) as proxy:
         task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
         task.delay("warm")
-        with proxy.fault("drop_reply", containing=mark_of(task, "a").encode(), times=2):
+        with proxy.fault("drop_reply", containing=mark_of(task, "a").encode(), times=9):
             result = task.delay("a")
         assert queued()[0] == result.id
         assert locks.get(mark_of(task, "a")) == result.id
