@@ -8,6 +8,7 @@ moves as well. A pause is a clock that ticks while a client does not move.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -205,10 +206,14 @@ def explore(
     may name a `representative` of states that are alike: only that one is followed. Raises RuntimeError past
     the limit: a bound that is not reached proves nothing.
     """
+    trace = sys.gettrace()
     gc.disable()  # millions of tuples, none of them in a cycle
+    if type(trace).__module__.startswith("coverage"):
+        sys.settrace(None)  # millions of calls, none of them of the package
     try:
         return _explore(world, properties, limit, goal)
     finally:
+        sys.settrace(trace)
         gc.enable()
 
 
