@@ -41,7 +41,8 @@ os.kill(int(worker), signal.{})
 def test_up_waits_until_every_service_is_healthy(stack, broker):
     """After `up --wait` exactly the services of the profile run, all healthy."""
     health = {service: stack.health(service) for service in stack.containers()}
-    assert health == dict.fromkeys(SERVICES[broker], "healthy")
+    states = {service: container.attrs["State"] for service, container in stack.containers().items()}
+    assert health == dict.fromkeys(SERVICES[broker], "healthy"), states  # with what each check printed
 
 
 def test_containers_run_nothing_as_root(stack, broker):
