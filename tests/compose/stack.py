@@ -56,11 +56,6 @@ class Stack:
         found = self.engine.containers.list(all=True, filters=self._ours)
         return {container.labels["com.docker.compose.service"]: container for container in found}
 
-    def health(self, service: str) -> str:
-        """`starting`, `healthy` or `unhealthy`; the state of a container that does not run."""
-        state = self.containers()[service].attrs["State"]
-        return state["Health"]["Status"] if state["Running"] else state["Status"]
-
     def redis_url(self) -> str:
         """Where the tests find the Redis of the containers."""
         return f"redis://{self.run('port', 'redis', '6379').stdout.strip()}/0"
@@ -78,3 +73,9 @@ class Stack:
     @property
     def _ours(self) -> dict[str, str]:
         return {"label": f"com.docker.compose.project={self.project}"}
+
+
+def health_of(container: Container) -> str:
+    """`starting`, `healthy` or `unhealthy`; the state of a container that does not run."""
+    state = container.attrs["State"]
+    return state["Health"]["Status"] if state["Running"] else state["Status"]

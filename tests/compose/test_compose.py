@@ -8,7 +8,7 @@ import redis
 from celery import Celery
 
 from examples.demo import History
-from tests.compose.stack import PATIENCE_S
+from tests.compose.stack import PATIENCE_S, health_of
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.timeout(PATIENCE_S)
@@ -40,8 +40,9 @@ os.kill(int(worker), signal.{})
 
 def test_up_waits_until_every_service_is_healthy(stack, broker):
     """After `up --wait` exactly the services of the profile run, all healthy."""
-    health = {service: stack.health(service) for service in stack.containers()}
-    states = {service: container.attrs["State"] for service, container in stack.containers().items()}
+    containers = stack.containers()
+    health = {service: health_of(container) for service, container in containers.items()}
+    states = {service: container.attrs["State"] for service, container in containers.items()}
     assert health == dict.fromkeys(SERVICES[broker], "healthy"), states  # with what each check printed
 
 
@@ -125,7 +126,7 @@ def test_worker_that_stands_still_becomes_unhealthy(stack):
     container = stack.containers()["beta"]
     assert container.exec_run(["python", "-c", SIGNAL.format("SIGSTOP")]).exit_code == 0
     try:
-        wait_until(lambda: stack.health("beta") == "unhealthy", "beta is unhealthy", 60)
+        wait_until(lambda: health_of(stack.containers()["beta"]) == "unhealthy", "beta is unhealthy", 60)
     finally:
         container.exec_run(["python", "-c", SIGNAL.format("SIGCONT")])
-        wait_until(lambda: stack.health("beta") == "healthy", "beta is healthy again", 60)
+        wait_until(lambda: health_of(stack.containers()["beta"]) == "healthy", "beta is healthy again", 60)
