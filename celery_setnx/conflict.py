@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from celery.app.task import Context, Task
 
-from celery_setnx.delivery import backoff, call_of, come_back
+from celery_setnx.back import come_back
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout
-from celery_setnx.lock import Holder
+from celery_setnx.lock import Holder, Outcome
+from celery_setnx.message import Call
 from celery_setnx.options import UNSET, Options
 from celery_setnx.signals import lock_conflict
-from celery_setnx.waiting import wait_in_line
+from celery_setnx.waiting import may_stand_in_line, wait_in_line
 
 logger = logging.getLogger("celery_setnx")
 
@@ -34,35 +36,60 @@ class Conflict:
 
     Attributes:
         task: The task; `task.request` is the call.
-        key: The lock's Redis key.
-        holder: Who holds the lock.
-        remaining_s: Seconds until the holder's deadline; None if it has none.
+        call: What its message says of it.
         options: The options of this call.
-        waits: How often this attempt has come back already.
-        waited_s: Seconds since its first conflict.
-        server_time: The lock server's clock (Unix seconds) at the conflict.
-        waiting: How many calls wait in line for the lock.
+        outcome: What its attempt to acquire the lock found.
         queued_as: Id of the queued task of which this call turned out to be a duplicate, because nobody asked
             when it was published; it is skipped, whatever the policy. Defaults to None.
     """
 
     task: Task
-    key: str
-    holder: Holder
-    remaining_s: float | None
+    call: Call
     options: Options
-    waits: int
-    waited_s: float
-    server_time: float
-    waiting: int = 0
+    outcome: Outcome
     queued_as: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The lock's Redis key."""
+        return self.call.key
+
+    @property
+    def holder(self) -> Holder:
+        """Who holds the lock."""
+        return cast("Holder", self.outcome.holder)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the holder's deadline; None if it has none."""
+        return self.outcome.remaining_s
+
+    @property
+    def waits(self) -> int:
+        """How often this attempt has come back already."""
+        return self.call.waits
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since its first conflict."""
+        return self.call.waited_s(self.outcome.server_time)
+
+    @property
+    def server_time(self) -> float:
+        """The lock server's clock (Unix seconds) at the conflict."""
+        return self.outcome.server_time
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait in line for the lock."""
+        return self.outcome.waiters
 
     def skip(self) -> Any:
         """The `skip_result`; to be returned as the task's result."""
         because = f"{self.key} is held by {self.holder}"
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
-        logger.info("Skipped %s: %s.", call_of(self.task), because)
+        logger.info("Skipped %s: %s.", self.call, because)
         if self.options.skip_result is not UNSET:
             return self.options.skip_result
         return {
@@ -97,22 +124,16 @@ class Conflict:
         Raises:
             celery_setnx.waiting.Parked: When the call waits; Celery stores no state for it.
             celery_setnx.waiting.ItsTurn: When it need not, because the lock came free; its run goes on.
+            celery.exceptions.Retry: When its message was pickled, or its key has another task's scope: it
+                waits as with `retry()`.
             LockTimeout: It has waited for `max_wait`.
         """
         self._check_max_wait()
         if self.task.request.is_eager:
             self._come_back(backoff(self.options, self.waits))
-        wait_in_line(
-            self.task,
-            self.key,
-            self.options,
-            holder=self.holder,
-            remaining_s=self.remaining_s,
-            waits=self.waits,
-            since=self.server_time - self.waited_s,
-            server_time=self.server_time,
-            waiting=self.waiting,
-        )
+        if not may_stand_in_line(self.task, self.call):
+            self.retry()
+        wait_in_line(self.task, self.call, self.options, self.outcome)
 
     def fail(self) -> NoReturn:
         """Fail the task.
@@ -135,7 +156,7 @@ class Conflict:
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         reason = f"{self.key} is held by {self.holder}"
-        come_back(self.task, countdown, self.waits, self.server_time - self.waited_s, reason, own=own)
+        come_back(self.task, self.call, countdown, reason, own=own)
 
 
 def resolve(conflict: Conflict) -> Any:
@@ -173,6 +194,12 @@ def resolve(conflict: Conflict) -> Any:
     if policy in ("wait", "join"):
         conflict.wait()
     return conflict.fail()
+
+
+def backoff(options: Options, waits: int) -> float:
+    """Seconds until a call comes back: `retry_delay` doubled with each wait, with jitter."""
+    delay = options.retry_delay * 2.0 ** min(waits, 30)
+    return min(delay, options.retry_delay_max) * random.uniform(0.5, 1.0)
 
 
 def policy_of(options: Options, request: Context) -> Any:

@@ -17,8 +17,8 @@ from celery import Celery
 from celery.app.task import Task
 from celery.utils.dispatch import Signal
 
-from celery_setnx.delivery import is_singleton
 from celery_setnx.forks import between_forks
+from celery_setnx.guard import is_singleton
 from celery_setnx.keeper import start_real_thread
 from celery_setnx.lock import Holder
 from celery_setnx.signals import (

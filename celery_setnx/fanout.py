@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -18,10 +18,10 @@ from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
 from celery_setnx.connection import client_for
-from celery_setnx.delivery import HEADER
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.guard import Guard
 from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.message import Call
 from celery_setnx.options import plain
 from celery_setnx.publish import AWAITED, Send, mark_lease_s
 from celery_setnx.signals import call_deduplicated
@@ -90,19 +90,22 @@ class FanOut:
 
 
 @dataclass
-class _Call:
+class _Distinct:
     """A distinct call of the window, and the calls that equal it: their places and arguments."""
 
     index: int
     args: Any
     kwargs: Any
-    header: dict[str, Any]
-    task_id: str
+    told: Call
     equals: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     @property
     def mark(self) -> Mark:
-        return Mark(self.header["key"], self.task_id)
+        return Mark(self.told.key, self.told.task_id)
+
+    @property
+    def task_id(self) -> str:
+        return self.told.task_id
 
     @property
     def size(self) -> int:
@@ -151,8 +154,7 @@ class _FanOut:
         self.task = task
         self.send = send
         # The options of these calls are settled once: a guard that has them as its nearest layer.
-        travelling = plain(f"a fan-out of {guard.task}", call or {})
-        self.header = {"options": travelling} if travelling else {}
+        self.travelling = plain(f"a fan-out of {guard.task}", call or {})
         self.guard = guard.under(call) if call else guard
         published = not guard.app.conf.task_always_eager and not DISABLED.is_on(guard.app)
         self.dedupes = published and self.guard.options.dedupe is not None
@@ -165,7 +167,7 @@ class _FanOut:
         self.headers["ignore_result"] = bool(options.pop("ignore_result", task.ignore_result))
         self.options = {"add_to_parent": False, **options, "ignore_result": True}
         self._lease_s()  # refuses an eta that cannot be read before anything is sent
-        self.window: dict[Any, _Call] = {}
+        self.window: dict[Any, _Distinct] = {}
         self.window_calls = 0
         self.window_began = 0.0
         self.drawn = 0
@@ -226,8 +228,8 @@ class _FanOut:
         if same is not None:
             same.equals.append((index, args, kwargs))
         else:
-            header = {"key": key, **self.header}
-            self.window[key if self.dedupes else index] = _Call(index, args, kwargs, header, uuid())
+            told = Call(self.task.name, uuid(), key=key, options=self.travelling)
+            self.window[key if self.dedupes else index] = _Distinct(index, args, kwargs, told)
 
     def _is_full(self) -> bool:
         return (
@@ -244,9 +246,9 @@ class _FanOut:
             if self.progress is not None:
                 self.progress(self.counts)
 
-    def _send_batch(self, batch: list[_Call]) -> None:
+    def _send_batch(self, batch: list[_Distinct]) -> None:
         """Mark, send, extend; whatever happens, what was not sent has no mark afterwards."""
-        sent: list[_Call] = []
+        sent: list[_Distinct] = []
         lease = self._lease_s()
         try:
             fresh = self._marked(batch, lease) if self.dedupes else batch
@@ -260,7 +262,7 @@ class _FanOut:
             self._free([call for call in batch if call.task_id not in done])
             self._accept(sent)
 
-    def _marked(self, batch: list[_Call], lease: float) -> list[_Call]:
+    def _marked(self, batch: list[_Distinct], lease: float) -> list[_Distinct]:
         """Mark the keys; those that are no duplicates are to be sent."""
         found = mark_all(
             client_for(self.guard.app),
@@ -270,7 +272,7 @@ class _FanOut:
         )
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and not marked.is_duplicate:
-                call.header["marked"] = True
+                call.told = replace(call.told, marked=True)
         for marked in found:
             if isinstance(marked, LockRefused):
                 raise marked
@@ -284,14 +286,14 @@ class _FanOut:
                 fresh.append(call)
         return fresh
 
-    def _publish_rest(self, batch: list[_Call], producer: Any, sent: list[_Call]) -> None:
+    def _publish_rest(self, batch: list[_Distinct], producer: Any, sent: list[_Distinct]) -> None:
         if not batch or not _buffers(producer):
             self._publish(batch, producer, sent)
             return
         options: dict[str, Any] = {"retry": False}  # nothing is sent before the batch is flushed
         if "declare" not in self.options and not self.guard.app.conf.task_routes:
             options["declare"] = []  # the first message has declared their queue
-        buffered: list[_Call] = []
+        buffered: list[_Distinct] = []
         try:
             # One message may be several commands: flushed at the end, not in between.
             with producer.batch(max_size=_COMMANDS * len(batch)):
@@ -301,7 +303,9 @@ class _FanOut:
             raise
         sent += buffered
 
-    def _publish(self, batch: Sequence[_Call], producer: Any, sent: list[_Call], **options: Any) -> None:
+    def _publish(
+        self, batch: Sequence[_Distinct], producer: Any, sent: list[_Distinct], **options: Any
+    ) -> None:
         for call in batch:
             while True:
                 try:
@@ -321,8 +325,8 @@ class _FanOut:
                     sent.append(call)
                     break
 
-    def _publish_one(self, call: _Call, producer: Any, options: dict[str, Any]) -> None:
-        headers = {**self.headers, HEADER: call.header}
+    def _publish_one(self, call: _Distinct, producer: Any, options: dict[str, Any]) -> None:
+        headers = {**self.headers, **call.told.as_headers()}
         if "declare" in options:
             options = {**options, "declare": []}  # a list of its own: kombu adds to it
         self.send(
@@ -337,14 +341,14 @@ class _FanOut:
     def _lease_s(self) -> float:
         return mark_lease_s(self.guard.app, self.guard.options, self.options, self.task.expires)
 
-    def _extend(self, sent: list[_Call], lease: float) -> None:
-        marks = [call.mark for call in sent if "marked" in call.header]
+    def _extend(self, sent: list[_Distinct], lease: float) -> None:
+        marks = [call.mark for call in sent if call.told.marked]
         error = extend_all(client_for(self.guard.app), marks, [lease] * len(marks)) if marks else None
         if error is not None:
             self._warn_once(error)
 
-    def _free(self, calls: list[_Call]) -> None:
-        marks = [call.mark for call in calls if "marked" in call.header]
+    def _free(self, calls: list[_Distinct]) -> None:
+        marks = [call.mark for call in calls if call.told.marked]
         error = free_all(client_for(self.guard.app), marks) if marks else None
         if error is not None:
             self._warn_once(error)
@@ -360,7 +364,7 @@ class _FanOut:
             )
         self.warned = True
 
-    def _accept(self, sent: list[_Call]) -> None:
+    def _accept(self, sent: list[_Distinct]) -> None:
         """Count first: what `each` raises must not make the counts wrong."""
         self.counts.accepted += len(sent)
         self.counts.duplicates += sum(len(call.equals) for call in sent)
@@ -372,18 +376,18 @@ class _FanOut:
                 for index, _, _ in call.equals:
                     self.each(CallOutcome(index, "duplicate", call.task_id))
 
-    def _duplicate(self, call: _Call, marked: Marked) -> None:
+    def _duplicate(self, call: _Distinct, marked: Marked) -> None:
         self.counts.duplicates += call.size
         self._tell(call, call.size, marked.task_id, marked.state)
         if self.each is not None:
             for index in (call.index, *(index for index, _, _ in call.equals)):
                 self.each(CallOutcome(index, "duplicate", marked.task_id))
 
-    def _tell(self, call: _Call, times: int, task_id: str, state: str) -> None:
+    def _tell(self, call: _Distinct, times: int, task_id: str, state: str) -> None:
         if not call_deduplicated.receivers:
             return
         for _ in range(times):
-            call_deduplicated.send(sender=self.task, task_id=task_id, key=call.header["key"], state=state)
+            call_deduplicated.send(sender=self.task, task_id=task_id, key=call.told.key, state=state)
 
     def _fail(self, index: int, error: Exception) -> None:
         self.counts.failed += 1

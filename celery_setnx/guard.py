@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
@@ -14,8 +16,12 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyFunction, key_name, mark_name
 from celery_setnx.lock import SetnxLock
-from celery_setnx.options import Options, check_name, merged, plain, settings
+from celery_setnx.message import REPLACED, Call
+from celery_setnx.options import NAMES, Options, check_name, merged, plain, settings
 from celery_setnx.trial import check_at_worker_start
+from celery_setnx.waiting import add_courier
+
+logger = logging.getLogger("celery_setnx")
 
 
 class Guard:
@@ -41,6 +47,7 @@ class Guard:
         self._locks: dict[str | None, SetnxLock] = {}
         self.key_function = self._key_function(self.options)
         check_name(f"scope of {task}", self.options.scope or task)
+        add_courier(app)
         check_at_worker_start(app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
@@ -55,54 +62,57 @@ class Guard:
     def _key_function(self, options: Options) -> KeyFunction:
         return KeyFunction(options.key, self.signature, self.task)
 
-    def header(
+    def call(
         self,
         args: Any,
         kwargs: Any,
-        call: Mapping[str, Any] | None,
-        inherited: Mapping[str, Any] | None = None,
-        retries: int = 0,
-    ) -> dict[str, Any]:
-        """The header of a call: its finished key, its own options, and what a retry brings along.
+        own: Mapping[str, Any] | None,
+        *,
+        task_id: str,
+        attempt: int = 0,
+        before: Call | None = None,
+    ) -> Call:
+        """A call that is to be published: its finished key, its own options, and what a retry brings along.
 
         Args:
             args: The call's positional arguments.
             kwargs: The call's keyword arguments.
-            call: Options of this call alone.
-            inherited: The header of the attempt before, if this call is a retry. Defaults to none.
-            retries: How often the task has retried itself. Defaults to 0.
+            own: Options of this call alone.
+            task_id: The task's id.
+            attempt: Number of the attempt. Defaults to 0.
+            before: The attempt that publishes this one. Defaults to none.
         """
-        inherited = inherited or {}
-        travelling = dict(inherited.get("options") or {})
-        if call:
-            travelling.update(plain(f"a call of {self.task}", call))
-        header: dict[str, Any] = {
-            "key": self.key(args or (), kwargs or {}, travelling),
-            # A call that comes back stays the one that it was: one that came without a header has no id.
-            "call_id": inherited.get("call_id", "") if inherited else os.urandom(6).hex(),
-        }
-        if travelling:
-            header["options"] = travelling
-        if "wait" in inherited:
-            header["wait"] = inherited["wait"]
-        if inherited.get("key", header["key"]) == header["key"]:
-            marked = self._marked_again(travelling, inherited, retries)
-            if marked:
-                header["marked"] = marked
-        return header
+        options = dict(before.options) if before else {}
+        if own:
+            options.update(plain(f"a call of {self.task}", own))
+        key = self.key(args or (), kwargs or {}, options)
+        # A call stays the one that it was; that of another attempt under its id is another.
+        call_id = before.call_id if before else os.urandom(6).hex()
+        marked = self._marked_again(options, before, key) if attempt % REPLACED else None
+        return Call(self.task, task_id, attempt, key, call_id, options, marked, bare=False)
 
-    def _marked_again(self, call: Mapping[str, Any], before: Mapping[str, Any], retries: int) -> Any:
-        """Whether the key of a call that comes back is marked for it when it starts.
+    def _marked_again(self, own: Mapping[str, Any], before: Call | None, key: str) -> bool | str | None:
+        """Whether a retry's key is marked for it when it starts.
 
-        True if it was the only one queued when it was published; `"again"` if it was not marked then, and the
-        mark that its release has set may be another call's.
+        True if the call was the only one queued when it was published; `"again"` if it was not marked then,
+        and the mark that its release has set may be another call's.
         """
-        if (before.get("wait") or {}).get("retries") == retries:
-            return before.get("marked")  # it has not started since
-        options = self.options_of(call)
-        if not retries or options.dedupe != "until_done" or options.hold_on_retry:
+        options = self.options_of(own)
+        if options.dedupe != "until_done" or options.hold_on_retry or (before and before.key != key):
             return None
-        return before.get("marked") or "again"
+        return (before.marked if before else None) or "again"
+
+    def fitting(self, call: Call) -> Call:
+        """The call without options of its own that this task does not take, since a deploy has changed it."""
+        if not call.options:
+            return call
+        known = {name: value for name, value in call.options.items() if name in NAMES}
+        try:
+            self.check_backend(self.options_of(known))
+        except OptionError as error:
+            logger.warning("%s runs without options of its own: %s.", call, error)
+            known = {}
+        return replace(call, options=known)
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
@@ -111,8 +121,11 @@ class Guard:
             options = self.options_of(call)
             if "key" in call:
                 function = self._key_function(options)
-        scope = options.scope or self.task
-        return key_name(self.settings.prefix, scope, function.digest(args, kwargs))
+        return key_name(self.settings.prefix, self.scope_of(call), function.digest(args, kwargs))
+
+    def scope_of(self, call: Mapping[str, Any]) -> str:
+        """The scope of a call's lock."""
+        return self.options_of(call).scope or self.task
 
     def options_of(self, call: Mapping[str, Any]) -> Options:
         """The options of one call."""
@@ -145,24 +158,12 @@ class Guard:
                 "can read: set result_backend (not rpc://), or use on_conflict='wait'"
             )
 
-    def options_for(self, header: Mapping[str, Any], call: Mapping[str, Any] | None) -> Options:
-        """The options with which a call is published: those that travel, and those that stay at home."""
-        layer = {**(header.get("options") or {}), **(call or {})}
-        return self.options_of(layer)
-
-    def lock(
-        self,
-        header: Mapping[str, Any],
-        args: Any,
-        kwargs: Mapping[str, Any],
-        info: str | None = None,
-    ) -> SetnxLock:
-        """The lock of a call: named by its header, or computed where a message has none."""
-        call = header.get("options")
-        options = self.options_of(call) if call else self.options
-        key = header.get("key") or self.key(args, kwargs, call or {})
-        mark = mark_name(key) if options.dedupe or header.get("marked") else None
-        like = None if call else self._locks.get(info)
+    def lock(self, call: Call, args: Any, kwargs: Mapping[str, Any], info: str | None = None) -> SetnxLock:
+        """The lock of a call: named by its message, or computed where that does not name it."""
+        options = self.options_of(call.options)
+        key = call.key or self.key(args, kwargs, call.options)
+        mark = mark_name(key) if options.dedupe or call.marked else None
+        like = None if call.options else self._locks.get(info)
         client = client_for(self.app)
         if like is not None and like.client is client:
             return like.named(key, mark)
@@ -175,6 +176,11 @@ class Guard:
             mark=mark,
             line=True,
         )
-        if not call:
+        if not call.options:
             self._locks[info] = lock.named(key, None)  # which is never used itself
         return lock
+
+
+def is_singleton(task: Any) -> bool:
+    """True for a `SingletonTask`; False where only the function is guarded, under another base class."""
+    return getattr(task, "_guard", None) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import date, datetime, time, timedelta
@@ -26,6 +27,7 @@ from celery_setnx.exceptions import OptionError, UnkeyableCall
 KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
 
+_SCOPE_AND_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
 _WHOLE_TASK = object()
 _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
 
@@ -100,6 +102,13 @@ class KeyFunction:
 def key_name(prefix: str, scope: str, key_digest: str) -> str:
     """A lock's Redis key: `<prefix>:{<scope>:<digest>}`, or `<prefix>:{<scope>}` for a whole task."""
     return f"{prefix}:{{{scope}:{key_digest}}}" if key_digest else f"{prefix}:{{{scope}}}"
+
+
+def scope_and_digest(lock_name: str) -> tuple[str, str]:
+    """The scope in a lock's Redis key, and the digest; that is empty for a whole task."""
+    inner = lock_name[lock_name.find("{") + 1 : -1] if lock_name.endswith("}") else lock_name
+    match = _SCOPE_AND_DIGEST.fullmatch(inner)
+    return (match[1], match[2]) if match else (inner, "")
 
 
 def record_name(lock_name: str) -> str:

@@ -534,7 +534,12 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        return current_holder(*_look(self.client, lock=self.name, record=self.record)[:3])
+        return self.holder_and_time()[0]
+
+    def holder_and_time(self) -> tuple[Holder | None, float]:
+        """Who holds the lock now, as `holder()`, and the server's clock (Unix seconds)."""
+        now, value, record = _look(self.client, lock=self.name, record=self.record)[:3]
+        return current_holder(now, value, record), int(now) / _US
 
     def holder_and_waiters(self) -> Holder | None:
         """Who holds the lock now, as `holder()`, and who waits in line for it.

@@ -10,15 +10,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery, uuid
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from celery_setnx.back import seconds_until, without_deaths
 from celery_setnx.connection import client_for
-from celery_setnx.delivery import HEADER, is_singleton, without_deaths
 from celery_setnx.exceptions import (
     DuplicateTask,
     LockRefused,
@@ -26,9 +24,10 @@ from celery_setnx.exceptions import (
     OptionError,
     UnkeyableCall,
 )
-from celery_setnx.guard import Guard
+from celery_setnx.guard import Guard, is_singleton
 from celery_setnx.lock import Holder
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.message import Call, attempt_of
 from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 from celery_setnx.switches import DISABLED
@@ -117,18 +116,22 @@ def publish(
         DuplicateTask: The call is a duplicate, and is to be refused.
         LockRefused: Redis refuses to mark the key.
     """
+    before = Call.before(guard.task, options)
+    may_be = may_be_duplicate(guard.app, options)
+    options["task_id"] = options.get("task_id") or uuid()
+    attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+    arguments = final or (args, kwargs)
+    told = guard.call(*arguments, call, task_id=options["task_id"], attempt=attempt, before=before)
     headers = without_deaths(options.get("headers"))
-    header = guard.header(*(final or (args, kwargs)), call, headers.get(HEADER), options.get("retries") or 0)
-    options["headers"] = {**headers, HEADER: header}
-    settled = guard.options_for(header, call)
+    options["headers"] = {**headers, **told.as_headers()}
+    settled = guard.options_of({**told.options, **(call or {})})  # also those that do not travel
     if settled.on_conflict == "join" and options.get("ignore_result"):
         raise OptionError(
             f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
         )
-    if settled.dedupe is None or not may_be_duplicate(guard.app, options):
+    if settled.dedupe is None or not may_be:
         return _noted(send(args, kwargs, **options), deduplicated=False)
-    mark = Mark(header["key"], uuid())
-    options["task_id"] = mark.task_id
+    mark = Mark(told.key, told.task_id)
     lease = mark_lease_s(guard.app, settled, options, expires)
     marked = take_mark(guard, mark, settled, lease)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
@@ -138,7 +141,7 @@ def publish(
         return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
     if marked is None or marked.is_duplicate:
         return _noted(send(args, kwargs, **options), deduplicated=False)
-    header["marked"] = True
+    options["headers"] |= replace(told, marked=True).as_headers()
     try:
         result = send(args, kwargs, **options)
     except BaseException:
@@ -241,18 +244,10 @@ def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expi
         options: The options of `celery.Task.apply_async`.
         expires: When the task's calls expire, if the options do not say. Defaults to never.
     """
-    begins = _seconds_until(app, options.get("countdown") or options.get("eta") or 0.0)
+    begins = seconds_until(app, options.get("countdown") or options.get("eta") or 0.0)
     lease = settled.queue_lease + max(0.0, begins)
     ends = options.get("expires", expires)
-    return lease if ends is None else min(lease, max(0.0, _seconds_until(app, ends)))
-
-
-def _seconds_until(app: Celery, when: Any) -> float:
-    if isinstance(when, str):
-        when = maybe_iso8601(when)
-    if isinstance(when, datetime):
-        return float((maybe_make_aware(when, app.timezone) - app.now()).total_seconds())
-    return float(when)
+    return lease if ends is None else min(lease, max(0.0, seconds_until(app, ends)))
 
 
 def _deduplicated(

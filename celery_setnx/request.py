@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -18,14 +18,15 @@ from celery.signals import task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
+from celery_setnx.back import CONTENT_TYPE, EVENTS, NONCE
 from celery_setnx.connection import client_for
-from celery_setnx.delivery import CONTENT_TYPE, EVENTS, HEADER, NONCE, attempt_of
 from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.line import Place, leave
-from celery_setnx.lock import SetnxLock, task_token
+from celery_setnx.lock import ORIGINAL, SetnxLock, task_token
 from celery_setnx.marks import Mark, free_all
+from celery_setnx.message import HEADER, Call
 from celery_setnx.process import has_ended
 from celery_setnx.signals import lock_released
 from celery_setnx.waiting import let_the_line_go_on, pass_on, remember_s, wake
@@ -47,6 +48,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.call = self._call_of_message()
         wanted = are_wanted(self.eventer)
         follow(self.app, self.hostname, wanted=wanted)
         self._request_dict["properties"] = {
@@ -55,6 +57,16 @@ class SingletonRequest(Request):  # type: ignore[misc]
             CONTENT_TYPE: self.content_type,
             EVENTS: wanted,
         }
+
+    def _call_of_message(self) -> Call:
+        """What is ignored of its header is said once: the child does not see it."""
+        said = Call.of(self._request_dict["task"], self._request_dict)
+        call = said if self._guard is None else self._guard.fitting(said)
+        if call.bare:
+            self._request_dict.pop(HEADER, None)
+        elif call is not said:
+            self._request_dict.update(call.as_headers())
+        return call
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
@@ -85,7 +97,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
                 _in_thread(self._free_held)
-            elif self._header.get("marked"):
+            elif self.call.marked:
                 _in_thread(self._free_mark)
         return revoked
 
@@ -118,7 +130,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _await_attempt_before(self) -> None:
         """It has sent this one, and may not have ended yet: only its end holds or marks."""
-        lock = self._guard.lock(self._header, self.args, self.kwargs)
+        lock = self._guard.lock(self.call, self.args, self.kwargs)
         give_up = time.monotonic() + _KEEP_S
         while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
             if time.monotonic() > give_up:
@@ -131,18 +143,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
         If it is the first, the call leaves the line: before Celery says that it is revoked, because that
         would also be said of a call which has run long ago.
         """
-        if "wait" not in self._header or self._copy is None or self._guard is None:
+        if self.call.copy == ORIGINAL or self._guard is None:
             return False
         if self.id not in revoked_tasks and not self._is_expired():
             return False
-        place = self._place
+        copy, place = self.call.copy, self._place
         try:
-            word = leave(client_for(self.app), place, copy=self._copy)
-        except SetnxError as error:
-            logger.warning("%s will not run, and has not left its line: %s", self._call, error)
+            word = leave(client_for(self.app), place, copy=copy)
+        except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
+            logger.warning("%s will not run, and has not left its line: %s", self.call, error)
             return False
         if word == "handed":
-            _in_thread(functools.partial(_survive, functools.partial(pass_on, self.app, place, self._copy)))
+            _in_thread(functools.partial(_survive, functools.partial(pass_on, self.app, place, copy)))
         return word == "stale"
 
     def _is_expired(self) -> bool:
@@ -151,22 +163,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
         )
 
     @property
-    def _copy(self) -> str | None:
-        """Which of the messages that wake a parked call this is; None if it has not been parked."""
-        wait = self._header.get("wait") or {}
-        return wait.get("copy") if wait.get("retries") == self._request_dict.get("retries") else None
-
-    @property
     def _place(self) -> Place:
-        options = self._guard.options_of(self._header.get("options") or {})
-        remember = remember_s(self.app, options)
-        replaced = self._request_dict.get("replaced_task_nesting")
-        attempt = attempt_of(self._request_dict.get("retries"), replaced)
-        return Place(self._header["key"], self.id, attempt, remember, self._header.get("call_id", ""))
+        return self.call.place(remember_s(self.app, self._guard.options_of(self.call.options)))
 
     def _free_mark(self) -> None:
-        if self._header.get("marked"):
-            free_mark(self.app, self._header, self.id, self.name)
+        if self.call.marked:
+            free_mark(self.app, self.call)
 
     @property
     def _comes_back(self) -> bool:
@@ -180,9 +182,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
             self._free_now(free, why)
 
     def _free_now(self, free: Callable[[SetnxLock], bool], why: str) -> None:
-        call = self._call
+        call = self.call
         try:
-            lock = self._guard.lock(self._header, self.args, self.kwargs)
+            lock = self._guard.lock(self.call, self.args, self.kwargs)
             freed = free(lock)
         except SetnxError as error:
             logger.warning("%s %s, and its lock was not freed: %s", call, why, error)
@@ -194,28 +196,19 @@ class SingletonRequest(Request):  # type: ignore[misc]
             )
 
     @property
-    def _call(self) -> str:
-        return f"{self.task.name}[{self.id}]"
-
-    @property
     def _guard(self) -> Any:
         return getattr(self.task, "_guard", None)
 
-    @property
-    def _header(self) -> dict[str, Any]:
-        return self._request_dict.get(HEADER) or {}
 
-
-def free_mark(app: Celery, header: Mapping[str, Any], task_id: str, task: str) -> None:
+def free_mark(app: Celery, call: Call) -> None:
     """Free the mark of a message that will start no task."""
     with between_forks:
-        error = free_all(client_for(app), [Mark(header["key"], task_id)])
+        error = free_all(client_for(app), [Mark(call.key, call.task_id)])
         if error is not None:
             logger.warning(
-                "%s[%s] will not run, and the mark of %s was not freed; it lapses by itself. %s",
-                task,
-                task_id,
-                header["key"],
+                "%s will not run, and the mark of %s was not freed; it lapses by itself. %s",
+                call,
+                call.key,
                 error,
             )
 
@@ -225,9 +218,9 @@ def free_mark(app: Celery, header: Mapping[str, Any], task_id: str, task: str) -
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
     headers = message.headers or {}
-    header = headers.get(HEADER)
-    if isinstance(header, Mapping) and header.get("marked") and headers.get("id"):
-        _in_thread(functools.partial(free_mark, sender.app, header, headers["id"], str(headers.get("task"))))
+    call = Call.of(str(headers.get("task")), headers)
+    if call.marked:
+        _in_thread(functools.partial(_survive, functools.partial(free_mark, sender.app, call)))
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import datetime
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -18,24 +18,10 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
-from celery.utils.time import maybe_make_aware
 
-from celery_setnx.conflict import Conflict, policy_of, resolve
+from celery_setnx.back import EVENTS, NONCE, Waits, come_back, seconds_until
+from celery_setnx.conflict import Conflict, backoff, policy_of, resolve
 from celery_setnx.connection import client_for, new_client
-from celery_setnx.delivery import (
-    EVENTS,
-    HEADER,
-    NONCE,
-    Waits,
-    attempt_of,
-    backoff,
-    come_back,
-    copy_of,
-    is_redelivered,
-    is_singleton,
-    wait_of,
-    waited,
-)
 from celery_setnx.events import follow
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.guard import Guard
@@ -43,6 +29,7 @@ from celery_setnx.keeper import keeper_for_process
 from celery_setnx.line import Place, leave
 from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, Released, task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.message import Call
 from celery_setnx.options import UNSET
 from celery_setnx.process import identity
 from celery_setnx.signals import (
@@ -97,42 +84,34 @@ class Run:
     def __init__(
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        header = (request.headers or _NOTHING).get(HEADER) or _NOTHING
-        if request.retries and not is_singleton(task):
-            # Celery hands a retry the headers of the attempt before: its key may be another, its mark gone.
-            header = {name: header[name] for name in header if name not in ("key", "marked")}
         self.task = task
         self.of = guard
         self.request = request
-        self.header = header
-        # What only a call that has come back can have: most never do.
-        self.has_waited = "wait" in header
-        self.copy = copy_of(request) if self.has_waited else ORIGINAL
-        self.call_id = header.get("call_id", "")
-        self.attempt = attempt_of(request.retries, request.replaced_task_nesting)
-        self.is_redelivered = is_redelivered(request)
-        self.lingers_since: float | None = None
+        self.call = guard.fitting(Call.of(task.name, vars(request)))
+        self.lingers_since = 0.0
         self.acquired_at = 0.0
         properties = request.properties or _NOTHING
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
         self.pid = os.getpid()
         try:
-            self.options = guard.options_of(header.get("options") or _NOTHING)
+            self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
             info = info_of(self.pid, task.name, request.hostname)
-            self.lock = guard.lock(header, args, kwargs, info)
+            self.lock = guard.lock(self.call, args, kwargs, info)
         except SetnxError:
-            if header.get("marked"):  # refused here, whatever its producer could know
-                free_all(client_for(guard.app), [Mark(header["key"], request.id)])
+            if self.call.marked:  # refused here, whatever its producer could know
+                free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
             raise
+        if not self.call.key:
+            self.call = replace(self.call, key=self.lock.name)
         nonce = properties.get(NONCE) or os.urandom(6).hex()
         self.token = task_token(request.id, request.retries, nonce)
         self.keeper = keeper_for_process(self.lock.clock)
 
     def __str__(self) -> str:
-        return f"{self.task.name}[{self.request.id}]"
+        return str(self.call)
 
     def guard(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
@@ -140,7 +119,7 @@ class Run:
         back_in = None  # seconds until this call comes back, if it does
         hold = stale = parked = False
         try:
-            if self.options.on_conflict == "join" and self.copy != ORIGINAL:
+            if self.options.on_conflict == "join" and self.call.copy != ORIGINAL:
                 result = self._patiently(self._holders_result, UNSET)
                 if result is not UNSET:
                     return result
@@ -149,6 +128,10 @@ class Run:
                 if outcome is None:
                     return body()
                 held, stale = outcome.lock, outcome.stale
+                if stale and self.call.bare and not self.call.redelivered:
+                    # The call that had this task id has begun long ago: this is another, which has no ticket.
+                    self.call = replace(self.call, call_id=os.urandom(6).hex(), bare=False)
+                    continue
                 if stale:
                     logger.info("%s has been started by another message; this one is dropped.", self)
                     raise Ignore("another message has started this call")
@@ -179,7 +162,7 @@ class Run:
         if isinstance(error, Retry) and not self._keeps_key(error.sig):
             return None
         if isinstance(error, (Retry, Waits)):
-            return self._seconds_until(error.when)
+            return max(0.0, seconds_until(self.task.app, error.when))
         if isinstance(error, Reject) and error.requeue and self.task.acks_late:
             return 0.0
         return None
@@ -192,15 +175,16 @@ class Run:
         if args == tuple(self.request.args or ()) and kwargs == dict(self.request.kwargs or {}):
             return True
         try:
-            return self.of.key(args, kwargs, self.header.get("options") or _NOTHING) == self.lock.name
+            return self.of.key(args, kwargs, self.call.options) == self.lock.name
         except SetnxError:
             return False
 
     def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
-        details: dict[str, Any] = {"token": self.token, "call_id": self.call_id}
-        if linger or self.attempt or self.is_redelivered or self.copy != ORIGINAL:
-            details |= {"copy": self.copy, "attempt": self.attempt, "remember": self._remember_s()}
+        call = self.call
+        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
+        if linger or call.attempt or call.redelivered or call.copy != ORIGINAL:
+            details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         ask = partial(self.lock.acquire_at_death, same_host=self.of.settings.same_host, **details)
         outcome: Outcome | None = self._patiently(ask, None)
@@ -224,14 +208,12 @@ class Run:
                     raise
                 give_up = give_up or self.lock.clock() + self.lock.lease_s
                 if self.lock.clock() >= give_up:
-                    now = time.time()  # the server's clock cannot be asked, and this only paces
-                    waits, waited_s = waited(self.request, now)
-                    come_back(self.task, backoff(self.options, waits), waits, now - waited_s, str(error))
+                    come_back(self.task, self.call, backoff(self.options, self.call.waits), str(error))
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
     def _holders_result(self) -> Any:
-        return holders_result(self.task, self._place, self.options, self.lock.holder())
+        return holders_result(self.task, self.call, self.options, *self.lock.holder_and_time())
 
     def _queued_as(self, holder: Holder | None) -> str | None:
         """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
@@ -241,11 +223,10 @@ class Run:
         """
         request = self.request
         awaited = any(getattr(request, name, None) for name in _AWAITED)
-        was_asked = (request.headers or {}).get(HEADER)
         # Another delivery of the call that runs is not queued: what is published now must run after it.
         is_own = holder is not None and holder.task_id == request.id
         is_eager = request.is_eager
-        if self.options.dedupe != "until_started" or awaited or was_asked or is_own or is_eager:
+        if self.options.dedupe != "until_started" or awaited or not self.call.bare or is_own or is_eager:
             return None
         mark = Mark(self.lock.name, request.id)
         lease = self.options.queue_lease
@@ -253,7 +234,7 @@ class Run:
         if not isinstance(found, Marked):
             return None  # it waits all the same
         if not found.is_duplicate:
-            request.headers = {**(request.headers or {}), HEADER: {"key": mark.key, "marked": True}}
+            self.call = replace(self.call, marked=True)
             return None
         return found.task_id
 
@@ -264,8 +245,7 @@ class Run:
         outcome = self._acquire(linger=_YOUNG_S)
         if outcome is None or outcome.holder is None:
             return outcome
-        _waits, waited_s = waited(self.request, outcome.server_time)
-        self.lingers_since = since = outcome.server_time - waited_s
+        self.lingers_since = since = self.call.since or outcome.server_time
         give_up = self.lock.clock() + _LINGER_S
         if outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0:
             return outcome
@@ -284,16 +264,15 @@ class Run:
 
     @property
     def _place(self) -> Place:
-        remember = remember_s(self.task.app, self.options)
-        return Place(self.lock.name, self.request.id, self.attempt, remember, self.call_id)
+        return self.call.place(remember_s(self.task.app, self.options))
 
     def _since_s(self) -> float:
         """Server time since which this attempt waits; 0 if it does not."""
-        return float(wait_of(self.request)["since"]) if self.copy != ORIGINAL else 0.0
+        return self.call.since if self.call.copy != ORIGINAL else 0.0
 
     def _remember_s(self) -> float:
         """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
-        if self.copy == ORIGINAL and not (self.is_redelivered and self.options.may_wait):
+        if self.call.copy == ORIGINAL and not (self.call.redelivered and self.options.may_wait):
             return 0.0
         return remember_s(self.task.app, self.options)
 
@@ -305,14 +284,14 @@ class Run:
         if outcome.taken_over_from is not None:
             report_take_over(self, held, outcome.taken_over_from, outcome.server_time)
             self._send(lock_taken_over, held, holder=outcome.taken_over_from)
-        if self.copy != ORIGINAL:
+        if self.call.copy != ORIGINAL:
             logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
             lock_woken.send(sender=self.task, task_id=self.request.id, key=held.key, waited_s=waited_s)
         self._send(lock_acquired, held, waited_s=waited_s)
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
-        if outcome.mark != self.request.id and self.header.get("marked") is True:
+        if outcome.mark != self.request.id and self.call.marked is True:
             self._report_lapse(outcome.mark)
 
     def _report_lapse(self, marked_by: str | None) -> None:
@@ -330,8 +309,8 @@ class Run:
     def _has_succeeded_before(self) -> bool:
         """True if this is another delivery of a call whose result is known. Release never means done."""
         # A woken message may have a twin that is delivered again, if it is acknowledged late.
-        has_twin = self.copy != ORIGINAL and self.task.acks_late
-        if not (self.is_redelivered or has_twin) or not self.task.backend.persistent:
+        has_twin = self.call.copy != ORIGINAL and self.task.acks_late
+        if not (self.call.redelivered or has_twin) or not self.task.backend.persistent:
             return False
         try:
             return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
@@ -393,10 +372,10 @@ class Run:
     def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
         """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
         wake(self.task.app, self.lock.heir, self.lock.name)  # acquired too late to rely on, and given back
-        is_in_line = self.lingers_since is not None or (back_in is None and self.copy != ORIGINAL)
+        is_in_line = self.lingers_since or (back_in is None and self.call.copy != ORIGINAL)
         if is_in_line and not parked:
             try:
-                leave_line(self.task.app, self._place, self.copy)
+                leave_line(self.task.app, self._place, self.call.copy)
             except SetnxError as unheard:
                 logger.warning("%s has ended, and has not left the line: %s", self, unheard)
         if self.lock.mark is None:
@@ -409,12 +388,6 @@ class Run:
         if error is not None:
             logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
 
-    def _seconds_until(self, when: Any) -> float:
-        """Of a Retry: seconds, or the time itself."""
-        if isinstance(when, datetime):
-            when = (maybe_make_aware(when, self.task.app.timezone) - self.task.app.now()).total_seconds()
-        return max(0.0, float(when or 0.0))
-
     def _lost(self, held: HeldLock, reason: str) -> None:
         logger.warning(
             "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
@@ -423,32 +396,21 @@ class Run:
             held.key,
             reason,
         )
-        if self.copy != ORIGINAL:
+        if self.call.copy != ORIGINAL:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
             with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
-                leave(new_client(self.task.app), self._place, copy=self.copy)
+                leave(new_client(self.task.app), self._place, copy=self.call.copy)
         self._send(lock_lost, held, reason=reason)
 
     def _conflict(self, outcome: Outcome) -> Conflict:
-        waits, _waited_s = waited(self.request, outcome.server_time)
-        return Conflict(
-            task=self.task,
-            key=self.lock.name,
-            holder=cast("Holder", outcome.holder),
-            remaining_s=outcome.remaining_s,
-            options=self.options,
-            waits=waits,
-            waited_s=self._waited_s(outcome),
-            server_time=outcome.server_time,
-            waiting=outcome.waiters,
-            queued_as=self._queued_as(outcome.holder),
-        )
+        queued_as = self._queued_as(outcome.holder)  # which may mark the call
+        since = self.lingers_since or self.call.since or outcome.server_time
+        return Conflict(self.task, replace(self.call, since=since), self.options, outcome, queued_as)
 
     def _waited_s(self, outcome: Outcome) -> float:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
-        if self.lingers_since is not None:
-            return max(0.0, outcome.server_time - self.lingers_since)
-        return waited(self.request, outcome.server_time)[1] if self.has_waited else 0.0
+        since = self.lingers_since or self.call.since
+        return max(0.0, outcome.server_time - since) if since else 0.0
 
     def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:
         if signal.receivers:

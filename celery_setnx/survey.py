@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.keys import line_names, mark_name, record_name, take_over_name
+from celery_setnx.keys import line_names, mark_name, record_name, scope_and_digest, take_over_name
 from celery_setnx.lock import Holder, Waiter, parse_holder
 from celery_setnx.scripts import Script, is_cluster
 
@@ -24,7 +24,6 @@ COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCARD", "ZRANGE")
 NOT_TEXT = "(not a string)"
 """Stands for a lock's value that is no string: a foreign program's list, hash, or the like."""
 
-_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
 _GLOB = re.compile(r"([\\*?\[\]^-])")
 _DROP = Script("drop")
 
@@ -250,7 +249,7 @@ def _look(client: Any, keys: Sequence[str], lines: Sequence[str]) -> list[Sighti
         sightings.append(
             Sighting(
                 key,
-                *_scope_and_digest(key),
+                *scope_and_digest(key),
                 server_time,
                 _holder(NOT_TEXT if key in foreign else _text(value), _text(record), server_time),
                 _text(mark),
@@ -296,12 +295,6 @@ def _holder(value: str | None, record: str | None, server_time: float) -> Holder
         return parse_holder(record, value, now_us)
     except ValueError:  # another program's words, where a record would be
         return parse_holder(None, value, now_us)
-
-
-def _scope_and_digest(key: str) -> tuple[str, str]:
-    inner = key[key.find("{") + 1 : -1] if key.endswith("}") else key
-    match = _DIGEST.fullmatch(inner)
-    return (match[1], match[2]) if match else (inner, "")
 
 
 def _seconds(clock: tuple[int, int]) -> float:

@@ -16,6 +16,7 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.fanout import CallOutcome, FanOut, fan_out
 from celery_setnx.guard import Guard
 from celery_setnx.lock import HeldLock, Holder, SetnxLock
+from celery_setnx.message import Call
 from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.publish import publish
 from celery_setnx.run import Run, lock_of
@@ -206,7 +207,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         if self._guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return self._guard.lock({}, *self._final(args, kwargs, None))
+        return self._guard.lock(Call(self.name, ""), *self._final(args, kwargs, None))
 
     def _final(self, args: Any, kwargs: Any, serializer: str | None) -> tuple[Any, Any]:
         """A call's arguments as the worker will see them: pydantic models are dumped."""
@@ -271,7 +272,7 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
     """
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
-    return guard_for(task).lock({}, args, kwargs)
+    return guard_for(task).lock(Call(task.name, ""), args, kwargs)
 
 
 def guard_for(task: Task) -> Guard:

@@ -17,48 +17,48 @@ REVOKED when it has expired, over the result of a call that ran long ago. A cour
 
 from __future__ import annotations
 
-import base64
 import logging
 import random
-import threading
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn, cast
 
 import redis
 from billiard.exceptions import WorkerLostError
-from celery import Celery, Signature, Task
+from celery import Celery, Task
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import FAILURE, READY_STATES, RETRY, REVOKED, SUCCESS
-from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.serialization import dumps, loads, prepare_accept_content
 
-from celery_setnx.connection import client_for
-from celery_setnx.delivery import (
-    HEADER,
+from celery_setnx.back import (
+    Message,
     Waits,
-    attempt_of,
-    call_of,
     come_back,
-    copy_of,
     deliverable,
-    is_redelivered,
+    is_pickled,
     not_taken_back,
-    same_call,
-    serializer_of,
-    topic_queue,
+    seconds_until,
     visibility_s,
-    wait_of,
-    waited,
 )
+from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, SetnxError
+from celery_setnx.keys import scope_and_digest
 from celery_setnx.line import Found, Place, leave, park
-from celery_setnx.lock import HAND_OVER_S, ORIGINAL, Heir, HeldLock, Holder, SetnxLock, task_token
+from celery_setnx.lock import (
+    HAND_OVER_S,
+    ORIGINAL,
+    Heir,
+    HeldLock,
+    Holder,
+    Outcome,
+    SetnxLock,
+    task_token,
+)
 from celery_setnx.marks import Mark, extend_all
+from celery_setnx.message import Call
 from celery_setnx.options import UNSET, Options, settings
 from celery_setnx.process import identity, is_surely_dead
 from celery_setnx.signals import lock_taken_over, lock_waiting
@@ -74,7 +74,6 @@ _NEAR = 4  # the first few in line send a courier that comes with the holder's d
 _MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
 _ASK_AGAIN_S = 0.05
 _ASKED_AT_MOST = 7  # 6.4 s in all
-_ROUTE = ("queue", "exchange", "routing_key", "priority")
 
 
 class Parked(Waits):
@@ -133,30 +132,19 @@ def remember_s(app: Celery, options: Options) -> float:
     return options.queue_lease + visibility_s(app)
 
 
-def wait_in_line(
-    task: Task,
-    key: str,
-    options: Options,
-    *,
-    holder: Holder,
-    remaining_s: float | None,
-    waits: int,
-    since: float,
-    server_time: float,
-    waiting: int,
-) -> NoReturn:
+def may_stand_in_line(task: Task, call: Call) -> bool:
+    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle."""
+    return not is_pickled(task) and _is_of_its_scope(task.app, call)
+
+
+def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
     """Park the running call: it is woken when its turn has come.
 
     Args:
         task: The task; its request is the call.
-        key: The lock's Redis key.
+        call: What its message says of it, and since when it waits.
         options: The options of the call.
-        holder: Who holds the lock.
-        remaining_s: Seconds until the holder's deadline; None if it has none.
-        waits: How often the call has come back already.
-        since: Server time (Unix seconds) of its first conflict.
-        server_time: The same clock now.
-        waiting: How many calls wait already.
+        outcome: What its attempt to acquire the lock found: who holds it.
 
     Raises:
         Parked: The call waits.
@@ -165,52 +153,52 @@ def wait_in_line(
         celery.exceptions.Reject: The broker takes no courier, and has the message still (acks_late).
         LockUnavailable: The broker takes no courier.
     """
-    request = task.request
     app = task.app
-    wait, header = wait_of(request), (request.headers or {}).get(HEADER) or {}
-    joins = {"join": _joined(task, holder, wait)} if options.on_conflict == "join" else {}
-    call = same_call(task, {"count": waits + 1, "since": since, "asked": 0, **joins})
-    serializer = serializer_of(task)
+    holder = cast("Holder", outcome.holder)
+    # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
+    # courier away until it is parked; if the broker has the message still, that may be done first.
+    has_begun = call.redelivered or call.asked > 0
+    has_courier = call.copy != ORIGINAL and not has_begun
+    is_parked_first = has_begun and task.acks_late
+    copy = call.copy
+    call = replace(call, waits=call.waits + 1, asked=0)
+    if options.on_conflict == "join":
+        call = replace(call, join=_joined(task, holder, call))
+    message = Message.of(task)
     order = Order(
-        key=key,
-        task=task.name,
-        task_id=request.id,
-        attempt=attempt_of(request.retries, request.replaced_task_nesting),
-        call_id=header.get("call_id", ""),
-        since=since,
-        call=_packed(call, serializer),
-        until=_until(app, options, since, request.expires),
+        key=call.key,
+        task=call.task,
+        task_id=call.task_id,
+        attempt=call.attempt,
+        call_id=call.call_id,
+        since=call.since,
+        call=message.packed(call),
+        until=_until(app, options, call.since, outcome.server_time, task.request.expires),
         lease=options.lease,
         pace=min(max(options.retry_delay, options.retry_delay_max), _LONGEST_PACE_S),
         queue_lease=options.queue_lease,
         remember=remember_s(app, options),
-        marked=bool(header.get("marked")),
+        marked=bool(call.marked),
     )
-    copy = copy_of(request)
-    # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
-    # courier away until it is parked; if the broker has the message still, that may be done first.
-    has_begun = is_redelivered(request) or bool(wait.get("asked"))
-    has_courier = copy != ORIGINAL and not has_begun
-    is_parked_first = has_begun and task.acks_late
 
     def send_courier() -> None:
         try:
-            _send_courier(app, order, countdown, _route_of(call.options), serializer)
+            message.send_new(app, COURIER, _as_kwargs(order), countdown)
         except Exception as error:  # noqa: BLE001 - whatever the transport raises
-            not_taken_back(task, error, reason, countdown)
+            not_taken_back(task, call, error, reason, countdown)
 
-    reason = f"{key} is held by {holder}"
-    if waiting < _NEAR:
-        countdown = _pace(order, remaining_s, server_time)
+    reason = f"{call.key} is held by {holder}"
+    if outcome.waiters < _NEAR:
+        countdown = _pace(order, outcome.remaining_s, outcome.server_time)
     else:  # one of theirs watches the lock
-        countdown = _pace(order, None, server_time, spread=2.0)
-    countdown = deliverable(task, countdown)
+        countdown = _pace(order, None, outcome.server_time, spread=2.0)
+    countdown = deliverable(app, countdown)
     if not has_courier and not is_parked_first:
         send_courier()
     try:
-        found = park(client_for(app), order.place, copy=copy, since=since, call=order.call)
+        found = park(client_for(app), order.place, copy=copy, since=order.since, call=order.call)
     except SetnxError as error:
-        logger.warning("%s waits, and only its courier knows: %s", call_of(task), error)
+        logger.warning("%s waits, and only its courier knows: %s", call, error)
         if has_courier and isinstance(error, LockRefused):
             raise  # which is what its courier has sent it for
         if is_parked_first:
@@ -222,17 +210,19 @@ def wait_in_line(
         send_courier()
     if found.state == "handed" or (found.holder is None and found.place == 1):
         raise ItsTurn  # it came free meanwhile
-    logger.info("%s waits in line, at place %d: %s.", call_of(task), found.place, reason)
-    lock_waiting.send(sender=task, task_id=request.id, key=key, holder=holder, place=found.place)
+    logger.info("%s waits in line, at place %d: %s.", call, found.place, reason)
+    lock_waiting.send(sender=task, task_id=call.task_id, key=call.key, holder=holder, place=found.place)
     if found.holder is None:  # it came free meanwhile, for those before this one
         with suppress(SetnxError):  # their couriers see to it
-            let_the_line_go_on(app, key, task, request.id)
+            let_the_line_go_on(app, call.key, task, call.task_id)
     elif found.holder.state == "resting":  # since its release nobody is there to wake
-        wake(app, Heir(request.id, order.call, _remaining_s(found) or 0.0), key)
+        wake(app, Heir(call.task_id, order.call, _remaining_s(found) or 0.0), call.key)
     raise Parked(reason, countdown)
 
 
-def holders_result(task: Task, place: Place, options: Options, holder: Holder | None) -> Any:
+def holders_result(
+    task: Task, call: Call, options: Options, holder: Holder | None, server_time: float
+) -> Any:
     """What a woken call with `on_conflict="join"` ends with: the result of the call that it has waited for.
 
     A result is stored after the lock is released, so it is asked for again a few times; one that does not
@@ -241,9 +231,10 @@ def holders_result(task: Task, place: Place, options: Options, holder: Holder | 
 
     Args:
         task: The task; its request is the call.
-        place: The call's place in the line.
+        call: What its message says of it.
         options: The options of the call.
         holder: Who has the lock now; None if it is free.
+        server_time: The lock server's clock (Unix seconds).
 
     Returns:
         The result; `UNSET` if the call is to acquire its lock as any other.
@@ -253,27 +244,24 @@ def holders_result(task: Task, place: Place, options: Options, holder: Holder | 
         celery.exceptions.Retry: The call comes back, to ask again.
         celery.exceptions.Ignore: Another message has started this call.
     """
-    request = task.request
-    wait = wait_of(request)
-    joined, asked = wait.get("join"), wait.get("asked", 0)
+    joined, asked = call.join, call.asked
     if joined is None or (holder is not None and holder.task_id == joined):
         return UNSET
     meta = task.backend.get_task_meta(joined)
-    state, copy = meta["status"], copy_of(request)
+    state = meta["status"]
     died = isinstance(meta["result"], (WorkerLostError, MemoryError))
     ended = state == SUCCESS or (state == FAILURE and not died)
-    waits, waited_s = waited(request, time.time())
     cancelled = isinstance(meta["result"], Retry)  # by a cold shutdown; nobody sends it again
-    comes_again = state == RETRY and not cancelled and waited_s < options.queue_lease
+    comes_again = state == RETRY and not cancelled and call.waited_s(server_time) < options.queue_lease
     if not ended and (died or state == REVOKED or (asked >= _ASKED_AT_MOST and not comes_again)):
         return UNSET
-    if leave_line(task.app, place, copy) == "stale":
+    if leave_line(task.app, call.place(remember_s(task.app, options)), call.copy) == "stale":
         raise Ignore("another message has started this call")
     if not ended:
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
         reason = f"the result of {joined}, which it has waited for, is not stored"
-        come_back(task, countdown, waits, wait["since"], reason, join=joined, asked=asked + 1)
-    logger.info("%s ends with the result of %s, which it has waited for.", call_of(task), joined)
+        come_back(task, replace(call, asked=asked + 1), countdown, reason)
+    logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
     if state == FAILURE:
         raise meta["result"]
     return meta["result"]
@@ -295,11 +283,11 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         logger.warning("%s is kept for task %s, which its courier wakes.", key, heir.task_id)
         return
     try:
-        call = _unpacked(app, heir.call)
+        call, message = _from_line(app, heir, key)
         if heir.rest_s > 0:
-            _as_from_no_task(lambda: _send_nudge(app, key, heir.rest_s, _route_of(call.options)))
+            message.send_new(app, COURIER, {"key": key}, deliverable(app, heir.rest_s + _MARGIN_S))
         else:
-            _as_from_no_task(lambda: _send_again(call))
+            message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
         logger.warning(
             "%s is handed to task %s, and it could not be woken: %s. Its courier wakes it.",
@@ -350,7 +338,7 @@ def pass_on(app: Celery, place: Place, copy: str) -> None:
         wake(app, lock.heir, lock.name)
 
 
-def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str) -> None:
+def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str, own: Order | None = None) -> None:
     """Hand a lock that nobody living holds to the first in line, and wake it.
 
     Args:
@@ -358,6 +346,7 @@ def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str) -> None:
         key: The lock's Redis key.
         task: The task on whose behalf this is done, for the report of a take-over.
         task_id: Its id.
+        own: What the courier that does this has been told. Defaults to none.
 
     Raises:
         LockUnavailable: Redis did not answer.
@@ -369,7 +358,10 @@ def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str) -> None:
     if held is None:
         return
     held.release()
-    wake(app, lock.heir, key)
+    if own is not None and lock.heir is not None and lock.heir.task_id == own.task_id:
+        _send_again(app, own)
+    else:
+        wake(app, lock.heir, key)
     if dead is not None:
         report_take_over(f"The courier of {task.name}[{task_id}]", held, dead, outcome.server_time)
         lock_taken_over.send(sender=task, task_id=task_id, key=key, fence=held.fence, holder=dead)
@@ -395,25 +387,30 @@ def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: fl
         logger.info("`celery setnx show` will not know of this take-over of %s: %s", held.key, error)
 
 
-@connect_on_app_finalize  # type: ignore[untyped-decorator]
-def _add_courier(app: Celery) -> None:
-    @app.task(  # type: ignore[untyped-decorator]
-        name=COURIER,
-        base=Task,
-        bind=True,
-        shared=False,
-        lazy=False,
-        ignore_result=True,
-        acks_late=True,
-        reject_on_worker_lost=True,
-    )
-    def courier(self: Task, key: str, order: Mapping[str, Any] | None = None, visits: int = 1) -> None:
-        """Look after a call that waits for a lock, or only see to the lock."""
+class Courier(Task):  # type: ignore[misc]
+    """Looks after a call that waits for a lock, or only sees to the lock."""
+
+    name = COURIER
+    ignore_result = True
+    acks_late = True
+    reject_on_worker_lost = True
+
+    def run(self, key: str, order: Mapping[str, Any] | None = None, visits: int = 1) -> None:
+        """Look after the call that it is told of; without one, let the line of the key go on."""
         if order is None:
             let_the_line_go_on(self.app, key, self, self.request.id)
         else:
             known = {name: value for name, value in order.items() if name in Order.__dataclass_fields__}
             _visit(self, Order(**known), visits)  # a newer worker may have sent more
+
+
+@connect_on_app_finalize  # type: ignore[untyped-decorator]
+def add_courier(app: Celery) -> None:
+    """Have an app know the courier: when it is finalized, or later, when it gets its first guarded task."""
+    if COURIER not in app._tasks:
+        courier = type("Courier", (Courier,), {"__module__": __name__})()
+        app._tasks[COURIER] = courier
+        courier.bind(app)
 
 
 def _visit(courier: Task, order: Order, visits: int) -> None:
@@ -425,14 +422,9 @@ def _visit(courier: Task, order: Order, visits: int) -> None:
         countdown = order.pace * random.uniform(0.1, 0.5)
     if countdown is None:
         return
-    countdown = deliverable(courier, countdown)
+    countdown = deliverable(courier.app, countdown)
     try:
-        courier.signature_from_request(
-            kwargs={"key": order.key, "order": asdict(order), "visits": visits + 1},
-            queue=topic_queue(courier),
-            countdown=countdown,
-            headers={},
-        ).apply_async()
+        Message.of(courier).send_new(courier.app, COURIER, _as_kwargs(order, visits=visits + 1), countdown)
     except Exception as error:
         time.sleep(min(countdown, 1.0))  # it is delivered again at once
         raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
@@ -450,7 +442,7 @@ def _look_after(courier: Task, order: Order, visits: int) -> float | None:
         found = park(client, order.place, since=order.since, call=order.call, watch=1.5 * order.pace)
     except LockRefused as error:
         logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
-        _as_from_no_task(lambda: _send_again(_unpacked(app, order.call)))
+        _send_again(app, order)
         return None
     if found.state == "stale" and not found.watches:
         return None
@@ -462,20 +454,20 @@ def _look_after(courier: Task, order: Order, visits: int) -> float | None:
     if found.state == "new":  # Redis has lost its data: a holder is told so before it is overtaken
         countdown = min(order.pace, order.lease / 2)
     elif found.state != "handed" and (found.holder is None or _is_dead(app, found.holder)):
-        let_the_line_go_on(app, order.key, app.tasks.get(order.task, courier), order.task_id)
+        let_the_line_go_on(app, order.key, app.tasks.get(order.task, courier), order.task_id, order)
         countdown = min(order.pace, HAND_OVER_S)
     elif found.state != "stale" and order.until is not None and found.server_time >= order.until:
-        _as_from_no_task(lambda: _send_again(_unpacked(app, order.call)))
+        _send_again(app, order)
     if order.marked and found.state != "stale":
         extend_all(client, [Mark(order.key, order.task_id)], [countdown + order.queue_lease])
     return countdown
 
 
-def _joined(task: Task, holder: Holder, wait: Mapping[str, Any]) -> str | None:
+def _joined(task: Task, holder: Holder, call: Call) -> str | None:
     """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
     if holder.state in ("running", "held_for_retry") and holder.info.get("task") == task.name:
         return holder.task_id
-    return wait.get("join")
+    return call.join
 
 
 def _lock(app: Celery, key: str) -> SetnxLock:
@@ -511,67 +503,39 @@ def _remaining_s(found: Found) -> float | None:
     return None if holder is None or holder.deadline is None else holder.deadline - found.server_time
 
 
-def _until(app: Celery, options: Options, since: float, expires: Any) -> float | None:
+def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
+    """Server time at which a call has waited for its `max_wait`, or expires."""
     ends = [] if options.max_wait is None else [since + options.max_wait]
     if expires:
-        moment = maybe_make_aware(maybe_iso8601(expires), app.timezone)
-        ends.append(moment.timestamp())
+        ends.append(server_time + seconds_until(app, expires))
     return min(ends, default=None)
 
 
-def _packed(call: Signature, serializer: str) -> str:
-    content_type, encoding, data = dumps(dict(call), serializer)  # type: ignore[no-untyped-call]
-    text = data if isinstance(data, str) else base64.b64encode(data).decode()
-    return f"{content_type} {encoding} {text}"
+def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
+    """What a line has to wake a call with, if it belongs there.
+
+    Raises:
+        ValueError: It is another call's, or another task's: whoever can write to the line has put it there.
+    """
+    call, message = Message.unpacked(app, heir.call or "")
+    if (call.key, call.task_id) != (key, heir.task_id) or not _is_of_its_scope(app, call):
+        raise ValueError(f"the line has {call} with key {call.key or None} in its place")
+    return call, message
 
 
-def _unpacked(app: Celery, packed: str) -> Signature:
-    content_type, encoding, text = packed.split(" ", 2)
-    data = base64.b64decode(text) if encoding == "binary" else text
-    accept = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
-    call = loads(data, content_type, encoding, accept=accept)  # type: ignore[no-untyped-call]
-    return Signature.from_dict(call, app=app)
+def _is_of_its_scope(app: Celery, call: Call) -> bool:
+    """True if the call's key is of a scope that its task has."""
+    scope = scope_and_digest(call.key)[0]
+    guard = getattr(app.tasks.get(call.task), "_guard", None)
+    return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))
 
 
-def _route_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in _ROUTE if options.get(name) is not None}
+def _send_again(app: Celery, order: Order) -> None:
+    """Send a call once more, as a copy of its own: its courier had it from its broker, not from its line."""
+    call, message = Message.unpacked(app, order.call)
+    message.send(app, call.as_copy())
 
 
-def _send_again(call: Signature) -> None:
-    """Send a call once more, as a copy of its own."""
-    call.options["headers"][HEADER]["wait"]["copy"] = uuid.uuid4().hex[:12]
-    call.apply_async()
-
-
-def _send_courier(
-    app: Celery, order: Order, countdown: float, route: Mapping[str, Any], serializer: str
-) -> None:
-    app.tasks[COURIER].apply_async(
-        kwargs={"key": order.key, "order": asdict(order)},
-        countdown=countdown,
-        serializer=serializer,
-        add_to_parent=False,
-        **route,
-    )
-
-
-def _send_nudge(app: Celery, key: str, countdown: float, route: Mapping[str, Any]) -> None:
-    courier = app.tasks[COURIER]
-    courier.apply_async(kwargs={"key": key}, countdown=deliverable(courier, countdown + _MARGIN_S), **route)
-
-
-def _as_from_no_task(send: Any) -> None:
-    """Send in a thread of its own: from within a task Celery would make the message that task's child."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            send()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="celery_setnx-wake", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+def _as_kwargs(order: Order, **more: Any) -> dict[str, Any]:
+    """What a courier is told."""
+    return {"key": order.key, "order": asdict(order), **more}

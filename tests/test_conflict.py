@@ -9,19 +9,9 @@ from celery import Celery
 from celery.exceptions import Reject
 
 from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.conflict import in_workflow, policy_of
-from celery_setnx.delivery import (
-    Waits,
-    backoff,
-    come_back,
-    copy_of,
-    deliverable,
-    has_met_itself,
-    is_redelivered,
-    same_call,
-    waited,
-)
-from celery_setnx.lock import ORIGINAL
+from celery_setnx.back import Waits, come_back, deliverable
+from celery_setnx.conflict import backoff, in_workflow, policy_of
+from celery_setnx.message import Call
 from celery_setnx.options import Options
 
 CALL = {"id": "id-1", "args": [], "kwargs": {}, "called_directly": False}
@@ -43,13 +33,14 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
     With acks_late the message is not acknowledged yet: it is given back.
     """
     task = task_on("amqp://127.0.0.1:1//", max_retries=0)
-    task.push_request(**CALL, retries=0, headers={"singleton": {"key": "setnx:{t}"}})
+    task.push_request(**CALL, retries=0)
+    call = Call(task.name, "id-1", key="setnx:{t}")
     with pytest.raises(LockUnavailable, match=r"setnx:{t} now: Redis is down; and the broker"):
-        come_back(task, 1.0, 0, 0.0, "Redis is down")
+        come_back(task, call, 1.0, "Redis is down")
     assert "[id-1] could not be sent back to the broker" in caplog.text
     task.acks_late = True
     with pytest.raises(Reject) as caught:
-        come_back(task, 1.0, 0, 0.0, "Redis is down")
+        come_back(task, call, 1.0, "Redis is down")
     assert caught.value.requeue
 
 
@@ -65,7 +56,7 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
 )
 def test_countdown_is_one_that_the_broker_keeps(broker, transport, asked, given):
     """More than a second on AMQP, and a quarter of the visibility timeout at most elsewhere."""
-    assert deliverable(task_on(broker, **transport), asked) == given
+    assert deliverable(task_on(broker, **transport).app, asked) == given
 
 
 def test_backoff_doubles_with_jitter_up_to_its_limit():
@@ -75,14 +66,6 @@ def test_backoff_doubles_with_jitter_up_to_its_limit():
         delays = [backoff(options, waits) for _ in range(50)]
         assert longest / 2 <= min(delays) < max(delays) <= longest
     assert backoff(options, 10_000) <= 10
-
-
-def test_waiting_time_belongs_to_one_attempt():
-    """A call that has waited starts anew with its own retry."""
-    headers = {"singleton": {"wait": {"count": 3, "since": 100.0, "retries": 1}}}
-    assert waited(SimpleNamespace(headers=headers, retries=1), 107.5) == (3, 7.5)
-    assert waited(SimpleNamespace(headers=headers, retries=2), 107.5) == (0, 0.0)
-    assert waited(SimpleNamespace(headers=None, retries=0), 107.5) == (0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -123,47 +106,6 @@ def test_policy_is_what_was_asked_for_and_auto_decides(options, chain, policy):
     """auto: wait with until_started; else retry in a workflow, and skip elsewhere."""
     request = SimpleNamespace(chain=chain, chord=None, callbacks=None)
     assert policy_of(Options(**options), request) == policy
-
-
-class Delivery:
-    """A task whose request is a delivery, of which a message says how it has waited."""
-
-    def __init__(self, wait: Any = None, *, retries: int = 0, redelivered: bool = False) -> None:
-        self.task = task_on("redis://h")
-        header = {"key": "setnx:{t}", "marked": True, **({"wait": wait} if wait else {})}
-        about = {"headers": {"singleton": header}, "delivery_info": {"redelivered": redelivered}}
-        self.task.push_request(**CALL, **about, retries=retries)
-        self.request = self.task.request
-
-    def again(self, **wait: Any) -> Any:
-        """What the message of the same call says when it waits once more."""
-        return same_call(self.task, wait).options["headers"]["singleton"]
-
-
-@pytest.mark.parametrize(
-    ("waited_as", "retries", "copy"),
-    [(None, 0, {}), ("c1", 0, {"copy": "c1"}), ("c1", 1, {})],
-    ids=["the-original", "a-copy", "a-retry-of-a-copy"],
-)
-def test_call_that_waits_again_stays_what_it_is_in_its_attempt(waited_as, retries, copy):
-    """Only one of a call's messages starts it: one that comes back is no other message than before.
-
-    It names no copy until one is sent to wake it; a task's own retry is a new call to be woken.
-    """
-    wait = waited_as and {"count": 1, "since": 5.0, "retries": 0, "copy": waited_as}
-    delivery = Delivery(wait, retries=retries)
-    assert copy_of(delivery.request) == copy.get("copy", ORIGINAL)
-    again = delivery.again(count=2, since=9.0)
-    expected = {"count": 2, "since": 9.0, "retries": retries, **copy}
-    assert again == {"key": "setnx:{t}", "marked": True, "wait": expected}
-
-
-def test_second_delivery_stays_one_while_it_waits():
-    """The message that wakes it is delivered once, and may be that of a call which has succeeded."""
-    delivery = Delivery(redelivered=True)
-    assert is_redelivered(delivery.request)
-    assert not has_met_itself(delivery.request)
-    assert delivery.again(count=1, since=5.0)["wait"]["own"] is True
 
 
 def test_end_of_a_call_that_waits_survives_the_way_to_the_workers_parent():

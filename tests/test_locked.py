@@ -8,7 +8,7 @@ from celery import Celery
 from pydantic import BaseModel
 
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
-from celery_setnx.delivery import HEADER
+from celery_setnx.message import Call
 from celery_setnx.testing import pass_time
 from tests.versions.conditions import needs_dumped_models
 
@@ -137,7 +137,7 @@ def test_lock_key_of_a_pydantic_model_is_that_of_the_published_call(
     with app.connection() as connection:
         message = connection.SimpleQueue(NOWHERE).get(timeout=60)
     key = task.lock_key(User(id=1))
-    assert message.headers[HEADER]["key"] == key == task.lock_key({"id": 1, "name": "x"})
+    assert Call.of(task.name, message.headers).key == key == task.lock_key({"id": 1, "name": "x"})
     assert (key == task.lock_key(User(id=2))) == users_share_it
     with SetnxLock(locks, key, info={"task_id": "id-1"}):
         assert task.locked(user=User(id=1)).task_id == "id-1"

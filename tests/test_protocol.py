@@ -499,9 +499,9 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks
     assert producer.mark(task_id, "until_started") == ("marked", task_id)
     assert producer.mark("another", "until_started") == ("queued", task_id)
     stranger = Celery(broker=server.url(0), backend=server.url(0), set_as_current=False)
-    result = stranger.send_task(
-        "tests.workerapp.work", ("other",), task_id=task_id, headers={"singleton": producer.header()}
-    )
+    name = "tests.workerapp.work"
+    headers = {"singleton": producer.header(name, task_id)}
+    result = stranger.send_task(name, ("other",), task_id=task_id, headers=headers)
     assert result.get(timeout=60) == "other"
     assert producer.sent(task_id) == "lost", "it has started"
     assert producer.mark("another", "until_started") == ("marked", "another")

@@ -253,16 +253,20 @@ def test_send_task_through_the_current_app_proxy(knowing, parked, producer):
     assert knowing.work.apply_async(("n",), queue=NOWHERE).id == first.id
 
 
-@pytest.mark.parametrize("task", ["skipping", "no_such_task"])
-def test_send_task_that_its_worker_refuses_leaves_no_mark(producer, locks, far_worker, task):
-    """The task's own options forbid those of the call, or its name is misspelt: it is queued no longer."""
-    result = send(producer, task, STARTED, name="n")
+def test_send_task_of_a_misspelt_name_leaves_no_mark(producer, locks, far_worker):
+    """No worker knows it: it is queued no longer."""
+    send(producer, "no_such_task", STARTED, name="n")
     wait_until(lambda: not [*locks.scan_iter("*:queued")], "no mark")
-    if task == "skipping":
-        with pytest.raises(OptionError, match="on_conflict='skip'"):
-            result.get(timeout=60)
-    else:
-        far_worker.wait_for_log(task)
+    far_worker.wait_for_log("no_such_task")
+
+
+def test_call_whose_options_its_task_does_not_take_runs_without_them(producer, locks, far_worker):
+    """As after a deploy: the worker says so, the key stays that of the message, and no mark is left."""
+    result = send(producer, "skipping", STARTED, name="n")
+    assert result.get(timeout=60) == "n"
+    assert not [*locks.scan_iter("*:queued")]
+    far_worker.wait_for_log(f"{APP}.skipping[{result.id}] runs without options of its own: ")
+    assert far_worker.log_text().count("runs without options of its own") == 1
 
 
 def test_send_task_of_a_task_without_a_guard_leaves_its_mark(producer, locks):

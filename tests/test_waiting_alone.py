@@ -12,7 +12,8 @@ from celery.exceptions import Reject
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.keys import line_names
-from celery_setnx.lock import Heir, Holder
+from celery_setnx.lock import Heir, Holder, Outcome
+from celery_setnx.message import Call
 from celery_setnx.options import Options
 from celery_setnx.waiting import COURIER, Parked, wait_in_line, wake
 from tests.harness import age
@@ -34,9 +35,9 @@ def running(locks: str, **header: Any) -> Iterator[Any]:
     app.finalize()
     task = app.tasks["t"]
     info = {"exchange": "", "routing_key": "far"}
-    headers = {"singleton": {"key": KEY, **header}}
+    headers = Call("t", "id-1", key=KEY, **header).as_headers()
     task.push_request(
-        id="id-1", args=[], kwargs={}, retries=0, headers=headers, delivery_info=info, called_directly=False
+        id="id-1", args=[], kwargs={}, retries=0, delivery_info=info, called_directly=False, **headers
     )
     yield task
     task.pop_request()
@@ -49,9 +50,10 @@ def task() -> Iterator[Any]:
         yield task
 
 
-def wait(task: Any, **details: Any) -> None:
-    moments = {"remaining_s": 10.0, "waits": 0, "since": 10.0, "server_time": 10.0, "waiting": 0, **details}
-    wait_in_line(task, KEY, Options(on_conflict="wait"), holder=HOLDER, **moments)
+def wait(task: Any, *, remaining_s: float = 10.0, waiting: int = 0) -> None:
+    call = Call("t", "id-1", key=KEY, call_id="c", since=10.0)
+    outcome = Outcome(False, holder=HOLDER, remaining_s=remaining_s, server_time=10.0, waiters=waiting)
+    wait_in_line(task, call, Options(on_conflict="wait"), outcome)
 
 
 def couriers(app: Celery, queue: str) -> list[Any]:
@@ -113,8 +115,8 @@ def test_woken_call_whose_place_is_refused_says_so(server, locks):
     SetnxLock(locks, KEY, lease=600).acquire()
     age(locks, KEY, 1)  # it is not young
     locks.set(line_names(KEY)[0], "theirs", ex=60)
-    waited = {"count": 1, "since": time.time() - 1, "retries": 0, "copy": "a1"}
-    with running(server.url(1), wait=waited) as task, pytest.raises(LockRefused, match="WRONGTYPE"):
+    waited = {"waits": 1, "since": time.time() - 1, "copy": "a1"}
+    with running(server.url(1), **waited) as task, pytest.raises(LockRefused, match="WRONGTYPE"):
         task()
 
 

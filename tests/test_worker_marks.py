@@ -292,6 +292,7 @@ def test_message_that_starts_nothing_frees_its_mark(
     def broken(message: dict[str, Any]) -> None:
         message.update(change)
         message["headers"].update(headers)
+        message["headers"]["singleton"]["task"] = message["headers"]["task"]
 
     parked.move(broken)
     worker.wait_for_log(said)

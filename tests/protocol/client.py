@@ -364,9 +364,9 @@ class Producer:
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
 
-    def header(self) -> dict[str, Any]:
+    def header(self, task: str, task_id: str) -> dict[str, Any]:
         """The header of the call that was marked."""
-        return {"key": self._lock, "marked": True}
+        return {"task": task, "id": task_id, "attempt": 0, "key": self._lock, "marked": True}
 
     def sent(self, task_id: str, queue_lease_s: float = 3600) -> str:
         """The word."""

@@ -1,0 +1,359 @@
+"""The way back to the broker: a call that is here, or waits in a line, is sent again as it was."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any, NoReturn
+
+from celery import Celery
+from celery.app.task import Context, Task
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.entity import Exchange, Queue
+from kombu.serialization import dumps, loads, prepare_accept_content, registry
+from kombu.utils import json
+
+from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.message import HEADER, Call
+
+try:
+    from celery.utils.quorum_queues import detect_quorum_queues
+    from kombu.transport.native_delayed_delivery import calculate_routing_key
+except ImportError:  # Celery before 5.5 delays every message in the worker
+
+    def detect_quorum_queues(app: Celery, driver_type: str) -> tuple[bool, str]:
+        """None is known."""
+        return False, ""
+
+
+logger = logging.getLogger("celery_setnx")
+
+NONCE = "setnx_nonce"
+"""The message property that makes the token of every delivery its own."""
+
+CONTENT_TYPE = "setnx_content_type"
+"""The message property that tells the task how its message was serialized."""
+
+EVENTS = "setnx_events"
+"""The message property that tells the task whether its worker sends task events; True or False."""
+
+PICKLE = "application/x-python-serialize"
+
+# What a broker that delays by dead letters writes into headers. Sent along with the next wait, it makes
+# RabbitMQ before 4.0.1 believe that the letter goes in circles, and drop it.
+_DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
+_DELAY_PREFIX = re.compile(r"^(?:[01]\.){28}")
+_DELAYING = Exchange("celery_delayed_27", type="topic")  # type: ignore[no-untyped-call]
+_DELAYED = "celery_delayed_delivery"  # the exchange that a natively delayed message comes from
+# What a running request has besides the headers of its message.
+_NO_HEADERS = frozenset(
+    "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
+    "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
+    f"taskset headers setnx_lock {HEADER}".split()
+)
+_PACKED = ("headers", "properties", "route", "content_type")
+_EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+_DEFAULT_VISIBILITY_S = 3600.0
+_REQUEUE_S = 1.0
+
+
+class Waits(Ignore):  # type: ignore[misc]
+    """A delivery has ended and its call comes back, while another message of it may be on its way.
+
+    Celery stores no state for it: that could overwrite the result which the other message is about to store.
+
+    Attributes:
+        when: Seconds until it comes back.
+    """
+
+    def __init__(self, message: str, when: float) -> None:
+        super().__init__(message, when)  # both: it is pickled on its way to the worker's parent
+        self.when = when
+
+
+class _AsTheyWere(dict[str, Any]):
+    """Headers that no receiver of `before_task_publish` overwrites; it may add some."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.setdefault(name, value)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for name, value in dict(*others, **more).items():
+            self.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class Message:
+    """All that a call's message has, but for what it says of the call (see `Call`).
+
+    Attributes:
+        headers: Its headers, without those that a broker or a delay has written.
+        properties: Properties and compression, by their names in `kombu.Producer.publish`.
+        route: Its exchange and routing key, by these names.
+        body: Positional and keyword arguments, and what Celery has embedded.
+        content_type: How the body is serialized.
+    """
+
+    headers: Mapping[str, Any]
+    properties: Mapping[str, Any]
+    route: Mapping[str, str]
+    body: Any
+    content_type: str
+
+    @classmethod
+    def of(cls, task: Task) -> Message:
+        """The message that is running."""
+        request = task.request
+        headers = {
+            name: value
+            for name, value in vars(request).items()
+            if name not in _NO_HEADERS and not name.startswith("_")
+        }
+        if _has_headers_of_its_own(request):
+            headers["headers"] = request.headers
+        had, info = request.properties or {}, request.delivery_info or {}
+        properties = {
+            "correlation_id": request.correlation_id,
+            "reply_to": request.reply_to,
+            "priority": info.get("priority"),
+            "delivery_mode": had.get("delivery_mode"),
+            "compression": getattr(request, "compression", None),
+        }
+        return cls(
+            headers=without_deaths({"task": task.name, "id": request.id, **headers}),
+            properties={name: value for name, value in properties.items() if value is not None},
+            route={
+                "exchange": info.get("exchange") or "",
+                "routing_key": _DELAY_PREFIX.sub("", info.get("routing_key") or ""),
+            },
+            body=(
+                request.args or (),
+                request.kwargs or {},
+                {name: getattr(request, name) for name in _EMBEDDED},
+            ),
+            content_type=_content_type_of(task),
+        )
+
+    def packed(self, call: Call) -> str:
+        """The message as a text for the line, with what it is to say of the call."""
+        serializer = _serializer_of(self.content_type)
+        _, encoding, body = dumps(self.body, serializer)  # type: ignore[no-untyped-call]
+        if isinstance(body, bytes):
+            body = base64.b64encode(body).decode()
+        told = {**vars(self), "headers": {**self.headers, **call.as_headers()}, "body": body}
+        return str(json.dumps({**told, "encoding": encoding}))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
+        """The call and the message that were packed.
+
+        Raises:
+            ValueError: The text is none that `packed` has made.
+            kombu.exceptions.ContentDisallowed: The app does not accept the body's format, or it is pickle.
+        """
+        try:
+            told = json.loads(text)  # type: ignore[no-untyped-call]
+            headers, properties, route, content_type = (told[name] for name in _PACKED)
+            body = base64.b64decode(told["body"]) if told["encoding"] == "binary" else told["body"]
+            call = Call.of(headers["task"], headers)
+            route = {name: str(route[name]) for name in ("exchange", "routing_key")}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no packed call ({error!r})") from None
+        accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
+        accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
+        loaded = loads(body, content_type, told["encoding"], accept=accept)  # type: ignore[no-untyped-call]
+        return call, cls(headers, properties, route, tuple(loaded), content_type)
+
+    def send(self, app: Celery, call: Call, countdown: float = 0.0) -> None:
+        """Send it again, with what it is to say of the call.
+
+        By its name alone: whether the task is known and takes these arguments is its worker's business.
+
+        Args:
+            app: The app.
+            call: The call.
+            countdown: Seconds until it is delivered; see `deliverable`. Defaults to 0: now.
+        """
+        headers = _AsTheyWere(self.headers) | call.as_headers() | _eta(countdown)
+        if isinstance(headers.get("headers"), dict):
+            headers |= {"headers": _AsTheyWere(headers["headers"])}
+        self._publish(app, _AsTheyWere(headers), self.body, countdown)
+
+    def send_new(self, app: Celery, task: str, kwargs: Mapping[str, Any], countdown: float) -> None:
+        """Send a task of ours the way of this message: as no task's child, and without a result."""
+        new = app.amqp.as_task_v2(
+            str(uuid.uuid4()),
+            task,
+            kwargs=dict(kwargs),
+            countdown=countdown,
+            ignore_result=True,
+            kwargsrepr=repr({"key": kwargs["key"]}),  # not the arguments of a call that it may hold
+        )
+        like = replace(self, properties={n: v for n, v in self.properties.items() if n == "priority"})
+        like._publish(app, new.headers, new.body, countdown, **new.properties)
+
+    def _publish(self, app: Celery, headers: Any, body: Any, countdown: float, **properties: Any) -> None:
+        """Publish as `Celery.send_task` does, after it has settled what this message has settled already."""
+        properties = {**properties, **self.properties}
+        compression = properties.pop("compression", None)
+        delivery_mode = properties.pop("delivery_mode", None)
+        left_s = seconds_until(app, headers.get("expires"))
+        if left_s > 0:
+            properties["expiration"] = left_s
+        with app.producer_or_acquire() as producer:
+            app.amqp.send_task_message(
+                producer,
+                headers["task"],
+                (headers, properties, body, None),
+                serializer=_serializer_of(self.content_type),
+                compression=compression,
+                delivery_mode=delivery_mode,
+                **self._way(app, countdown),
+            )
+
+    def _way(self, app: Celery, countdown: float) -> dict[str, Any]:
+        """The way back, in the words of `send_task_message`."""
+        exchange, routing_key = self.route["exchange"], self.route["routing_key"]
+        queue, kind = _queue_and_kind(app, exchange, routing_key)
+        if countdown > 0 and kind != "direct" and _delays_natively(app):
+            return {"exchange": _DELAYING, "routing_key": calculate_routing_key(int(countdown), routing_key)}
+        if queue is None:
+            return {"exchange": exchange, "routing_key": routing_key}
+        if queue.name not in app.amqp.queues:
+            return {"queue": queue, "declare": []}  # the call came from it, so it is there
+        return {"queue": queue}
+
+
+def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
+    """Send the running call again, as it was but for its waiting time, and end this attempt.
+
+    Args:
+        task: The task; its request is the call.
+        call: The call.
+        countdown: Seconds until the call comes back, within what the broker can delay.
+        reason: Why, for the log and the state RETRY.
+        own: Whether it waits for another delivery of itself, whose state in the backend it must not touch.
+            Defaults to False.
+
+    Raises:
+        celery.exceptions.Retry: The call is on its way.
+        Waits: It is on its way, and waits for another delivery of itself.
+        celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
+        LockUnavailable: The broker does not take it.
+    """
+    if task.request.is_eager:  # it has no message
+        raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
+    countdown = deliverable(task.app, countdown)
+    call = replace(call, waits=call.waits + 1, redelivered=call.redelivered or own)
+    try:
+        Message.of(task).send(task.app, call, countdown)
+    except Exception as error:  # noqa: BLE001 - whatever the transport raises
+        not_taken_back(task, call, error, reason, countdown)
+    message = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
+    if own:
+        logger.info("%s waits for another delivery of itself: %s.", call, message)
+        raise Waits(message, countdown)
+    raise Retry(message, when=countdown)  # Celery logs this text, in its own line about the retry
+
+
+def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:
+    """End an attempt whose call the broker did not take back.
+
+    Raises:
+        celery.exceptions.Reject: The broker has the message still (acks_late).
+        LockUnavailable: It has not.
+    """
+    logger.error("%s could not be sent back to the broker (%s) while %s.", call, error, reason)
+    if task.acks_late:
+        time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
+        raise Reject(reason, requeue=True) from error
+    raise LockUnavailable(
+        call.key or call.task, f"{reason}; and the broker did not take the call back: {error}"
+    ) from error
+
+
+def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A message's headers but for those that tell of its time in a broker's delay queues."""
+    return {name: value for name, value in (headers or {}).items() if not name.startswith(_DEATHS)}
+
+
+def deliverable(app: Celery, countdown: float) -> float:
+    """A countdown that the broker keeps: far below its visibility timeout, a second at least on AMQP."""
+    if _driver_of(app) == "amqp":
+        return countdown if countdown >= 1 else 1 + countdown / 2  # the jitter stays
+    return min(countdown, visibility_s(app) / 4)
+
+
+def visibility_s(app: Celery) -> float:
+    """Seconds after which a broker without acknowledgements of its own delivers a message again."""
+    options = app.conf.broker_transport_options or {}
+    return float(options.get("visibility_timeout") or _DEFAULT_VISIBILITY_S)
+
+
+def seconds_until(app: Celery, when: Any) -> float:
+    """Seconds until an eta or expiry, as Celery takes it: seconds, a time, or its text. Less than 0: past."""
+    if isinstance(when, str):
+        when = maybe_iso8601(when)
+    if isinstance(when, datetime):
+        return float((maybe_make_aware(when, app.timezone) - app.now()).total_seconds())
+    return float(when or 0.0)
+
+
+def is_pickled(task: Task) -> bool:
+    """True if the running call's message was serialized with pickle."""
+    return _content_type_of(task) == PICKLE
+
+
+def _content_type_of(task: Task) -> str:
+    """What the running call's message was serialized as; as the task says if that is not known."""
+    known = (task.request.properties or {}).get(CONTENT_TYPE)
+    return str(known if known in registry.type_to_name else registry.name_to_type[task.serializer])
+
+
+def _serializer_of(content_type: str) -> str:
+    return str(registry.type_to_name[content_type])
+
+
+def _has_headers_of_its_own(request: Context) -> bool:
+    """True if the message has a header `headers`, as tracers send one; else Celery collects others there."""
+    collected, own = request.headers or {}, vars(request)
+    return HEADER not in collected and any(own.get(name) is not value for name, value in collected.items())
+
+
+def _eta(countdown: float) -> dict[str, str | None]:
+    if countdown <= 0:
+        return {"eta": None}
+    return {"eta": (datetime.now(timezone.utc) + timedelta(seconds=countdown)).isoformat()}
+
+
+def _queue_and_kind(app: Celery, exchange: str, routing_key: str) -> tuple[Queue | None, str]:
+    """The queue that a message came from, if that is known, and the type of its exchange.
+
+    Celery delays natively what goes to a topic exchange: such a message came by another exchange.
+    """
+    queues = [queue for queue in app.amqp.queues.values() if queue.exchange]
+    topic = [q for q in queues if q.exchange.type == "topic" and q.routing_key == routing_key]
+    topic = [q for q in topic if exchange in ("", _DELAYED, q.exchange.name)]
+    if len(topic) == 1:
+        return topic[0], "topic"
+    if exchange:
+        kinds = {q.exchange.type for q in queues if q.exchange.name == exchange}
+        return None, kinds.pop() if kinds else "topic" if exchange == _DELAYED else "direct"
+    if not routing_key:
+        return app.amqp.default_queue, str(app.amqp.default_queue.exchange.type)
+    return app.amqp.queues.get(routing_key) or Queue(routing_key), "direct"  # type: ignore[no-untyped-call]
+
+
+def _delays_natively(app: Celery) -> bool:
+    return bool(detect_quorum_queues(app, _driver_of(app))[0])
+
+
+def _driver_of(app: Celery) -> str:
+    return str(app.producer_pool.connections.connection.transport.driver_type)

@@ -1,0 +1,200 @@
+"""What a message says of a guarded call: read in one place, and written in one place."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from celery_setnx.keys import record_name
+from celery_setnx.line import Place
+from celery_setnx.lock import ORIGINAL
+
+logger = logging.getLogger("celery_setnx")
+
+HEADER = "singleton"
+"""The message header in which a call travels."""
+
+REPLACED = 1_000_000
+"""By how much the number of an attempt grows with a `replace()`."""
+
+_MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua
+
+
+@dataclass(frozen=True)
+class Call:
+    """A guarded call: all that its message says of it.
+
+    Attributes:
+        task: Name of the task.
+        task_id: Its id.
+        attempt: Number of its attempt; see `attempt_of`.
+        key: The lock's Redis key. Defaults to nothing: it is computed from the arguments.
+        call_id: What tells the call from others that were given the same task id. Defaults to nothing.
+        options: Options of this call alone. Defaults to none.
+        marked: Whether its key was marked for it when it was sent; `"again"` if the release of the attempt
+            before may have marked it. Defaults to None.
+        copy: Which of the messages of this attempt this is. Defaults to the one that its sender has sent.
+        waits: How often this attempt has come back. Defaults to 0.
+        since: Server time (Unix seconds) of its first conflict. Defaults to 0: no server has told.
+        redelivered: Whether the broker may have delivered one of its messages before. Defaults to False.
+        join: Id of the task with whose result it ends. Defaults to None.
+        asked: How often it has asked for that result. Defaults to 0.
+        bare: Whether its message said nothing of it. Defaults to True.
+    """
+
+    task: str
+    task_id: str
+    attempt: int = 0
+    key: str = ""
+    call_id: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    marked: bool | str | None = None
+    copy: str = ORIGINAL
+    waits: int = 0
+    since: float = 0.0
+    redelivered: bool = False
+    join: str | None = None
+    asked: int = 0
+    bare: bool = True
+
+    @classmethod
+    def of(cls, task: str, message: Mapping[str, Any]) -> Call:
+        """The call of a message. A header that is malformed, or another call's, counts as none.
+
+        Args:
+            task: Name of the task.
+            message: The message's headers, or all that the running request has.
+        """
+        said = _header_in(message)
+        plain = cls(
+            task,
+            str(message.get("id") or ""),
+            attempt_of(message.get("retries"), message.get("replaced_task_nesting")),
+            redelivered=bool((message.get("delivery_info") or _NOTHING).get("redelivered")),
+        )
+        if said is None:
+            return plain
+        wrong = _what_is_wrong(said, plain)
+        if wrong:
+            logger.warning(
+                "The header %r of %s is ignored: %s. Its key is computed from its arguments.",
+                HEADER,
+                plain,
+                wrong,
+            )
+            return plain
+        if said["attempt"] != plain.attempt:  # Celery hands a retry the headers of the attempt before
+            told = {name: said[name] for name in ("call_id", "options") if name in said}
+        else:
+            told = {name: said[name] for name in _OPTIONAL if name in said}
+            told["redelivered"] = plain.redelivered or told.get("redelivered", False)
+        return replace(plain, **told, bare=False)
+
+    @classmethod
+    def before(cls, task: str, options: Mapping[str, Any]) -> Call | None:
+        """The attempt that publishes this one; None if none does.
+
+        Args:
+            task: Name of the task that is published.
+            options: The options of `celery.Task.apply_async`.
+        """
+        said = (options.get("headers") or _NOTHING).get(HEADER)
+        task_id = options.get("task_id")
+        if said is None or not task_id:
+            return None
+        plain = cls(task, task_id)
+        if _what_is_wrong(said, plain):
+            return None  # another call's: the headers of a request were handed on
+        return replace(
+            plain,
+            attempt=said["attempt"],
+            bare=False,
+            **{name: said[name] for name in _OPTIONAL if name in said},
+        )
+
+    def as_headers(self) -> dict[str, Any]:
+        """The header that says all this."""
+        header: dict[str, Any] = {"task": self.task, "id": self.task_id, "attempt": self.attempt}
+        for name, default in _OPTIONAL.items():
+            value = getattr(self, name)
+            if value != default:
+                header[name] = value
+        return {HEADER: header}
+
+    def as_copy(self) -> Call:
+        """The same call for one more message: only one of them may start it."""
+        return replace(self, copy=os.urandom(6).hex())
+
+    def waited_s(self, server_time: float) -> float:
+        """Seconds since its first conflict; 0 if it has met none, or no server has told when."""
+        return max(0.0, server_time - self.since) if self.since else 0.0
+
+    def place(self, remember: float) -> Place:
+        """Its place in the line, which is remembered for so many seconds."""
+        return Place(self.key, self.task_id, self.attempt, remember, self.call_id)
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"
+
+
+def attempt_of(retries: Any, replaced: Any) -> int:
+    """Number of a task's attempt: it grows with every retry, and with every `replace()` by one of its id."""
+    nested = replaced if isinstance(replaced, int) else 0
+    return nested * REPLACED + (retries if isinstance(retries, int) else 0)
+
+
+_NOTHING: Mapping[str, Any] = {}
+_SHAPE: Mapping[str, Any] = {
+    "task": str,
+    "id": str,
+    "attempt": int,
+    "key": str,
+    "call_id": str,
+    "options": Mapping,
+    "marked": (bool, str),
+    "copy": str,
+    "waits": int,
+    "since": (int, float),
+    "redelivered": bool,
+    "join": str,
+    "asked": int,
+}
+_OPTIONAL: Mapping[str, Any] = {
+    each.name: {} if each.name == "options" else each.default
+    for each in fields(Call)
+    if each.name in _SHAPE and each.name not in ("task", "attempt")
+}
+
+
+def _header_in(message: Mapping[str, Any]) -> Any:
+    """At the message's own top level: what a tracer puts below it may be another call's."""
+    if message.get("is_eager"):  # it has no message, and keeps its headers apart
+        message = message.get("headers") or _NOTHING
+    return message.get(HEADER)
+
+
+def _what_is_wrong(said: Any, call: Call) -> str:
+    """Why a header is not this call's, in words; nothing if it is."""
+    if not isinstance(said, Mapping):
+        return "it is no mapping"
+    for name, kinds in _SHAPE.items():
+        if name in said and not isinstance(said[name], kinds):
+            return f"its {name!r} is {said[name]!r}"
+    for name, ours in (("task", call.task), ("id", call.task_id)):
+        if said.get(name) != ours:
+            return f"its {name!r} is {said.get(name)!r}"
+    for name, most in _MOST.items():
+        if not 0 <= said.get(name, _OPTIONAL.get(name, -1)) <= most:
+            return f"its {name!r} is {said.get(name)!r}"
+    if "key" not in said and not said.keys().isdisjoint(("marked", "copy")):
+        return "it names no 'key'"
+    if said.get("copy") == "":
+        return "its 'copy' is empty"
+    try:
+        record_name(said.get("key", "t"))
+    except ValueError as error:
+        return str(error)
+    return ""
