@@ -20,6 +20,7 @@ from kombu.entity import Exchange, Queue
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
+from celery_setnx.connection import SCHEMES
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.message import HEADER, Call
 
@@ -60,7 +61,7 @@ _NO_HEADERS = frozenset(
 )
 _PACKED = ("headers", "properties", "route", "content_type")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
-_DEFAULT_VISIBILITY_S = 3600.0
+_VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
 
 
@@ -288,13 +289,18 @@ def deliverable(app: Celery, countdown: float) -> float:
     """A countdown that the broker keeps: far below its visibility timeout, a second at least on AMQP."""
     if _driver_of(app) == "amqp":
         return countdown if countdown >= 1 else 1 + countdown / 2  # the jitter stays
-    return min(countdown, visibility_s(app) / 4)
+    limit_s = visibility_timeout_s(app)
+    return countdown if limit_s is None else min(countdown, limit_s / 4)
 
 
-def visibility_s(app: Celery) -> float:
-    """Seconds after which a broker without acknowledgements of its own delivers a message again."""
-    options = app.conf.broker_transport_options or {}
-    return float(options.get("visibility_timeout") or _DEFAULT_VISIBILITY_S)
+def visibility_timeout_s(app: Celery) -> float | None:
+    """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
+    broker = app.conf.get("broker_read_url") or app.conf.get("broker_url") or ""
+    scheme = (broker if isinstance(broker, str) else broker[0]).partition(":")[0]
+    if scheme not in _VISIBILITY_S:
+        return None
+    options = app.conf.get("broker_transport_options") or {}
+    return float(options.get("visibility_timeout") or _VISIBILITY_S[scheme])
 
 
 def seconds_until(app: Celery, when: Any) -> float:

@@ -14,7 +14,8 @@ from celery._state import _announce_app_finalized
 from celery.local import maybe_evaluate
 from celery.utils.imports import symbol_by_name
 
-from celery_setnx.connection import SCHEMES, SOCKET_TIMEOUT_S
+from celery_setnx.back import visibility_timeout_s
+from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings
 
@@ -22,7 +23,6 @@ Level = Literal["ok", "warning", "error"]
 
 _LONG_LEASE_S = 600.0
 _SHORT_LEASE_S = 2 * SOCKET_TIMEOUT_S  # a renewal begins after a third; one lost reply takes a timeout
-_VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEST = "celery_setnx.request:SingletonRequest"
 
 
@@ -177,7 +177,7 @@ def _limit_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
 
 
 def _redelivery_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
-    visibility_s, limit = visibility_s_of(app), _limit_s(app, task)
+    visibility_s, limit = visibility_timeout_s(app), _limit_s(app, task)
     if not visibility_s or not task.acks_late or not limit or limit <= visibility_s:
         return None
     again = (
@@ -193,7 +193,7 @@ def _redelivery_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
 
 
 def _retry_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
-    visibility_s = visibility_s_of(app)
+    visibility_s = visibility_timeout_s(app)
     if visibility_s and (task.default_retry_delay or 0) > visibility_s:
         return warn(
             "visibility",
@@ -214,7 +214,7 @@ def _retry_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
 
 
 def _mark_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
-    visibility_s, options = visibility_s_of(app), guard.options
+    visibility_s, options = visibility_timeout_s(app), guard.options
     if not visibility_s or not options.dedupe or options.queue_lease >= visibility_s:
         return None
     return warn(
@@ -253,9 +253,22 @@ def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
         yield "hold_on_retry", "max_retries=0: it never retries"
 
 
+def _pickle_finding(app: Celery, task: Task, guard: Any) -> Finding | None:
+    policy = guard.options.on_conflict
+    if task.serializer != "pickle" or not guard.options.may_wait or callable(policy):
+        return None
+    return warn(
+        "pickle",
+        f"{task.name} may wait in line, and its calls are pickled.",
+        "A line holds no pickles, as who can write there could have code run: a call that meets a held lock "
+        "polls instead, as with on_conflict='retry'.",
+        "Give it another serializer, or on_conflict='retry'.",
+    )
+
+
 _RULES = (
     *(_join_finding, _request_finding, _lease_finding, _limit_finding),
-    *(_redelivery_finding, _retry_finding, _mark_finding, _useless_finding),
+    *(_redelivery_finding, _retry_finding, _mark_finding, _useless_finding, _pickle_finding),
 )
 
 
@@ -314,16 +327,6 @@ def _limit_s(app: Celery, task: Task) -> float:
         task.soft_time_limit or app.conf.task_soft_time_limit,
     )
     return float(min((limit for limit in limits if limit), default=0.0))
-
-
-def visibility_s_of(app: Celery) -> float | None:
-    """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
-    broker = app.conf.get("broker_read_url") or app.conf.get("broker_url") or ""
-    scheme = (broker if isinstance(broker, str) else broker[0]).partition(":")[0]
-    if scheme not in _VISIBILITY_S:
-        return None
-    options = app.conf.get("broker_transport_options") or {}
-    return float(options.get("visibility_timeout") or _VISIBILITY_S[scheme])
 
 
 def _forgets_results(app: Celery, task: Task) -> bool:

@@ -15,6 +15,7 @@ from celery import Celery
 from redis.exceptions import RedisClusterException, RedisError
 from redis.utils import str_if_bytes
 
+from celery_setnx.back import visibility_timeout_s
 from celery_setnx.check import (
     Finding,
     check,
@@ -23,7 +24,6 @@ from celery_setnx.check import (
     ok,
     refused,
     sentence,
-    visibility_s_of,
     warn,
 )
 from celery_setnx.connection import client_for, lock_url, masked
@@ -325,12 +325,12 @@ def _permissions(client: Any, prefix: str) -> Iterator[Finding]:
 
 
 def _redeliveries(app: Celery) -> Iterator[Finding]:
-    visibility_s = visibility_s_of(app)
-    late = [task.name for task, _ in guarded_tasks(app) if task.acks_late] if visibility_s else []
+    limit_s = visibility_timeout_s(app)
+    late = [task.name for task, _ in guarded_tasks(app) if task.acks_late] if limit_s else []
     if late:
         yield ok(
             "visibility",
-            f"The broker delivers again what runs for more than {visibility_s:g} s with acks_late: "
+            f"The broker delivers again what runs for more than {limit_s:g} s with acks_late: "
             f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}.",
             "The second delivery waits for the first, and is dropped only if the result says SUCCESS.",
             "Keep runs shorter than broker_transport_options visibility_timeout, or raise it.",

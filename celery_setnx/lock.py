@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -376,6 +377,7 @@ class SetnxLock:
         self.heir: Heir | None = None
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
+        self._entered: dict[int, list[str]] = {}
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
@@ -564,11 +566,14 @@ class SetnxLock:
         if outcome.lock is None:
             holder = outcome.holder.as_dict() if outcome.holder else {}
             raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s)
+        # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
+        self._entered.setdefault(threading.get_ident(), []).append(outcome.lock.token)
         return outcome.lock
 
     def __exit__(self, *_exc: object) -> None:
+        tokens = self._entered.get(threading.get_ident())
         try:
-            word = self.release()
+            word = self._release(tokens.pop())[0] if tokens else self.release()
         except SetnxError as error:
             logger.warning("%s It was not released; its lease of %g s ends it.", error, self.lease_s)
         else:

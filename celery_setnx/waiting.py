@@ -41,7 +41,7 @@ from celery_setnx.back import (
     is_pickled,
     not_taken_back,
     seconds_until,
-    visibility_s,
+    visibility_timeout_s,
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, SetnxError
@@ -70,6 +70,7 @@ COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
 
 _LONGEST_PACE_S = 600.0
+_VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 _NEAR = 4  # the first few in line send a courier that comes with the holder's deadline
 _MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
 _ASK_AGAIN_S = 0.05
@@ -129,7 +130,7 @@ class Order:
 
 def remember_s(app: Celery, options: Options) -> float:
     """Seconds for which it is remembered which message of a call has started it: no other can come later."""
-    return options.queue_lease + visibility_s(app)
+    return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
 
 
 def may_stand_in_line(task: Task, call: Call) -> bool:

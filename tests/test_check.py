@@ -81,6 +81,7 @@ SOUND = [
     ({"task": {"Request": DerivedRequest}}, {}),
     ({"task": {"Request": "celery_setnx.request:SingletonRequest"}}, {}),
     ({"lease": 4}, {}),
+    ({"on_conflict": "retry", "task": {"serializer": "pickle"}}, {}),
     ({"lease": 600}, {}),
     ({"at_most_for": 100}, {}),
     ({"at_most_for": 100, "task": {"time_limit": 130}}, {}),
@@ -123,6 +124,9 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         ("visibility", {"task": LATE}, {}, "is dropped if the first succeeds"),
         ("visibility", {"task": {**LATE, "ignore_result": True}}, {}, "runs again after the first"),
         ("visibility", {"task": {"acks_late": True, "time_limit": 1801}}, {"broker_url": "sqs://"}, ""),
+        # A line holds no pickles.
+        ("pickle", {"on_conflict": "wait", "task": {"serializer": "pickle"}}, {}, "polls instead"),
+        ("pickle", {"dedupe": "until_started"}, {"task_serializer": "pickle"}, "its calls are pickled"),
         # It is delivered again and again before it is due.
         ("visibility", {"task": {"default_retry_delay": 3601}}, {}, "default_retry_delay of 3601 s"),
         # A quarter of the visibility timeout is the most that a call waits at a time.

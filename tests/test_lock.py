@@ -1,6 +1,7 @@
 """SetnxLock without Celery, on a real server."""
 
 import gc
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -207,6 +208,28 @@ def test_with_holds_and_releases(locks):
     with pytest.raises(ZeroDivisionError), SetnxLock(locks, NAME):
         raise ZeroDivisionError
     assert not locks.exists(NAME)
+
+
+def test_with_gives_back_what_its_own_thread_has_taken(locks):
+    """Two threads, one object: the first stands still past its lease, and takes nothing from the second."""
+    lock = SetnxLock(locks, NAME, lease=60)
+    overtaken, over = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        with lock:
+            age(locks, NAME, 61)
+            overtaken.set()
+            over.wait(60)
+
+    first = threading.Thread(target=stand_still)
+    first.start()
+    assert overtaken.wait(60)
+    with lock as held:
+        over.set()
+        first.join(60)
+        assert lock.holder().token == held.token
+        held.renew()
+    assert lock.holder() is None
 
 
 def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatch):

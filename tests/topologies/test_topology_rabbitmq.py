@@ -114,7 +114,7 @@ def wait_for_waiters(task: Any, name: str, count: int) -> None:
 
     def are_there() -> bool:
         parked = client_for(task.app).hvals(calls)
-        return len([call for call in parked if call.startswith(b"application/")]) == count
+        return len([call for call in parked if call.startswith(b"{")]) == count
 
     wait_until(are_there, f"{count} in line")
 
