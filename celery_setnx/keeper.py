@@ -2,21 +2,27 @@
 
 A lock is renewed every third of its lease, all that are due in one round trip per Redis client. A task
 shorter than that costs two dictionary operations. The thread is a real one also under gevent and eventlet,
-where a patched thread would starve while a greenlet computes.
+where a patched thread would starve while a greenlet computes. It only renews: what may wait, it hands to a
+second thread (see `_Errands`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
+from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import HeldLock, renew_all, task_of
 
 try:
@@ -28,12 +34,14 @@ logger = logging.getLogger("celery_setnx")
 
 OnLost = Callable[[HeldLock, str], None]
 _NEVER = float("inf")
+_AGAIN_S = 1.0
+_LOOK_S = 0.2
 
 
 @dataclass
 class _Watched:
     held: HeldLock
-    on_lost: OnLost
+    on_lost: Callable[[], OnLost | None]
     due: float
     stop_at: float
     failing: bool = False
@@ -56,18 +64,23 @@ class Keeper:
         self._starting = threading.Lock()
         self._thread: Any = None
         self._clients: dict[int, redis.Redis] = {}
+        self._errands = _Errands(clock)
 
     def watch(self, held: HeldLock, on_lost: OnLost, at_most_for: float | None = None) -> None:
         """Renew a lock until it is forgotten or lost.
 
         Args:
             held: The lock.
-            on_lost: Called once, in the keeper's thread, with the lock and the reason if it is lost.
+            on_lost: Called once, in a thread of its own, with the lock and the reason if it is lost. When the
+                object of a bound method is gone, the lock is not renewed any more: an exception that strikes
+                on the way out may leave nobody behind who would forget it.
             at_most_for: Seconds after which renewal stops, and the lease runs out. Defaults to never.
         """
         now = self._clock()
         stop_at = _NEVER if at_most_for is None else now + at_most_for
-        watched = _Watched(held, on_lost, now + _pace(held), stop_at)
+        bound = inspect.ismethod(on_lost)
+        on_lost_of = weakref.WeakMethod(on_lost) if bound else lambda: on_lost
+        watched = _Watched(held, on_lost_of, now + _pace(held), stop_at)
         self._watched[held.token] = watched
         if self._thread is None:
             self._start()
@@ -82,9 +95,19 @@ class Keeper:
         """
         return self._watched.pop(held.token, None) is not None
 
+    def try_again(self, release: Callable[[], None], until: float) -> None:
+        """Call what gives a lock back until it raises no `SetnxError`.
+
+        Args:
+            release: Gives it back, and tells of it.
+            until: When the lease has ended by itself, on the keeper's clock.
+        """
+        self._errands.add(release, until)
+
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
+                self._errands.start_if_green()
                 self._thread = start_real_thread(self._run)
 
     def _run(self) -> None:
@@ -108,13 +131,26 @@ class Keeper:
                 continue
             self._wakes_at = -_NEVER
             # What is due soon goes along: fewer round trips, and never later than planned.
-            due = [w for w in watched if w.due - w.held.lease_s / 12 <= now]
+            due = [w for w in watched if w.due - w.held.lease_s / 12 <= now and not self._is_gone(w)]
             try:
                 self._renew(due)
             except Exception:
                 logger.exception("Renewing %d leases failed; it is tried again.", len(due))
                 for failed in due:
                     failed.due = self._clock() + failed.held.lease_s / 20
+
+    def _is_gone(self, watched: _Watched) -> bool:
+        """True if nobody is left who would forget the lock; it is forgotten."""
+        if watched.on_lost() is not None:
+            return False
+        if self._watched.pop(watched.held.token, None) is watched:
+            logger.warning(
+                "%s has ended without giving %s back; it is renewed no more, and its lease of %g s ends it.",
+                _owner(watched.held).capitalize(),
+                watched.held.key,
+                watched.held.lease_s,
+            )
+        return True
 
     def _sleep(self, seconds: float) -> float | None:
         """The lease of the lock that has woken us because it is due earlier; None if none has."""
@@ -161,11 +197,69 @@ class Keeper:
             if self._watched.pop(held.token, None) is watched:
                 reason = held.lost or _ran_out(watched, now)
                 held.lost = reason
-                _tell(watched.on_lost, held, reason)
+                on_lost = watched.on_lost()
+                if on_lost is not None:
+                    self._errands.add(functools.partial(_tell, on_lost, held, reason))
         elif watched.stop_at <= now:
             watched.due = now + left
         else:
             watched.due = now + (min(left, held.lease_s / 20) if watched.failing else _pace(held))
+
+
+class _Errands:
+    """A second thread, for what may wait: receivers of `lock_lost`, and releases that have failed.
+
+    Under gevent and eventlet it is a greenlet, as receivers are made for; it looks into the queue, which a
+    real thread fills.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._queue: SimpleQueue[tuple[Callable[[], None], float]] = SimpleQueue()
+        self._again: list[tuple[Callable[[], None], float]] = []
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, errand: Callable[[], None], until: float = -_NEVER) -> None:
+        """Run it soon; and while it raises a `SetnxError`, again every second until a time."""
+        self._queue.put((errand, until))
+        if self._thread is None:
+            self._start()
+
+    def start_if_green(self) -> None:
+        """Start in a greenlet's world, which the keeper's real thread is not."""
+        if _green() is not None:
+            self._start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="celery_setnx-errands", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            again, self._again = self._again, []
+            for errand, until in [*again, *self._next()]:
+                try:
+                    errand()
+                except SetnxError as error:
+                    if self._clock() < until:
+                        self._again.append((errand, until))
+                    else:
+                        logger.info("It is not tried again, because the lease has ended: %s", error)
+                except Exception:
+                    logger.exception("What was to be done for a lock failed.")
+
+    def _next(self) -> list[tuple[Callable[[], None], float]]:
+        """What is to be done; nothing if, after a while, something is to be tried again."""
+        try:
+            if _green() is None:
+                return [self._queue.get(timeout=_AGAIN_S if self._again else None)]
+            time.sleep(_LOOK_S)
+            return [self._queue.get_nowait()]
+        except Empty:
+            return []
 
 
 def _copy(client: redis.Redis) -> redis.Redis:

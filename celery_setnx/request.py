@@ -23,6 +23,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
+from celery_setnx.keeper import keeper_for_process
 from celery_setnx.line import Place, leave
 from celery_setnx.lock import ORIGINAL, SetnxLock, task_token
 from celery_setnx.marks import Mark, free_all
@@ -178,19 +179,27 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return bool(lost or (task.acks_late and task.reject_on_worker_lost))
 
     def _free(self, free: Callable[[SetnxLock], bool], why: str) -> None:
-        with between_forks:
+        """Free the lock; if Redis does not answer, again until its lease has ended."""
+        try:
             self._free_now(free, why)
+        except SetnxError as error:
+            lease_s = self._guard.options_of(self.call.options).lease
+            logger.warning(
+                "%s %s, and its lock was not freed: %s That is tried again until its lease of %g s ends it.",
+                self.call,
+                why,
+                error,
+                lease_s,
+            )
+            again = functools.partial(self._free_now, free, why)
+            keeper_for_process(time.monotonic).try_again(again, time.monotonic() + lease_s)
 
     def _free_now(self, free: Callable[[SetnxLock], bool], why: str) -> None:
-        call = self.call
-        try:
+        with between_forks:
             lock = self._guard.lock(self.call, self.args, self.kwargs)
             freed = free(lock)
-        except SetnxError as error:
-            logger.warning("%s %s, and its lock was not freed: %s", call, why, error)
-            return
         if freed:
-            logger.warning("%s %s; its lock %s is freed.", call, why, lock.name)
+            logger.warning("%s %s; its lock %s is freed.", self.call, why, lock.name)
             lock_released.send(
                 sender=self.task, task_id=self.id, key=lock.name, fence=None, outcome="freed", held_s=None
             )

@@ -328,22 +328,31 @@ class Run:
             # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
             self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
             watched = False
+        give_back = partial(self._give_back, held, back_in, hold=hold)
         try:
-            word = self._give_back(held, back_in, hold=hold)
+            word = give_back()
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             logger.warning(
-                "%s has ended, but its lock %s was not released: %s The lease of %g s ends it.",
+                "%s has ended, but its lock %s was not released: %s That is tried again until its lease "
+                "of %g s ends it.",
                 self,
                 held.key,
                 error,
                 held.lease_s,
             )
+            # A reply that was lost may have been that of a release: a later word of loss is no news.
+            again = partial(self._tell_end, held, give_back, held_s)
+            self.keeper.try_again(again, self.lock.clock() + held.lease_s)
             return
-        if self.lock.heir is not None:
-            wake(self.task.app, self.lock.heir, held.key)
+        if word in ("gone", "lost") and watched:
+            self._lost(held, f"it was {word} when the task ended")
+        self._tell_end(held, lambda: word, held_s)
+
+    def _tell_end(self, held: HeldLock, give_back: Callable[[], Released], held_s: float) -> None:
+        """Give the lock back, wake its heir, and say that it is released."""
+        word = give_back()
+        wake(self.task.app, self.lock.heir, held.key)
         if word in ("gone", "lost"):
-            if watched:
-                self._lost(held, f"it was {word} when the task ended")
             return
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)

@@ -161,7 +161,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     has_begun = call.redelivered or call.asked > 0
     has_courier = call.copy != ORIGINAL and not has_begun
     is_parked_first = has_begun and task.acks_late
-    copy = call.copy
+    told = call
     call = replace(call, waits=call.waits + 1, asked=0)
     if options.on_conflict == "join":
         call = replace(call, join=_joined(task, holder, call))
@@ -197,13 +197,14 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     if not has_courier and not is_parked_first:
         send_courier()
     try:
-        found = park(client_for(app), order.place, copy=copy, since=order.since, call=order.call)
+        found = park(client_for(app), order.place, copy=told.copy, since=order.since, call=order.call)
     except SetnxError as error:
+        if has_begun:  # its ticket sends a courier away
+            pause = min(countdown, options.retry_delay_max)
+            come_back(task, told, pause, f"its place in line is not known ({error})", own=told.redelivered)
         logger.warning("%s waits, and only its courier knows: %s", call, error)
         if has_courier and isinstance(error, LockRefused):
             raise  # which is what its courier has sent it for
-        if is_parked_first:
-            send_courier()
         raise Parked(reason, countdown) from None
     if found.state == "stale":
         raise Ignore("another message has started this call")

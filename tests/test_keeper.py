@@ -2,14 +2,14 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import redis
 
-from celery_setnx import LockLost, SetnxLock, keeper
+from celery_setnx import LockLost, LockUnavailable, SetnxLock, keeper
 from celery_setnx import lock as lock_module
 from celery_setnx.keeper import Keeper, keeper_for_process
 from celery_setnx.lock import HeldLock
@@ -217,6 +217,65 @@ def test_failing_listener_does_not_stop_the_keeper(locks, watch, caplog):
     watch.pass_leases(kept)
     assert "told of the loss of doomed failed" in caplog.text
     assert told == ["doomed"]
+
+
+def test_slow_listener_holds_up_no_renewal(locks, watch):
+    """Whoever is told of a loss, and pages somebody: other locks are renewed meanwhile."""
+    told, go_on = threading.Event(), threading.Event()
+
+    def slow(_held: Any, _reason: str) -> None:
+        told.set()
+        go_on.wait(60)
+
+    watch.watch(watch.hold("doomed"), tell=slow)
+    kept = watch.watch(watch.hold("kept"))
+    locks.delete("doomed")
+    watch.pass_time(THIRD_S)
+    assert told.wait(60)
+    watch.pass_leases(kept)
+    go_on.set()
+    assert watch.losses == []
+
+
+def test_lock_is_renewed_no_more_when_its_owner_is_gone(locks, watch, caplog):
+    """Nobody is left who would forget it: an exception may strike anywhere on the way out."""
+
+    class Owner:
+        def told(self, held: HeldLock, reason: str) -> None:
+            raise AssertionError(reason)
+
+    owner = Owner()
+    lock = watch.watch(watch.hold(), tell=owner.told)
+    watch.pass_leases(lock, leases=1)
+    del owner
+    watch.pass_time(THIRD_S)
+    wait_until(lambda: not watch.keeper._watched, "it is given up")
+    assert f"Token {lock.token} has ended without giving a back" in caplog.text
+    watch.pass_time(LEASE_S)
+    assert SetnxLock(locks, "a").acquire().acquired
+
+
+def test_errand_is_run_again_until_it_succeeds_or_is_too_late(watch, caplog):
+    """A release that failed; whatever else is raised is logged, and is no reason to run it again."""
+    caplog.set_level("INFO")
+    runs: list[str] = []
+
+    def errand(name: str, fails: int, error: Exception) -> Callable[[], None]:
+        def run() -> None:
+            runs.append(name)
+            if runs.count(name) <= fails:
+                raise error
+
+        return run
+
+    away = LockUnavailable("a", "gone away")
+    watch.keeper.try_again(errand("soon", 2, away), until=watch.now + 30)
+    watch.keeper.try_again(errand("late", 99, away), until=watch.now)
+    watch.keeper.try_again(errand("broken", 99, ZeroDivisionError()), until=watch.now + 30)
+    wait_until(lambda: runs.count("soon") == 3, "it succeeds")
+    assert (runs.count("late"), runs.count("broken")) == (1, 1)
+    assert "It is not tried again, because the lease has ended: Redis does not serve the lock" in caplog.text
+    assert "What was to be done for a lock failed." in caplog.text
 
 
 def test_idle_keeper_wakes_for_a_new_lock(watch):

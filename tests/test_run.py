@@ -4,16 +4,20 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import Ignore, Retry
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
+from celery_setnx import lock as lock_module
+from celery_setnx.message import Call
 from celery_setnx.run import Run
-from tests.harness import raising
+from tests.conftest import LOCK_DB
+from tests.harness import raising, wait_until
 
 KEY = "setnx:{guarded}"
 
@@ -34,7 +38,10 @@ def task(server, locks) -> Iterator[Any]:
     task.pop_request()
 
 
-def run_of(task: Any) -> Run:
+def run_of(task: Any, **options: Any) -> Run:
+    if options:
+        call = Call(task.name, task.request.id, options=options)
+        vars(task.request).update(call.as_headers())
     return Run(task, task._guard, task.request, (), {})
 
 
@@ -136,7 +143,7 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
-    """An error that is none of ours and none of Redis's: the lock is given back, or its lease ends it."""
+    """An error that is none of ours and none of Redis's: the lock is given back, if late by the keeper."""
     run = run_of(task)
     release, disturbed = run.lock._release, iter(range(times))
 
@@ -149,8 +156,56 @@ def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
     assert run.guard(lambda: "done") == "done"
     assert caplog.text.count("gives its lock setnx:{guarded} back once more") == 1
     assert ("was not released: an event" in caplog.text) == (times == 2)
-    assert (run.lock.holder() is None) == (times == 1)
-    run.lock.release()
+    wait_until(lambda: run.lock.holder() is None, "it is given back")
+
+
+@pytest.mark.parametrize("lost", ["command", "reply"])
+def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypatch, lost):
+    """Redis is away when the body ends: the lock comes free when it is back, long before its lease ends.
+
+    If only the reply was lost, the lock may be another's by then, and stays that.
+    """
+    SetnxLock(locks, "warm").acquire().lock.release()  # the server knows the script
+    task.app.conf.setnx_url = proxy.url(LOCK_DB)
+    run = run_of(task)
+    words, give_back = [], run._give_back
+
+    def noting(*details: Any, **options: Any) -> str:
+        words.append(give_back(*details, **options))
+        return str(words[-1])
+
+    monkeypatch.setattr(run, "_give_back", noting)
+    action = {"command": "cut_before", "reply": "drop_reply"}[lost]
+    with proxy.fault(action, containing=lock_module._RELEASE.sha.encode(), times=4):
+        assert run.guard(lambda: "done") == "done"
+        assert "That is tried again until its lease of 30 s ends it." in caplog.text
+        rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
+        wait_until(lambda: words, "it is given back")
+    if rival is None:
+        assert words == ["released"]
+        assert run.lock.holder() is None
+    else:
+        assert words[0] in ("released", "lost"), words
+        rival.renew()
+        rival.release()
+
+
+def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
+    """A soft time limit that strikes between the body's end and ours: the process renews nothing for ever."""
+    run = run_of(task, lease=0.6)
+    keeper, lock = run.keeper, run.lock
+
+    def struck(_held: Any) -> None:
+        raise SoftTimeLimitExceeded  # a new one: it knows the frames that it left
+
+    monkeypatch.setattr(keeper, "forget", struck)
+    with suppress(SoftTimeLimitExceeded):
+        run.guard(lambda: "done")
+    assert keeper._watched
+    del run
+    wait_until(lambda: not keeper._watched, "the keeper has given it up")
+    assert "has ended without giving setnx:{guarded} back; it is renewed no more" in caplog.text
+    wait_until(lambda: lock.holder() is None, "its lease has ended")
 
 
 def test_failing_release_keeps_the_bodys_own_error(task, monkeypatch, caplog):

@@ -4,11 +4,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.keys import line_names
@@ -81,6 +82,20 @@ def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog, 
     assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
     assert earliest <= caught.value.when <= latest
+
+
+def test_joiner_that_asked_before_and_cannot_be_parked_goes_on_itself(task):
+    """Its ticket is punched, and sends a courier away: the call itself comes back, and asks again."""
+    call = Call("t", "id-1", key=KEY, copy="c0ffee", since=10.0, waits=4, join="id-0", asked=7)
+    outcome = Outcome(False, holder=HOLDER, remaining_s=10.0, server_time=12.0)
+    with pytest.raises(Retry, match="its place in line is not known"):
+        wait_in_line(task, call, Options(on_conflict="join"), outcome)
+    with task.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
+        sent = []
+        while messages.qsize():
+            sent.append(messages.get_nowait().headers)
+    (again,) = [Call.of("t", headers) for headers in sent if headers["task"] == "t"]
+    assert again == replace(call, waits=5, bare=False)
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):
