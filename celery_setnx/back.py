@@ -252,7 +252,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     if task.request.is_eager:  # it has no message
         raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
-    call = replace(call, waits=call.waits + 1, redelivered=call.redelivered or own)
+    call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
     try:
         Message.of(task).send(task.app, call, countdown)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises

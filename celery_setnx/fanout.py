@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ _WINDOW_CALLS = 100  # per distinct call of a batch
 _WINDOW_S = 1.0
 _COMMANDS = 20  # more than a message is for any queue and transport
 _OF_A_SINGLE_CALL = (
-    *AWAITED,
+    *("task_id", *AWAITED),
     *("args", "kwargs", "link", "link_error", "shadow"),
     *("producer", "publisher", "connection"),
 )
@@ -272,7 +272,7 @@ class _FanOut:
         )
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and not marked.is_duplicate:
-                call.told = replace(call.told, marked=True)
+                call.told = call.told._replace(marked=True)
         for marked in found:
             if isinstance(marked, LockRefused):
                 raise marked

@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from celery import Celery
@@ -112,7 +111,7 @@ class Guard:
         except OptionError as error:
             logger.warning("%s runs without options of its own: %s.", call, error)
             known = {}
-        return replace(call, options=known)
+        return call._replace(options=known)
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""

@@ -9,7 +9,6 @@ second thread (see `_Errands`).
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import redis
@@ -78,9 +78,7 @@ class Keeper:
         """
         now = self._clock()
         stop_at = _NEVER if at_most_for is None else now + at_most_for
-        bound = inspect.ismethod(on_lost)
-        on_lost_of = weakref.WeakMethod(on_lost) if bound else lambda: on_lost
-        watched = _Watched(held, on_lost_of, now + _pace(held), stop_at)
+        watched = _Watched(held, _weak(on_lost), now + _pace(held), stop_at)
         self._watched[held.token] = watched
         if self._thread is None:
             self._start()
@@ -260,6 +258,14 @@ class _Errands:
             return [self._queue.get_nowait()]
         except Empty:
             return []
+
+
+def _weak(on_lost: OnLost) -> Callable[[], OnLost | None]:
+    """What gives it back for as long as the object of the bound method lives."""
+    if not isinstance(on_lost, MethodType):
+        return lambda: on_lost
+    owner, function = weakref.ref(on_lost.__self__), on_lost.__func__
+    return lambda: None if (it := owner()) is None else function.__get__(it)
 
 
 def _copy(client: redis.Redis) -> redis.Redis:

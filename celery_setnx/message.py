@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from celery_setnx.keys import record_name
 from celery_setnx.line import Place
@@ -23,8 +23,10 @@ REPLACED = 1_000_000
 _MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua
 
 
-@dataclass(frozen=True)
-class Call:
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Call(NamedTuple):
     """A guarded call: all that its message says of it.
 
     Attributes:
@@ -50,7 +52,7 @@ class Call:
     attempt: int = 0
     key: str = ""
     call_id: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = _NOTHING
     marked: bool | str | None = None
     copy: str = ORIGINAL
     waits: int = 0
@@ -68,30 +70,27 @@ class Call:
             task: Name of the task.
             message: The message's headers, or all that the running request has.
         """
+        task_id = str(message.get("id") or "")
+        attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
+        redelivered = bool((message.get("delivery_info") or _NOTHING).get("redelivered"))
         said = _header_in(message)
-        plain = cls(
-            task,
-            str(message.get("id") or ""),
-            attempt_of(message.get("retries"), message.get("replaced_task_nesting")),
-            redelivered=bool((message.get("delivery_info") or _NOTHING).get("redelivered")),
-        )
-        if said is None:
-            return plain
-        wrong = _what_is_wrong(said, plain)
+        wrong = said is not None and _what_is_wrong(said, task, task_id)
         if wrong:
             logger.warning(
-                "The header %r of %s is ignored: %s. Its key is computed from its arguments.",
+                "The header %r of %s[%s] is ignored: %s. Its key is computed from its arguments.",
                 HEADER,
-                plain,
+                task,
+                task_id,
                 wrong,
             )
-            return plain
-        if said["attempt"] != plain.attempt:  # Celery hands a retry the headers of the attempt before
-            told = {name: said[name] for name in ("call_id", "options") if name in said}
-        else:
-            told = {name: said[name] for name in _OPTIONAL if name in said}
-            told["redelivered"] = plain.redelivered or told.get("redelivered", False)
-        return replace(plain, **told, bare=False)
+        if said is None or wrong:
+            return cls(task, task_id, attempt, redelivered=redelivered)
+        told = {name: said[name] for name in said if name in _OPTIONAL}
+        if said["attempt"] != attempt:  # Celery hands a retry the headers of the attempt before
+            told = {name: told[name] for name in ("call_id", "options") if name in told}
+        if redelivered:
+            told["redelivered"] = True
+        return cls(task, task_id, attempt, **told, bare=False)
 
     @classmethod
     def before(cls, task: str, options: Mapping[str, Any]) -> Call | None:
@@ -105,28 +104,22 @@ class Call:
         task_id = options.get("task_id")
         if said is None or not task_id:
             return None
-        plain = cls(task, task_id)
-        if _what_is_wrong(said, plain):
+        if _what_is_wrong(said, task, task_id):
             return None  # another call's: the headers of a request were handed on
-        return replace(
-            plain,
-            attempt=said["attempt"],
-            bare=False,
-            **{name: said[name] for name in _OPTIONAL if name in said},
-        )
+        told = {name: said[name] for name in said if name in _OPTIONAL}
+        return cls(task, task_id, said["attempt"], **told, bare=False)
 
     def as_headers(self) -> dict[str, Any]:
         """The header that says all this."""
         header: dict[str, Any] = {"task": self.task, "id": self.task_id, "attempt": self.attempt}
-        for name, default in _OPTIONAL.items():
-            value = getattr(self, name)
+        for (name, default), value in zip(_OPTIONAL.items(), self[3:]):
             if value != default:
                 header[name] = value
         return {HEADER: header}
 
     def as_copy(self) -> Call:
         """The same call for one more message: only one of them may start it."""
-        return replace(self, copy=os.urandom(6).hex())
+        return self._replace(copy=os.urandom(6).hex())
 
     def waited_s(self, server_time: float) -> float:
         """Seconds since its first conflict; 0 if it has met none, or no server has told when."""
@@ -146,14 +139,13 @@ def attempt_of(retries: Any, replaced: Any) -> int:
     return nested * REPLACED + (retries if isinstance(retries, int) else 0)
 
 
-_NOTHING: Mapping[str, Any] = {}
 _SHAPE: Mapping[str, Any] = {
     "task": str,
     "id": str,
     "attempt": int,
     "key": str,
     "call_id": str,
-    "options": Mapping,
+    "options": dict,
     "marked": (bool, str),
     "copy": str,
     "waits": int,
@@ -162,11 +154,8 @@ _SHAPE: Mapping[str, Any] = {
     "join": str,
     "asked": int,
 }
-_OPTIONAL: Mapping[str, Any] = {
-    each.name: {} if each.name == "options" else each.default
-    for each in fields(Call)
-    if each.name in _SHAPE and each.name not in ("task", "attempt")
-}
+_OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
+_MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua
 
 
 def _header_in(message: Mapping[str, Any]) -> Any:
@@ -176,25 +165,25 @@ def _header_in(message: Mapping[str, Any]) -> Any:
     return message.get(HEADER)
 
 
-def _what_is_wrong(said: Any, call: Call) -> str:
-    """Why a header is not this call's, in words; nothing if it is."""
-    if not isinstance(said, Mapping):
+def _what_is_wrong(said: Any, task: str, task_id: str) -> str:
+    """Why a header is not that of a call, in words; nothing if it is."""
+    if not isinstance(said, dict):
         return "it is no mapping"
-    for name, kinds in _SHAPE.items():
-        if name in said and not isinstance(said[name], kinds):
-            return f"its {name!r} is {said[name]!r}"
-    for name, ours in (("task", call.task), ("id", call.task_id)):
+    for name, value in said.items():
+        kinds, most = _SHAPE.get(name, object), _MOST.get(name)
+        if not isinstance(value, kinds) or (most is not None and not 0 <= value <= most):
+            return f"its {name!r} is {value!r}"
+    for name, ours in (("task", task), ("id", task_id)):
         if said.get(name) != ours:
             return f"its {name!r} is {said.get(name)!r}"
-    for name, most in _MOST.items():
-        if not 0 <= said.get(name, _OPTIONAL.get(name, -1)) <= most:
-            return f"its {name!r} is {said.get(name)!r}"
-    if "key" not in said and not said.keys().isdisjoint(("marked", "copy")):
-        return "it names no 'key'"
+    if "attempt" not in said:
+        return "it names no 'attempt'"
+    if "key" not in said:
+        return "it names no 'key'" if "marked" in said or "copy" in said else ""
     if said.get("copy") == "":
         return "its 'copy' is empty"
     try:
-        record_name(said.get("key", "t"))
+        record_name(said["key"])
     except ValueError as error:
         return str(error)
     return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery, uuid
@@ -39,7 +39,7 @@ Send = Callable[..., Any]
 
 # What Celery gives a call that another call, or its own past, has begun. An error about a callback would fail
 # the parent, which has succeeded.
-AWAITED = ("task_id", "parent_id", "group_id", "chord", "chain", "retries")
+AWAITED = ("parent_id", "group_id", "chord", "chain", "retries")  # and a task id
 # Catch-alls by names that no task gives its own parameters.
 _ANY_ARGUMENTS = inspect.Signature(
     [
@@ -117,8 +117,8 @@ def publish(
         LockRefused: Redis refuses to mark the key.
     """
     before = Call.before(guard.task, options)
-    may_be = may_be_duplicate(guard.app, options)
-    options["task_id"] = options.get("task_id") or uuid()
+    given_id = options.get("task_id")
+    options["task_id"] = given_id or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
     arguments = final or (args, kwargs)
     told = guard.call(*arguments, call, task_id=options["task_id"], attempt=attempt, before=before)
@@ -129,7 +129,7 @@ def publish(
         raise OptionError(
             f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
         )
-    if settled.dedupe is None or not may_be:
+    if settled.dedupe is None or given_id or not may_be_duplicate(guard.app, options):
         return _noted(send(args, kwargs, **options), deduplicated=False)
     mark = Mark(told.key, told.task_id)
     lease = mark_lease_s(guard.app, settled, options, expires)
@@ -141,7 +141,7 @@ def publish(
         return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
     if marked is None or marked.is_duplicate:
         return _noted(send(args, kwargs, **options), deduplicated=False)
-    options["headers"] |= replace(told, marked=True).as_headers()
+    options["headers"] |= told._replace(marked=True).as_headers()
     try:
         result = send(args, kwargs, **options)
     except BaseException:
@@ -210,7 +210,7 @@ def send_task(
 
 
 def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
-    """True if nobody waits for this very call, so that it may be dropped in favour of its like."""
+    """True if nobody waits for this call, which was given no task id: it may be dropped for its like."""
     if app.conf.task_always_eager or DISABLED.is_on(app):
         return False
     return not any(options.get(name) for name in AWAITED)

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -105,7 +104,7 @@ class Run:
                 free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
             raise
         if not self.call.key:
-            self.call = replace(self.call, key=self.lock.name)
+            self.call = self.call._replace(key=self.lock.name)
         nonce = properties.get(NONCE) or os.urandom(6).hex()
         self.token = task_token(request.id, request.retries, nonce)
         self.keeper = keeper_for_process(self.lock.clock)
@@ -127,11 +126,11 @@ class Run:
                 outcome = self._linger()
                 if outcome is None:
                     return body()
-                held, stale = outcome.lock, outcome.stale
-                if stale and self.call.bare and not self.call.redelivered:
+                if outcome.stale and self.call.bare and not self.call.redelivered:
                     # The call that had this task id has begun long ago: this is another, which has no ticket.
-                    self.call = replace(self.call, call_id=os.urandom(6).hex(), bare=False)
+                    self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
                     continue
+                held, stale = outcome.lock, outcome.stale
                 if stale:
                     logger.info("%s has been started by another message; this one is dropped.", self)
                     raise Ignore("another message has started this call")
@@ -234,7 +233,7 @@ class Run:
         if not isinstance(found, Marked):
             return None  # it waits all the same
         if not found.is_duplicate:
-            self.call = replace(self.call, marked=True)
+            self.call = self.call._replace(marked=True)
             return None
         return found.task_id
 
@@ -328,9 +327,8 @@ class Run:
             # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
             self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
             watched = False
-        give_back = partial(self._give_back, held, back_in, hold=hold)
         try:
-            word = give_back()
+            word = self._give_back(held, back_in, hold=hold)
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             logger.warning(
                 "%s has ended, but its lock %s was not released: %s That is tried again until its lease "
@@ -340,18 +338,20 @@ class Run:
                 error,
                 held.lease_s,
             )
-            # A reply that was lost may have been that of a release: a later word of loss is no news.
-            again = partial(self._tell_end, held, give_back, held_s)
+
+            def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
+                self._tell_end(held, self._give_back(held, back_in, hold=hold), held_s)
+
             self.keeper.try_again(again, self.lock.clock() + held.lease_s)
             return
         if word in ("gone", "lost") and watched:
             self._lost(held, f"it was {word} when the task ended")
-        self._tell_end(held, lambda: word, held_s)
+        self._tell_end(held, word, held_s)
 
-    def _tell_end(self, held: HeldLock, give_back: Callable[[], Released], held_s: float) -> None:
-        """Give the lock back, wake its heir, and say that it is released."""
-        word = give_back()
-        wake(self.task.app, self.lock.heir, held.key)
+    def _tell_end(self, held: HeldLock, word: Released, held_s: float) -> None:
+        """Wake the heir of a lock that was given back, and say that it is released."""
+        if self.lock.heir is not None:
+            wake(self.task.app, self.lock.heir, held.key)
         if word in ("gone", "lost"):
             return
         if word == "repaired":
@@ -414,7 +414,7 @@ class Run:
     def _conflict(self, outcome: Outcome) -> Conflict:
         queued_as = self._queued_as(outcome.holder)  # which may mark the call
         since = self.lingers_since or self.call.since or outcome.server_time
-        return Conflict(self.task, replace(self.call, since=since), self.options, outcome, queued_as)
+        return Conflict(self.task, self.call._replace(since=since), self.options, outcome, queued_as)
 
     def _waited_s(self, outcome: Outcome) -> float:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""

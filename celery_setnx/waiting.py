@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, cast
 
 import redis
@@ -162,9 +162,9 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     has_courier = call.copy != ORIGINAL and not has_begun
     is_parked_first = has_begun and task.acks_late
     told = call
-    call = replace(call, waits=call.waits + 1, asked=0)
+    call = call._replace(waits=call.waits + 1, asked=0)
     if options.on_conflict == "join":
-        call = replace(call, join=_joined(task, holder, call))
+        call = call._replace(join=_joined(task, holder, call))
     message = Message.of(task)
     order = Order(
         key=call.key,
@@ -262,7 +262,7 @@ def holders_result(
     if not ended:
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
         reason = f"the result of {joined}, which it has waited for, is not stored"
-        come_back(task, replace(call, asked=asked + 1), countdown, reason)
+        come_back(task, call._replace(asked=asked + 1), countdown, reason)
     logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
     if state == FAILURE:
         raise meta["result"]

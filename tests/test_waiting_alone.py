@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def test_joiner_that_asked_before_and_cannot_be_parked_goes_on_itself(task):
         while messages.qsize():
             sent.append(messages.get_nowait().headers)
     (again,) = [Call.of("t", headers) for headers in sent if headers["task"] == "t"]
-    assert again == replace(call, waits=5, bare=False)
+    assert again == call._replace(waits=5, bare=False)
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):
