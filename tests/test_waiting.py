@@ -156,13 +156,14 @@ def test_waiting_keeps_arguments_that_only_their_serializer_carries(stage, seria
     ],
     ids=["of the task", "of the call"],
 )
-def test_pickled_call_waits_with_its_broker(stage, journal, serializer, options, value, types):
+def test_pickled_call_waits_with_its_broker(stage, journal, locks, serializer, options, value, types):
     """A line holds no pickles: who can write there could have code run. Such a call polls, as with retry."""
     task = stage.tasks.typed[serializer]
     stage.held([], task=task, queue="second")
     second = task.apply_async([stage.key, value], queue="second", **options)
     journal.wait_for("conflict", count=2, task_id=second.id)
-    assert task.locked(stage.key, value).waiting == 0
+    parked = locks.hvals(line_names(task.lock_key(stage.key, value))[1])
+    assert all(told.startswith("@") for told in parked), "it asks again by itself, if it is there"
     stage.open()
     assert second.get(timeout=60) == types.split()
 
