@@ -196,6 +196,14 @@ def test_words_of_the_glossary_are_those_of_the_code():
     assert [word for word in words if not re.search(word.replace(" ", r"[\s_]+"), code)] == []
 
 
+def test_fields_of_a_call_are_in_the_glossary():
+    """What travels has one word, there and in the code."""
+    words = {row[0].strip("*") for row in table(text_of("docs/glossary.md"), "word", "meaning")}
+    shown = {"marked": "mark", "call_id": "call id"}
+    celerys = {"task", "task_id", "options"}
+    assert {shown.get(name, name) for name in Call._fields if name not in celerys} <= words
+
+
 def test_states_of_a_lock_are_in_the_glossary():
     """Those that a `Holder` may have, and that of a lock which nobody holds."""
     (text,) = [row[1] for row in table(text_of("docs/glossary.md"), "word", "meaning") if row[0] == "*state*"]
