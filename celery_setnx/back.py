@@ -153,12 +153,7 @@ class Message:
 
     @classmethod
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
-        """The call and the message that were packed.
-
-        Raises:
-            ValueError: The text is none that `packed` has made.
-            kombu.exceptions.ContentDisallowed: The app does not accept the body's format, or it is pickle.
-        """
+        """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle."""
         try:
             told = json.loads(text)  # type: ignore[no-untyped-call]
             headers, properties, route, content_type = (told[name] for name in _PACKED)
@@ -176,11 +171,6 @@ class Message:
         """Send it again, with what it is to say of the call.
 
         By its name alone: whether the task is known and takes these arguments is its worker's business.
-
-        Args:
-            app: The app.
-            call: The call.
-            countdown: Seconds until it is delivered; see `deliverable`. Defaults to 0: now.
         """
         headers = _AsTheyWere(self.headers) | call.as_headers() | _eta(countdown)
         if isinstance(headers.get("headers"), dict):
@@ -235,19 +225,8 @@ class Message:
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
     """Send the running call again, as it was but for its waiting time, and end this attempt.
 
-    Args:
-        task: The task; its request is the call.
-        call: The call.
-        countdown: Seconds until the call comes back, within what the broker can delay.
-        reason: Why, for the log and the state RETRY.
-        own: Whether it waits for another delivery of itself, whose state in the backend it must not touch.
-            Defaults to False.
-
-    Raises:
-        celery.exceptions.Retry: The call is on its way.
-        Waits: It is on its way, and waits for another delivery of itself.
-        celery.exceptions.Reject: The broker does not take it, and has the message still (acks_late).
-        LockUnavailable: The broker does not take it.
+    With `Retry`; with `Waits` if it waits for another delivery of its `own`, whose state in the backend it
+    must not touch; or, if the broker does not take it, as `not_taken_back`.
     """
     if task.request.is_eager:  # it has no message
         raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
@@ -265,12 +244,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
 
 
 def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:
-    """End an attempt whose call the broker did not take back.
-
-    Raises:
-        celery.exceptions.Reject: The broker has the message still (acks_late).
-        LockUnavailable: It has not.
-    """
+    """End an attempt whose call the broker did not take back: with Reject if it has the message still."""
     logger.error("%s could not be sent back to the broker (%s) while %s.", call, error, reason)
     if task.acks_late:
         time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once

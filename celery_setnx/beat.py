@@ -127,15 +127,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         super().__init__(app, *args, **kwargs)
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """As the scheduler's own while this one leads; else see whether it can.
-
-        Returns:
-            Seconds until the next call.
-
-        Raises:
-            LockRefused: Redis refuses a command.
-            SystemExit: It was told to end.
-        """
+        """As the scheduler's own while this one leads; else see whether it can."""
         try:
             return self._undisturbed(self._turn, *args, **kwargs)  # type: ignore[no-any-return]
         except Exception as error:
@@ -257,11 +249,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         return True
 
     def _begin(self, held: HeldLock) -> None:
-        """Go on where the leader before has ended.
-
-        Raises:
-            LockUnavailable: Redis did not answer.
-        """
+        """Go on where the leader before has ended."""
         try:
             self._recall()
         except BaseException:

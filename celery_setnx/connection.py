@@ -42,11 +42,7 @@ _REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "req
 
 
 def client_for(app: Celery) -> redis.Redis:
-    """The Redis client that holds the app's locks: made at first use, anew in every process.
-
-    Raises:
-        OptionError: No setting names a Redis that this version can use.
-    """
+    """The Redis client that holds the app's locks: made at first use, anew in every process."""
     clients: dict[int, redis.Redis] = app.__dict__.setdefault("_setnx_clients", {})
     pid = os.getpid()
     client = clients.get(pid)
@@ -57,11 +53,7 @@ def client_for(app: Celery) -> redis.Redis:
 
 
 def new_client(app: Celery) -> redis.Redis:
-    """A Redis client of one's own for the app's locks; see `client_for`.
-
-    Raises:
-        OptionError: No setting names a Redis that this version can use.
-    """
+    """A Redis client of one's own for the app's locks; see `client_for`."""
     url, setting = lock_url(app)
     if _scheme(url) == "sentinel":
         client = _sentinel_client(app, url, setting)
@@ -78,9 +70,6 @@ def lock_url(app: Celery) -> tuple[str, str]:
     """The URL of the Redis that holds the app's locks, and the setting it comes from.
 
     `setnx_url` if given, else the result backend if it is a Redis, else the broker if it is one.
-
-    Raises:
-        OptionError: None of them is a Redis, or several brokers are named.
     """
     explicit = app.conf.get("setnx_url")
     if explicit:

@@ -271,12 +271,7 @@ def _cluster(name: str, server: Any, *, in_cluster: bool) -> Finding:
 
 
 def clock_of(server: Any, now: Callable[[], float] = time.time) -> tuple[float, float]:
-    """Seconds of a round trip, and by how many the server's clock is ahead of this host's: the best of five.
-
-    Args:
-        server: The client of one server.
-        now: This host's clock, in Unix seconds. Defaults to `time.time`.
-    """
+    """Seconds of a round trip, and by how many the server's clock is ahead of this one: the best of five."""
     best = (float("inf"), 0.0)
     for _ in range(5):
         before = now()

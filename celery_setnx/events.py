@@ -48,13 +48,7 @@ def are_wanted(eventer: Any) -> bool:
 
 
 def follow(app: Celery, hostname: str, *, wanted: bool) -> None:
-    """Send events of an app's locks from this process from now on, or no longer.
-
-    Args:
-        app: The app.
-        hostname: The worker's name, under which they are sent.
-        wanted: Whether the worker sends task events.
-    """
+    """Send events of an app's locks from this process from now on, or no longer."""
     if not wanted:
         if _hostnames:
             _hostnames.pop(app, None)

@@ -397,11 +397,7 @@ class _FanOut:
 
 
 def _arguments(task: Any, call: Any) -> tuple[Any, Any]:
-    """A call's positional and keyword arguments.
-
-    Raises:
-        TypeError: It is nothing that can be called with.
-    """
+    """A call's positional and keyword arguments."""
     if isinstance(call, Signature):
         if call.task != task.name:
             raise TypeError(f"a fan-out of {task.name} cannot send a signature of {call.task}")

@@ -50,11 +50,7 @@ class Guard:
         check_at_worker_start(app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
-        """The guard of many calls that have the same options of their own.
-
-        Raises:
-            OptionError: An option is unknown, malformed, or cannot be combined with the task's.
-        """
+        """The guard of many calls that have the same options of their own."""
         layers = [*self.layers[1:], call]
         return Guard(self.app, self.task, self.signature, layers, ignores_result=self.ignores_result)
 
@@ -71,16 +67,7 @@ class Guard:
         attempt: int = 0,
         before: Call | None = None,
     ) -> Call:
-        """A call that is to be published: its finished key, its own options, and what a retry brings along.
-
-        Args:
-            args: The call's positional arguments.
-            kwargs: The call's keyword arguments.
-            own: Options of this call alone.
-            task_id: The task's id.
-            attempt: Number of the attempt. Defaults to 0.
-            before: The attempt that publishes this one. Defaults to none.
-        """
+        """A call that is to be published: its finished key, its own options, and what a retry brings."""
         options = dict(before.options) if before else {}
         if own:
             options.update(plain(f"a call of {self.task}", own))
@@ -144,9 +131,6 @@ class Guard:
     def check_backend(self, options: Options) -> None:
         """Refuse to join a result that no worker can read. Not when the task is bound: Celery binds it to
         every app of a process, and those that only publish need no result backend.
-
-        Raises:
-            OptionError: The options say join, and the app has no persistent result backend.
         """
         if options.on_conflict != "join":
             return

@@ -67,14 +67,11 @@ class Keeper:
         self._errands = _Errands(clock)
 
     def watch(self, held: HeldLock, on_lost: OnLost, at_most_for: float | None = None) -> None:
-        """Renew a lock until it is forgotten or lost.
+        """Renew a lock until it is forgotten or lost; for `at_most_for` seconds, and then its lease runs out.
 
-        Args:
-            held: The lock.
-            on_lost: Called once, in a thread of its own, with the lock and the reason if it is lost. When the
-                object of a bound method is gone, the lock is not renewed any more: an exception that strikes
-                on the way out may leave nobody behind who would forget it.
-            at_most_for: Seconds after which renewal stops, and the lease runs out. Defaults to never.
+        A loss is told once, by a thread of its own, with the lock and the reason. When the object of a bound
+        `on_lost` is gone, the lock is renewed no more: an exception that strikes on the way out may leave
+        nobody behind who would forget it.
         """
         now = self._clock()
         stop_at = _NEVER if at_most_for is None else now + at_most_for
@@ -86,20 +83,11 @@ class Keeper:
             self._wake.put(held.lease_s)
 
     def forget(self, held: HeldLock) -> bool:
-        """Stop renewing a lock. To be called before it is released, so that no renewal comes after.
-
-        Returns:
-            False if the lock was lost before: `on_lost` has been called, or is about to be.
-        """
+        """Stop renewing a lock, before it is released. False if it is lost already."""
         return self._watched.pop(held.token, None) is not None
 
     def try_again(self, release: Callable[[], None], until: float) -> None:
-        """Call what gives a lock back until it raises no `SetnxError`.
-
-        Args:
-            release: Gives it back, and tells of it.
-            until: When the lease has ended by itself, on the keeper's clock.
-        """
+        """Call what gives a lock back, until it raises no `SetnxError`, or a time is reached."""
         self._errands.add(release, until)
 
     def _start(self) -> None:
@@ -326,11 +314,7 @@ def _green() -> str | None:
 
 
 def keeper_for_process(clock: Callable[[], float]) -> Keeper:
-    """The keeper of this process, made at first use: threads do not survive a fork.
-
-    Args:
-        clock: Monotonic clock in seconds.
-    """
+    """The keeper of this process, made at first use: threads do not survive a fork."""
     pid = os.getpid()
     keeper = _keepers.get(pid)
     if keeper is None:

@@ -57,11 +57,7 @@ class KeyFunction:
         self._is_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
     def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
-        """The digest of a call's key; empty for the lock of the whole task.
-
-        Raises:
-            UnkeyableCall: The arguments do not fit the signature, or one has no canonical form.
-        """
+        """The digest of a call's key; empty for the lock of the whole task."""
         bound = self._bound(args, kwargs)
         chosen = self._select(bound)
         if chosen is _WHOLE_TASK:
@@ -112,11 +108,7 @@ def scope_and_digest(lock_name: str) -> tuple[str, str]:
 
 
 def record_name(lock_name: str) -> str:
-    """The name of a lock's record, in the same cluster slot as the lock.
-
-    Raises:
-        ValueError: No name beside this one shares its slot.
-    """
+    """The name of a lock's record, in the same cluster slot; ValueError if no name beside this one can be."""
     start = lock_name.find("{")
     end = lock_name.find("}", start + 1)
     if start >= 0 and end > start + 1:
@@ -145,26 +137,12 @@ def take_over_name(lock_name: str) -> str:
 
 
 def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
-    """The name of the ticket of a call that waits for its lock, in the same slot.
-
-    Args:
-        lock_name: The lock's.
-        task_id: The task's id, which several calls may be given.
-        call_id: What tells them apart. Defaults to nothing.
-    """
+    """The name of the ticket of a call that waits for its lock, in the same slot."""
     return f"{lock_name}:ticket:{task_id}:{call_id}" if call_id else f"{lock_name}:ticket:{task_id}"
 
 
 def digest(value: Any) -> str:
-    """The 128-bit BLAKE2b digest of a value's canonical form, in hex.
-
-    Args:
-        value: The value.
-
-    Raises:
-        TypeError: A value has no canonical form.
-        ValueError: Two keys of a mapping become one in JSON.
-    """
+    """The 128-bit BLAKE2b digest of a value's canonical form, in hex."""
     return blake2b(canonical(value), digest_size=16, person=_FORMAT).hexdigest()
 
 

@@ -63,18 +63,9 @@ def park(
 ) -> Found:
     """Let a task wait in line, or see that it still does.
 
-    Args:
-        client: The Redis client.
-        place: Whose place.
-        copy: The message of the call that met the held lock. Defaults to none: its courier asks.
-        since: Server time (Unix seconds) since which it waits; who has waited longer comes first.
-        call: What it is woken with.
-        watch: Seconds for which its courier may be the one that watches the lock. Defaults to 0: it does not
-            ask for that.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
+    `copy` is the message that met the held lock; without one its courier asks. `since` (Unix seconds, the
+    server's) is its place, and `call` what it is woken with. For `watch` seconds its courier may be the one
+    that watches the lock for the line.
     """
     word, now_us, value, record, rank, watcher = _park(
         client, place=place, copy=copy, since_s=since, call=call, watch_s=watch
@@ -84,20 +75,10 @@ def park(
 
 
 def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
-    """Leave the line, so that no message of this attempt starts it.
+    """Leave the line, so that no message of this attempt starts it: `left`.
 
-    Args:
-        client: The Redis client.
-        place: Whose place.
-        copy: The message that leaves.
-
-    Returns:
-        `left`; `handed` if the lock is kept for it, and is to be passed on; `stale` if another message of it
-        has started, in which case nothing was changed.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
+    `handed` if the lock is kept for it, and is to be passed on; `stale` if another message of it has started,
+    in which case nothing was changed.
     """
     return str(_leave(client, place=place, copy=copy)[0])
 

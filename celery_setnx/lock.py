@@ -56,13 +56,7 @@ Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", 
 
 
 def task_token(task_id: str, retries: int | None, nonce: str) -> str:
-    """A task's token: proof of being the holder, new for every delivery.
-
-    Args:
-        task_id: The task's id, which its retries share.
-        retries: How often it has retried itself.
-        nonce: Hex digits, new for every delivery.
-    """
+    """A task's token: proof of being the holder, new for every delivery."""
     return f"{task_id}|{retries or 0}|{nonce}"
 
 
@@ -619,11 +613,7 @@ class SetnxLock:
     def _now_held(
         self, token: str, before: float, fence: int, since_us: int, now_us: int, remaining_us: int
     ) -> HeldLock:
-        """What was acquired by a command sent at a time, if this process may rely on it still.
-
-        Raises:
-            LockUnavailable: It may not: the reply was late, or this process stood still. It is given back.
-        """
+        """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
         held = HeldLock(
             self,
@@ -658,14 +648,7 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     """Renew many locks of one client in one round trip.
 
     Each lock learns what the server said of it (`HeldLock.lost`). No answer is not a loss: the lock stays
-    ours until its own deadline.
-
-    Args:
-        locks: Held locks that share one Redis client.
-        client: The client to use. Defaults to theirs.
-
-    Returns:
-        For each lock the error that kept it from being renewed, or None.
+    ours until its own deadline. For each the error that kept it from being renewed, or None.
     """
     if not locks:
         return []

@@ -71,17 +71,10 @@ class Mark:
 def mark_all(
     client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float
 ) -> list[Marked | LockUnavailable | LockRefused]:
-    """Mark many keys in one round trip; the second of two equal keys is a duplicate of the first.
+    """Mark many keys for `lease` seconds, in one round trip; of two equal keys the second is a duplicate.
 
-    Args:
-        client: The Redis client.
-        marks: What to mark. Marking again for the same task is harmless.
-        dedupe: `until_started`, or `until_done`: a task that runs, or whose lock is held for its retry, makes
-            duplicates too.
-        lease: Seconds after which the marks lapse.
-
-    Returns:
-        For each what became of it, or why Redis did not say.
+    For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
+    held for its retry, makes duplicates too.
     """
     replies = _mark(client, marks=marks, dedupe=dedupe, lease_s=lease)
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
@@ -90,20 +83,12 @@ def mark_all(
 def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:
-    """Let many marks last, each for its own lease in seconds from now, where they are their tasks' still.
-
-    Returns:
-        The first error; the marks that it concerns lapse earlier.
-    """
+    """Let many marks last for their leases in seconds, where they are their tasks' still; the first error."""
     return _first_error(_extend(client, marks=marks, leases_s=leases))
 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
-    """Free many marks, where they are their tasks' still.
-
-    Returns:
-        The first error; the marks that it concerns lapse by themselves.
-    """
+    """Free many marks, where they are their tasks' still; the first error: other marks lapse by themselves."""
     return _first_error(_unmark(client, marks=marks))
 
 

@@ -64,11 +64,9 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, task: str, message: Mapping[str, Any]) -> Call:
-        """The call of a message. A header that is malformed, or another call's, counts as none.
+        """The call of a message, by its headers, or by all that the running request has.
 
-        Args:
-            task: Name of the task.
-            message: The message's headers, or all that the running request has.
+        A header that is malformed, or another call's, counts as none.
         """
         task_id = str(message.get("id") or "")
         attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
@@ -94,12 +92,7 @@ class Call(NamedTuple):
 
     @classmethod
     def before(cls, task: str, options: Mapping[str, Any]) -> Call | None:
-        """The attempt that publishes this one; None if none does.
-
-        Args:
-            task: Name of the task that is published.
-            options: The options of `celery.Task.apply_async`.
-        """
+        """The attempt that publishes a call with these options of `apply_async`; None if none does."""
         said = (options.get("headers") or _NOTHING).get(HEADER)
         task_id = options.get("task_id")
         if said is None or not task_id:

@@ -134,15 +134,7 @@ _DURATIONS = {
 
 
 def merged(where: str, *layers: Mapping[str, Any]) -> Options:
-    """Options from layers of plain mappings, the farthest first and the nearest last.
-
-    Args:
-        where: The task (or setting) the options belong to, for messages.
-        layers: Mappings of option names to values, as the user wrote them.
-
-    Raises:
-        OptionError: A name is unknown, a value malformed, or two exclude each other.
-    """
+    """Options from layers of plain mappings, the farthest first and the nearest last."""
     values: dict[str, Any] = {}
     for layer in layers:
         values.update(checked(where, layer))
@@ -152,22 +144,14 @@ def merged(where: str, *layers: Mapping[str, Any]) -> Options:
 
 
 def checked(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of options with durations in seconds.
-
-    Raises:
-        OptionError: A name is unknown, or a value malformed.
-    """
+    """One layer of options with durations in seconds."""
     if not isinstance(layer, Mapping):
         raise OptionError(f"the options of {where} must be a mapping of names to values, not {layer!r}")
     return {name: _value(where, name, value) for name, value in layer.items()}
 
 
 def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one call that travel in its message.
-
-    Raises:
-        OptionError: As `checked`, or an option is a callable, which no message can carry.
-    """
+    """The options of one call that travel in its message."""
     values = checked(where, layer)
     for name, value in values.items():
         if callable(value) and name not in PUBLISH_ONLY:
@@ -202,11 +186,7 @@ class Settings:
 
 
 def settings(conf: Any) -> Settings:
-    """Read and validate the app's `setnx_*` settings, but for `setnx_url`.
-
-    Raises:
-        OptionError: A setting is malformed.
-    """
+    """Read and validate the app's `setnx_*` settings, but for `setnx_url`."""
     prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
@@ -227,11 +207,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def check_name(what: str, name: Any) -> None:
-    """Refuse a prefix or scope that would break the key's cluster slot.
-
-    Raises:
-        OptionError: The name is no text, is empty, or holds a brace.
-    """
+    """Refuse a prefix or scope that would break the key's cluster slot."""
     if not isinstance(name, str) or not name or "{" in name or "}" in name:
         raise OptionError(
             f"{what} must be a text without braces (they mark the cluster slot), not {name!r}; "

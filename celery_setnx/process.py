@@ -33,12 +33,7 @@ def is_surely_dead(process: Mapping[str, Any]) -> bool:
 
 
 def has_ended(pid: int, start: int | None = None) -> bool:
-    """True only if a process of this pid namespace has ended, all its threads included.
-
-    Args:
-        pid: Its pid.
-        start: Its start time as in /proc; another process that has the pid by now proves its end.
-    """
+    """True only if a process of this pid namespace has ended, all its threads included."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -97,24 +97,8 @@ def publish(
 ) -> Any:
     """Publish a call, its finished key in a header, unless it is a duplicate.
 
-    Args:
-        guard: The guard of the task.
-        send: Publishes for real.
-        args: The call's positional arguments.
-        kwargs: The call's keyword arguments.
-        call: Options of this call alone.
-        options: Options of `celery.Task.apply_async`.
-        final: Positional and keyword arguments as the worker will see them. Defaults to `args` and `kwargs`.
-        expires: When the task's calls expire, if the options do not say. Defaults to never.
-
-    Returns:
-        What `send` returns, or what `on_duplicate` makes of a duplicate.
-
-    Raises:
-        OptionError: An option of this call is unknown, malformed or cannot travel.
-        UnkeyableCall: The call's key cannot be computed.
-        DuplicateTask: The call is a duplicate, and is to be refused.
-        LockRefused: Redis refuses to mark the key.
+    `call` are options of this call alone, `options` those of `celery.Task.apply_async`; `final` are the
+    arguments as the worker will see them, and `expires` is the task's, for options that do not say.
     """
     before = Call.before(guard.task, options)
     given_id = options.get("task_id")
@@ -217,11 +201,7 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
 
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
-    """Mark a key for the time that the send takes; None if Redis cannot be asked, and the call is published.
-
-    Raises:
-        LockRefused: Redis refuses to mark the key.
-    """
+    """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
     (found,) = mark_all(client_for(guard.app), [mark], dedupe=str(options.dedupe), lease=grace_s(lease))
     if isinstance(found, LockRefused):
         raise found
@@ -236,14 +216,7 @@ def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marke
 
 
 def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:
-    """Seconds for which a sent call's mark lasts: the queue lease beyond its eta, but not past its expiry.
-
-    Args:
-        app: The app, for its clock and time zone.
-        settled: The options of the call.
-        options: The options of `celery.Task.apply_async`.
-        expires: When the task's calls expire, if the options do not say. Defaults to never.
-    """
+    """Seconds for which a sent call's mark lasts: the queue lease beyond its eta, but not past its expiry."""
     begins = seconds_until(app, options.get("countdown") or options.get("eta") or 0.0)
     lease = settled.queue_lease + max(0.0, begins)
     ends = options.get("expires", expires)

@@ -49,12 +49,7 @@ class Script:
         self.sha = sha1(self.text.encode()).hexdigest()
 
     def __call__(self, client: Any, keys: Keys, *arguments: Any) -> list[Any]:
-        """Run it: the reply's words as text.
-
-        Raises:
-            LockUnavailable: Redis did not answer, or cannot decide now.
-            LockRefused: Redis refuses a command.
-        """
+        """Run it: the reply's words as text."""
         try:
             try:
                 reply = ask(client, ("EVALSHA", self.sha, len(keys), *keys, *arguments))

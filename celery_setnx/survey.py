@@ -85,13 +85,6 @@ def survey(client: Any, prefix: str) -> Iterator[Sighting]:
     The names are collected first, so one that comes meanwhile may be missing, and one that goes is left out.
     What a release leaves behind for a minute is no lock. Locks that the user has named (`SetnxLock`) are
     elsewhere.
-
-    Args:
-        client: The Redis client; of a cluster, every primary is asked.
-        prefix: `setnx_prefix`.
-
-    Raises:
-        redis.RedisError: Redis did not answer, or forbids one of `COMMANDS`.
     """
     has_line = _keys(client, prefix)
     keys = iter(sorted(has_line))
@@ -102,30 +95,12 @@ def survey(client: Any, prefix: str) -> Iterator[Sighting]:
 
 
 def look(client: Any, key: str) -> Sighting:
-    """What there is of one lock now; a free one has no holder.
-
-    Args:
-        client: The Redis client.
-        key: The lock's Redis key.
-
-    Raises:
-        ValueError: No record beside a lock of that name would share its cluster slot.
-        redis.RedisError: As `survey`.
-    """
+    """What there is of one lock now; a free one has no holder."""
     return _look(client, [key], [key])[0]
 
 
 def waiters(client: Any, key: str, server_time: float) -> list[Waiter]:
-    """Who waits in line for a lock, the first hundred.
-
-    Args:
-        client: The Redis client.
-        key: The lock's Redis key.
-        server_time: The server's clock (Unix seconds), from which their ages are counted.
-
-    Raises:
-        redis.RedisError: As `survey`.
-    """
+    """Who waits in line for a lock, the first hundred."""
     line = client.zrange(line_names(key)[0], 0, 99, withscores=True)
     places = enumerate(((_text(task_id), since_us / 1e6) for task_id, since_us in line), 1)
     return [
@@ -163,27 +138,13 @@ class TakeOver:
 
 
 def note_take_over(client: Any, key: str, take_over: TakeOver, keep_s: float) -> None:
-    """Leave a note of a take-over, for who looks at the lock later. It is news, and decides nothing.
-
-    Args:
-        client: The Redis client.
-        key: The lock's Redis key.
-        take_over: What happened.
-        keep_s: Seconds for which it is kept.
-
-    Raises:
-        redis.RedisError: Redis did not answer, or forbids SET.
-    """
+    """Leave a note of a take-over, for who looks at the lock later. It is news, and decides nothing."""
     if keep_s >= 0.001:
         client.set(take_over_name(key), json.dumps(asdict(take_over)), px=int(keep_s * 1000))
 
 
 def last_take_over(client: Any, key: str) -> TakeOver | None:
-    """The last take-over of a lock; None if there was none within the retention.
-
-    Raises:
-        redis.RedisError: Redis did not answer, or forbids GET.
-    """
+    """The last take-over of a lock; None if there was none within the retention."""
     note = client.get(take_over_name(key))
     try:
         return None if note is None else TakeOver(**json.loads(note))
@@ -192,19 +153,7 @@ def last_take_over(client: Any, key: str) -> TakeOver | None:
 
 
 def drop(client: redis.Redis, sighting: Sighting) -> bool:
-    """Delete a lock and its record, whoever holds it, if they are still what was seen.
-
-    Args:
-        client: The Redis client.
-        sighting: What was seen.
-
-    Returns:
-        True if it was dropped; False if it has changed since, and nothing was touched.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Delete a lock and its record, whoever holds it, if they are still what was seen."""
     value, record = sighting.raw
     if value is None:
         return False

@@ -19,11 +19,7 @@ class Switch:
 
     @contextmanager
     def on(self, app: Any = None) -> Iterator[None]:
-        """Turn it on for a while; may be nested.
-
-        Args:
-            app: The app. Defaults to all apps.
-        """
+        """Turn it on for a while; may be nested."""
         self._apps.append(app)
         try:
             yield

@@ -264,23 +264,14 @@ def current_lock() -> HeldLock | None:
 
 
 def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
-    """The lock of a call with these arguments, of a `SingletonTask` or of a task with `@singleton`.
-
-    Raises:
-        OptionError: The task has no lock.
-        UnkeyableCall: The key cannot be computed.
-    """
+    """The lock of a call with these arguments, of a `SingletonTask` or of a task with `@singleton`."""
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
     return guard_for(task).lock(Call(task.name, ""), args, kwargs)
 
 
 def guard_for(task: Task) -> Guard:
-    """The guard of a `SingletonTask`, or of a task with `@singleton`.
-
-    Raises:
-        OptionError: The task has none.
-    """
+    """The guard of a `SingletonTask`, or of a task with `@singleton`."""
     if isinstance(task, SingletonTask) and task._guard is not None:
         return task._guard
     if isinstance(task, SingletonTask) or not hasattr(task.run, _OPTIONS_ATTRIBUTE):
@@ -397,11 +388,7 @@ def _signature(task_class: type[Task]) -> inspect.Signature:
 
 
 def _next_call(task_class: type[Task]) -> Any:
-    """The `__call__` that follows ours, after a check that those before it lead to ours.
-
-    Raises:
-        OptionError: A subclass's `__call__` runs the body without asking us.
-    """
+    """The `__call__` that follows ours, after a check that those before it lead to ours."""
     mro = task_class.__mro__
     own = mro.index(SingletonTask)
     for base in mro[:own]:

@@ -29,12 +29,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
     """
 
     def start(self, worker: Any) -> None:
-        """Warn of an unreachable or evicting server; refuse to start on one that forbids a command.
-
-        Raises:
-            LockRefused: The server or its ACL forbids what the lock needs.
-            OptionError: No setting names a Redis that this version can use, or a task needs stored results.
-        """
+        """Warn of an unreachable or evicting server; refuse to start on one that forbids a command."""
         app = worker.app
         if DISABLED.is_on(app):
             return
@@ -71,17 +66,7 @@ def trial_name(prefix: str) -> str:
 
 
 def try_lock(client: redis.Redis, name: str) -> None:
-    """Try what a task does with its lock: a take-over, a renewal, a line, a mark.
-
-    Args:
-        client: The Redis client.
-        name: A name of `trial_name`.
-
-    Raises:
-        LockUnavailable: Redis did not answer, or cannot decide now.
-        LockLost: The server forgot the lock.
-        LockRefused: Redis refuses a command.
-    """
+    """Try what a task does with its lock: a take-over, a renewal, a line, a mark."""
     # To be taken over. Nobody relies on it, so no time passes here: its reply may be later than its lease.
     SetnxLock(client, name, lease=0.1, clock=lambda: 0.0).acquire()
     lock = SetnxLock(client, name, line=True)
@@ -93,12 +78,7 @@ def try_lock(client: redis.Redis, name: str) -> None:
 
 
 def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
-    """Hand a lock over.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Hand a lock over."""
     first = Place(held.key, "check", 0, remember=5.0)
     park(client, first, since=0.0, call="", watch=5.0)
     held.release()
@@ -111,12 +91,7 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:
-    """Mark, extend and free.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Mark, extend and free."""
     mark = Mark(key, "check")
     (marked,) = mark_all(client, [mark], dedupe="until_done", lease=5.0)
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):

@@ -141,18 +141,8 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
 def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
     """Park the running call: it is woken when its turn has come.
 
-    Args:
-        task: The task; its request is the call.
-        call: What its message says of it, and since when it waits.
-        options: The options of the call.
-        outcome: What its attempt to acquire the lock found: who holds it.
-
-    Raises:
-        Parked: The call waits.
-        ItsTurn: It need not.
-        celery.exceptions.Ignore: Another message has started it.
-        celery.exceptions.Reject: The broker takes no courier, and has the message still (acks_late).
-        LockUnavailable: The broker takes no courier.
+    Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with Ignore if another message has
+    started the call; or, if the broker takes no courier, as `not_taken_back`.
     """
     app = task.app
     holder = cast("Holder", outcome.holder)
@@ -229,22 +219,7 @@ def holders_result(
 
     A result is stored after the lock is released, so it is asked for again a few times; one that does not
     come is that of a call which died, and this one runs itself. So it does if the other was revoked, or if
-    its process was lost: Celery would take that error for the loss of this one's.
-
-    Args:
-        task: The task; its request is the call.
-        call: What its message says of it.
-        options: The options of the call.
-        holder: Who has the lock now; None if it is free.
-        server_time: The lock server's clock (Unix seconds).
-
-    Returns:
-        The result; `UNSET` if the call is to acquire its lock as any other.
-
-    Raises:
-        Exception: The other call's own error.
-        celery.exceptions.Retry: The call comes back, to ask again.
-        celery.exceptions.Ignore: Another message has started this call.
+    its process was lost: Celery would take that error for the loss of this one's. `UNSET` if it is to run.
     """
     joined, asked = call.join, call.asked
     if joined is None or (holder is not None and holder.task_id == joined):
@@ -273,11 +248,6 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
     """Send the call of the first in line, to which a lock was handed.
 
     Nothing is raised: its courier sends it too, when the lock was kept for it in vain.
-
-    Args:
-        app: The app.
-        heir: To whom the lock was handed; None if nobody waits.
-        key: The lock's Redis key.
     """
     if heir is None:
         return
@@ -300,20 +270,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
 
 
 def leave_line(app: Celery, place: Place, copy: str) -> str:
-    """Let a call leave the line that need not run, and the next one have its turn.
-
-    Args:
-        app: The app.
-        place: The call's place.
-        copy: The message of it that is here.
-
-    Returns:
-        What `celery_setnx.line.leave` does.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Let a call leave the line that need not run, and the next one have its turn."""
     word = leave(client_for(app), place, copy=copy)
     if word == "handed":
         pass_on(app, place, copy)
@@ -321,17 +278,7 @@ def leave_line(app: Celery, place: Place, copy: str) -> str:
 
 
 def pass_on(app: Celery, place: Place, copy: str) -> None:
-    """Hand a lock that is kept for a call which has left the line to the next one, and wake it.
-
-    Args:
-        app: The app.
-        place: The place that the call had.
-        copy: The message of it that has left.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Hand a lock that is kept for a call which has left the line to the next one, and wake it."""
     lock = _lock(app, place.key)
     token = task_token(place.task_id, 0, uuid.uuid4().hex)
     outcome = lock.acquire(token=token, copy=copy, attempt=place.attempt, call_id=place.call_id)
@@ -341,19 +288,7 @@ def pass_on(app: Celery, place: Place, copy: str) -> None:
 
 
 def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str, own: Order | None = None) -> None:
-    """Hand a lock that nobody living holds to the first in line, and wake it.
-
-    Args:
-        app: The app.
-        key: The lock's Redis key.
-        task: The task on whose behalf this is done, for the report of a take-over.
-        task_id: Its id.
-        own: What the courier that does this has been told. Defaults to none.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-    """
+    """Hand a lock that nobody living holds to the first in line, and wake it."""
     lock = _lock(app, key)
     outcome = lock.acquire_at_death(same_host=settings(app.conf).same_host)
     held, dead = outcome.lock, outcome.taken_over_from
@@ -514,11 +449,7 @@ def _until(app: Celery, options: Options, since: float, server_time: float, expi
 
 
 def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
-    """What a line has to wake a call with, if it belongs there.
-
-    Raises:
-        ValueError: It is another call's, or another task's: whoever can write to the line has put it there.
-    """
+    """What a line has to wake a call with, if it belongs there."""
     call, message = Message.unpacked(app, heir.call or "")
     if (call.key, call.task_id) != (key, heir.task_id) or not _is_of_its_scope(app, call):
         raise ValueError(f"the line has {call} with key {call.key or None} in its place")

@@ -31,21 +31,13 @@ _DEAD = (redis.ConnectionError, redis.TimeoutError)
 
 
 def ask(client: Any, command: Command) -> Any:
-    """A command's reply.
-
-    Raises:
-        redis.RedisError: As the client's own `execute_command`.
-    """
+    """A command's reply."""
     wire = _wire_of(client)
     return client.execute_command(*_with_count(command)) if wire is None else wire.ask(_text(command))
 
 
 def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
-    """The replies to many commands, sent in one go to one server; for what it refuses, a ResponseError.
-
-    Raises:
-        redis.RedisError: As the client's own pipeline.
-    """
+    """The replies to many commands, sent in one go to one server; for what it refuses, a ResponseError."""
     wire = _wire_of(client)
     if wire is not None:
         return wire.ask_many([_text(command) for command in commands])

@@ -31,12 +31,7 @@ class NoRedis(click.ClickException):
 
 
 def imported(app: Celery) -> Celery:
-    """The app, with the modules of its tasks imported, as a worker does.
-
-    Raises:
-        OptionError: A module has options that are refused.
-        click.ClickException: A module cannot be imported.
-    """
+    """The app, with the modules of its tasks imported, as a worker does."""
     try:
         app.loader.import_default_modules()
     except SetnxError:
@@ -49,12 +44,7 @@ def imported(app: Celery) -> Celery:
 
 
 def loaded(app: Celery) -> Celery:
-    """The app, with its tasks imported and their options settled.
-
-    Raises:
-        OptionError: The options of a task are refused.
-        click.ClickException: A module of tasks cannot be imported.
-    """
+    """The app, with its tasks imported and their options settled."""
     imported(app).finalize()
     app.tasks.values()
     return app
@@ -111,11 +101,7 @@ def _guard_or_none(task: Task) -> Guard | None:
 
 
 def guard_of(task: Task) -> Guard:
-    """The guard of a task.
-
-    Raises:
-        click.UsageError: It has none.
-    """
+    """The guard of a task."""
     guard = _guard_or_none(task)
     if guard is None:
         raise click.UsageError(f"{task.name} is neither a SingletonTask nor a @singleton: it has no lock")

@@ -96,12 +96,7 @@ def table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator
 
 
 def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
-    """The lines that `celery setnx show` prints of a lock.
-
-    Args:
-        details: What it prints as JSON.
-        sighting: What was seen.
-    """
+    """The lines that `celery setnx show` prints of a lock."""
     holder, last = sighting.holder, details["last_holder"]
     yield f"key       {sighting.key}"
     yield f"task      {sighting.task}"
@@ -132,12 +127,7 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
 
 
 def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
-    """Whether a call would run now, and why, the main reason first.
-
-    Args:
-        guard: The task's.
-        sighting: What was seen of the call's lock.
-    """
+    """Whether a call would run now, and why, the main reason first."""
     options, holder = guard.options, sighting.holder
     if options.dedupe and sighting.mark:
         because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
