@@ -88,7 +88,7 @@ def extend_all(
 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
-    """Free many marks, where they are their tasks' still; the first error: other marks lapse by themselves."""
+    """Free many marks, where they are their tasks' still; the first error: the others lapse by themselves."""
     return _first_error(_unmark(client, marks=marks))
 
 

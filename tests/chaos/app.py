@@ -17,6 +17,7 @@ from celery.signals import task_failure, task_postrun, task_received, task_revok
 from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
 from celery_setnx import trial as trial_module
 from celery_setnx.lock import Heir
+from celery_setnx.message import Call
 from tests.harness import CONF
 from tests.soak import flaws
 from tests.soak.history import History, note_renewals
@@ -101,7 +102,7 @@ def work(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
 @app.task(base=Keyed, bind=True, acks_late=True, reject_on_worker_lost=True)
 def late(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """The message is acknowledged afterwards; a second delivery is short."""
-    again = self.request.delivery_info.get("redelivered") or (self.request.headers or {}).get("redelivered")
+    again = Call.of(self.name, vars(self.request)).redelivered  # also of one that has come back since
     return body(self, name, 0.05 if again else seconds, deaf)
 
 
