@@ -39,6 +39,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.guard import Guard
 from celery_setnx.keys import digest, key_name
 from celery_setnx.lock import ORIGINAL, HeldLock, Outcome, task_token
+from celery_setnx.message import Call
 from celery_setnx.run import info_of
 from examples.embedded import EmbeddedServer
 
@@ -141,7 +142,7 @@ class TaskLocks:
             RuntimeError: It is held.
         """
         task_id, nonce, call_id = next(self._messages)
-        lock = self._guard.lock({"key": name}, (), {}, info_of(os.getpid(), TASK, WORKER))
+        lock = self._guard.lock(Call(TASK, task_id, key=name), (), {}, info_of(os.getpid(), TASK, WORKER))
         details = {"copy": ORIGINAL, "attempt": 0, "call_id": call_id, "remember": 0.0, "since": 0.0}
         token = task_token(task_id, 0, nonce)
         return held_by(lock.acquire_at_death(same_host=True, token=token, **details))

@@ -34,9 +34,10 @@ autodoc_preserve_defaults = True
 
 # Nothing is fetched when the site is built, so the names of others lead nowhere; ours must.
 nitpick_ignore_regex = [(r"py:.*", r"(?!celery_setnx\b).*")]
-# A type variable, and how a call that waits leaves its body: nothing to be caught.
+# A type variable, a call as its message has it, and how one that waits leaves its body: not to be caught.
 nitpick_ignore = [
     ("py:class", "celery_setnx.task.Function"),
+    ("py:class", "celery_setnx.message.Call"),
     ("py:exc", "celery_setnx.waiting.Parked"),
     ("py:exc", "celery_setnx.waiting.ItsTurn"),
 ]

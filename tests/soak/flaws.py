@@ -129,11 +129,13 @@ def client_clock() -> None:
 
 
 def no_release_on_error() -> None:
-    """The lock is released only if the body returns."""
-    release = HeldLock.release
+    """The lock is released only if the body returns, and not later either."""
+    release, failed = HeldLock.release, set()
 
     def only_on_success(held: HeldLock, **options: Any) -> Any:
         if sys.exc_info()[0] is not None:
+            failed.add(held.token)
+        if held.token in failed:
             raise LockUnavailable(held.key, "the body has failed")
         return release(held, **options)
 
