@@ -20,9 +20,6 @@ HEADER = "singleton"
 REPLACED = 1_000_000
 """By how much the number of an attempt grows with a `replace()`."""
 
-_MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua
-
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -543,7 +543,7 @@ SCENARIOS: dict[str, Scenario] = {
     "kill -9 of a worker, wait and join": Scenario(worker_kill, 2, 40, ("no_courier",), WAITS, teeth=2),
     "kill -9 of a waiting worker": Scenario(waiting_worker_kill, 3, 60, ("claimed_once",), WAITS, teeth=3),
     "kill -9 before the wake-up": Scenario(killed_before_waking, 4, 60, ("no_courier",), WAITS, teeth=2),
-    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "join_first"), WAITS),
+    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "join_first"), WAITS, teeth=5),
     "SIGSTOP past the lease, wait": Scenario(stopped_holder, 4, 50, ("no_courier",), ("wait",)),
     "lock server killed, wait": Scenario(server_kill, 1, 20, ("no_courier",), ("wait",), teeth=1),
 }
