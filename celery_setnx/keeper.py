@@ -202,7 +202,6 @@ class _Errands:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: SimpleQueue[tuple[Callable[[], None], float]] = SimpleQueue()
-        self._again: list[tuple[Callable[[], None], float]] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -224,26 +223,31 @@ class _Errands:
                 self._thread.start()
 
     def _run(self) -> None:
+        failed: list[tuple[Callable[[], None], float]] = []
+        tried_at = -_NEVER
         while True:
-            again, self._again = self._again, []
-            for errand, until in [*again, *self._next()]:
+            errands = self._next(_AGAIN_S if failed else None)
+            # Once a second, however many there are: with a server that is away each may take a timeout.
+            if failed and self._clock() >= tried_at + _AGAIN_S:
+                errands, failed, tried_at = errands + failed, [], self._clock()
+            for errand, until in errands:
                 try:
                     errand()
                 except SetnxError as error:
                     if self._clock() < until:
-                        self._again.append((errand, until))
+                        failed.append((errand, until))
                     else:
                         logger.info("It is not tried again, because the lease has ended: %s", error)
                 except Exception:
                     logger.exception("What was to be done for a lock failed.")
 
-    def _next(self) -> list[tuple[Callable[[], None], float]]:
-        """What is to be done; nothing if, after a while, something is to be tried again."""
-        try:
-            if _green() is None:
-                return [self._queue.get(timeout=_AGAIN_S if self._again else None)]
+    def _next(self, wait_s: float | None) -> list[tuple[Callable[[], None], float]]:
+        """What is new; nothing if nothing comes for a while."""
+        if _green() is not None:
             time.sleep(_LOOK_S)
-            return [self._queue.get_nowait()]
+            return [self._queue.get() for _ in range(self._queue.qsize())]
+        try:
+            return [self._queue.get(timeout=wait_s)]
         except Empty:
             return []
 

@@ -259,26 +259,48 @@ def test_lock_is_renewed_no_more_when_its_owner_is_gone(locks, watch, caplog):
     assert SetnxLock(locks, "a").acquire().acquired
 
 
-def test_errand_is_run_again_until_it_succeeds_or_is_too_late(watch, caplog):
-    """A release that failed; whatever else is raised is logged, and is no reason to run it again."""
+def errand(runs: list[str], name: str, fails: int, error: Exception) -> Callable[[], None]:
+    """What notes its runs, and raises so often."""
+
+    def run() -> None:
+        runs.append(name)
+        if runs.count(name) <= fails:
+            raise error
+
+    return run
+
+
+def test_errand_that_is_alone_is_run_again_until_it_succeeds(watch):
+    """A release that failed, while the process has nothing else to do that would wake the thread."""
+    runs: list[str] = []
+    watch.keeper.try_again(errand(runs, "a", 2, LockUnavailable("a", "gone away")), until=watch.now + 30)
+    wait_until(lambda: runs == ["a"] * 2, "it is run again")
+    watch.now += keeper._AGAIN_S
+    wait_until(lambda: runs == ["a"] * 3, "it succeeds")
+
+
+def test_errand_is_run_again_once_a_second_however_many_there_are(watch):
+    """What fails is not run again with each of the others: a server that is away takes a timeout for each."""
+    runs: list[str] = []
+    away = LockUnavailable("a", "gone away")
+    many = [f"{n}" for n in range(20)]
+    for name in many:
+        watch.keeper.try_again(errand(runs, name, 99, away), until=watch.now + 30)
+    wait_until(lambda: set(runs) == set(many), "each has been run")
+    assert len(runs) <= 2 * len(many)
+
+
+def test_errand_that_is_too_late_or_broken_is_not_run_again(watch, caplog):
+    """A lease that has ended has done it; whatever else than Redis raised is logged."""
     caplog.set_level("INFO")
     runs: list[str] = []
-
-    def errand(name: str, fails: int, error: Exception) -> Callable[[], None]:
-        def run() -> None:
-            runs.append(name)
-            if runs.count(name) <= fails:
-                raise error
-
-        return run
-
     away = LockUnavailable("a", "gone away")
-    watch.keeper.try_again(errand("soon", 2, away), until=watch.now + 30)
-    watch.keeper.try_again(errand("late", 99, away), until=watch.now)
-    watch.keeper.try_again(errand("broken", 99, ZeroDivisionError()), until=watch.now + 30)
-    wait_until(lambda: "What was to be done for a lock failed." in caplog.text, "the broken one is told")
-    wait_until(lambda: runs.count("soon") == 3, "it succeeds")
+    watch.keeper.try_again(errand(runs, "late", 99, away), until=watch.now)
+    watch.keeper.try_again(errand(runs, "broken", 99, ZeroDivisionError()), until=watch.now + 30)
+    watch.keeper.try_again(errand(runs, "again", 1, away), until=watch.now + 30)
+    wait_until(lambda: runs.count("again") == 2, "what failed is run again")
     assert "It is not tried again, because the lease has ended: Redis does not serve the lock" in caplog.text
+    assert "What was to be done for a lock failed." in caplog.text
     assert (runs.count("late"), runs.count("broken")) == (1, 1)
 
 

@@ -191,6 +191,19 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
         rival.release()
 
 
+def test_release_is_tried_until_redis_is_back(task, proxy, locks, caplog):
+    """An outage that outlasts the second try too: the process has nothing else to do, and tries on."""
+    SetnxLock(locks, "warm").acquire().lock.release()  # the server knows the script
+    task.app.conf.setnx_url = proxy.url(LOCK_DB)
+    run = run_of(task)
+    with proxy.fault("cut_before", containing=lock_module._RELEASE.sha.encode(), times=10**6) as outage:
+        assert run.guard(lambda: "done") == "done"
+        at_first = outage.struck
+        wait_until(lambda: outage.struck > 2 * at_first, "it was tried once more, in vain")
+        assert run.lock.holder() is not None
+    wait_until(lambda: run.lock.holder() is None, "it is released")
+
+
 def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
     """A soft time limit that strikes between the body's end and ours: the process renews nothing for ever."""
     run = run_of(task, lease=0.6)
