@@ -267,10 +267,15 @@ def deliverable(app: Celery, countdown: float) -> float:
     return countdown if limit_s is None else min(countdown, limit_s / 4)
 
 
+def broker_url(app: Celery) -> str:
+    """The URL from which the app's workers read; the first, if there are several."""
+    url = app.conf.get("broker_read_url") or app.conf.get("broker_url") or ""
+    return str(url if isinstance(url, str) else url[0])
+
+
 def visibility_timeout_s(app: Celery) -> float | None:
     """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
-    broker = app.conf.get("broker_read_url") or app.conf.get("broker_url") or ""
-    scheme = (broker if isinstance(broker, str) else broker[0]).partition(":")[0]
+    scheme = broker_url(app).partition(":")[0]
     if scheme not in _VISIBILITY_S:
         return None
     options = app.conf.get("broker_transport_options") or {}

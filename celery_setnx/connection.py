@@ -52,15 +52,15 @@ def client_for(app: Celery) -> redis.Redis:
     return client
 
 
-def new_client(app: Celery) -> redis.Redis:
+def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     """A Redis client of one's own for the app's locks; see `client_for`."""
     url, setting = lock_url(app)
     if _scheme(url) == "sentinel":
-        client = _sentinel_client(app, url, setting)
+        client = _sentinel_client(app, url, setting, timeout_s)
     elif _scheme(url).endswith("+cluster"):
-        client = _cluster_client(app, url)
+        client = _cluster_client(app, url, timeout_s)
     else:
-        client = redis.Redis(connection_pool=_pool(app, url, setting))
+        client = redis.Redis(connection_pool=_pool(app, url, setting, timeout_s))
     # For a thread that may share no connection with others.
     client.setnx_again = partial(new_client, app)  # type: ignore[attr-defined]
     return client
@@ -122,9 +122,9 @@ class LateCluster:
         return int(self.__getattr__("keyslot")(key))
 
 
-def _pool(app: Celery, url: str, setting: str) -> redis.ConnectionPool:
+def _pool(app: Celery, url: str, setting: str, timeout_s: float) -> redis.ConnectionPool:
     params = _params(app, url, setting)
-    params = {**params, **_ours(retries=1)}
+    params = {**params, **_ours(timeout_s)}
     if "path" in params:
         del params["socket_connect_timeout"]
     for refused in ("max_connections", "retry_on_timeout"):
@@ -132,14 +132,14 @@ def _pool(app: Celery, url: str, setting: str) -> redis.ConnectionPool:
     return redis.ConnectionPool(**params)
 
 
-def _ours(*, retries: int) -> dict[str, Any]:
+def _ours(timeout_s: float, *, retries: int = 1) -> dict[str, Any]:
     """What every connection to a lock server has, whatever the result backend waits for.
 
     A task must not hang on a dead server. A command may be sent again: every script knows its own token.
     """
     return {
-        "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         "retry": Retry(ExponentialBackoff(cap=0.1, base=0.01), retries),
         # redis-py 5 sends nothing again unless it is told after which errors.
         "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
@@ -149,7 +149,7 @@ def _ours(*, retries: int) -> dict[str, Any]:
     }
 
 
-def _sentinel_client(app: Celery, url: str, setting: str) -> redis.Redis:
+def _sentinel_client(app: Celery, url: str, setting: str, timeout_s: float) -> redis.Redis:
     """The master that the Sentinels name, asked again with every new connection."""
     options = _transport_options(app, setting)
     if not options.get("master_name"):
@@ -163,19 +163,19 @@ def _sentinel_client(app: Celery, url: str, setting: str) -> redis.Redis:
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         hosts,
         min_other_sentinels=options.get("min_other_sentinels", 0),
-        sentinel_kwargs={**_ours(retries=0), **(options.get("sentinel_kwargs") or {})},
+        sentinel_kwargs={**_ours(timeout_s, retries=0), **(options.get("sentinel_kwargs") or {})},
     )
-    params = {**params, **_ours(retries=1)}
+    params = {**params, **_ours(timeout_s)}
     return sentinels.master_for(options["master_name"], **params)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _cluster_client(app: Celery, url: str) -> Any:
+def _cluster_client(app: Celery, url: str, timeout_s: float) -> Any:
     """A cluster, of which the URL names one node or more; it finds the others."""
     hosts, params = _hosts_and_params(app, url.replace("+cluster://", "://"), "setnx_url")
     if params.pop("db", 0):
         raise OptionError(f"a Redis Cluster has no databases but 0: {masked(url)}")
     nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-    params = {**params, **_ours(retries=1)}
+    params = {**params, **_ours(timeout_s)}
     return LateCluster(partial(RedisCluster, startup_nodes=nodes, **params))
 
 

@@ -93,7 +93,7 @@ def _locks(client: Any, own: Settings) -> Iterator[Finding]:
         yield warn(
             "commands",
             f"The locks cannot be listed: {error}",
-            "`celery setnx list`, `watch` and `release --queued` need SCAN, MGET, TYPE, PTTL and ZCARD.",
+            "`celery setnx list`, `watch` and `release --queued` need SCAN, MGET, TYPE, PTTL and ZCOUNT.",
             "Grant them to the user that operators use. Tasks do without.",
         )
 

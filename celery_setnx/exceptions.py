@@ -203,6 +203,7 @@ class LockRefused(SetnxError):
         return (
             f"Redis refuses to serve the lock {self.key}: {self.reason}. celery_setnx needs EVAL, EVALSHA "
             "and, inside scripts, TIME, GET, EXISTS, SET, GETSET, DEL, PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, "
-            "ZRANGE, ZCARD, ZRANK, HSET, HGET and HDEL on this key, its :holder, :queued, :line, :calls and "
-            ":ticket:*; grant them, or point setnx_url at a server that has them."
+            "ZRANGE, ZRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, "
+            ":queued, :line, :calls, :ticket:* and :instead:*, and on <prefix>:lines:*. Grant them, or point "
+            "setnx_url at a server that has them."
         )

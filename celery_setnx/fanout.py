@@ -23,7 +23,7 @@ from celery_setnx.guard import Guard
 from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.message import Call
 from celery_setnx.options import plain
-from celery_setnx.publish import AWAITED, Send, mark_lease_s
+from celery_setnx.publish import AWAITED, Send, mark_lease_s, serve_stalled
 from celery_setnx.signals import call_deduplicated
 from celery_setnx.switches import DISABLED
 
@@ -281,6 +281,8 @@ class _FanOut:
         fresh = []
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and marked.is_duplicate:
+                if marked.stalled:
+                    serve_stalled(self.guard, call.told.key)
                 self._duplicate(call, marked)
             else:
                 fresh.append(call)

@@ -17,6 +17,7 @@ from celery_setnx.keys import KeyFunction, key_name, mark_name
 from celery_setnx.lock import SetnxLock
 from celery_setnx.message import REPLACED, Call
 from celery_setnx.options import NAMES, Options, check_name, merged, plain, settings
+from celery_setnx.sweep import sweep_in_workers
 from celery_setnx.trial import check_at_worker_start
 from celery_setnx.waiting import add_courier
 
@@ -48,6 +49,7 @@ class Guard:
         check_name(f"scope of {task}", self.options.scope or task)
         add_courier(app)
         check_at_worker_start(app)
+        sweep_in_workers(app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""

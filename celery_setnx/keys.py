@@ -131,6 +131,16 @@ def line_names(lock_name: str) -> tuple[str, str]:
     return f"{lock_name}:line", f"{lock_name}:calls"
 
 
+def instead_name(lock_name: str, task_id: str) -> str:
+    """The name of the key that says who runs in the stead of a task that died with the lock."""
+    return f"{lock_name}:instead:{task_id}"
+
+
+def lines_name(prefix: str, broker: str) -> str:
+    """The name of the set of all lines whose calls come from one broker, by its URL without a user."""
+    return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"
+
+
 def take_over_name(lock_name: str) -> str:
     """The name of the note of the last take-over of a task's lock, in the same slot."""
     return f"{lock_name}:taken_over"

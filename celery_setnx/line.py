@@ -1,22 +1,35 @@
 """The line: tasks that wait for a lock, first come first served. Redis only; nothing here knows Celery.
 
 A line is a sorted set of task ids beside the lock, with a hash of the calls that they are woken with. A
-release hands the lock to the first (`lua/release.lua`). As a call that waits may have several messages on
-their way, its ticket says which one of them may start it: the first that acquires the lock, and no other.
+release hands the lock to the first (`lua/release.lua`), and so does whoever finds it free (`lua/serve.lua`).
+As a call that waits may have several messages on their way, its ticket says which one of them may start it:
+the first that acquires the lock, and no other.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
-from celery_setnx.keys import line_names, record_name, ticket_name
-from celery_setnx.lock import Holder, current_holder
+from celery_setnx.keys import instead_name, line_names, record_name, ticket_name
+from celery_setnx.lock import DAY_S, Holder, current_holder
 from celery_setnx.scripts import Script
 
-_PARK, _LEAVE = Script("park"), Script("leave")
+_PARK, _LEAVE, _INSTEAD = Script("park"), Script("leave"), Script("instead")
+_DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
+
+_LINES_MS = int(8 * DAY_S * 1000)
+_CLAIM_S = 2.0
+
+IN_LINE = ("-inf", "(4000000000000000")
+"""The scores of those who wait; behind them are those that are passed over."""
+
+BEGUN_S = 7 * DAY_S
+"""Seconds for which it is remembered that a call which has waited has begun."""
 
 
 @dataclass(frozen=True)
@@ -48,52 +61,85 @@ class Found:
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
-        watches: Whether its courier is the one that watches the lock for the whole line.
     """
 
     state: str
     place: int
     holder: Holder | None
     server_time: float
-    watches: bool
 
 
-def park(
-    client: redis.Redis, place: Place, *, copy: str = "", since: float, call: str, watch: float = 0.0
-) -> Found:
+def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, call: str) -> Found:
     """Let a task wait in line, or see that it still does.
 
     `copy` is the message that met the held lock; without one its courier asks. `since` (Unix seconds, the
-    server's) is its place, and `call` what it is woken with. For `watch` seconds its courier may be the one
-    that watches the lock for the line.
+    server's) is its place, and `call` what it is woken with.
     """
-    word, now_us, value, record, rank, watcher = _park(
-        client, place=place, copy=copy, since_s=since, call=call, watch_s=watch
-    )
-    holder = current_holder(now_us, value, record)
-    return Found(word, int(rank), holder, int(now_us) / 1e6, watcher == "1")
+    word, now_us, value, record, rank = _park(client, place=place, copy=copy, since_s=since, call=call)
+    return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
 def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     """Leave the line, so that no message of this attempt starts it: `left`.
 
-    `handed` if the lock is kept for it, and is to be passed on; `stale` if another message of it has started,
-    in which case nothing was changed.
+    `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
+    started, in which case nothing was changed.
     """
     return str(_leave(client, place=place, copy=copy)[0])
 
 
-def _park(
-    client: redis.Redis, *, place: Place, copy: str, since_s: float, call: str, watch_s: float
-) -> list[Any]:
-    """Run lua/park.lua: [word, now us, lock value, record, place, watcher]."""
+def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
+    """Which task runs in the stead of one that has died, for all who wait for it: the first who asks."""
+    return str(_INSTEAD(client, (instead_name(place.key, of),), place.task_id, _remember_ms(place))[0])
+
+
+class Claimed(NamedTuple):
+    """The lines that a worker is to look at.
+
+    Attributes:
+        epoch: What tells these data from those before Redis lost them.
+        until_us: Until when the lines are claimed; to be given back to `settle`.
+        lines: Names of a task whose calls wait, and of their lock.
+    """
+
+    epoch: str
+    until_us: str
+    lines: list[tuple[str, str]]
+
+
+def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> str:
+    """Have a worker that has the task look at a line within so many seconds: the epoch of Redis' data."""
+    return str(_DUE(client, (lines,), f"{task}\n{key}", round(within * 1e6), _LINES_MS, _new_epoch())[0])
+
+
+def claim(client: redis.Redis, lines: str, tasks: Iterable[str]) -> Claimed:
+    """Claim the lines of some tasks that it is time to look at: nobody else does for a moment."""
+    found = _SWEEP(client, (lines,), round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), *tasks)
+    pairs = [entry.partition("\n") for entry in found[2:]]
+    return Claimed(found[0], found[1], [(task, key) for task, _, key in pairs])
+
+
+def settle(
+    client: redis.Redis, lines: str, task: str, key: str, claimed: Claimed, *, within: float | None
+) -> None:
+    """Say in how many seconds somebody is to look at a line again; None if nobody waits there."""
+    within_us = "" if within is None else round(within * 1e6)
+    _SETTLE(client, (lines,), f"{task}\n{key}", claimed.until_us, within_us)
+
+
+def _new_epoch() -> int:
+    return random.randrange(1, 2**48)
+
+
+def _park(client: redis.Redis, *, place: Place, copy: str, since_s: float, call: str) -> list[Any]:
+    """Run lua/park.lua: [word, now us, lock value, record, place]."""
     waiter = (place.task_id, place.attempt, copy, round(since_s * 1e6), call)
-    return _PARK(client, _keys(place), *waiter, _remember_ms(place), round(watch_s * 1e6))
+    return _PARK(client, _keys(place), *waiter, _remember_ms(place))
 
 
 def _leave(client: redis.Redis, *, place: Place, copy: str) -> list[Any]:
     """Run lua/leave.lua: [word]."""
-    return _LEAVE(client, _keys(place), place.task_id, place.attempt, copy, _remember_ms(place))
+    return _LEAVE(client, _keys(place), place.task_id, place.attempt, copy, int(BEGUN_S * 1000))
 
 
 def _keys(place: Place) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ ORIGINAL = "-"
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 
 _ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
-_HOLD, _FREE, _LOOK = Script("hold"), Script("free"), Script("look")
+_HOLD, _FREE, _LOOK, _SERVE = Script("hold"), Script("free"), Script("look"), Script("serve")
 
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
@@ -85,17 +85,37 @@ class Waiter:
 
 @dataclass(frozen=True)
 class Heir:
-    """The first in line, to which a released lock was handed.
+    """The first in line, to which a lock was handed.
 
     Attributes:
         task_id: The task's id.
-        call: What it is woken with; None if that is not known any more, and it wakes by itself.
+        call: What it is woken with; None if it asks by itself, or its wake-up is on its way.
         rest_s: Seconds until the lock has rested; 0 if it has been handed over.
+        taken_over_from: Who held the lock before, if that one has died.
+        server_time: The server's clock (Unix seconds) then; 0 if nobody has died.
     """
 
     task_id: str
     call: str | None
     rest_s: float = 0.0
+    taken_over_from: Holder | None = None
+    server_time: float = 0.0
+
+
+class Served(NamedTuple):
+    """What became of the service of a line.
+
+    Attributes:
+        heir: To whom the lock is handed; None if it is not.
+        holder: Who has it otherwise; None if nobody does.
+        look_in: Seconds after which it is time to look again; None if nobody waits, or that is not known.
+        waits: Whether anybody may wait.
+    """
+
+    heir: Heir | None
+    holder: Holder | None
+    look_in: float | None
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -333,7 +353,7 @@ class SetnxLock:
             a release hands it to the first. Defaults to False.
 
     Attributes:
-        heir: To whom the last release through this object has handed the lock; None if nobody waited.
+        heir: To whom the lock was handed through this object, last; None if nobody is to be woken.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
@@ -478,6 +498,27 @@ class SetnxLock:
         # The script compares the dead token, so that nobody else's lock is meant.
         return self.acquire(token=token, dead=holder.token, **details)
 
+    def serve(self, *, dead: str = "", away: str = "") -> Served:
+        """Hand the lock to the first in line, if nobody living has it.
+
+        Args:
+            dead: As in `acquire`.
+            away: Id of a task for which the lock is kept, and which cannot come: it is passed over.
+
+        Raises:
+            LockUnavailable: Redis did not decide.
+            LockRefused: Redis refuses a command.
+        """
+        word, now_us, value, record, heir, call, next_us = _serve(self, dead, away)
+        found = parse_holder(record, value, int(now_us))
+        look_in = max(0.0, (int(next_us) - int(now_us)) / _US) if next_us != "0" else None
+        if not heir:
+            holder = found if word == "held" else None
+            return Served(None, holder, look_in, holder is not None or look_in is not None)
+        died = found if word == "taken_over" else None
+        heir = Heir(heir, call, taken_over_from=died, server_time=int(now_us) / _US if died else 0.0)
+        return Served(heir, None, look_in, True)
+
     def release(self) -> Released:
         """Release what the last `acquire()` on this object acquired; see `HeldLock.release`.
 
@@ -581,6 +622,10 @@ class SetnxLock:
     def _acquire_once(self, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> Outcome:
         before = self.clock()
         reply = _acquire(self, token, dead, call_id, waiter)
+        while reply[0] == "line":  # nobody living has it: it goes to the first who waits
+            self.heir = self.serve(dead=dead).heir or self.heir
+            before = self.clock()
+            reply = _acquire(self, token, "", call_id, waiter)
         if len(reply) == 3:  # it was free, and nobody waits
             now_us = int(reply[1])
             held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us)
@@ -703,6 +748,14 @@ def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> 
             keys, mark_ms = (*keys, lock.mark), _ms(mark_s)
     hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
     return _RELEASE(lock.client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
+
+
+def _serve(lock: SetnxLock, dead: str, away: str) -> list[Any]:
+    """Run lua/serve.lua: [word, now us, lock value, record, heir, call, next us]."""
+    keys = (lock.name, lock.record, *line_names(lock.name))
+    hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
+    token = os.urandom(16).hex()
+    return _SERVE(lock.client, keys, token, hand_over_us, _REMEMBER_RELEASE_MS, lock._lease_us, dead, away)
 
 
 def _hold(

@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.keys import mark_name, record_name
+from celery_setnx.keys import line_names, mark_name, record_name
 from celery_setnx.lock import Holder, parse_holder
 from celery_setnx.scripts import Script
 
@@ -38,11 +38,13 @@ class Marked:
         task_id: The task that the key is marked for, or that runs: the caller's own if it was first.
         state: `marked` for the caller, or `queued` or `running`: by whom it is a duplicate.
         holder: The running task's record; None in the other states.
+        stalled: Whether calls wait in line for a lock that nobody living has. Defaults to False.
     """
 
     task_id: str
     state: str
     holder: Holder | None = None
+    stalled: bool = False
 
     @property
     def is_duplicate(self) -> bool:
@@ -94,6 +96,8 @@ def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | Lo
 
 def _marked(reply: list[Any]) -> Marked:
     word, task_id, now_us, value, record = reply
+    if word == "stalled":
+        return Marked(task_id, "queued", stalled=True)
     return Marked(task_id, word, parse_holder(record, value, int(now_us)) if word == "running" else None)
 
 
@@ -106,9 +110,10 @@ def _mark(
 ) -> list[list[Any] | LockUnavailable | LockRefused]:
     """Run lua/mark.lua for each: [word, task id, now us, lock value, record]."""
     lease_ms = max(1, int(lease_s * 1000))
-    calls = [
-        ((mark.key, record_name(mark.key), mark.name), (mark.task_id, lease_ms, dedupe)) for mark in marks
-    ]
+    calls = []
+    for mark in marks:
+        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0])
+        calls.append((keys, (mark.task_id, lease_ms, dedupe)))
     return _MARK.many(client, calls)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from celery_setnx.exceptions import (
     LockRefused,
     LockUnavailable,
     OptionError,
+    SetnxError,
     UnkeyableCall,
 )
 from celery_setnx.guard import Guard, is_singleton
@@ -31,6 +33,7 @@ from celery_setnx.message import Call, attempt_of
 from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 from celery_setnx.switches import DISABLED
+from celery_setnx.waiting import let_the_line_go_on
 
 logger = logging.getLogger("celery_setnx")
 
@@ -120,6 +123,8 @@ def publish(
     marked = take_mark(guard, mark, settled, lease)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
+    if marked is not None and marked.stalled:
+        serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
         ignored = options.get("ignore_result")
         return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
@@ -213,6 +218,13 @@ def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marke
         )
         return None
     return found
+
+
+def serve_stalled(guard: Guard, key: str) -> None:
+    """Let a line go on in which a queued call waits for nobody living; a sweep does it where this fails."""
+    if is_singleton(guard.app._tasks.get(guard.task)):  # else its calls cannot be told from others' here
+        with suppress(SetnxError):
+            let_the_line_go_on(guard.app, guard.task, key)
 
 
 def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from celery import Celery, bootsteps
-from celery.signals import task_rejected, task_unknown
+from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
@@ -24,13 +24,13 @@ from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.keeper import keeper_for_process
-from celery_setnx.line import Place, leave
+from celery_setnx.line import BEGUN_S, leave
 from celery_setnx.lock import ORIGINAL, SetnxLock, task_token
 from celery_setnx.marks import Mark, free_all
 from celery_setnx.message import HEADER, Call
 from celery_setnx.process import has_ended
 from celery_setnx.signals import lock_released
-from celery_setnx.waiting import let_the_line_go_on, pass_on, remember_s, wake
+from celery_setnx.waiting import leave_line, let_the_line_go_on, wake
 
 logger = logging.getLogger("celery_setnx")
 
@@ -122,7 +122,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             self._free_mark()
             freed = lock.free_held(self.id)
             if freed:
-                let_the_line_go_on(self.app, lock.name, self.task, self.id)
+                let_the_line_go_on(self.app, self.task.name, lock.name)
             return freed
 
         with suppress(SetnxError):  # what cannot be asked cannot be freed either, and that is said
@@ -148,24 +148,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
             return False
         if self.id not in revoked_tasks and not self._is_expired():
             return False
-        copy, place = self.call.copy, self._place
-        try:
-            word = leave(client_for(self.app), place, copy=copy)
-        except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-            logger.warning("%s will not run, and has not left its line: %s", self.call, error)
-            return False
-        if word == "handed":
-            _in_thread(functools.partial(_survive, functools.partial(pass_on, self.app, place, copy)))
-        return word == "stale"
+        return _leave_late(self.app, self.call)
 
     def _is_expired(self) -> bool:
         return (
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
-
-    @property
-    def _place(self) -> Place:
-        return self.call.place(remember_s(self.app, self._guard.options_of(self.call.options)))
 
     def _free_mark(self) -> None:
         if self.call.marked:
@@ -222,14 +210,49 @@ def free_mark(app: Celery, call: Call) -> None:
             )
 
 
+def _leave_late(app: Celery, call: Call) -> bool:
+    """Leave the line for a message that has been woken: True if another one has started its call."""
+    try:
+        word = leave(client_for(app), call.place(BEGUN_S), copy=call.copy)
+    except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
+        logger.warning("%s has not left its line: %s", call, error)
+        return False
+    if word == "handed":
+        on = functools.partial(let_the_line_go_on, app, call.task, call.key, away=call.task_id)
+        _in_thread(functools.partial(_survive, on))
+    return word == "stale"
+
+
+@task_received.connect  # type: ignore[untyped-decorator]
+def _let_go(request: Any, **_details: Any) -> None:
+    """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
+    if HEADER not in request.request_dict or isinstance(request, SingletonRequest):
+        return
+    call = Call.of(request.request_dict["task"], request.request_dict)
+    if call.copy != ORIGINAL:
+        logger.warning("%s waits no more: its task is not guarded here. It runs without a lock.", call)
+        if _leave_late(request.app, call):
+            request.acknowledge()
+            request._already_revoked = True  # Celery drops it without a word
+    if call.marked:
+        _in_thread(functools.partial(_survive, functools.partial(free_mark, request.app, call)))
+
+
 @task_unknown.connect  # type: ignore[untyped-decorator]
 @task_rejected.connect  # type: ignore[untyped-decorator]
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
     headers = message.headers or {}
     call = Call.of(str(headers.get("task")), headers)
-    if call.marked:
-        _in_thread(functools.partial(_survive, functools.partial(free_mark, sender.app, call)))
+    if call.marked or call.copy != ORIGINAL:
+        _in_thread(functools.partial(_survive, functools.partial(_forget, sender.app, call)))
+
+
+def _forget(app: Celery, call: Call) -> None:
+    """Free the mark and the place of a message that will start no task."""
+    word = "left" if call.copy == ORIGINAL else leave_line(app, call)
+    if call.marked and word != "stale":
+        free_mark(app, call)
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]
@@ -297,7 +320,7 @@ class _ChildWatch:
         return bool(requests)
 
 
-def _survive(free: Callable[[], None]) -> None:
+def _survive(free: Callable[[], object]) -> None:
     """One request's trouble must not end the watch over all the others."""
     try:
         with between_forks:

@@ -25,7 +25,7 @@ from celery_setnx.events import follow
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.guard import Guard
 from celery_setnx.keeper import keeper_for_process
-from celery_setnx.line import Place, leave
+from celery_setnx.line import BEGUN_S, Place, leave
 from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, Released, task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
 from celery_setnx.message import Call
@@ -44,7 +44,6 @@ from celery_setnx.waiting import (
     Parked,
     holders_result,
     leave_line,
-    remember_s,
     report_take_over,
     wake,
 )
@@ -187,6 +186,7 @@ class Run:
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         ask = partial(self.lock.acquire_at_death, same_host=self.of.settings.same_host, **details)
         outcome: Outcome | None = self._patiently(ask, None)
+        self._wake_heir()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
             return None if outcome.holder.task_id == self.request.id else outcome
@@ -263,7 +263,7 @@ class Run:
 
     @property
     def _place(self) -> Place:
-        return self.call.place(remember_s(self.task.app, self.options))
+        return self.call.place(BEGUN_S)
 
     def _since_s(self) -> float:
         """Server time since which this attempt waits; 0 if it does not."""
@@ -273,7 +273,7 @@ class Run:
         """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
         if self.call.copy == ORIGINAL and not (self.call.redelivered and self.options.may_wait):
             return 0.0
-        return remember_s(self.task.app, self.options)
+        return BEGUN_S
 
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
@@ -281,7 +281,7 @@ class Run:
         waited_s = self._waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
-            report_take_over(self, held, outcome.taken_over_from, outcome.server_time)
+            report_take_over(self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time)
             self._send(lock_taken_over, held, holder=outcome.taken_over_from)
         if self.call.copy != ORIGINAL:
             logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
@@ -350,8 +350,7 @@ class Run:
 
     def _tell_end(self, held: HeldLock, word: Released, held_s: float) -> None:
         """Wake the heir of a lock that was given back, and say that it is released."""
-        if self.lock.heir is not None:
-            wake(self.task.app, self.lock.heir, held.key)
+        self._wake_heir()
         if word in ("gone", "lost"):
             return
         if word == "repaired":
@@ -380,11 +379,11 @@ class Run:
 
     def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
         """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
-        wake(self.task.app, self.lock.heir, self.lock.name)  # acquired too late to rely on, and given back
+        self._wake_heir()  # acquired too late to rely on, and given back
         is_in_line = self.lingers_since or (back_in is None and self.call.copy != ORIGINAL)
         if is_in_line and not parked:
             try:
-                leave_line(self.task.app, self._place, self.call.copy)
+                leave_line(self.task.app, self.call)
             except SetnxError as unheard:
                 logger.warning("%s has ended, and has not left the line: %s", self, unheard)
         if self.lock.mark is None:
@@ -396,6 +395,12 @@ class Run:
             error = extend_all(self.lock.client, [mark], [back_in + self.options.queue_lease])
         if error is not None:
             logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
+
+    def _wake_heir(self) -> None:
+        """Wake the one to whom the lock was handed: by a release, or because nobody living had it."""
+        heir, self.lock.heir = self.lock.heir, None
+        if heir is not None:
+            wake(self.task.app, heir, self.lock.name)
 
     def _lost(self, held: HeldLock, reason: str) -> None:
         logger.warning(

@@ -12,13 +12,14 @@ from typing import Any
 import redis
 
 from celery_setnx.keys import line_names, mark_name, record_name, scope_and_digest, take_over_name
+from celery_setnx.line import IN_LINE
 from celery_setnx.lock import Holder, Waiter, parse_holder
 from celery_setnx.scripts import Script, is_cluster
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""
 
-COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCARD", "ZRANGE")
+COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCOUNT", "ZRANGEBYSCORE")
 """What a user who looks at locks must be allowed to do."""
 
 NOT_TEXT = "(not a string)"
@@ -101,7 +102,7 @@ def look(client: Any, key: str) -> Sighting:
 
 def waiters(client: Any, key: str, server_time: float) -> list[Waiter]:
     """Who waits in line for a lock, the first hundred."""
-    line = client.zrange(line_names(key)[0], 0, 99, withscores=True)
+    line = client.zrangebyscore(line_names(key)[0], *IN_LINE, start=0, num=100, withscores=True)
     places = enumerate(((_text(task_id), since_us / 1e6) for task_id, since_us in line), 1)
     return [
         Waiter(task_id, place, since_s, max(0.0, server_time - since_s))
@@ -186,9 +187,9 @@ def _look(client: Any, keys: Sequence[str], lines: Sequence[str]) -> list[Sighti
     server_time, found = _read(client, [(key, record_name(key), mark_name(key)) for key in keys])
     unread = [key for key, (value, _, _) in zip(keys, found) if value is None]
     marked = [key for key, (_, _, mark) in zip(keys, found) if mark is not None]
-    asked = [("TYPE", key) for key in unread]
+    asked: list[tuple[str, ...]] = [("TYPE", key) for key in unread]
     asked += [("PTTL", mark_name(key)) for key in marked]
-    asked += [("ZCARD", line_names(key)[0]) for key in lines]
+    asked += [("ZCOUNT", line_names(key)[0], *IN_LINE) for key in lines]
     answers = iter(_ask(client, asked))
     foreign = {key for key, kind in zip(unread, answers) if _text(kind) not in ("none", "string")}
     mark_ends_s = {key: max(0, _int(ttl_ms)) / 1000 for key, ttl_ms in zip(marked, answers)}

@@ -30,7 +30,7 @@ from celery_setnx.scripts import Script
 from celery_setnx.survey import Sighting, survey, waiters
 from celery_setnx.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.task import guard_for, lock_for
-from celery_setnx.waiting import wake
+from celery_setnx.waiting import lines_of, wake
 
 __all__ = [
     "Held",
@@ -229,17 +229,19 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
     by_s = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
     if by_s < 0:
         raise ValueError(f"time passes forwards: {seconds!r} is negative")
+    app = _app_of(what.task if isinstance(what, Held) else what)
+    client = client_for(app)
     if isinstance(what, Held):
-        client, keys = what._lock.client, [what.key]
+        keys = [what.key]
     elif isinstance(what, Task) and (args or kwargs):
-        lock = lock_for(what, args, kwargs)
-        client, keys = lock.client, [lock.name]
+        keys = [lock_for(what, args, kwargs).name]
     else:
-        client = client_for(_app_of(what))
         keys = [sighting.key for sighting in _sightings(client, what, args, kwargs)]
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
         _age(client, lock=key, by_s=by_s, living=living[-1] if living else "")
+        for entry, _ in client.zscan_iter(lines_of(app), match=f"*\n{_escaped(key)}"):
+            client.zincrby(lines_of(app), -by_s * 1e6, entry)  # workers look at it sooner
 
 
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:

@@ -78,15 +78,19 @@ def try_lock(client: redis.Redis, name: str) -> None:
 
 
 def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
-    """Hand a lock over."""
+    """Hand a lock over; acquire and release do without what only the line needs."""
     first = Place(held.key, "check", 0, remember=5.0)
-    park(client, first, since=0.0, call="", watch=5.0)
+    park(client, first, copy=ORIGINAL, since=0.0, call="")
+    park(client, first, since=0.0, call="")  # as its courier does
+    another = SetnxLock(client, held.key, line=True)
+    if not another.acquire().waiters:
+        raise LockRefused(held.key, "nobody is seen to wait for it: ZCOUNT is forbidden")
     held.release()
-    if lock.heir is None:  # acquire and release do without what only the line needs
-        raise LockRefused(held.key, "a release does not hand it over: ZRANGE is forbidden")
-    handed = SetnxLock(client, held.key, line=True)
-    if handed.acquire(token=task_token(first.task_id, 0, "0")).acquired:
-        handed.release()
+    if lock.heir is None:
+        raise LockRefused(held.key, "a release does not hand it over: ZRANGEBYSCORE is forbidden")
+    another.serve()
+    if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:
+        another.release()
     leave(client, first, copy=ORIGINAL)
 
 

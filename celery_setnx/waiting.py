@@ -5,25 +5,26 @@ A call that meets a held lock under `on_conflict="wait"` is in two places at onc
 - in the line beside the lock, in Redis, with all that it takes to send it again. The script that releases
   the lock hands it to the first in line, and the process that released it sends that call: a wake-up is a
   message, not a poll.
-- in the broker, with a courier: a small task of our own that is delivered when the holder's lease would end,
-  and again and again until the call has started. It puts the call back into a line that Redis has lost, and
-  lets the line go on when a holder, or whoever was to send a wake-up, has died.
+- in the broker, with a courier: a small task of our own that is delivered every ten minutes until the call
+  has started, and puts it back into a line that Redis has lost.
 
-The courier is sent first and looks after its call until that has the lock, so whoever dies, and whatever
-Redis loses, the call is still with the broker. It is a message of its own, and not a delayed copy of the
-call, because a copy that comes too late does harm before we are asked: Celery stores STARTED for it, or
-REVOKED when it has expired, over the result of a call that ran long ago. A courier has no result.
+When a holder dies, or whoever was to send a wake-up, a worker lets the line go on (see `sweep`).
+
+The courier is sent first, so whatever Redis loses, the call is still with the broker. It is a message of its
+own, and not a delayed copy of the call, because a copy that comes too late does harm before we are asked:
+Celery stores STARTED for it, or REVOKED when it has expired, over the result of a call that ran long ago. A
+courier has no result.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, cast
 
 import redis
@@ -36,6 +37,7 @@ from celery.states import FAILURE, READY_STATES, RETRY, REVOKED, SUCCESS
 from celery_setnx.back import (
     Message,
     Waits,
+    broker_url,
     come_back,
     deliverable,
     is_pickled,
@@ -45,22 +47,21 @@ from celery_setnx.back import (
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, SetnxError
-from celery_setnx.keys import scope_and_digest
-from celery_setnx.line import Found, Place, leave, park
+from celery_setnx.keys import lines_name, scope_and_digest
+from celery_setnx.line import BEGUN_S, Found, Place, leave, note_due, park, runs_instead
 from celery_setnx.lock import (
     HAND_OVER_S,
     ORIGINAL,
     Heir,
-    HeldLock,
     Holder,
     Outcome,
+    Served,
     SetnxLock,
-    task_token,
 )
 from celery_setnx.marks import Mark, extend_all
 from celery_setnx.message import Call
 from celery_setnx.options import UNSET, Options, settings
-from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.process import is_surely_dead
 from celery_setnx.signals import lock_taken_over, lock_waiting
 from celery_setnx.survey import TakeOver, note_take_over
 
@@ -69,9 +70,10 @@ logger = logging.getLogger("celery_setnx")
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
 
-_LONGEST_PACE_S = 600.0
+_LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
+_PACE_S = 600.0
+_AT_ONCE = 10  # whom one wake-up passes over, at most
 _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
-_NEAR = 4  # the first few in line send a courier that comes with the holder's deadline
 _MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
 _ASK_AGAIN_S = 0.05
 _ASKED_AT_MOST = 7  # 6.4 s in all
@@ -99,10 +101,11 @@ class Order:
         call: What it is woken with.
         until: Server time after which it is woken to fail, for its `max_wait` or expiry; None for never.
         lease: The option.
-        pace: Seconds after which the courier comes back at the latest.
         queue_lease: The option.
-        remember: Seconds for which Redis remembers that the call waits, or has begun.
+        remember: Seconds for which Redis remembers that the call waits.
         marked: Whether the key is marked for it.
+        epoch: Of Redis' data, when the call was parked; empty if that is not known.
+        resent: Whether a courier has sent the call. Defaults to False.
     """
 
     key: str
@@ -114,22 +117,29 @@ class Order:
     call: str
     until: float | None
     lease: float
-    pace: float
     queue_lease: float
     remember: float
     marked: bool
+    epoch: str
+    resent: bool = False
 
     @property
     def place(self) -> Place:
         """Its place in the line."""
-        return Place(self.key, self.task_id, self.attempt, self.remember, self.call_id)
+        remember = BEGUN_S if self.resent else self.remember
+        return Place(self.key, self.task_id, self.attempt, remember, self.call_id)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Order:
+        """The order that a courier is told; a newer worker may have told more."""
+        return cls(**{name: told[name] for name in cls.__dataclass_fields__ if name in told})
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
 
 
 def remember_s(app: Celery, options: Options) -> float:
-    """Seconds for which it is remembered which message of a call has started it: no other can come later."""
+    """Seconds for which it is remembered that a call waits."""
     return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
 
 
@@ -166,10 +176,10 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         call=message.packed(call),
         until=_until(app, options, call.since, outcome.server_time, task.request.expires),
         lease=options.lease,
-        pace=min(max(options.retry_delay, options.retry_delay_max), _LONGEST_PACE_S),
         queue_lease=options.queue_lease,
         remember=remember_s(app, options),
         marked=bool(call.marked),
+        epoch=look_within(app, call.task, call.key, _look_in(outcome.remaining_s, options.lease)),
     )
 
     def send_courier() -> None:
@@ -179,11 +189,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
             not_taken_back(task, call, error, reason, countdown)
 
     reason = f"{call.key} is held by {holder}"
-    if outcome.waiters < _NEAR:
-        countdown = _pace(order, outcome.remaining_s, outcome.server_time)
-    else:  # one of theirs watches the lock
-        countdown = _pace(order, None, outcome.server_time, spread=2.0)
-    countdown = deliverable(app, countdown)
+    countdown = deliverable(app, _pace(order, outcome.server_time))
     if not has_courier and not is_parked_first:
         send_courier()
     try:
@@ -205,8 +211,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     logger.info("%s waits in line, at place %d: %s.", call, found.place, reason)
     lock_waiting.send(sender=task, task_id=call.task_id, key=call.key, holder=holder, place=found.place)
     if found.holder is None:  # it came free meanwhile, for those before this one
-        with suppress(SetnxError):  # their couriers see to it
-            let_the_line_go_on(app, call.key, task, call.task_id)
+        with suppress(SetnxError):  # a sweep sees to it
+            let_the_line_go_on(app, call.task, call.key)
     elif found.holder.state == "resting":  # since its release nobody is there to wake
         wake(app, Heir(call.task_id, order.call, _remaining_s(found) or 0.0), call.key)
     raise Parked(reason, countdown)
@@ -218,8 +224,9 @@ def holders_result(
     """What a woken call with `on_conflict="join"` ends with: the result of the call that it has waited for.
 
     A result is stored after the lock is released, so it is asked for again a few times; one that does not
-    come is that of a call which died, and this one runs itself. So it does if the other was revoked, or if
-    its process was lost: Celery would take that error for the loss of this one's. `UNSET` if it is to run.
+    come is that of a call which died. So is that of a call that was revoked, or whose process was lost:
+    Celery would take that error for the loss of this one's. Then the first who asks runs in its stead, and
+    the others wait for that one's result. `UNSET` if this call is to run.
     """
     joined, asked = call.join, call.asked
     if joined is None or (holder is not None and holder.task_id == joined):
@@ -231,8 +238,12 @@ def holders_result(
     cancelled = isinstance(meta["result"], Retry)  # by a cold shutdown; nobody sends it again
     comes_again = state == RETRY and not cancelled and call.waited_s(server_time) < options.queue_lease
     if not ended and (died or state == REVOKED or (asked >= _ASKED_AT_MOST and not comes_again)):
-        return UNSET
-    if leave_line(task.app, call.place(remember_s(task.app, options)), call.copy) == "stale":
+        instead = runs_instead(client_for(task.app), call.place(remember_s(task.app, options)), of=joined)
+        if instead == call.task_id:
+            return UNSET
+        call = call._replace(join=instead, asked=0)
+        return holders_result(task, call, options, holder, server_time)
+    if leave_line(task.app, call) == "stale":
         raise Ignore("another message has started this call")
     if not ended:
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
@@ -245,66 +256,92 @@ def holders_result(
 
 
 def wake(app: Celery, heir: Heir | None, key: str) -> None:
-    """Send the call of the first in line, to which a lock was handed.
+    """Send the call of the first in line, to which a lock was handed; of one that cannot be sent, the next.
 
-    Nothing is raised: its courier sends it too, when the lock was kept for it in vain.
+    Nothing is raised: what was handed in vain goes to the next one when its time is over.
     """
-    if heir is None:
-        return
-    if heir.call is None:
-        logger.warning("%s is kept for task %s, which its courier wakes.", key, heir.task_id)
-        return
-    try:
-        call, message = _from_line(app, heir, key)
-        if heir.rest_s > 0:
-            message.send_new(app, COURIER, {"key": key}, deliverable(app, heir.rest_s + _MARGIN_S))
-        else:
-            message.send(app, call.as_copy())
-    except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-        logger.warning(
-            "%s is handed to task %s, and it could not be woken: %s. Its courier wakes it.",
-            key,
-            heir.task_id,
-            error,
-        )
+    for _ in range(_AT_ONCE):
+        if heir is None:
+            break
+        if heir.taken_over_from is not None:
+            _report_taken_over(app, heir, heir.taken_over_from, key)
+        if heir.call is None:
+            break
+        task_id = heir.task_id
+        try:
+            call, message = _from_line(app, heir, key)
+        except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
+            logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
+            heir = _next_after(app, heir, key)
+            continue
+        try:
+            if heir.rest_s > 0:
+                about = {"key": key, "task": call.task}
+                message.send_new(app, COURIER, about, deliverable(app, heir.rest_s + _MARGIN_S))
+            else:
+                message.send(app, call.as_copy())
+        except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
+            logger.warning(
+                "%s is handed to task %s, and could not be sent: %s. A worker hands it on in %g s at most.",
+                key,
+                task_id,
+                error,
+                HAND_OVER_S,
+            )
+        break
 
 
-def leave_line(app: Celery, place: Place, copy: str) -> str:
+def leave_line(app: Celery, call: Call) -> str:
     """Let a call leave the line that need not run, and the next one have its turn."""
-    word = leave(client_for(app), place, copy=copy)
+    word = leave(client_for(app), call.place(BEGUN_S), copy=call.copy)
     if word == "handed":
-        pass_on(app, place, copy)
+        let_the_line_go_on(app, call.task, call.key, away=call.task_id)
     return word
 
 
-def pass_on(app: Celery, place: Place, copy: str) -> None:
-    """Hand a lock that is kept for a call which has left the line to the next one, and wake it."""
-    lock = _lock(app, place.key)
-    token = task_token(place.task_id, 0, uuid.uuid4().hex)
-    outcome = lock.acquire(token=token, copy=copy, attempt=place.attempt, call_id=place.call_id)
-    if outcome.lock is not None:
-        outcome.lock.release()
-        wake(app, lock.heir, lock.name)
+def let_the_line_go_on(
+    app: Celery, task: str, key: str, away: str = "", client: redis.Redis | None = None
+) -> Served:
+    """Hand a lock that nobody living has to the first in line, and wake that one.
+
+    `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
+    lock is kept for it.
+    """
+    guard = getattr(app.tasks.get(task), "_guard", None)
+    lease = HAND_OVER_S if guard is None else guard.options.lease
+    lock = SetnxLock(client or client_for(app), key, lease=lease, line=True)
+    served = lock.serve(away=away)
+    if served.holder is not None and _is_dead(app, served.holder):
+        served = lock.serve(dead=served.holder.token)
+    wake(app, served.heir, key)
+    return served
 
 
-def let_the_line_go_on(app: Celery, key: str, task: Task, task_id: str, own: Order | None = None) -> None:
-    """Hand a lock that nobody living holds to the first in line, and wake it."""
-    lock = _lock(app, key)
-    outcome = lock.acquire_at_death(same_host=settings(app.conf).same_host)
-    held, dead = outcome.lock, outcome.taken_over_from
-    if held is None:
-        return
-    held.release()
-    if own is not None and lock.heir is not None and lock.heir.task_id == own.task_id:
-        _send_again(app, own)
-    else:
-        wake(app, lock.heir, key)
-    if dead is not None:
-        report_take_over(f"The courier of {task.name}[{task_id}]", held, dead, outcome.server_time)
-        lock_taken_over.send(sender=task, task_id=task_id, key=key, fence=held.fence, holder=dead)
+def lines_of(app: Celery) -> str:
+    """The Redis key of the set of all lines whose calls come from the app's broker."""
+    return lines_name(settings(app.conf).prefix, re.sub(r"//[^@/]*@", "//", broker_url(app)))
 
 
-def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: float) -> None:
+def look_within(app: Celery, task: str, key: str, within: float) -> str:
+    """Have a worker look at a line within so many seconds: the epoch of Redis' data, if that is known.
+
+    Nothing is raised: a call waits all the same, and its courier says it again.
+    """
+    try:
+        return note_due(client_for(app), lines_of(app), task, key, within=within)
+    except SetnxError as error:
+        logger.info("No worker was told to look at the line of %s: %s", key, error)
+        return ""
+
+
+def next_look(served: Served) -> float | None:
+    """Seconds until somebody is to look at a line again; None if nobody waits there."""
+    if not served.waits:
+        return None
+    return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
+
+
+def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if dead.state == "foreign":
@@ -316,12 +353,29 @@ def report_take_over(call: object, held: HeldLock, dead: Holder, server_time: fl
         )
     else:
         why = "its process on this host is dead."
-    logger.warning("%s took over %s from %s: %s", call, held.key, dead, why)
+    logger.warning("%s took over %s from %s: %s", call, key, dead, why)
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
-        note_take_over(held.client, held.key, note, held.retention_s)
+        note_take_over(client_for(app), key, note, settings(app.conf).retention)
     except redis.RedisError as error:
-        logger.info("`celery setnx show` will not know of this take-over of %s: %s", held.key, error)
+        logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
+
+
+def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
+    """Say that a lock was handed to the first in line because its holder has died."""
+    task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
+    report_take_over(app, f"Task {heir.task_id}, the first in line,", key, dead, heir.server_time)
+    lock_taken_over.send(sender=task, task_id=heir.task_id, key=key, fence=None, holder=dead)
+
+
+def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
+    """Who is to be woken in the place of one that cannot be sent."""
+    lock = SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True)
+    try:
+        return lock.serve(away=heir.task_id).heir
+    except SetnxError as error:
+        logger.warning("%s is handed on when its time is over: %s", key, error)
+        return None
 
 
 class Courier(Task):  # type: ignore[misc]
@@ -331,14 +385,14 @@ class Courier(Task):  # type: ignore[misc]
     ignore_result = True
     acks_late = True
     reject_on_worker_lost = True
+    Request = "celery_setnx.sweep:CourierRequest"
 
-    def run(self, key: str, order: Mapping[str, Any] | None = None, visits: int = 1) -> None:
-        """Look after the call that it is told of; without one, let the line of the key go on."""
+    def run(self, key: str, task: str = "", order: Mapping[str, Any] | None = None) -> None:
+        """Look after the call that it is told of; without one, let the line of the task's key go on."""
         if order is None:
-            let_the_line_go_on(self.app, key, self, self.request.id)
+            let_the_line_go_on(self.app, task, key)
         else:
-            known = {name: value for name, value in order.items() if name in Order.__dataclass_fields__}
-            _visit(self, Order(**known), visits)  # a newer worker may have sent more
+            _visit(self, Order.of(order))
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
@@ -350,54 +404,67 @@ def add_courier(app: Celery) -> None:
         courier.bind(app)
 
 
-def _visit(courier: Task, order: Order, visits: int) -> None:
-    """See to it that a parked call has its turn, and come back as long as it waits."""
+def _visit(courier: Task, order: Order) -> None:
+    """See to it that a parked call is in its line, and come back as long as it waits."""
     try:
-        countdown = _look_after(courier, order, visits)
+        left = _look_after(courier, order)
     except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
         logger.warning("The courier of %s comes back later: %s", order, error)
-        countdown = order.pace * random.uniform(0.1, 0.5)
-    if countdown is None:
+        left = order, random.uniform(5.0, 30.0)
+    if left is None:
         return
+    order, countdown = left
     countdown = deliverable(courier.app, countdown)
     try:
-        Message.of(courier).send_new(courier.app, COURIER, _as_kwargs(order, visits=visits + 1), countdown)
+        Message.of(courier).send_new(courier.app, COURIER, _as_kwargs(order), countdown)
     except Exception as error:
         time.sleep(min(countdown, 1.0))  # it is delivered again at once
         raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
 
 
-def _look_after(courier: Task, order: Order, visits: int) -> float | None:
-    """Do for a parked call what is to be done; seconds until the courier comes again, None if it need not.
+def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:
+    """See to it that a call is in its line: what it finds, and the epoch; None if it waits no more.
 
-    One courier per lock watches it for the whole line, and comes at every deadline, even when its own call
-    has begun; the others come after twice the time whenever they came in vain.
+    If Redis has lost its data, a holder may say for `wait_s` that it is there still: it is told before it is
+    overtaken.
     """
-    app = courier.app
-    client = client_for(app)
-    try:
-        found = park(client, order.place, since=order.since, call=order.call, watch=1.5 * order.pace)
-    except LockRefused as error:
-        logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
-        _send_again(app, order)
-        return None
-    if found.state == "stale" and not found.watches:
+    found = park(client_for(app), order.place, since=order.since, call=order.call)
+    if found.state == "stale":
         return None
     if found.state == "new" and _has_ended(app, order):  # before Redis forgot it
-        leave_line(app, order.place, COURIER)
+        leave(client_for(app), order.place, copy=COURIER)
         return None
-    in_vain = visits if found.state == "parked" and not found.watches else 0
-    countdown = _pace(order, _remaining_s(found), found.server_time, in_vain=in_vain)
-    if found.state == "new":  # Redis has lost its data: a holder is told so before it is overtaken
-        countdown = min(order.pace, order.lease / 2)
-    elif found.state != "handed" and (found.holder is None or _is_dead(app, found.holder)):
-        let_the_line_go_on(app, order.key, app.tasks.get(order.task, courier), order.task_id, order)
-        countdown = min(order.pace, HAND_OVER_S)
-    elif found.state != "stale" and order.until is not None and found.server_time >= order.until:
-        _send_again(app, order)
-    if order.marked and found.state != "stale":
-        extend_all(client, [Mark(order.key, order.task_id)], [countdown + order.queue_lease])
-    return countdown
+    waits = found.state == "new" and wait_s > 0
+    within = wait_s if waits else _look_in(_remaining_s(found), order.lease)
+    epoch = look_within(app, order.task, order.key, within)
+    if found.holder is None and not waits:
+        let_the_line_go_on(app, order.task, order.key)
+    return found, epoch
+
+
+def _look_after(courier: Task, order: Order) -> tuple[Order, float] | None:
+    """Put a call into its line; what the courier is told next, and in how many seconds; None: no more."""
+    app = courier.app
+    if order.task not in app.tasks:
+        send_again(app, order)  # to be thrown away, as what is unknown: then it waits no more
+        return None
+    try:
+        back = put_back(app, order, wait_s=order.lease / 2)
+    except LockRefused as error:
+        logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
+        send_again(app, order)
+        return None
+    if back is None:
+        return None
+    found, epoch = back
+    order = replace(order, epoch=epoch)
+    if order.until is not None and found.server_time >= order.until:
+        send_again(app, order)
+        order = replace(order, resent=True)
+    countdown = _pace(order, found.server_time)
+    if order.marked:
+        extend_all(client_for(app), [Mark(order.key, order.task_id)], [countdown + order.queue_lease])
+    return order, countdown
 
 
 def _joined(task: Task, holder: Holder, call: Call) -> str | None:
@@ -405,10 +472,6 @@ def _joined(task: Task, holder: Holder, call: Call) -> str | None:
     if holder.state in ("running", "held_for_retry") and holder.info.get("task") == task.name:
         return holder.task_id
     return call.join
-
-
-def _lock(app: Celery, key: str) -> SetnxLock:
-    return SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True, info={**identity(), "task": COURIER})
 
 
 def _is_dead(app: Celery, holder: Holder) -> bool:
@@ -425,14 +488,16 @@ def _has_ended(app: Celery, order: Order) -> bool:
         return False
 
 
-def _pace(
-    order: Order, remaining_s: float | None, server_time: float, *, in_vain: int = 0, spread: float = 1.2
-) -> float:
-    """Seconds until the courier comes: when the holder's lease would end, and not all at once."""
-    pace = order.pace if remaining_s is None else min(max(remaining_s, 0.05), order.pace)
-    pace = min(pace * 2.0 ** min(in_vain, 30), _LONGEST_PACE_S) * random.uniform(1.0, spread)
+def _pace(order: Order, server_time: float) -> float:
+    """Seconds until the courier comes: when its call is to be sent, and not all at once."""
+    pace = _PACE_S * random.uniform(0.8, 1.0)
     left_s = None if order.until is None else order.until - server_time
     return min(pace, left_s) if left_s and left_s > 0 else pace
+
+
+def _look_in(remaining_s: float | None, lease: float) -> float:
+    """Seconds after which to look at a lock again: at its holder's deadline, or to prove its death."""
+    return min(_LOOK_S, lease if remaining_s is None else max(remaining_s, 0.0))
 
 
 def _remaining_s(found: Found) -> float | None:
@@ -463,12 +528,12 @@ def _is_of_its_scope(app: Celery, call: Call) -> bool:
     return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))
 
 
-def _send_again(app: Celery, order: Order) -> None:
+def send_again(app: Celery, order: Order) -> None:
     """Send a call once more, as a copy of its own: its courier had it from its broker, not from its line."""
     call, message = Message.unpacked(app, order.call)
     message.send(app, call.as_copy())
 
 
-def _as_kwargs(order: Order, **more: Any) -> dict[str, Any]:
+def _as_kwargs(order: Order) -> dict[str, Any]:
     """What a courier is told."""
-    return {"key": order.key, "order": asdict(order), **more}
+    return {"key": order.key, "order": asdict(order)}

@@ -3,12 +3,16 @@
 import json
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from celery_setnx.back import Message
+from celery_setnx.connection import client_for
+from celery_setnx.keys import line_names
 from tests.harness import Journal, wait_until
 
 SOON = {"retry_delay_max": 0.3}
-"""Options of a call that waits: it is looked after every 0.3 s, and not every 30 s."""
+"""Options of a call that waits: its courier comes every 0.3 s, not every ten minutes (see `tests.app`)."""
 
 
 class Stage:
@@ -67,6 +71,17 @@ class Stage:
     def redeliver(self) -> None:
         """Have the messages of a dead worker, whose queue is named after the key, delivered again."""
         redeliver(self.journal._client, self.key)
+
+    def waker(self, task: Any, result: Any) -> Callable[..., None]:
+        """Sends a waiting call once more; with other headers, if told."""
+        app = self.tasks.app
+        entry = client_for(app).hget(line_names(task.lock_key(self.key))[1], result.id)
+        call, message = Message.unpacked(app, entry.decode().split("|", 2)[2])
+
+        def send(**headers: Any) -> None:
+            replace(message, headers={**message.headers, **headers}).send(app, call.as_copy())
+
+        return send
 
     def messages(self) -> list[str]:
         """The messages that name the key, or its lock, and that no worker has acknowledged."""

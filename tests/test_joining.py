@@ -100,20 +100,19 @@ def test_joiners_wait_for_the_holders_last_attempt(stage, journal):
 
 
 @pytest.mark.parametrize("how", ["child", "worker"])
-def test_joiner_of_a_killed_holder_runs_itself(stage, journal, single, how):
-    """A holder that died has no result: the first of its joiners runs, and the others end with its result."""
+def test_joiners_of_a_killed_holder_have_one_run_among_them(stage, journal, single, how):
+    """A holder that died has no result: one of its joiners runs in its stead, and all end with its result."""
     first = stage.held(queue=stage.key)
-    results = stage.line_up(3, singleton=SOON)
+    results = stage.line_up(20)
     if how == "child":
         os.kill(stage.holder_pid(), signal.SIGKILL)
     else:
         single.kill()
     found = [result.get(timeout=60) for result in results]
-    assert found[0] != [stage.key, first.id]
-    assert found[0][1] in [result.id for result in results]
-    runs = stage.starts()[1:]
-    assert len(runs) == len(set(runs))
-    assert {runner for _name, runner in found} == set(runs)
+    (runner,) = stage.starts()[1:]
+    assert runner in [result.id for result in results]
+    assert found == [[stage.key, runner]] * 20
+    assert first.id != runner
     fences = [entry["fence"] for entry in journal.entries(what="acquired")]
     assert fences == sorted(fences)
 

@@ -49,9 +49,9 @@ class Line:
         """A task's conflict: it enters the line."""
         return park(self.client, place(task_id), copy=ORIGINAL, since=since, call=f"wake {task_id}")
 
-    def visit(self, task_id: str, since: float = 10.0, *, watch: float = 0.0) -> Found:
+    def visit(self, task_id: str, since: float = 10.0) -> Found:
         """A courier's visit."""
-        return park(self.client, place(task_id), since=since, call=f"wake {task_id}", watch=watch)
+        return park(self.client, place(task_id), since=since, call=f"wake {task_id}")
 
     def attempt(self, task_id: str, copy: str = ORIGINAL, **details: Any) -> Outcome:
         """A task's attempt to acquire the lock."""
@@ -62,7 +62,7 @@ class Line:
         return [str(member) for member in self.client.zrange(LINE, 0, -1)]
 
 
-def place(task_id: str, remember: float = 60.0) -> Place:
+def place(task_id: str, remember: float = 6000.0) -> Place:
     return Place(NAME, task_id, 0, remember)
 
 
@@ -144,7 +144,7 @@ def test_hand_over_takes_a_lease_and_ten_seconds_at_most(locks, lease, kept):
 
 
 def test_resting_lock_keeps_its_line(locks, line):
-    """The first is named, and the time until its turn; after the rest who sees to the lock hands it on."""
+    """The first is named, and the time until its turn; after the rest whoever serves the line hands it on."""
     line.wait("a")
     held = line.lock.acquire(token=line.lock.token).lock
     assert held.release(at_least_for=50) == "resting"
@@ -154,10 +154,7 @@ def test_resting_lock_keeps_its_line(locks, line):
     assert line.members() == ["a"]
     assert not line.attempt("a", "a1").acquired
     age(locks, NAME, 50)
-    nudge = line.another()
-    outcome = nudge.acquire()
-    assert (outcome.acquired, outcome.taken_over_from) == (True, None)
-    assert line.hand_on(nudge) == A
+    assert line.another().serve().heir == A
 
 
 def test_only_one_message_of_a_call_starts_it(locks, handed):
@@ -168,24 +165,63 @@ def test_only_one_message_of_a_call_starts_it(locks, handed):
     assert handed.attempt("a", "a1").acquired
 
 
-def test_one_courier_watches_the_lock(locks, line):
-    """The first that asks, as long as it comes back in time; one that died is replaced by the next."""
-    assert not line.visit("a").watches
-    assert line.visit("a", watch=60).watches
-    assert not line.visit("b", 20.0, watch=60).watches
-    assert line.visit("a", watch=60).watches
-    age(locks, NAME, 60)
-    assert line.visit("b", 20.0, watch=60).watches
-    assert not line.visit("a", watch=60).watches
-
-
-def test_heir_whose_call_is_lost_is_named_and_watched_all_the_same(locks, pair):
-    """The lock is kept for it, and its courier wakes it; the watch is noted with a time to live."""
-    locks.delete(CALLS)
-    assert pair.hand_on() == Heir("a", None)
-    assert (pair.visit("a", watch=60).watches, locks.hlen(CALLS)) == (True, 1)
-    assert 0 < locks.pttl(CALLS) <= 60_000
+def test_dead_holders_lock_goes_to_the_first_in_line_and_not_to_a_newcomer(locks, pair):
+    """Whoever finds it serves the line, is refused, and is told whom to wake and who has died."""
+    age(locks, NAME, 600)
+    newcomer = pair.another()
+    outcome = newcomer.acquire(token=task_token("new", 0, "0a"))
+    assert (outcome.acquired, outcome.holder.state, outcome.holder.task_id) == (False, "handed", "a")
+    heir = newcomer.heir
+    assert (heir.task_id, heir.call, heir.taken_over_from.token) == ("a", "wake a", pair.lock.token)
     assert pair.attempt("a", "a1").acquired
+
+
+def test_holder_that_is_proved_dead_is_served_at_once(pair):
+    """Before its deadline; a proof of another's death changes nothing."""
+    served = pair.another().serve(dead="another")
+    assert (served.heir, served.holder.state, served.waits) == (None, "running", True)
+    assert 590 < served.look_in <= 600
+    assert pair.another().serve(dead=pair.lock.token).heir.task_id == "a"
+
+
+def test_call_that_does_not_come_is_passed_over_for_a_lease_then_for_two(locks, handed):
+    """Then the lock is handed to it again; that nobody else waits is said, and when to look."""
+    for away in (600, 1200):
+        age(locks, NAME, 10)
+        served = handed.another().serve()
+        assert (served.heir, served.holder) == (None, None)
+        assert served.look_in == pytest.approx(away, abs=1)
+        age(locks, NAME, away - 1)
+        assert handed.another().serve().heir is None
+        age(locks, NAME, 1)
+        assert handed.another().serve().heir == A
+
+
+def test_call_that_was_passed_over_stands_where_it_stood(locks, handed):
+    """Before those who came later; meanwhile it is not among those who wait, and others have the lock."""
+    age(locks, NAME, 10)
+    assert handed.another().serve().heir is None
+    held = SetnxLock(locks, NAME, line=True, lease=5000)
+    assert held.acquire().acquired
+    handed.wait("b", 20.0)
+    assert [waiter.task_id for waiter in held.holder_and_waiters().waiters] == ["b"]
+    age(locks, NAME, 600)
+    assert handed.another().serve().holder.state == "running"
+    assert handed.members() == ["a", "b"]
+    assert handed.hand_on(held) == A
+
+
+def test_call_that_comes_late_comes_before_the_one_to_which_the_lock_was_handed(locks, pair):
+    """That one has its place again, and its wake-up, which is on its way, is its next one too."""
+    pair.hand_on()
+    age(locks, NAME, 10)
+    assert pair.another().serve().heir == B
+    late = pair.another()
+    assert late.acquire(token=task_token("a", 0, "0a"), copy="a1").acquired
+    assert pair.members() == ["b"]
+    assert pair.hand_on(late) is None  # nobody is to be woken
+    assert pair.lock.holder().task_id == "b"
+    assert pair.attempt("b", "b1").acquired
 
 
 def test_waiters_are_seen_with_place_and_age(line):

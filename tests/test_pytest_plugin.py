@@ -160,11 +160,11 @@ def test_fixtures_beside_celery_contrib(with_worker, test, outcomes):
 
 
 def test_lock_that_is_left_is_named_and_cleared(with_worker, server):
-    """With its holder; under the app's prefix nothing is left after the last test."""
+    """With its holder; of the app's locks nothing is left after the last test."""
     left = r"1 left of prefix 'inner' after 2 s:\n.*lock inner:\{settle:.*held by settle\[held-by-a-test"
     assert re.search(left, with_worker.text)
     with redis.Redis.from_url(server.url(1)) as client:
-        assert list(client.scan_iter("inner:*")) == []
+        assert list(client.scan_iter("inner:{*")) == []
 
 
 @pytest.mark.parametrize("test", ["test_guarded", "test_unguarded", "test_disabled", "test_current"])

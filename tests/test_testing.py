@@ -447,13 +447,13 @@ def test_waiters_grow_older(app, work, locks):
     with hold(work, "a") as held:
         now = work.locked("a").since
         for place, name in enumerate("xyz"):
-            park(locks, Place(key, name, 0, remember=500.0), since=now + place, call="", watch=5.0)
+            park(locks, Place(key, name, 0, remember=500.0), since=now + place, call="c")
         pass_time(100, held)
         waiters = work.locked("a").waiters
         assert [waiter.task_id for waiter in waiters] == ["x", "y", "z"]
         assert waiters[0].since == pytest.approx(now - 100)
         assert 0 < locks.pttl(f"{key}:line") <= 400_000
-        assert locks.hget(f"{key}:calls", "").endswith(" x")
+        assert locks.hget(f"{key}:calls", "x") == f"0|{round(waiters[0].since * 1e6)}|c"
         clear(app)
 
 

@@ -11,14 +11,13 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
-from celery_setnx.back import Message
 from celery_setnx.keys import line_names, mark_name
 from celery_setnx.lock import HAND_OVER_S
 from celery_setnx.process import has_ended
@@ -201,38 +200,39 @@ def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
 
 @pytest.mark.parametrize("proof", ["deadline", "death"])
 def test_killed_worker_of_the_holder_is_taken_over(stage, journal, doomed, worker, second, proof):
-    """kill -9 of the holder's worker, and no call comes: the lease ends the wait, or a courier that can prove
-    the holder dead."""
-    queue, of_couriers, said = {
-        "deadline": ("second", second, "and was not renewed"),
-        "death": ("first", worker, "its process on this host is dead"),
-    }[proof]
+    """kill -9 of the holder's worker, and no call comes: a worker's sweep finds that the lease has ended, or
+    proves the holder dead."""
+    said = {"deadline": "and was not renewed", "death": "its process on this host is dead"}[proof]
     first = stage.held(queue=stage.key)
-    results = stage.line_up(3, queue=queue, singleton=SOON)
+    results = stage.line_up(3, queue="second" if proof == "deadline" else "first")
     doomed.kill()
     wait_until(lambda: has_ended(stage.holder_pid()), "the process has ended")
     if proof == "deadline":
-        assert stage.tasks.work.locked(stage.key).task_id == first.id
         pass_time(600, stage.tasks.work, stage.key)
     stage.have_run(results, in_order=False)
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
-    told = f"The courier of {APP}.work[{taken['task_id']}] took over t:{{"
-    log = of_couriers.wait_for_log(told).partition(told)[2]
-    assert f"[{first.id}] on {doomed.name}@test" in log
-    assert said in log
+    told = f"Task {taken['task_id']}, the first in line, took over t:{{"
+    wait_until(lambda: told in worker.log_text() + second.log_text(), "a worker has said so")
+    line = (worker.log_text() + second.log_text()).partition(told)[2].partition("\n")[0]
+    assert f"[{first.id}] on {doomed.name}@test" in line
+    assert said in line
 
 
 @pytest.mark.parametrize("who", ["child", "worker"])
 def test_death_between_release_and_wake_loses_nobody(stage, journal, start_worker, who):
-    """The lock is handed over, and who was to send the wake-up dies: its parent sends it, or a courier."""
+    """The lock is handed over, and who was to send the wake-up dies: its parent sends it; or the line goes on
+    without that call, which has its turn a lease later."""
     start_worker(APP, concurrency=1, queues=stage.key, conf={"dies_before_wake": who})
     stage.held(queue=stage.key)
     results = stage.line_up(3, singleton=SOON)
     stage.open()
     journal.wait_for("died")
-    if who == "worker":  # its hand-over must be over
+    if who == "worker":
         pass_time(HAND_OVER_S, stage.tasks.work, stage.key)
+        stage.have_run(results[1:])
+        assert stage.tasks.work.locked(stage.key) is None
+        pass_time(600, stage.tasks.work, stage.key)
     stage.have_run(results, in_order=False)
 
 
@@ -252,8 +252,7 @@ def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, locks,
         locks.flushdb()
     stage.redeliver()
     wait_until(lambda: not stage.tasks.work.locked(stage.key), "nobody has the lock")
-    watch = 0 if is_flushed else 1
-    wait_until(lambda: len(stage.messages()) <= watch, "couriers have found nothing to do; one may watch")
+    wait_until(lambda: not stage.messages(), "couriers have found nothing to do")
     assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
     assert len(stage.starts()) == 1 + 3
     if is_flushed:
@@ -281,19 +280,64 @@ def test_line_goes_on_past_a_call_that_no_worker_takes(stage, journal, doomed, a
 
 
 def test_killed_worker_of_holder_line_and_couriers_loses_nobody(stage, doomed, adopt):
-    """kill -9 of the one worker there is: the broker delivers the couriers again, and they wake the line."""
+    """kill -9 of the one worker there is: the line goes on, though the broker keeps the couriers back."""
     stage.held(queue=stage.key)
     results = stage.line_up(3, queue=stage.key)
     doomed.kill()
     adopt()
-    stage.redeliver()
-    stage.have_run(results, in_order=False)
+    stage.have_run(results)
+
+
+def test_one_pending_call_of_a_dead_worker_runs_though_nobody_publishes(stage, journal, doomed, adopt):
+    """until_started: their worker dies; the pending call runs when the lease of the running one has ended."""
+    short = {"task": stage.tasks.pending, "queue": stage.key, "singleton": {"lease": 4}}
+    stage.held(**short)
+    second = stage.parked(**short)
+    doomed.kill()
+    assert stage.tasks.pending.delay(stage.key).id == second.id
+    adopt()
+    stage.has_run(second)
+    assert journal.entries(what="lapsed") == []
+    assert not stage.tasks.pending.delay(stage.key).deduplicated
+
+
+def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks):
+    """While it waits, and within a sweep: changes that come after the revoke are no duplicates of it."""
+    pending = stage.tasks.pending
+    first = stage.held(task=pending)
+    second = stage.parked(task=pending)
+    assert pending.delay(stage.key).id == second.id
+    revoke(stage.tasks.app, second, workers=2)
+    wait_until(lambda: not locks.exists(mark_name(pending.lock_key(stage.key))), "its mark is gone")
+    third = pending.delay(stage.key)
+    assert not third.deduplicated
+    stage.open()
+    stage.have_run([first, third])
+    assert second.state == "REVOKED"
+    assert second.id not in stage.starts()
+
+
+def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
+    """A week, however long its message may lie in the broker; its courier makes that as long as it may."""
+    stage.held()
+    options = {"queue_lease": 5}
+    second = stage.parked("x", singleton=options)
+    third = stage.parked("y", singleton={**options, **SOON})
+    stage.open()
+    stage.have_run([second, third])
+    (ticket,) = locks.keys(f"*:ticket:{second.id}*")
+    assert 6.9 * 86400 < locks.ttl(ticket) <= 7 * 86400
+    (ticket,) = locks.keys(f"*:ticket:{third.id}*")
+    wait_until(lambda: 3600 < locks.ttl(ticket) <= 3605, "its courier has come")
 
 
 def test_flushed_lock_server_loses_no_waiter(stage, locks):
-    """FLUSHDB while calls wait: their couriers put them back in line, and each runs once."""
-    first = stage.held()
-    results = stage.line_up(4, singleton={"retry_delay_max": 1})
+    """FLUSHDB while calls wait: those whose couriers a worker has are put back half a lease later, all.
+
+    The next courier would come in eight minutes.
+    """
+    first = stage.held(singleton={"lease": 4})
+    results = stage.line_up(6, singleton={"lease": 4})
     stage.open()
     locks.flushdb()
     for result in [first, *results]:
@@ -362,23 +406,12 @@ def test_waiter_that_will_not_run_leaves_and_the_next_runs_at_once(stage, expire
     assert second.id not in stage.starts()
 
 
-def waker(stage: Stage, locks: Any, task: Any, result: Any) -> Callable[..., None]:
-    """Sends a waiting call once more; with other headers, if told."""
-    app = stage.tasks.app
-    call, message = Message.unpacked(app, locks.hget(line_names(task.lock_key(stage.key))[1], result.id))
-
-    def send(**headers: Any) -> None:
-        replace(message, headers={**message.headers, **headers}).send(app, call.as_copy())
-
-    return send
-
-
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_late_copy_of_a_call_changes_nothing(stage, journal, gates, locks, worker, has_ended):
     """A second wake-up of a call that runs, or has run, is dropped, and the one behind waits its turn."""
     stage.held()
     second = stage.parked(f"{stage.gate}-x", queue="first")
-    wake_again = waker(stage, locks, stage.tasks.work, second)
+    wake_again = stage.waker(stage.tasks.work, second)
     third = stage.parked("y")
     stage.open()
     journal.wait_for("start", task_id=second.id)
@@ -397,7 +430,7 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(stage, journal, loc
     failing = stage.tasks.failing
     stage.held(task=failing)
     second = stage.parked("x", task=failing, expires=60, queue="single")
-    wake_again = waker(stage, locks, failing, second)
+    wake_again = stage.waker(failing, second)
     stage.open()
     with pytest.raises(ZeroDivisionError):
         second.get(timeout=60)
@@ -548,7 +581,7 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     which says more, is understood."""
     first = stage.held()
     work, unreadable = stage.tasks.work, {"task_id": "unreadable", "call": "no/type utf-8 nothing"}
-    times = {"since": 1.0, "until": 2.0, "lease": 1.0, "pace": 0.2, "queue_lease": 5.0, "remember": 5.0}
+    times = {"since": 1.0, "until": 2.0, "lease": 1.0, "queue_lease": 5.0, "remember": 5.0, "epoch": ""}
     about = {"key": work.lock_key(stage.key), "task": work.name, "attempt": 0, "call_id": "", "marked": False}
     order = Order(**about, **times, **unreadable)  # until is over: it is to be sent
     said = {"key": order.key, "order": {**asdict(order), "colour": "blue"}}

@@ -11,7 +11,9 @@ from celery import Celery
 from celery.exceptions import Reject, Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx.back import Message
 from celery_setnx.keys import line_names
+from celery_setnx.line import park
 from celery_setnx.lock import Heir, Holder, Outcome
 from celery_setnx.message import Call
 from celery_setnx.options import Options
@@ -20,6 +22,7 @@ from tests.harness import age
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
+JSON = "application/json"
 HOLDER = Holder("a|0|1f", 20.0, 1, "running", 9.0)
 
 
@@ -67,20 +70,14 @@ def couriers(app: Celery, queue: str) -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize(
-    ("waiting", "earliest", "latest"), [(0, 10.0, 12.0), (50, 60.0, 120.0)], ids=["first", "behind-many"]
-)
-def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog, waiting, earliest, latest):
-    """The courier is sent first, to the queue that the call came from: the call is not lost with the line.
-
-    Behind many it comes later: one of those before it watches the lock.
-    """
+def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
+    """The courier is sent first, to the queue that the call came from: the call is not lost with the line."""
     with pytest.raises(Parked) as caught:
-        wait(task, waiting=waiting)
+        wait(task)
     (told,) = couriers(task.app, "far")
     assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
-    assert earliest <= caught.value.when <= latest
+    assert 480 <= caught.value.when <= 600
 
 
 def test_joiner_that_asked_before_and_cannot_be_parked_goes_on_itself(task):
@@ -114,14 +111,15 @@ def test_call_that_no_courier_can_look_after_does_not_wait(task):
 
 @pytest.mark.parametrize(
     ("call", "said"),
-    [(None, "which its courier wakes"), ("no/type utf-8 nothing", "it could not be woken")],
+    [("no/type utf-8 nothing", "which cannot be sent"), ("", "which cannot be sent")],
 )
-def test_heir_that_cannot_be_woken_is_left_to_its_courier(task, caplog, call, said):
-    """Waking raises nothing: the body that has just ended has nothing to do with it."""
+def test_heir_that_cannot_be_sent_raises_nothing(task, caplog, call, said):
+    """The body that has just ended has nothing to do with it; the lock goes on when its time is over."""
     caplog.set_level(logging.WARNING)
     wake(task.app, Heir("id-2", call), KEY)
     assert said in caplog.text
     assert "id-2" in caplog.text
+    assert "is handed on when its time is over" in caplog.text
 
 
 def test_woken_call_whose_place_is_refused_says_so(server, locks):
@@ -139,3 +137,34 @@ def test_holder_says_who_it_is(info):
     """Whatever it knows of itself: a courier names its task, and has no id."""
     said = str(Holder("token", 1.0, 1, "running", 1.0, info))
     assert said.endswith("running since 1970-01-01 00:00:01 UTC")
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["call", "fan-out"])
+def test_publisher_that_finds_its_key_queued_beside_a_free_lock_serves_the_line(server, locks, many):
+    """The holder has died, and no worker has swept: the call that waits is sent, and the new one is none."""
+    app = Celery("publisher", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), task_default_queue=f"publisher-{many}")
+
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"dedupe": "until_started"})
+    def t() -> None: ...
+
+    app.finalize()
+    task = app.tasks["t"]
+    lock = SetnxLock(locks, task.lock_key(), line=True, lease=60)
+    lock.acquire()
+    first = task.delay()
+    with app.connection_for_read() as connection, connection.SimpleQueue(f"publisher-{many}") as messages:
+        message = messages.get_nowait()
+        call = Call.of("t", message.headers)
+        packed = Message(message.headers, {}, {"exchange": "", "routing_key": ""}, message.payload, JSON)
+        park(locks, call.place(600), copy=call.copy, since=10.0, call=packed.packed(call))
+        assert task.delay().id == first.id
+        assert messages.qsize() == 0
+        age(locks, call.key, 60)
+        if many:
+            assert task.fan_out([()]).duplicates == 1
+        else:
+            assert task.delay().id == first.id
+        woken = Call.of("t", messages.get_nowait().headers)
+    assert (woken.task_id, woken.copy == call.copy) == (first.id, False)
+    assert lock.holder().task_id == first.id

@@ -18,7 +18,7 @@ from celery_setnx.lock import Holder
 from celery_setnx.marks import Mark, free_all
 from celery_setnx.signals import lock_released
 from celery_setnx.survey import Sighting, drop
-from celery_setnx.waiting import COURIER, let_the_line_go_on
+from celery_setnx.waiting import let_the_line_go_on
 
 logger = logging.getLogger("celery_setnx")
 
@@ -67,7 +67,7 @@ def _after_drop(app: Celery, sighting: Sighting, holder: Holder) -> None:
         held_s=None,
     )
     if look_at(app, key).waiting:  # else a call that comes just now would meet us
-        let_the_line_go_on(app, key, task or app.tasks[COURIER], holder.task_id or "")
+        let_the_line_go_on(app, sighting.task, key)
         click.echo("Others wait in line; the first has its turn.")
 
 

@@ -3,9 +3,11 @@
 -- KEYS  1 lock     Unix second at which it stops being valid, as in the SETNX recipe
 --       2 record   token, deadline, fence, state, since (us), info: one per line
 --       and for a task's lock
---       3 line     sorted set: ids of the tasks that wait for it, by the time (us) since which they do
---       4 calls    hash: what each of them is woken with, by task id, or `@` and the time (us) until which it
---                  asks again by itself; by '' who watches the lock (see park.lua)
+--       3 line     sorted set: ids of the tasks that wait for it, by the time (us) since which they do; behind
+--                  them, from 4e15 on, those that are passed over, by 4e15 and the time at which that ends
+--       4 calls    hash: what each of them is woken with, by task id, as `vain|since|call`: how often the lock was
+--                  handed to it in vain, a `+` if a wake-up is on its way all the same, and the time (us) since
+--                  which it waits; or `@` and the time (us) until which it asks again by itself
 --       5 mark     id of the task that is queued with this key; its own ends here
 --       6 ticket   of the caller's task (see park.lua); none for a caller that is no task
 -- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
@@ -24,6 +26,7 @@
 --       acquired (also if it was handed to this task) | again (this token holds it already)
 --       resumed (held for this task's retry) | taken_over
 --       held | stale (another message has started this call: nothing is changed)
+--       line (nobody living has it, but others wait: serve.lua hands it to the first; nothing is changed)
 
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local copy, remember, linger, attempt = ARGV[6] or '-', ARGV[7] or '0', tonumber(ARGV[8] or 0), tonumber(ARGV[10] or 0)
@@ -40,7 +43,7 @@ if KEYS[3] and redis.call('EXISTS', KEYS[3], unpack(KEYS, 5)) > 0 then -- rarely
   mark = redis.pcall('GET', KEYS[5])
   if type(mark) ~= 'string' then mark = false end
   ticket = KEYS[6] and redis.call('GET', KEYS[6])
-  waiters = redis.pcall('ZCARD', KEYS[3])
+  waiters = redis.pcall('ZCOUNT', KEYS[3], '-inf', '(4000000000000000')
   waiters = int(type(waiters) == 'number' and waiters or 0)
 end
 local h_token, h_deadline, h_fence, h_state, h_info = '', 0, 0, '', 0
@@ -51,27 +54,34 @@ if record then
   end
   h_token, h_deadline, h_fence, h_state, h_info = t, tonumber(d), tonumber(f), s, i + 1
 end
-local heir, woken = h_state == 'handed' and string.sub(record, h_info), false
+local heir, woken, vain = h_state == 'handed' and string.sub(record, h_info), false, '0'
 if ticket then
-  local t_attempt, t_copy = string.match(ticket, '^(%d+)|(.*)$')
+  local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     return {'stale', h_deadline, h_fence, now, false, record, mark, waiters}
   end
-  woken = t_copy == '' and copy ~= '-'
+  woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
 end
+local task, retries
+if waiters ~= '0' or mark or ticket or heir then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
+-- Nobody passes a line but who stands at its head, or was woken, though late.
+local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
+local barred = first and not (task and (task == heir or woken or task == first))
 
 local deadline = now + lease
 local value = math.ceil(deadline / 1000000)
 local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 local expiry = math.ceil(deadline / 1000) + retention
-local set = redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry) -- SETNX, with the key's expiry in one step
+-- SETNX, with the key's expiry in one step
+local set = not barred and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
 local alone = set and waiters == '0' and not (mark or ticket or heir) -- nothing of the caller's task to look for
-local task, retries
-if not alone then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
 if not set then
   old = redis.pcall('GET', KEYS[1])
+  local function line() return {'line', h_deadline, h_fence, now, old, record, mark, waiters} end
+  if not old then return line() end
   if type(old) ~= 'string' then old = '(not a string)' end
+  if not task then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
   local function held(till)
     if linger > 0 then
       redis.call('HSET', KEYS[4], task, '@' .. int(now + linger))
@@ -99,12 +109,15 @@ if not set then
     word = allows()
     if word == 'held' then return held(h_deadline) end
     if word == 'again' then return {word, h_deadline, h_fence, now, old, record, mark, waiters} end
+    if word == 'taken_over' and barred then return line() end
     if word == 'resumed' then fence = h_fence end
   elseif h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000)) then
+    if barred then return line() end
     if h_state ~= 'resting' and not heir and h_token ~= token then word = 'taken_over' end
   else
     local till = (math.min(tonumber(old), 1e11) + 1) * 1000000 -- the recipe takes over after its second
     if now < till then return held(till) end
+    if barred then return line() end
     word = 'taken_over'
   end
   old = redis.call('GETSET', KEYS[1], value)
@@ -120,16 +133,30 @@ local fence_text = fence == now and since or int(fence)
 local mine = token .. '\n' .. int(deadline) .. '\n' .. fence_text .. '\nrunning\n' .. since .. '\n' .. info
 redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
 if mark and mark == task then redis.call('DEL', KEYS[5]) end
-if heir and KEYS[4] and task ~= heir and now < h_deadline and redis.call('HGET', KEYS[4], heir) then
-  redis.call('ZADD', KEYS[3], ARGV[9] or '0', heir) -- overtaken, it is among the first in line again
-  outlive(KEYS[3])
+if heir and KEYS[4] and task ~= heir then
+  local h_call = redis.call('HGET', KEYS[4], heir) or ''
+  local h_vain, h_since, call = string.match(h_call, '^(%d+)%+?|(%d+)|(.*)$')
+  if not h_vain then
+    redis.call('HDEL', KEYS[4], heir) -- it asks again by itself, or does no more
+  elseif now < h_deadline then -- overtaken, it stands in line where it stood
+    redis.call('HSET', KEYS[4], heir, h_vain .. '+|' .. h_since .. '|' .. call)
+    redis.call('ZADD', KEYS[3], h_since, heir)
+  else
+    local away = math.min(lease * 2 ^ tonumber(h_vain), 3600000000)
+    redis.call('HSET', KEYS[4], heir, int(h_vain + 1) .. '|' .. h_since .. '|' .. call)
+    redis.call('ZADD', KEYS[3], int(4000000000000000 + now + away), heir)
+  end
+  local left = redis.call('PTTL', KEYS[4]) -- the line may be there anew: it lasts as long as the calls
+  if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
 end
 if KEYS[3] and task and (ticket or task == heir or waiters ~= '0') then -- it waits no more
+  vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or vain
   redis.call('ZREM', KEYS[3], task)
   redis.call('HDEL', KEYS[4], task)
 end
 if ticket or KEYS[6] and remember ~= '0' then
-  redis.call('SET', KEYS[6], int(attempt) .. '|' .. copy, unpack(ticket and {'KEEPTTL'} or {'PX', remember}))
+  local ttl = remember == '0' and {'KEEPTTL'} or {'PX', remember}
+  redis.call('SET', KEYS[6], int(attempt) .. '|' .. copy .. '|' .. vain, unpack(ttl))
 end
 if alone then return 'acquired ' .. since .. ' ' .. fence_text end
 return {word, deadline, fence, now, old, record, mark, waiters}

@@ -36,11 +36,10 @@ local line = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
 for place = 1, #line, 2 do redis.call('ZADD', KEYS[3], before(tonumber(line[place + 1])), line[place]) end
 local calls = redis.call('HGETALL', KEYS[4])
 for place = 1, #calls, 2 do
-  local sign, till, rest = string.match(calls[place + 1], '^(@?)(%d+)(.*)$')
-  -- The two that are times: who asks again by itself, and until when a courier watches.
-  if till and (sign == '@' or calls[place] == '') then
-    redis.call('HSET', KEYS[4], calls[place], sign .. before(tonumber(till)) .. rest)
-  end
+  -- Two kinds have a time: since when a call waits, and until when one asks again by itself.
+  local head, moment, rest = string.match(calls[place + 1], '^(%d+%+?|)(%d+)(.*)$')
+  if not head then head, moment, rest = string.match(calls[place + 1], '^(@)(%d+)(.*)$') end
+  if head then redis.call('HSET', KEYS[4], calls[place], head .. before(tonumber(moment)) .. rest) end
 end
 for place, key in ipairs(KEYS) do
   if not (renews and place <= 2) and redis.call('PTTL', key) > 0 then expire_sooner(key) end

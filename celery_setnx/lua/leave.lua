@@ -6,24 +6,21 @@
 --       3 copy       the message that leaves
 --       4 remember   milliseconds for which it is remembered
 -- Returns {word}
---       left | handed (the lock is kept for it: to be acquired, and released to the next in line)
+--       left | handed (the lock is kept for it: serve.lua passes it on)
 --       stale (another message has started this attempt: nothing is changed)
 
 local task, attempt, copy, remember = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local function int(number) return string.format('%.0f', number) end
 
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local ticket = redis.call('GET', KEYS[5])
 if ticket then
-  local t_attempt, t_copy = string.match(ticket, '^(%d+)|(.*)$')
+  local t_attempt, t_copy = string.match(ticket, '^(%d+)|(.*)|%d+$')
   local later = tonumber(t_attempt) - attempt
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then return {'stale'} end
 end
+local vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or '0'
 redis.call('ZREM', KEYS[3], task) -- allowed when memory is full, and after a write SET is too
 redis.call('HDEL', KEYS[4], task)
-redis.call('SET', KEYS[5], int(attempt) .. '|' .. copy, 'PX', int(remember))
-local value = redis.pcall('GET', KEYS[1])
-local deadline, heir =
-  string.match(redis.call('GET', KEYS[2]) or '', '^[^\n]*\n(%d+)\n%d+\nhanded\n%d+\n(.*)$')
-return {value and heir == task and now < tonumber(deadline) and 'handed' or 'left'}
+redis.call('SET', KEYS[5], int(attempt) .. '|' .. copy .. '|' .. vain, 'PX', int(remember))
+local heir = string.match(redis.call('GET', KEYS[2]) or '', '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$')
+return {redis.call('EXISTS', KEYS[1]) > 0 and heir == task and 'handed' or 'left'}

@@ -10,7 +10,9 @@ local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end
 local found = {now, value, redis.call('GET', KEYS[2]), '0'}
 if KEYS[3] then
-  found[4] = string.format('%.0f', redis.call('ZCARD', KEYS[3]))
-  for _, item in ipairs(redis.call('ZRANGE', KEYS[3], 0, 99, 'WITHSCORES')) do found[#found + 1] = item end
+  local last = '(4000000000000000' -- behind it are those that are passed over
+  found[4] = string.format('%.0f', redis.call('ZCOUNT', KEYS[3], '-inf', last))
+  local first = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', last, 'WITHSCORES', 'LIMIT', 0, 100)
+  for _, item in ipairs(first) do found[#found + 1] = item end
 end
 return found

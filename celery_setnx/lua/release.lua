@@ -11,7 +11,7 @@
 --       the text 'released' if it has just been, and nobody waits
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
 --       heir: the task that is first in line, to be woken with its call: now, or when the rest is over; none if
---       nobody waits, or the first asks again by itself
+--       nobody waits, or the first asks again by itself, or its wake-up is on its way
 
 local token, rest_until, remember, again, hand_over = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
 local function int(number) return string.format('%.0f', number) end
@@ -27,9 +27,10 @@ local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end
 local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(.*)$')
 local function answer(word, heir)
-  local call = heir and KEYS[4] and redis.call('HGET', KEYS[4], heir) or false
-  if not KEYS[4] or call and string.match(call, '^@') then heir, call = false, false end
-  return {word, now, value, heir, call}
+  local kept = heir and KEYS[4] and redis.call('HGET', KEYS[4], heir)
+  local call = kept and string.match(kept, '^%d+|%d+|(.*)$')
+  if not KEYS[4] or kept and not call then heir = false end
+  return {word, now, value, heir, call or false}
 end
 
 if h_token ~= token then return {'lost', now, value} end
@@ -37,7 +38,8 @@ if state == 'handed' then return answer('released', string.match(rest, '^%d+\n(.
 if state ~= 'running' then return {state, now, value} end -- resent: as the first time
 local heir = false
 local gone = {} -- those who have not asked again in time
-for _, task in ipairs(KEYS[3] and redis.pcall('ZRANGE', KEYS[3], 0, 9) or {}) do
+local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
+for _, task in ipairs(KEYS[3] and redis.pcall('ZRANGEBYSCORE', unpack(line)) or {}) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then
     heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over

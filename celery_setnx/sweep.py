@@ -1,0 +1,148 @@
+"""The sweep: workers let lines go on whose holder has died, or whose wake-up was lost.
+
+Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
+and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
+keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import redis
+from celery import Celery, bootsteps
+from celery._state import connect_on_app_finalize
+from celery.worker.request import Request
+from celery.worker.state import revoked as revoked_tasks
+
+from celery_setnx.connection import new_client
+from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.forks import between_forks
+from celery_setnx.line import Claimed, claim, settle
+from celery_setnx.switches import DISABLED
+from celery_setnx.waiting import Order, let_the_line_go_on, lines_of, next_look, put_back, send_again
+
+logger = logging.getLogger("celery_setnx")
+
+SWEEP_S = 2.0
+"""Seconds between two sweeps of a worker."""
+
+_TIMEOUT_S = 0.5  # a fork of the pool waits for a sweep
+
+
+class CourierRequest(Request):  # type: ignore[misc]
+    """A courier in the worker's parent, which holds it until its time has come."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
+        try:
+            self.order = Order.of(told) if told else None
+        except TypeError:
+            self.order = None
+        if self.order is not None:
+            _held.add(self)
+
+
+_held: WeakSet[CourierRequest] = WeakSet()
+
+
+class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Looks after the lines of a worker's tasks, in a thread of the worker's parent."""
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        super().__init__(worker, **options)
+        self._stopped = threading.Event()
+        self._client: redis.Redis
+        self._fails = False
+        self._sent: WeakSet[CourierRequest] = WeakSet()
+        self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
+
+    def start(self, worker: Any) -> None:
+        """Begin to sweep."""
+        if DISABLED.is_on(worker.app):
+            return
+        try:
+            self._client = new_client(worker.app, _TIMEOUT_S)
+        except OptionError:  # its calls say that
+            return
+        target = partial(self._run, worker.app)
+        threading.Thread(target=target, name="celery_setnx-sweep", daemon=True).start()
+
+    def stop(self, _worker: Any) -> None:
+        """Sweep no more."""
+        self._stopped.set()
+
+    terminate = stop
+
+    def _run(self, app: Celery) -> None:
+        while not self._stopped.wait(SWEEP_S * random.uniform(0.8, 1.0)):
+            try:
+                self.sweep(app)
+                self._fails = False
+            except SetnxError as error:
+                if not self._fails:  # it is said once
+                    logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
+                self._fails = True
+            except Exception:
+                logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
+
+    def sweep(self, app: Celery) -> None:
+        """Look at every line that it is time to look at, and after the calls whose couriers are here."""
+        lines = lines_of(app)
+        with between_forks:
+            claimed = claim(
+                self._client, lines, [name for name in app.tasks if not name.startswith("celery.")]
+            )
+        for task, key in claimed.lines:
+            with between_forks:
+                self._serve(app, lines, task, key, claimed)
+        for request in _couriers_here():
+            self._look_after(app, request, claimed.epoch)
+
+    def _serve(self, app: Celery, lines: str, task: str, key: str, claimed: Claimed) -> None:
+        try:
+            served = let_the_line_go_on(app, task, key, client=self._client)
+            settle(self._client, lines, task, key, claimed, within=next_look(served))
+        except SetnxError as error:
+            logger.info("The line of %s was not served, and is in %g s: %s", key, SWEEP_S, error)
+
+    def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
+        """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
+        order = request.order
+        if request in self._sent or order is None:
+            return
+        if order.task_id in revoked_tasks or order.task not in app.tasks:
+            with between_forks:
+                send_again(app, order)  # Celery throws it away, as it would any; then it waits no more
+            self._sent.add(request)
+        elif order.epoch != epoch:
+            known, when = self._anew.get(request, ("", 0.0))
+            if known != epoch:  # a holder may say first that it is there still
+                self._anew[request] = epoch, time.monotonic() + order.lease / 2
+            elif time.monotonic() >= when:
+                with between_forks:
+                    put_back(app, order, wait_s=0.0)
+                self._anew[request] = epoch, float("inf")
+
+
+def _couriers_here() -> list[CourierRequest]:
+    """Those that this process holds until their time has come."""
+    while True:
+        try:
+            return list(_held)
+        except RuntimeError:  # changed by the main thread meanwhile
+            continue
+
+
+@connect_on_app_finalize  # type: ignore[untyped-decorator]
+def sweep_in_workers(app: Celery) -> None:
+    """Have workers of the app look after its lines; also those of tasks that are guarded no more."""
+    app.steps["worker"].add(Sweep)

@@ -1,0 +1,79 @@
+"""Calls that wait in line while what they are calls of changes. Real workers.
+
+Each waits in a queue whose worker is killed, and started again with the tasks of `tests.laterapp`.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from celery_setnx.keys import line_names
+from celery_setnx.testing import pass_time
+from tests.harness import Worker, wait_until
+
+
+@pytest.fixture
+def deploy(stage, start_worker) -> Callable[..., Worker]:
+    """Kill the worker of the queue that is named after the key, and start another."""
+    before = start_worker("tests.waitapp", queues=stage.key)
+
+    def deploy() -> Worker:
+        before.kill()
+        return start_worker("tests.laterapp", queues=stage.key)
+
+    return deploy
+
+
+def test_waiting_calls_of_a_task_that_is_guarded_no_more_run_once(stage, journal, locks, deploy):
+    """Without a lock, each once: whoever is woken waits no more, and the next one is woken."""
+    stage.held(queue=stage.key)
+    results = stage.line_up(5, queue=stage.key)
+    deploy()
+    pass_time(600, stage.tasks.work, stage.key)
+    stage.have_run(results, in_order=False)
+    assert all(entry["key"] is None for entry in journal.entries(what="start")[1:])
+    line = line_names(stage.tasks.work.lock_key(stage.key))
+    wait_until(lambda: not locks.exists(*line), "nobody waits")
+
+
+def test_late_copy_of_a_call_that_was_let_go_is_dropped(stage, deploy):
+    """A task that is not guarded any more is not run again by a second wake-up."""
+    stage.held(queue=stage.key)
+    second = stage.parked("x", queue=stage.key)
+    wake_again = stage.waker(stage.tasks.work, second)
+    later = deploy()
+    pass_time(600, stage.tasks.work, stage.key)
+    stage.has_run(second)
+    wake_again()
+    third = stage.tasks.work.apply_async([stage.key, "y"], queue=stage.key)
+    assert third.get(timeout=60) == [stage.key, "y", 0]
+    later.wait_for_log(f"{stage.tasks.work.name}[{second.id}] waits no more")
+    assert stage.starts().count(second.id) == 1
+
+
+def test_waiting_call_of_a_task_that_is_gone_does_not_stop_its_line(stage, deploy, locks):
+    """It is thrown away, as any message of an unknown task, and waits no more; the next one runs."""
+    options = {"queue": stage.key, "singleton": {"scope": "shared"}}
+    stage.held(task=stage.tasks.failing, **options)
+    stage.parked(task=stage.tasks.failing, **options)
+    last = stage.parked(task=stage.tasks.silent, ignore_result=False, **options)
+    later = deploy()
+    pass_time(600, stage.tasks.app)
+    stage.has_run(last)
+    later.wait_for_log("Received unregistered task of type 'tests.waitapp.failing'")
+    key = stage.tasks.silent.lock_key(stage.key).replace(stage.tasks.silent.name, "shared")
+    wait_until(lambda: not locks.exists(*line_names(key)), "nobody waits")
+    assert stage.starts()[1:] == [last.id]
+
+
+def test_waiting_call_whose_arguments_no_longer_fit_fails_and_the_next_runs(stage, deploy):
+    """As any call of a function that does not take them: with a TypeError, where its body would run."""
+    silent = stage.tasks.silent
+    stage.held(task=silent, queue=stage.key)
+    second = stage.parked("x", task=stage.tasks.silent, queue=stage.key, ignore_result=False)
+    third = stage.parked(task=stage.tasks.silent, queue=stage.key, ignore_result=False)
+    deploy()
+    pass_time(600, silent, stage.key)
+    with pytest.raises(TypeError):
+        second.get(timeout=60)
+    assert third.get(timeout=60) == stage.key
