@@ -25,6 +25,9 @@ _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 _LINES_MS = int(8 * DAY_S * 1000)
 _CLAIM_S = 2.0
 
+CLAIMED_AT_MOST = 100
+"""Lines that one `claim` finds."""
+
 IN_LINE = ("-inf", "(4000000000000000")
 """The scores of those who wait; behind them are those that are passed over."""
 

@@ -26,7 +26,7 @@ from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.guard import Guard
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.line import BEGUN_S, Place, leave
-from celery_setnx.lock import ORIGINAL, HeldLock, Holder, Outcome, Released, task_token
+from celery_setnx.lock import HAND_OVER_S, ORIGINAL, HeldLock, Holder, Outcome, Released, task_token
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
 from celery_setnx.message import Call
 from celery_setnx.options import UNSET
@@ -44,6 +44,7 @@ from celery_setnx.waiting import (
     Parked,
     holders_result,
     leave_line,
+    look_within,
     report_take_over,
     wake,
 )
@@ -186,7 +187,9 @@ class Run:
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         ask = partial(self.lock.acquire_at_death, same_host=self.of.settings.same_host, **details)
         outcome: Outcome | None = self._patiently(ask, None)
-        self._wake_heir()
+        if self.lock.heir is not None:  # it has served the line
+            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
+            self._wake_heir()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
             return None if outcome.holder.task_id == self.request.id else outcome

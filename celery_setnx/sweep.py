@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,7 +26,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.line import Claimed, claim, settle
+from celery_setnx.line import CLAIMED_AT_MOST, Claimed, claim, settle
 from celery_setnx.switches import DISABLED
 from celery_setnx.waiting import Order, let_the_line_go_on, lines_of, next_look, put_back, send_again
 
@@ -43,11 +44,8 @@ class CourierRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
-        try:
-            self.order = Order.of(told) if told else None
-        except TypeError:
-            self.order = None
-        if self.order is not None:
+        with suppress(TypeError):  # it says nothing that is understood here
+            self.order = Order.of(told or {})
             _held.add(self)
 
 
@@ -62,7 +60,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._stopped = threading.Event()
         self._client: redis.Redis
         self._fails = False
-        self._sent: WeakSet[CourierRequest] = WeakSet()
+        self._left: WeakSet[CourierRequest] = WeakSet()
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -83,9 +81,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     terminate = stop
 
     def _run(self, app: Celery) -> None:
-        while not self._stopped.wait(SWEEP_S * random.uniform(0.8, 1.0)):
+        more = False
+        while not self._stopped.wait(0 if more else SWEEP_S * random.uniform(0.8, 1.0)):
+            more = False
             try:
-                self.sweep(app)
+                more = self.sweep(app)
                 self._fails = False
             except SetnxError as error:
                 if not self._fails:  # it is said once
@@ -94,43 +94,57 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             except Exception:
                 logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
 
-    def sweep(self, app: Celery) -> None:
-        """Look at every line that it is time to look at, and after the calls whose couriers are here."""
+    def sweep(self, app: Celery) -> bool:
+        """Look at every line that it is time to look at, and after the calls whose couriers are here.
+
+        True if there may be more lines to look at.
+        """
         lines = lines_of(app)
+        tasks = [name for name in app.tasks if not name.startswith("celery.")]
         with between_forks:
-            claimed = claim(
-                self._client, lines, [name for name in app.tasks if not name.startswith("celery.")]
-            )
+            claimed = claim(self._client, lines, tasks)
         for task, key in claimed.lines:
             with between_forks:
                 self._serve(app, lines, task, key, claimed)
         for request in _couriers_here():
-            self._look_after(app, request, claimed.epoch)
+            if request not in self._left:
+                self._look_after(app, request, claimed.epoch)
+        return len(claimed.lines) >= CLAIMED_AT_MOST
 
     def _serve(self, app: Celery, lines: str, task: str, key: str, claimed: Claimed) -> None:
         try:
-            served = let_the_line_go_on(app, task, key, client=self._client)
-            settle(self._client, lines, task, key, claimed, within=next_look(served))
-        except SetnxError as error:
+            within = next_look(let_the_line_go_on(app, task, key, client=self._client))
+            settle(self._client, lines, task, key, claimed, within=within)
+        except SetnxError as error:  # another line may be on another node, or in order
             logger.info("The line of %s was not served, and is in %g s: %s", key, SWEEP_S, error)
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
-        if request in self._sent or order is None:
-            return
-        if order.task_id in revoked_tasks or order.task not in app.tasks:
-            with between_forks:
-                send_again(app, order)  # Celery throws it away, as it would any; then it waits no more
-            self._sent.add(request)
-        elif order.epoch != epoch:
-            known, when = self._anew.get(request, ("", 0.0))
-            if known != epoch:  # a holder may say first that it is there still
-                self._anew[request] = epoch, time.monotonic() + order.lease / 2
-            elif time.monotonic() >= when:
+        try:
+            if order.task_id in revoked_tasks or order.task not in app.tasks:
+                self._left.add(request)
+                with between_forks:
+                    send_again(app, order)  # Celery throws it away, as it would any; then it waits no more
+            elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
-                self._anew[request] = epoch, float("inf")
+        except SetnxError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
+            self._left.add(request)
+            logger.warning("%s is left to its courier: %s", order, error)
+
+    def _is_time_to_put_back(self, request: CourierRequest, epoch: str) -> bool:
+        """Once, half a lease after a loss: a holder may say first that it is there still."""
+        known, when = self._anew.get(request, ("", 0.0))
+        if known != epoch:
+            self._anew[request] = epoch, time.monotonic() + request.order.lease / 2
+            return False
+        if time.monotonic() < when:
+            return False
+        self._anew[request] = epoch, float("inf")
+        return True
 
 
 def _couriers_here() -> list[CourierRequest]:
