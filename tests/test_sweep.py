@@ -1,0 +1,160 @@
+"""What a worker's sweep does, without the worker: each round is a call."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_setnx import SetnxLock, SingletonTask, sweep, waiting
+from celery_setnx.connection import client_for
+from celery_setnx.keys import key_name, line_names
+from celery_setnx.line import Place, claim, note_due, park
+from celery_setnx.lock import ORIGINAL
+from celery_setnx.sweep import Sweep
+from celery_setnx.waiting import Order, lines_of
+from tests.harness import age
+
+
+class Courier:
+    """A courier that a worker holds."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
+
+@pytest.fixture
+def app(server, locks) -> Celery:
+    """An app with one guarded task."""
+    app = Celery("swept", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"lease": 60})
+    def t() -> None: ...
+
+    app.finalize()
+    return app
+
+
+@pytest.fixture
+def swept(app, monkeypatch) -> Sweep:
+    """The sweep of a worker of the app, whose thread has not been started; whom it wakes is noted."""
+    step = Sweep(SimpleNamespace(app=app))
+    step._client = client_for(app)
+    step.woken = []
+    monkeypatch.setattr(waiting, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
+    return step
+
+
+def wait(locks: Any, key: str, task_id: str = "id-1") -> None:
+    """A call is in the line of a lock that nobody has."""
+    park(locks, Place(key, task_id, 0, 600), copy=ORIGINAL, since=10.0, call="c")
+
+
+def due(app: Celery, locks: Any, key: str, task: str = "t") -> None:
+    """It is time to look at the line of a lock."""
+    note_due(locks, lines_of(app), task, key, within=0)
+
+
+def test_only_lines_of_tasks_that_the_worker_has_are_swept(app, locks, swept):
+    """The others are for another worker, which can send their calls."""
+    for task in ("t", "unknown"):
+        wait(locks, key_name("t", task, ""), task)
+        due(app, locks, key_name("t", task, ""), task)
+    assert swept.sweep(app) is False
+    assert swept.woken == ["t"]
+    assert locks.zscore(lines_of(app), f"unknown\n{key_name('t', 'unknown', '')}") is not None
+
+
+def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_keys):
+    """Another program's record is in the place of one's lock: that line is looked at again, like all."""
+    bad, good = key_name("t", "t", "0" * 32), key_name("t", "t", "1" * 32)
+    locks.set(f"{bad}:holder", "theirs")
+    foreign_keys.add(f"{bad}:holder")
+    for key in (bad, good):
+        wait(locks, key)
+        due(app, locks, key)
+    swept.sweep(app)
+    assert swept.woken == ["id-1"]
+    assert locks.zcard(lines_of(app)) == 3  # both, and the epoch
+
+
+def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhile(app, locks, swept):
+    """Whoever is about to park has written it first."""
+    key = key_name("t", "t", "")
+    due(app, locks, key)
+    claimed = claim(locks, lines_of(app), ["t"])
+    assert claimed.lines == [("t", key)]
+    due(app, locks, key)
+    sweep.settle(locks, lines_of(app), "t", key, claimed, within=None)
+    assert locks.zcard(lines_of(app)) == 2
+    swept.sweep(app)
+    assert locks.zcard(lines_of(app)) == 1
+
+
+def test_more_lines_than_one_round_takes_are_known_to_be_more(app, locks, swept):
+    """After an outage of all workers there may be thousands: no pause is made between rounds."""
+    for number in range(150):
+        key = key_name("t", "t", f"{number:032x}")
+        wait(locks, key)
+        due(app, locks, key)
+    assert [swept.sweep(app), swept.sweep(app)] == [True, False]
+    assert len(swept.woken) == 150
+
+
+def test_lost_data_is_noticed_and_calls_of_couriers_here_are_put_back(app, locks, swept, monkeypatch, caplog):
+    """Half a lease later, once; one that cannot be understood stops no other."""
+    now = [0.0]
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    key = key_name("t", "t", "")
+    holder = SetnxLock(locks, key, line=True, lease=600)
+    holder.acquire()
+    sent = []
+    monkeypatch.setattr(sweep, "send_again", lambda app, order: sent.append(order.task_id))
+    orders = {
+        task_id: Order(key, task, task_id, 0, "", since, "c", None, 60.0, 60.0, 600.0, False, "before")
+        for task_id, task, since in (("id-1", "t", "?"), ("id-2", "gone", 10.0), ("id-3", "t", 10.0))
+    }
+    requests = [Courier(order) for order in orders.values()]
+    monkeypatch.setattr(sweep, "_couriers_here", lambda: requests)
+    swept.sweep(app)
+    assert sent == ["id-2"]  # of a task that is not known here: to be thrown away
+    assert not locks.exists(line_names(key)[0])
+    now[0] = 30.0
+    swept.sweep(app)
+    assert locks.zrange(line_names(key)[0], 0, -1) == ["id-3"]
+    assert "t[id-1] is left to its courier" in caplog.text
+    locks.zrem(line_names(key)[0], "id-3")
+    swept.sweep(app)
+    assert not locks.exists(line_names(key)[0])
+    assert sent == ["id-2"]
+
+
+def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog):
+    """And not every two seconds."""
+    rounds = iter([False, False, False, True])
+    monkeypatch.setattr(sweep, "SWEEP_S", 0.0)
+    monkeypatch.setattr(swept._stopped, "wait", lambda _seconds: next(rounds))
+    swept._client = client_for(app_without_server())
+    swept._run(app)
+    assert caplog.text.count("No line is swept until this ends") == 1
+
+
+def app_without_server() -> Celery:
+    app = Celery("nowhere", broker="memory://", set_as_current=False)
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+    return app
+
+
+def test_dead_holder_is_taken_over_by_the_first_in_line(app, locks, swept):
+    """When its lease has ended, and the take-over is told with the dead one's record."""
+    key = key_name("t", "t", "")
+    SetnxLock(locks, key, line=True, lease=60).acquire()
+    wait(locks, key)
+    due(app, locks, key)
+    swept.sweep(app)
+    assert swept.woken == [None]
+    age(locks, key, 60)
+    due(app, locks, key)
+    swept.sweep(app)
+    assert swept.woken == [None, "id-1"]
