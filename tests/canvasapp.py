@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import chain, chord, current_task, group, signature
 
-from celery_setnx import SingletonTask, current_lock
+from celery_setnx import SingletonTask, current_lock, waiting
 from tests.app import journal, make_app, wait_for_gate
 
 MODES: dict[str, dict[str, str]] = {
@@ -23,6 +23,9 @@ LATER = "later"
 
 # A broker of its own: the other workers of a test run do not know these tasks.
 app = make_app("canvasapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
+
+
+waiting._pace = lambda order, server_time: 0.3  # couriers come soon, to find that their calls have ended
 
 
 def turn(gate: str = "") -> None:

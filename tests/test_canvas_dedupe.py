@@ -115,8 +115,7 @@ def marks(locks: redis.Redis) -> set[str]:
 
 def held(locks: redis.Redis) -> set[str]:
     """The locks that are there."""
-    beside = (":holder", ":queued", ":line", ":calls")
-    return {key for key in locks.scan_iter() if not key.endswith(beside) and ":ticket:" not in key}
+    return set(locks.scan_iter("*}"))
 
 
 def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "start") -> list[dict[str, Any]]:

@@ -4,37 +4,55 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.model import lines
 from tests.model.injected import EPOCH, SECOND, set_clock
-from tests.model.line import first_in_line, without_call
+from tests.model.line import AWAY, waiting, with_call, with_place, without_call
+from tests.model.lines import Lines
 from tests.model.lock import Lock
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
-LINE, CALLS = "{lock.foo}:line", "{lock.foo}:calls"
+LINE, CALLS, LINES = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
 TICKETS = {task: f"{{lock.foo}}:ticket:{task}" for task in TASK_IDS}
 PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
-KEYS = (*PAIR, MARK, *WAITING, *TICKETS.values())
+KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values())
+CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
+SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
 COPIES = ("-", "x1", "y2")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
+LONG = 4_000 * SECOND
 RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
 MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
 HAND_OVERS = (1, 150_000, SECOND, 2_345_678)
-WATCHES = (0, 1, SECOND, 100 * SECOND)
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 VERBS = (
     "acquire " * 6 + "renew " * 5 + "release " * 5 + "hold " * 3 + "free " * 2 + "look " + "mark " * 5
     + "extend " * 2 + "unmark " * 2 + "park " * 5 + "leave " * 2 + "advance " * 9 + "foreign " * 4
+    + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
 ).split()  # fmt: skip
 # What is rare in a state, or ends it at once, comes more often in it.
 WHEN_HELD = ("free", "foreign", "acquire") * 6
-WHEN_HANDED = ("release", "hold", "park", "leave", "acquire", "acquire", "foreign") * 3
-WHEN_ORPHANED = ("acquire", "acquire", "acquire", "leave", "unmark") * 4
-WHEN_ONE_LINGERS = ("advance", "release", "release") * 5
-FOREIGN = ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line")
+WHEN_HANDED = (
+    "release",
+    "hold",
+    "park",
+    "leave",
+    "acquire",
+    "acquire",
+    "foreign",
+    "serve",
+    "serve",
+    "advance",
+) * 3
+WHEN_ORPHANED = ("acquire", "acquire", "acquire", "leave", "unmark", "serve") * 4
+WHEN_ONE_LINGERS = ("advance", "release", "serve", "acquire") * 5
+WHEN_CLAIMED = ("settle",) * 12
+WHEN_ONE_IS_AWAY = ("advance", "advance", "serve", "serve", "look", "acquire", "release") * 3
+FOREIGN = ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line", "crowd")
 
 SEES = f"""
 local seen = {{}}
@@ -43,7 +61,9 @@ for _, key in ipairs(KEYS) do
   if kind == 'string' then
     content = redis.call('GET', key)
   elseif kind == 'zset' then
-    content = table.concat(redis.call('ZRANGE', key, 0, -1, 'WITHSCORES'), ' ')
+    content = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+    for i = 2, #content, 2 do content[i] = string.format('%.0f', content[i]) end
+    content = table.concat(content, ' ')
   elseif kind == 'hash' then
     local found, fields = redis.call('HGETALL', key), {{}}
     for i = 1, #found, 2 do fields[#fields + 1] = found[i] .. '=' .. found[i + 1] end
@@ -60,16 +80,19 @@ return table.concat(seen, '\\n')
 """
 
 
-def sight_of(store: Store, now: int) -> str:
+def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
     value, expiry, record, record_expiry, mark, line, calls, tickets = store
     released = isinstance(record, Record) and record.deadline == 0
+    dues = [("", -swept.epoch)] if swept.epoch is not None else []
+    dues += [(name, moment) for moment, name in swept.due]
     found: list[tuple[str, object, object]] = [
         (LOCK, value, expiry),
         (RECORD, record, f"in {REMEMBER_MS}" if released else record_expiry),
         (MARK, mark and mark.task_id, mark and mark.expiry and f"in {mark.expiry - now // MS}"),
-        (LINE, " ".join(f"{task} {since}" for since, task in line.places) or None, f"in {line.lease}"),
-        (CALLS, " ".join(sorted(map("=".join, calls.fields))) or None, f"in {calls.lease}"),
+        (LINE, " ".join(f"{task} {since}" for since, task in line.places) or None, _left(line.lease)),
+        (CALLS, " ".join(sorted(map("=".join, calls.fields))) or None, _left(calls.lease)),
+        (LINES, " ".join(f"{name} {score}" for name, score in dues) or None, _left(swept.lease)),
         *((TICKETS[task], ticket.text, f"in {ticket.lease}") for task, ticket in tickets),
     ]
     return "\n".join(
@@ -77,6 +100,10 @@ def sight_of(store: Store, now: int) -> str:
         for key, content, expiry in found
         if content is not None
     )
+
+
+def _left(lease: int) -> str:
+    return f"in {lease}" if lease >= 0 else "-1"
 
 
 class Step(NamedTuple):
@@ -96,6 +123,10 @@ class Step(NamedTuple):
         if verb == "look":
             waiters = "waiters" if self.reply[3] != "0" else "found"
             return "look: nothing" if self.reply[1:] == (None, None, "0") else f"look: {waiters}"
+        if verb == "due":
+            return "due: noted"
+        if verb == "sweep":
+            return f"sweep: {'claimed' if self.reply[2:] else 'nothing'}"
         return f"{verb}: {self.reply[0]}"
 
 
@@ -107,6 +138,8 @@ class Case:
         self.shas = shas
         self.model = Lock()
         self.store = Store()
+        self.lines = Lines()
+        self.claimed: tuple[str, str] | None = None
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
 
@@ -123,6 +156,10 @@ class Case:
                 verbs = [*verbs, *WHEN_ORPHANED]
             if any(call.startswith("@") for _, call in self.store.calls.fields):
                 verbs = [*verbs, *WHEN_ONE_LINGERS]
+            if self.claimed:
+                verbs = [*verbs, *WHEN_CLAIMED]
+            if any(since >= AWAY for since, _ in self.store.line.places):
+                verbs = [*verbs, *WHEN_ONE_IS_AWAY]
             yield getattr(self, self.random.choice(verbs))()
 
     @property
@@ -139,6 +176,8 @@ class Case:
         """A new token, or the last one sent again."""
         choose = self.random.choice
         sent = {"token": self.token(), "lease": choose(LEASES), "retention": choose(RETENTIONS)}
+        if self.state == "handed" and self.random.random() < 0.1:
+            sent["lease"] = LONG
         sent["info"] = choose(("{}", '{"pid":7}', "two\nlines"))
         sent["dead"] = self.token() if self.random.random() < 0.2 else ""
         task = task_of(sent["token"])[0]
@@ -201,8 +240,56 @@ class Case:
             since=self.now - self.random.randrange(3) * SECOND,
             call=choose(("call", "call again")),
             remember=choose(MARK_LEASES_MS),
-            watch=choose(WATCHES),
         )
+
+    def serve(self) -> Step:
+        """By anybody, once or twice."""
+        choose, holder = self.random.choice, self.store.holder
+        return self.script(
+            "serve",
+            PAIR + WAITING,
+            token=choose((f"served{self.random.randrange(9)}", holder.token or "served")),
+            hand_over=choose(HAND_OVERS),
+            remember=REMEMBER_MS,
+            lease=choose((*LEASES, LONG)),
+            dead=self.token() if self.random.random() < 0.2 else "",
+            away=choose(("", "", holder.info, "a")),
+        )
+
+    def due(self) -> Step:
+        """By a call that is about to wait, or by its courier."""
+        within = self.random.choice((0, 1, SECOND, 30 * SECOND))
+        return self.swept("due", entry=self.random.choice(SWEPT), within=within, **self.of_lines())
+
+    def sweep(self) -> Step:
+        """By a worker."""
+        tasks = tuple(task for task in TASK_IDS if self.random.random() < 0.7)
+        interval = self.random.choice((0, 2 * SECOND))
+        step = self.swept("sweep", interval=interval, **self.of_lines(), tasks=tasks)
+        _, until, *entries = step.reply or ()
+        if entries:
+            self.claimed = self.random.choice(entries), until
+        return step
+
+    def settle(self) -> Step:
+        """By a worker that has served a line."""
+        (entry, claimed), self.claimed = self.claimed or (SWEPT[0], "7"), None
+        entry = self.random.choice((entry, entry, entry, SWEPT[0]))
+        within = self.random.choice((None, None, 0, SECOND, 30 * SECOND))
+        return self.swept("settle", entry=entry, claimed=claimed, within=within)
+
+    def of_lines(self) -> dict[str, int]:
+        """How long the set is to last, and an epoch for it."""
+        return {"remember": self.random.choice(MARK_LEASES_MS), "epoch": self.random.randrange(1, 2**48)}
+
+    def swept(self, verb: str, **sent: Any) -> Step:
+        """A call of a script of the lines."""
+        arguments = ["" if value is None else value for value in sent.values()]
+        if verb == "sweep":
+            arguments[-1:] = sent["tasks"]
+        self.lines, reply = getattr(lines, verb)(self.lines, self.now, **sent)
+        command = ("EVALSHA", self.shas[verb], 1, LINES, *arguments)
+        return Step(f"{verb} {arguments}", [command], reply, self.sight)
 
     def leave(self) -> Step:
         """By a message that will not run, or by one of a call that has begun."""
@@ -219,7 +306,7 @@ class Case:
         """By the publisher of a new call, or of one that is marked or runs."""
         lease = self.random.choice(MARK_LEASES_MS)
         dedupe = self.random.choice(("until_started", "until_done", "until_done"))
-        return self.script("mark", (*PAIR, MARK), task_id=self.task_id(), lease=lease, dedupe=dedupe)
+        return self.script("mark", (*PAIR, MARK, LINE), task_id=self.task_id(), lease=lease, dedupe=dedupe)
 
     def extend(self) -> Step:
         """By the mark's publisher, or by anybody else."""
@@ -240,6 +327,9 @@ class Case:
             moments += [int(float(value) * SECOND), int((float(value) + 1) * SECOND)]
         moments += [ms * MS for ms in (before.expiry, before.record_expiry) if ms is not None]
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
+        moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
+        for moment, _ in self.lines.due[:1]:
+            moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
         mark = before.mark
@@ -277,8 +367,10 @@ class Case:
         elif what == "line" and rarely:
             changed = {"line": Line(), "calls": Calls(), "tickets": ()}
             commands = [("DEL", *WAITING, *TICKETS.values())]
-        elif what == "line" and (first := first_in_line(store)) is not None:
-            changed, commands = {"calls": without_call(store, first).calls}, [("HDEL", CALLS, first)]
+        elif what == "line" and (line := waiting(store)) and line[0] not in CROWD:
+            changed, commands = {"calls": without_call(store, line[0]).calls}, [("HDEL", CALLS, line[0])]
+        elif what == "crowd" and rarely:
+            changed, commands = self.crowd()
         else:
             lock_alone = [[LOCK]] * (10 if self.state == "handed" else 2)
             gone = choose((*lock_alone, [LOCK, RECORD], [RECORD], [MARK]))
@@ -291,6 +383,23 @@ class Case:
                 changed |= {"mark": None}
         self.store = store._replace(**changed)
         return self.plain(f"foreign {commands}", commands)
+
+    def crowd(self) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        """Many calls in line that have not asked again, before all others."""
+        store, past = self.store, f"@{self.now}"
+        for task, since in CROWD.items():
+            store = with_place(with_call(store, task, past, 0), task, since, 0)
+        line, calls = store.line._replace(lease=REMEMBER_MS), store.calls._replace(lease=REMEMBER_MS)
+        places = [item for task, since in CROWD.items() for item in (since, task)]
+        fields = [item for task in CROWD for item in (task, past)]
+        expires = [("PEXPIRE", key, REMEMBER_MS) for key in WAITING]
+        commands = [("ZADD", LINE, *places), ("HSET", CALLS, *fields), *expires]
+        return {"line": line, "calls": calls}, commands
+
+    @property
+    def sight(self) -> str:
+        """What the keys are."""
+        return sight_of(self.store, self.lines, self.now)
 
     def token(self) -> str:
         """Mostly the holder's or the last sender's."""
@@ -319,8 +428,8 @@ class Case:
         if verb in ("acquire", "release", "look"):
             sent["line"] = LINE in keys
         self.store, reply = getattr(self.model, verb)(self.store, self.now, **sent)
-        return Step(what, [command], reply, sight_of(self.store, self.now))
+        return Step(what, [command], reply, self.sight)
 
     def plain(self, what: str, commands: list[tuple[Any, ...]]) -> Step:
         """Commands that are no script."""
-        return Step(what, commands, None, sight_of(self.store, self.now))
+        return Step(what, commands, None, self.sight)

@@ -10,8 +10,9 @@ from celery_setnx.scripts import Script
 
 CLOCK_KEY = "test:clock"
 SECOND = 1_000_000
-# Far ahead of any server's own clock, so that no absolute expiry comes true behind the test's back.
-EPOCH = 4_000_000_000 * SECOND
+# Far ahead of any server's own clock, so that no absolute expiry comes true behind the test's back; and below
+# the places of those that are passed over.
+EPOCH = 3_000_000_000 * SECOND
 SCRIPTS = {
     "acquire": (lock, "_ACQUIRE"),
     "renew": (lock, "_RENEW"),
@@ -22,10 +23,14 @@ SCRIPTS = {
     "mark": (marks, "_MARK"),
     "extend": (marks, "_EXTEND"),
     "unmark": (marks, "_UNMARK"),
+    "serve": (lock, "_SERVE"),
     "park": (line, "_PARK"),
     "leave": (line, "_LEAVE"),
+    "due": (line, "_DUE"),
+    "sweep": (line, "_SWEEP"),
+    "settle": (line, "_SETTLE"),
 }
-TIMELESS = ("extend", "unmark")  # the marks that they find are not past: Redis expires them
+TIMELESS = ("extend", "unmark", "leave")  # what they find is not past: Redis expires it
 
 
 def with_test_clock(text: str, reads: int = 1) -> str:

@@ -1,13 +1,52 @@
 """The part of the verbs that is about waiting: the line, what its calls are woken with, and tickets."""
 
+import re
 from collections.abc import Callable
+from typing import NamedTuple
 
-from tests.model.store import LINGERS_MS, Answer, Calls, Line, Record, Store, Ticket
+from tests.model.store import (
+    NUMBER,
+    SECOND,
+    Answer,
+    Calls,
+    Line,
+    Record,
+    Store,
+    Ticket,
+)
+
+AWAY = 4_000_000_000_000_000
+"""In a line, from here on, stand those that are passed over: by this and the time at which that ends."""
+
+AWAY_AT_MOST = 3600 * SECOND
+FOREIGNRECORD = ("FOREIGNRECORD",)
+_WOKEN_WITH = re.compile(r"(\d+)(\+?)\|(\d+)\|(.*)", re.DOTALL)
 
 
-def first_in_line(store: Store) -> str | None:
-    """The task that waits first; None if none does."""
-    return store.line.places[0][1] if store.line.places else None
+class Waiter(NamedTuple):
+    """What is known of a task that waits: how often it was handed the lock in vain, and `call` to wake it.
+
+    `comes`: a wake-up is on its way all the same. `since`: its place.
+    """
+
+    vain: int
+    comes: bool
+    since: int
+    call: str
+
+    def __str__(self) -> str:
+        return f"{self.vain}{'+' * self.comes}|{self.since}|{self.call}"
+
+
+def waiter(store: Store, task: str | None) -> Waiter | None:
+    """What is known of a task that waits; None if it asks by itself, or does not wait."""
+    match = _WOKEN_WITH.fullmatch(dict(store.calls.fields).get(task or "", ""))
+    return Waiter(int(match[1]), bool(match[2]), int(match[3]), match[4]) if match else None
+
+
+def waiting(store: Store) -> list[str]:
+    """The tasks that wait, in order, without those that are passed over."""
+    return [task for since, task in store.line.places if since < AWAY]
 
 
 def without_place(store: Store, task: str) -> Store:
@@ -16,17 +55,16 @@ def without_place(store: Store, task: str) -> Store:
     return store._replace(line=Line(places, store.line.lease) if places else Line())
 
 
-def with_call(store: Store, task: str, call: str, lease: int) -> Store:
-    """The keys with what a task is woken with; under '' who watches the lock."""
-    fields = {**dict(store.calls.fields), task: call}
+def with_call(store: Store, task: str, call: object, lease: int) -> Store:
+    """The keys with what a task is woken with."""
+    fields = {**dict(store.calls.fields), task: str(call)}
     return store._replace(calls=Calls(tuple(sorted(fields.items())), max(store.calls.lease, lease)))
 
 
-def with_place(store: Store, task: str, since: int, call: str, lease: int) -> Store:
-    """The keys when a task waits in line, with what it is woken with."""
+def with_place(store: Store, task: str, since: int, lease: int) -> Store:
+    """The keys when a task has a place in line."""
     places = [*without_place(store, task).line.places, (since, task)]
-    line = Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease))
-    return with_call(store._replace(line=line), task, call, lease)
+    return store._replace(line=Line(tuple(sorted(places, key=_rank)), max(store.line.lease, lease)))
 
 
 def without_call(store: Store, task: str) -> Store:
@@ -42,10 +80,12 @@ def with_ticket(store: Store, task: str, text: str, lease: int) -> Store:
 
 
 class Waiting:
-    """What a lock does for those who wait for it, and `park` and `leave`."""
+    """What a lock does for those who wait for it: `serve`, `park` and `leave`."""
 
     is_past: Callable[[int, int], bool]
     kept: Callable[[Store, Record, int], Store]
+    proves_death: Callable[[Record, str], bool]
+    value_of: Callable[[int], str]
 
     def heir_of(self, record: Record | None) -> str | None:
         """The task for which a lock is kept, or was until its deadline."""
@@ -53,37 +93,74 @@ class Waiting:
 
     def is_woken(self, ticket: Ticket | None, copy: str) -> bool:
         """Whether a call has waited and been woken, though late: nobody runs under a lock that is handed."""
-        return ticket is not None and ticket.text.endswith("|") and copy != "-"
+        return ticket is not None and ticket.begun_by == "" and copy != "-"
 
-    def overtaken(self, store: Store, heir: str, since: int) -> Store:
-        """The keys when the one a lock was kept for was overtaken: it is among the first in line again."""
-        call = dict(store.calls.fields).get(heir)
-        if call is None:
-            return store
-        after = with_place(store, heir, since, call, LINGERS_MS)
-        return after._replace(calls=store.calls)
+    def may_pass(self, store: Store, task: str | None, heir: str | None, *, woken: bool) -> bool:
+        """Whether a caller need not stand behind those who wait: nobody does, or it has its turn."""
+        line = waiting(store)
+        return not line or (task is not None and (task == line[0] or woken or self.is_for(heir, task)))
 
     def is_for(self, heir: str | None, task: str | None) -> bool:
         """Whether a lock is kept for this task."""
         return heir is not None and heir == task
 
+    def overtaken(self, store: Store, heir: str) -> Store:
+        """The keys when another has the lock that was kept for a task: it stands where it stood."""
+        known = waiter(store, heir)
+        if known is None:
+            return without_call(store, heir)
+        after = with_call(store, heir, known._replace(comes=True), -1)
+        return with_place(after, heir, known.since, -1)
+
+    def passed_over(self, store: Store, heir: str, now: int, lease: int) -> Store:
+        """The keys when a lock was handed to a task in vain: it is out of the line for a while."""
+        known = waiter(store, heir)
+        if known is None:
+            return without_call(store, heir)
+        away = min(lease * 2**known.vain, AWAY_AT_MOST)
+        after = with_call(store, heir, known._replace(vain=known.vain + 1, comes=False), -1)
+        return self.lasts_as_calls(with_place(after, heir, AWAY + now + away, -1))
+
+    def lasts_as_calls(self, store: Store) -> Store:
+        """The keys of a line that may be there anew."""
+        line = store.line
+        return store._replace(
+            line=line._replace(lease=max(line.lease, store.calls.lease)) if line.places else line
+        )
+
+    def put_back(self, store: Store, now: int) -> Store:
+        """The keys when those who were passed over for long enough stand where they stood."""
+        for until, task in store.line.places:
+            if until >= AWAY and self.is_past(now, until - AWAY):
+                known = waiter(store, task)
+                store = without_place(store, task)
+                # The line's key has no TTL if it was empty: a flaw of the script.
+                store = store if known is None else with_place(store, task, known.since, -1)
+        return store
+
     def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
         """Whether an attempt has been started by another message than this copy, or a later one exists."""
-        waits, begun_by = ticket.text.split("|", 1)
-        later = int(waits) - attempt
-        return later > 0 or (later == 0 and begun_by not in ("", copy))
+        later = ticket.attempt - attempt
+        return later > 0 or (later == 0 and ticket.begun_by not in ("", copy))
+
+    def vain_of(self, store: Store, task: str, ticket: Ticket | None, attempt: int) -> str:
+        """How often a task was woken in vain."""
+        known = waiter(store, task)
+        if known is not None:
+            return str(known.vain)
+        return ticket.vain if ticket is not None and ticket.attempt == attempt else "0"
 
     def begun(self, store: Store, task: str, text: str, ticket: Ticket | None, remember: int) -> Store:
         """The keys when a message of a task has acquired: no other message may start it."""
-        if ticket is not None:
-            return with_ticket(store, task, text, ticket.lease)
-        return with_ticket(store, task, text, remember) if remember > 0 else store
+        if ticket is None and remember <= 0:
+            return store
+        return with_ticket(store, task, text, remember or (ticket.lease if ticket else 0))
 
     def next_in_line(self, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
         """To which task a lock is handed, until when that one asks by itself, and who does no more."""
         gone: list[str] = []
         calls = dict(store.calls.fields)
-        for _, task in store.line.places[:10]:
+        for task in waiting(store)[:10]:
             call = calls.get(task, "")
             lingers = int(call[1:]) if call.startswith("@") else 0
             if not lingers or not self.is_past(now, lingers):
@@ -98,6 +175,71 @@ class Waiting:
         kept = record._replace(deadline=now + hand_over, state="handed", since=now, info=heir)
         return without_place(self.kept(store, kept, remember), heir)
 
+    def wakes(self, store: Store, heir: str | None) -> str | None:
+        """What an heir is woken with; None if it asks by itself, or its wake-up is on its way."""
+        known = waiter(store, heir)
+        return None if known is None or known.comes else known.call
+
+    def serve(
+        self,
+        store: Store,
+        now: int,
+        *,
+        token: str,
+        hand_over: int,
+        remember: int,
+        lease: int,
+        dead: str = "",
+        away: str = "",
+    ) -> Answer:
+        """lua/serve.lua."""
+        record, value = store.record, store.value
+        if isinstance(record, str):
+            return store, FOREIGNRECORD
+        text = None if record is None else str(record)
+        store, found, heir = self.put_back(store, now), store.holder, self.heir_of(record)
+
+        def answer(after: Store, word: str, to: str | None, look: int) -> Answer:
+            backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
+            look = min([*backs[:1], *[look] * (look > 0)], default=0)
+            return after, (word, str(now), value, text, to, self.wakes(after, to), str(look))
+
+        died = False
+        if value is not None:
+            if not NUMBER.fullmatch(value):
+                return answer(store, "held", None, 0)
+            if not self.is_past(now, found.deadline):
+                if (found.state, found.token) == ("handed", token):
+                    return answer(store, "handed", heir, found.deadline)
+                died = self.proves_death(found, dead)
+                if not died and (heir is None or heir != away):
+                    return answer(store, "held", None, found.deadline)
+            elif found.deadline > 0 and value == self.value_of(found.deadline):
+                died = found.state != "resting" and heir is None
+            else:
+                until = int((min(float(value), 1e11) + 1) * SECOND)
+                if now < until:
+                    return answer(store, "held", None, until)
+                died = True
+        after = store if heir is None else self.passed_over(store, heir, now, lease)
+        to, lingers, gone = self.next_in_line(after, now)
+        for task in gone:
+            after = without_call(without_place(after, task), task)
+        if to is not None:
+            hand_over = lingers - now + 50_000 if lingers else hand_over
+            after = self.handed(after, found._replace(token=token), now, to, hand_over, remember)
+            return answer(after, "taken_over" if died else "handed", to, now + hand_over)
+        if heir is not None:
+            after = self.nobodys(after, found._replace(state="released"), now, remember)
+        return answer(after, "empty", None, now if len(gone) == 10 else 0)
+
+    def nobodys(self, store: Store, record: Record, now: int, remember: int) -> Store:
+        """The keys of a lock that is free."""
+        expiry = now // 1_000 + remember
+        return store._replace(
+            value=None, expiry=None, record=record._replace(deadline=0), record_expiry=expiry
+        )
+
     def park(
         self,
         store: Store,
@@ -109,7 +251,6 @@ class Waiting:
         since: int,
         call: str,
         remember: int,
-        watch: int = 0,
     ) -> Answer:
         """lua/park.lua."""
         record = store.record
@@ -118,19 +259,33 @@ class Waiting:
         def answer(word: str, after: Store) -> Answer:
             order = [waiter for _, waiter in after.line.places]
             place = order.index(task) + 1 if task in order else 0
-            watches = watch > 0 and bool(order) and self.may_watch(after, now, task)
-            if watches:
-                after = with_call(after, "", f"{now + watch} {task}", remember)
             text = None if record is None else str(record)
-            return after, (word, str(now), store.value, text, str(place), "1" if watches else "0")
+            return after, (word, str(now), store.value, text, str(place))
 
         if ticket is not None and self.is_stale(ticket, attempt, copy):
+            if ticket.attempt == attempt and copy == "" and self.has_one_message(ticket):
+                shorter = min(ticket.lease, remember)
+                return answer("stale", with_ticket(store, task, ticket.text, shorter))
             return answer("stale", store)
-        after = self.outlived(with_ticket(store, task, f"{attempt}|", remember), remember)
-        if self.is_kept_for(store, now, task):
+        vain = self.vain_of(store, task, ticket, attempt)
+        after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
+        is_courier, is_known = copy == "", task in dict(store.calls.fields)
+        is_heir = store.value is not None and is_known and self.is_for(self.heir_of(store.holder), task)
+        if is_heir and (is_courier or not self.is_past(now, store.holder.deadline)):
             return answer("handed", after)
-        after = with_place(after, task, since, call, remember)
+        if not is_courier or not is_known or task not in [other for _, other in store.line.places]:
+            text = f"{vain}{self.still_comes(store, task, copy)}|{since}|{call}"
+            after = with_call(after, task, text, remember)
+            after = with_place(after, task, since, remember)
         return answer("new" if ticket is None else "parked", after)
+
+    def has_one_message(self, ticket: Ticket) -> bool:
+        """Whether a call that has begun was woken once at most: no message of it comes very late."""
+        return ticket.vain == "0"
+
+    def still_comes(self, store: Store, task: str, copy: str) -> str:
+        """Whether a wake-up of a task that parks is on its way still: that is forgotten."""
+        return ""
 
     def outlived(self, store: Store, remember: int) -> Store:
         """The keys of those that are there when they are to last for so long at least."""
@@ -141,32 +296,16 @@ class Waiting:
             store = store._replace(calls=calls._replace(lease=max(calls.lease, remember)))
         return store
 
-    def may_watch(self, store: Store, now: int, task: str) -> bool:
-        """Whether a courier may be the one that watches the lock: no other does."""
-        watch = dict(store.calls.fields).get("")
-        if watch is None:
-            return True
-        until, other = watch.split(" ", 1)
-        return other == task or self.is_past(now, int(until))
-
-    def is_kept_for(self, store: Store, now: int, task: str) -> bool:
-        """Whether a lock that was handed over is still kept for this task."""
-        record = store.holder
-        return (
-            store.value is not None
-            and self.is_for(self.heir_of(record), task)
-            and not self.is_past(now, record.deadline)
-        )
-
     def leave(self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int) -> Answer:
         """lua/leave.lua."""
         ticket = dict(store.tickets).get(task)
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale",)
-        after = with_ticket(
-            without_call(without_place(store, task), task), task, f"{attempt}|{copy}", remember
-        )
-        return after, ("handed" if self.is_kept_for(store, now, task) else "left",)
+        known = waiter(store, task)
+        text = f"{attempt}|{copy}|{known.vain if known else 0}"
+        after = with_ticket(without_call(without_place(store, task), task), task, text, remember)
+        is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
+        return after, ("handed" if is_heir else "left",)
 
 
 def _rank(place: tuple[int, str]) -> tuple[int, bytes]:

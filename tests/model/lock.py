@@ -6,7 +6,15 @@ decision that a seeded mutant turns around is a method of its own. What is about
 
 from typing import Any
 
-from tests.model.line import Waiting, with_place, without_call, without_place
+from tests.model.line import (
+    FOREIGNRECORD,
+    Waiting,
+    waiting,
+    with_call,
+    with_place,
+    without_call,
+    without_place,
+)
 from tests.model.store import (
     LINGERS_MS,
     MS,
@@ -22,7 +30,6 @@ from tests.model.store import (
     up,
 )
 
-FOREIGNRECORD = ("FOREIGNRECORD",)
 WRONGTYPE = ("WRONGTYPE",)
 
 
@@ -93,18 +100,26 @@ class Lock(Waiting):
         task, _ = task_of(token)
         ticket = dict(store.tickets).get(task) if line and task is not None else None
         heir = self.heir_of(record)
-        waiters = str(len(store.line.places) if line else 0)
+        waiters = str(len(waiting(store)) if line else 0)
+        woken = self.is_woken(ticket, copy)
+
+        def answer(word: str, until: float = found.deadline) -> tuple[Any, ...]:
+            seen = None if word == "stale" else old
+            return (word, f"{until:.0f}", str(found.fence), str(now), seen, text, mark, waiters)
+
         if ticket is not None and self.is_stale(ticket, attempt, copy):
-            stale = ("stale", str(found.deadline), str(found.fence), str(now), None, text, mark, waiters)
-            return store, stale
+            return store, answer("stale")
 
         def held(until: float) -> Answer:
-            reply = ("held", f"{until:.0f}", str(found.fence), str(now), old, text, mark, waiters)
             if linger <= 0 or task is None:
-                return store, reply
-            return with_place(store, task, since or now, f"@{now + linger}", LINGERS_MS), reply
+                return store, answer("held", until)
+            asks = self.asking(store, task, now + linger)
+            return with_place(asks, task, since or now, LINGERS_MS), answer("held", until)
 
+        barred = line and not self.may_pass(store, task, heir, woken=woken)
         word, fence = "acquired", self.next_fence(found.fence, now)
+        if old is None and barred:
+            return store, answer("line")
         if old is not None:
             if not NUMBER.fullmatch(old):
                 return held(0)
@@ -112,15 +127,14 @@ class Lock(Waiting):
             let_in = heir is not None  # its deadline has passed, or it is for this task
             if self.record_decides(store, now):
                 if found.token == token and found.state == "running":
-                    times = (str(found.deadline), str(found.fence), str(now))
-                    return store, ("again", *times, old, text, mark, waiters)
+                    return store, answer("again")
                 if self.proves_death(found, dead):
                     word = "taken_over"
                 elif self.resumes(found, token):
                     word, fence = "resumed", found.fence
                 else:
                     let_in = self.is_for(heir, task) or self.passes_rest(found, token)
-                    let_in = let_in or (heir is not None and self.is_woken(ticket, copy))
+                    let_in = let_in or (heir is not None and woken)
                     if not let_in:
                         return held(found.deadline)
             elif not recorded:
@@ -128,6 +142,8 @@ class Lock(Waiting):
                 if now < until:
                     return held(until)
                 let_in = False
+            if barred and (word == "taken_over" or self.is_past(now, found.deadline)):
+                return store, answer("line")
             died = not recorded or (found.state != "resting" and found.token != token)
             if died and not let_in and word == "acquired":
                 word = "taken_over"
@@ -135,13 +151,22 @@ class Lock(Waiting):
         after = self.kept(store, Record(token, deadline, fence, "running", now, info), retention)
         if mark is not None and self.ends_mark(mark, token):
             after = after._replace(mark=None)
-        if heir is not None and task != heir and not self.is_past(now, found.deadline):
-            after = self.overtaken(after, heir, since)
+        if line and heir is not None and task != heir:
+            if self.is_past(now, found.deadline):
+                after = self.passed_over(after, heir, now, lease)
+            else:
+                after = self.overtaken(after, heir)
+            after = self.lasts_as_calls(after)
         if line and task is not None:
+            vain = self.vain_of(after, task, ticket, attempt)
             if ticket is not None or task == heir or waiters != "0":
                 after = without_call(without_place(after, task), task)
-            after = self.begun(after, task, f"{attempt}|{copy}", ticket, remember)
+            after = self.begun(after, task, f"{attempt}|{copy}|{vain}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
+
+    def asking(self, store: Store, task: str, until: int) -> Store:
+        """The keys when a task asks again by itself."""
+        return with_call(store, task, f"@{until}", LINGERS_MS)
 
     def ends_mark(self, mark: str, token: str) -> bool:
         """Whether a mark is that of the task that starts."""
@@ -181,9 +206,9 @@ class Lock(Waiting):
         value, record = store.value, store.holder
 
         def answer(word: str, heir: str | None = None) -> tuple[Any, ...]:
-            call = None if heir is None else dict(store.calls.fields).get(heir)
-            if call is not None and call.startswith("@"):
-                return word, str(now), value, None, None  # nobody is to be woken: it asks by itself
+            call = self.wakes(store, heir)
+            if call is None and heir in dict(store.calls.fields):
+                heir = None  # it asks by itself, or its wake-up is on its way
             return word, str(now), value, heir, call
 
         if record.token != token:
@@ -207,12 +232,7 @@ class Lock(Waiting):
         elif heir is not None:
             after = self.handed(store, record, now, heir, hand_over, remember)
         else:
-            after = store._replace(
-                value=None,
-                expiry=None,
-                record=record._replace(deadline=0, state=word),
-                record_expiry=now // MS + remember,
-            )
+            after = self.nobodys(store, record._replace(state=word), now, remember)
         for task in gone:
             after = without_call(without_place(after, task), task)
         return self.marked_again(after, now, token, again), answer(word, heir)
@@ -255,7 +275,9 @@ class Lock(Waiting):
         if mark is not None and mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
         if mark is not None and not self.may_mark(mark, task_id):
-            return store, ("queued", mark.task_id, str(now), None, None)
+            # Whether calls wait in line for a lock that nobody living has.
+            stalled = bool(store.line.places) and (store.value is None or self.is_past(now, record.deadline))
+            return store, ("stalled" if stalled else "queued", mark.task_id, str(now), None, None)
         if dedupe == "until_done" and self.executes_a_task(store, now):
             return store, ("running", task_of(record.token)[0], str(now), store.value, str(record))
         after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
@@ -313,6 +335,7 @@ class Lock(Waiting):
     def look(self, store: Store, now: int, *, line: bool = False) -> Answer:
         """lua/look.lua; `line`: as for acquire."""
         record = None if store.record is None else str(store.record)
-        places = store.line.places if line else ()
-        waiters = [text for since, task in places[:100] for text in (task, str(since))]
-        return store, (str(now), store.value, record, str(len(places)), *waiters)
+        order = waiting(store) if line else []
+        places = {task: str(since) for since, task in store.line.places}
+        waiters = [text for task in order[:100] for text in (task, places[task])]
+        return store, (str(now), store.value, record, str(len(order)), *waiters)

@@ -40,30 +40,46 @@ class Mark(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Who waits for the lock, since when, in order; `lease`: the milliseconds for which the key was to last.
+    """Who waits for the lock, since when, in order; behind them, from AWAY on, those that are passed over.
 
-    No test lets so much time pass that anything is forgotten of those who wait.
+    `lease`: the milliseconds for which the key was to last; -1: it has no TTL. No test lets so much time pass
+    that anything is forgotten of those who wait.
     """
 
     places: tuple[tuple[int, str], ...] = ()
-    lease: int = 0
+    lease: int = -1
 
 
 class Calls(NamedTuple):
-    """What each waiter is woken with, in order of its id, or `@` and the time until which it asks by itself.
+    """What each waiter is woken with, in order of its id (`vain|since|call`, see Waiter).
 
-    Under '' who watches the lock, and until when.
+    Or `@` and the time until which it asks by itself.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
-    lease: int = 0
+    lease: int = -1
 
 
 class Ticket(NamedTuple):
-    """Which attempt of a task waits (`retries|`) or has begun, by which of its messages (`retries|copy`)."""
+    """`attempt|copy|vain`: the attempt that waits, the message that has begun it, the wake-ups in vain."""
 
     text: str
     lease: int
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt waits, or has begun."""
+        return int(self.text.split("|")[0])
+
+    @property
+    def begun_by(self) -> str:
+        """By which of its messages; empty if it waits."""
+        return self.text.split("|")[1]
+
+    @property
+    def vain(self) -> str:
+        """How often it was woken in vain."""
+        return self.text.split("|")[2]
 
 
 class Store(NamedTuple):

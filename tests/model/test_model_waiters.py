@@ -3,47 +3,61 @@
 tests/bounds.py says how to have more calls, more workers and more that goes wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.bounds import DEEP, SMALL, bound
-from tests.model.explorer import Property, assert_broken, assert_holds
+from tests.model.explorer import Event, Property, assert_broken, assert_holds
+from tests.model.line import waiter
 from tests.model.lock import Lock
-from tests.model.store import Ticket
+from tests.model.store import Store, Ticket
 from tests.model.test_model_mutants import changed, wrong
-from tests.model.waiters import ORIGINAL, Scene, Waiters, at_most_once, in_order, side_by_side
+from tests.model.waiters import (
+    ORIGINAL,
+    VISITOR,
+    Process,
+    Scene,
+    Waiters,
+    at_most_once,
+    in_order,
+    known_in_line,
+    one_wake_up,
+    side_by_side,
+    with_the_broker,
+    woken_are_let_in,
+)
 
-SAFE = (at_most_once, side_by_side, in_order)
+SAFE = (at_most_once, side_by_side, in_order, woken_are_let_in)
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
 
 FEW = "abc" if DEEP else "ab"
-ALONE = {"couriers": False}
+ALONE: dict[str, Any] = {"couriers": False, "sweeps": False}  # only wake-ups, and newcomers, move the line
+SWEPT: dict[str, Any] = {"couriers": False}
 WORLDS = {
-    "wake-ups alone": lambda: Waiters("abcd" if DEEP else "abc", slots=3, **ALONE),
+    "wake-ups alone": lambda: Waiters("abcd", slots=3, late_wakes=DEEP, **ALONE),
     "wake-ups alone, asking again first": lambda: Waiters("abc", slots=2 + DEEP, linger=True, late_wakes=DEEP,
         **ALONE),
     "wake-ups alone, calls that leave": lambda: Waiters("abc", slots=3, revokes=1 + DEEP, **ALONE),
-    "workers that die": lambda: Waiters("ab", slots=3, crashes=bound(2, small=1, deep=3), late_wakes=1),
-    "workers that die, three calls": lambda: Waiters(bound("abc", small="ab"), slots=2 + DEEP, crashes=1),
-    "workers that die, asking again first": lambda: Waiters("ab", linger=True, crashes=1 + DEEP,
-        late_wakes=bound(1, small=0)),
-    "workers that die, late acknowledgement": lambda: Waiters(FEW, late=bound("ab", small="a"), crashes=1,
-        late_wakes=DEEP),
-    "children that die": lambda: Waiters(FEW, slots=3, proof=True, parents=True, crashes=2),
-    "wake-ups that come late": lambda: Waiters(bound("abc", small="ab"), late_wakes=1 + DEEP),
-    "one watches for all": lambda: Waiters(FEW, slots=3, watch=True, crashes=1),
-    "calls that leave, and workers that die": lambda: Waiters(FEW, revokes=1, crashes=1,
-        late_wakes=bound(1, small=0)),
-    "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP},
-        crashes=bound(1, small=0), late_wakes=DEEP),
-    "a lock that rests": lambda: Waiters("ab", slots=2 + DEEP, rests=True, crashes=1,
-        late_wakes=bound(1, small=0)),
     "wake-ups alone, a lock that rests": lambda: Waiters("abc", slots=3, rests=True, **ALONE),
+    "workers that die": lambda: Waiters(FEW, slots=3, crashes=2, late_wakes=bound(2, small=1), **SWEPT),
+    "workers that die, three calls": lambda: Waiters("abc", slots=bound(2, full=3), crashes=1,
+        late_wakes=bound(1, small=0, deep=2), **SWEPT),
+    "workers that die, asking again first": lambda: Waiters("ab", linger=True, crashes=1 + DEEP, late_wakes=1,
+        **SWEPT),
+    "workers that die, late acknowledgement": lambda: Waiters("ab", late=bound("ab", small="a"), crashes=1,
+        late_wakes=1, **SWEPT),
+    "children that die": lambda: Waiters("abc", slots=3, proof=True, parents=True, crashes=bound(2, small=1),
+        **SWEPT),
+    "wake-ups that come late": lambda: Waiters("abc", slots=2 + DEEP, late_wakes=bound(2, small=1), **SWEPT),
+    "calls that leave": lambda: Waiters(FEW, revokes=1, crashes=1, late_wakes=1, **SWEPT),
+    "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP},
+        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **SWEPT),
+    "a lock that rests": lambda: Waiters(FEW, rests=True, crashes=1, late_wakes=1, **SWEPT),
+    "anybody who lets the line go on": lambda: Waiters(FEW, slots=3, visits=2, crashes=1, late_wakes=1,
+        **SWEPT),
     "second deliveries": lambda: Waiters("ab", late=bound("ab", small="a"), seconds=1 + DEEP),
-    "second deliveries amid parking": lambda: Waiters("ab", late=bound("ab", small="a"), seconds=1,
-        early_seconds=True),
 }  # fmt: skip
 
 
@@ -54,11 +68,29 @@ def test_no_wake_is_lost_in_any_interleaving(name):
     assert_holds(world, SAFE, goal=world.is_over)
 
 
-@pytest.mark.parametrize("late", ["", "a", *["ab"] * DEEP])
-def test_no_call_is_lost_when_its_worker_and_the_next_die(late):
-    """Whatever a call that is acknowledged late has begun before its worker died, it ends."""
-    world = Waiters("ab", late=late, crashes=bound(2, small=1))
-    assert_holds(world, [at_most_once], goal=world.all_end)
+def test_no_line_waits_for_one_call():
+    """All others end, though one is never there when it is woken, and does not leave the line."""
+    world = Waiters("abc", slots=2 + DEEP, absent="a", crashes=1, late_wakes=DEEP, **SWEPT)
+    assert_holds(world, SAFE, goal=world.all_end)
+
+
+def test_every_message_is_done_with_at_once():
+    """A call that is refused, as others wait, lets the line go on itself, and waits for no sweep."""
+    world = Waiters("abc", slots=2 + DEEP, crashes=1, late_wakes=DEEP, **ALONE)
+    assert_holds(world, SAFE, goal=world.all_is_done)
+
+
+@pytest.mark.parametrize("options", [{"slots": 3}, {"slots": 3, "proof": True, "crashes": 1}])
+def test_calls_are_woken_once(options):
+    """Of no call two wake-ups are on their way."""
+    assert_holds(Waiters("abc", **options, **SWEPT), [one_wake_up])
+
+
+@pytest.mark.parametrize("late", ["", "a", *bound([], full=["ab"])])
+def test_calls_are_with_the_broker_until_they_end(late):
+    """At every step a message of the call is there, if only its courier, whoever dies at whatever moment."""
+    world = Waiters("ab", late=late, crashes=2 - SMALL if not late else 1 + DEEP, late_wakes=1)
+    assert_holds(world, [*SAFE, with_the_broker], goal=world.is_over)
 
 
 @pytest.mark.parametrize("crashes", [0, 1])
@@ -77,19 +109,36 @@ def test_no_call_is_lost_when_a_lease_ends_too_soon():
     assert_broken(world, "side_by_side", [side_by_side])
 
 
-def hands_to_the_last(lock: Lock, store: Any, now: int) -> tuple[str | None, int, tuple[str, ...]]:
+def hands_to_the_last(lock: Lock, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
     """To the other end of the line."""
     return store.line.places[-1][1] if store.line.places else None, 0, ()
 
 
 def compares_no_copies(lock: Lock, ticket: Ticket, attempt: int, copy: str) -> bool:
     """Stale only if a later attempt waits or has begun."""
-    return int(ticket.text.split("|")[0]) > attempt
+    return ticket.attempt > attempt
 
 
 def compares_no_attempts(lock: Lock, ticket: Ticket, attempt: int, copy: str) -> bool:
     """Stale only if another message of this very attempt has begun."""
-    return ticket.text.split("|")[0] == str(attempt) and Lock.is_stale(lock, ticket, attempt, copy)
+    return ticket.attempt == attempt and Lock.is_stale(lock, ticket, attempt, copy)
+
+
+def stands_where_it_stood(lock: Lock, store: Store, heir: str, now: int, lease: int) -> Store:
+    """First in line, as it was before the lock was handed to it in vain."""
+    return Lock.put_back(lock, Lock.passed_over(lock, store, heir, 0, 0), now)
+
+
+def forgets_that_it_comes(lock: Lock, store: Store, heir: str) -> Store:
+    """Back in line, to be woken once more."""
+    comes = waiter(store, heir)
+    after = Lock.overtaken(lock, store, heir)
+    return after._replace(calls=store.calls) if comes else after
+
+
+def only_asks_again(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
+    """A call that is refused lets nobody go on."""
+    yield Event(None, "asks again"), scene._replace(processes=(*scene.processes, process._replace(at="asks")))
 
 
 def as_it_was(world: Waiters, scene: Scene, *_: Any) -> Scene:
@@ -102,59 +151,127 @@ def no(*_: Any) -> bool:
     return False
 
 
-def ends_if(word: str) -> Callable[[Waiters, Any], bool]:
+def yes(*_: Any, **__: Any) -> bool:
+    """Whatever is asked."""
+    return True
+
+
+def ends_if(word: str) -> Any:
     """Also if a courier is answered so."""
     return lambda world, reply: reply[0] == word or Waiters.courier_ends(world, reply)
 
 
-def mutant(must_break: Property | str, tasks: str, **options: Any) -> tuple[Property | str, Waiters]:
-    """What the mistake breaks, and where: options are the world's, or its own or its lock's other methods."""
+def notes_later(world: Waiters, scene: Scene) -> Scene:
+    """The line is noted in another step."""
+    return scene._replace(processes=tuple(sorted((*scene.processes, Process("notes", VISITOR)))))
+
+
+def notes(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
+    """The line is noted."""
+    yield Event(None, "notes the line"), Waiters.noted_before(world, scene)
+
+
+def noted_too(world: Waiters, scene: Scene) -> Scene:
+    """The line is noted once more."""
+    return Waiters.noted_before(world, scene)
+
+
+def with_methods(tasks: str, **options: Any) -> Waiters:
+    """A world; options are its own, or other methods that it or its lock has."""
     lock = wrong(**{name: options.pop(name) for name in list(options) if hasattr(Lock, name)})
-    methods = {name: options.pop(name) for name in list(options) if callable(getattr(Waiters, name, None))}
-    return must_break, changed(Waiters, **methods)(tasks, lock=lock, **options)
+    own = [name for name in options if name not in Waiters.__dataclass_fields__]
+    return changed(Waiters, **{name: options.pop(name) for name in own})(tasks, lock=lock, **options)
 
 
-LOST = "a lost wake"
-MUTANTS = {
-    "release hands over to nobody": mutant(LOST, "ab", next_in_line=lambda *_: (None, 0, ())),
-    "release hands over to the last": mutant(in_order, "abc", slots=3, next_in_line=hands_to_the_last),
-    "lock kept for one open to all": mutant(in_order, "abcd", slots=3, **ALONE,
-        is_for=lambda _, heir, task: heir is not None),
-    "lock kept for one open to none": mutant(LOST, "ab", **ALONE, is_for=no, is_woken=no),
-    "ticket not checked": mutant(at_most_once, "ab", late_wakes=1, is_stale=no),
-    "ticket without copies": mutant(at_most_once, "ab", late_wakes=1, is_stale=compares_no_copies),
-    "ticket without attempts": mutant(at_most_once, "ab", retries={"a": 1}, late_wakes=1,
-        is_stale=compares_no_attempts),
-    "ticket not claimed": mutant(at_most_once, "ab", late_wakes=1, begun=lambda _, store, *rest: store),
-    "no wake-up": mutant(LOST, "ab", **ALONE, with_wake=as_it_was),
-    "no courier": mutant(LOST, "ab", crashes=1, with_courier=as_it_was),
-    "courier sent when it is parked": mutant(LOST, "ab", crashes=2, sends_courier_later=lambda *_: True),
-    "courier sent before a redelivered call is parked": mutant(LOST, "ab", late="a", crashes=2,
-        sends_courier_later=no),
-    "no courier for a redelivered call": mutant(LOST, "ab", late="a", crashes=2,
-        has_courier=lambda _, message: message.copy != ORIGINAL),
-    "courier ends when the lock is handed over": mutant(LOST, "ab", crashes=1,
-        courier_ends=ends_if("handed")),
-    "courier ends when its call is parked": mutant(LOST, "ab", crashes=1, courier_ends=ends_if("parked")),
-    "courier only looks": mutant(LOST, "ab", crashes=1, courier_goes_on=no),
-    "courier acknowledged early": mutant(LOST, "ab", crashes=2, delivered_again=as_it_was),
-    "parked without a second look": mutant(LOST, "ab", **ALONE, is_free=no),
-    "handed over while it asked": mutant(LOST, "ab", linger=True, **ALONE, taken_to_ask_still=as_it_was),
-    "parked during a rest": mutant(LOST, "ab", rests=True, **ALONE, met_a_rest=as_it_was),
-    "left without passing on": mutant(LOST, "abc", revokes=1, **ALONE, passes_on=no),
-    "backend not asked": mutant(at_most_once, "ab", late="ab", seconds=1,
-        may_have_ended=lambda _, message: bool(message.again)),
+def assert_breaks(world: Waiters, must_break: Property | str) -> None:
+    """Fail unless the property is broken, or the goal of this name out of reach."""
+    if isinstance(must_break, str):
+        assert_broken(world, must_break, [], goal=getattr(world, must_break))
+    else:
+        assert_broken(world, must_break.__name__, [must_break])
+
+
+LATE: dict[str, Any] = {"late_wakes": 1, **SWEPT}
+# What is not as it should be yet: what breaks, where, and with which change it holds.
+FLAWS: dict[str, tuple[Property | str, str, dict[str, Any], dict[str, Any]]] = {
+    "a line is forgotten while a call is about to park": ("all_end", "abc",
+        {"slots": 3, "crashes": 1, "parks_in_time": False, **SWEPT}, {"noted_after": noted_too}),
+    "a second delivery amid parking runs twice": (at_most_once, "ab",
+        {"late": "ab", "seconds": 1, "early_seconds": True},
+        {"may_have_ended": lambda _, message: bool(message.again or message.task)}),
+    "a call that parks forgets that its wake-up comes": (one_wake_up, "abc", {**LATE},
+        {"still_comes": lambda _, store, task, copy: "+" * bool(
+            copy == ORIGINAL and (known := waiter(store, task)) and known.comes)}),
+    "a woken call that asks again is known to its courier only": (known_in_line, "ab",
+        {"linger": True, "retries": {"a": 1}, **LATE},
+        {"asking": lambda lock, store, task, until: store if waiter(store, task)
+            else Lock.asking(lock, store, task, until)}),
+    "a call that has begun by its first message is forgotten too soon": (at_most_once, "ab",
+        {"forgets": True, "late_wakes": 1},
+        {"has_others": lambda world, process: process.at == "asks" or Waiters.has_others(world, process)}),
 }  # fmt: skip
 
 
-DEAR = ("courier sent before a redelivered call is parked", "no courier for a redelivered call")
-
-
-@pytest.mark.parametrize("name", [name for name in MUTANTS if not (SMALL and name in DEAR)])
-def test_mutant_of_the_line_is_killed(name):
-    """The mistake loses a call, runs it twice, or lets one overtake."""
-    must_break, world = MUTANTS[name]
-    if isinstance(must_break, str):
-        assert_broken(world, "all_end", [], goal=world.all_end)
+@pytest.mark.parametrize("name", FLAWS)
+def test_known_flaw_needs_one_change(name):
+    """What breaks as it is holds with one change."""
+    broken, tasks, options, change = FLAWS[name]
+    assert_breaks(with_methods(tasks, **options), broken)
+    mended = with_methods(tasks, **options, **change)
+    if isinstance(broken, str):
+        assert_holds(mended, [], goal=getattr(mended, broken))
     else:
-        assert_broken(world, must_break.__name__, [must_break])
+        assert_holds(mended, [broken])
+
+
+MENDED = {name: change for *_, changes in FLAWS.values() for name, change in changes.items()}
+FORGETS = {"forgets": True, "late_wakes": 1, "has_others": MENDED["has_others"]}
+LOST = "all_end"
+MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
+    "release hands over to nobody": (LOST, "ab", {"next_in_line": lambda *_: (None, 0, ())}),
+    "release hands over to the last": (in_order, "abc", {"slots": 3, "next_in_line": hands_to_the_last}),
+    "lock kept for one open to all": (in_order, "abcd",
+        {"slots": 3, "is_for": lambda _, heir, task: heir is not None, **ALONE}),
+    "lock kept for one open to none": (LOST, "ab", {"is_for": no, "is_woken": no, **ALONE}),
+    "newcomer passes the line": (in_order, "abc", {"slots": 3, "may_pass": yes, **SWEPT}),
+    "newcomer lets nobody go on": ("all_is_done", "abc", {"crashes": 1, "_serves": only_asks_again, **ALONE}),
+    "nobody is passed over": (LOST, "abc", {"absent": "a", "passed_over": stands_where_it_stood, **SWEPT}),
+    "passed over for ever": (LOST, "ab", {"crashes": 1, "put_back": lambda _, store, now: store, **SWEPT}),
+    "woken late, and refused": (woken_are_let_in, "abc", {"is_woken": no, **LATE}),
+    "overtaken, and out of the line": (LOST, "abc",
+        {"crashes": 1, "overtaken": lambda _, store, heir: store, **LATE}),
+    "overtaken, and woken twice": (one_wake_up, "abc",
+        {"overtaken": forgets_that_it_comes, "still_comes": MENDED["still_comes"], **LATE}),
+    "ticket not checked": (at_most_once, "ab", {"late_wakes": 1, "is_stale": no}),
+    "ticket without copies": (at_most_once, "ab", {"late_wakes": 1, "is_stale": compares_no_copies}),
+    "ticket without attempts": (at_most_once, "ab",
+        {"retries": {"a": 1}, "late_wakes": 1, "is_stale": compares_no_attempts}),
+    "ticket not punched": (at_most_once, "ab", {"late_wakes": 1, "begun": lambda _, store, *rest: store}),
+    "ticket forgotten though woken twice": (at_most_once, "ab", {"has_one_message": yes, **FORGETS}),
+    "ticket does not count": (at_most_once, "ab", {"vain_of": lambda *_: "0", **FORGETS}),
+    "no wake-up": (LOST, "ab", {"with_wake": as_it_was, **ALONE}),
+    "line never noted": (LOST, "ab", {"crashes": 1, "noted_before": as_it_was, **SWEPT}),
+    "line noted when the call is parked": (LOST, "ab",
+        {"crashes": 2, "noted_before": as_it_was, "noted_after": notes_later, "_notes": notes, **SWEPT}),
+    "line forgotten though noted": (LOST, "abcd", { "crashes": 1, "is_unchanged": yes, **SWEPT}),
+    "no courier": (LOST, "ab", {"wipes": 1, "with_courier": as_it_was}),
+    "courier sent when it is parked": (with_the_broker, "ab", {"crashes": 1, "sends_courier_later": yes}),
+    "courier sent before a redelivered call is parked": (with_the_broker, "ab",
+        {"late": "a", "crashes": 2, "sends_courier_later": no}),
+    "no courier for a redelivered call": (with_the_broker, "ab",
+        {"late": "a", "crashes": 2, "has_courier": lambda _, message: message.copy != ORIGINAL}),
+    "courier ends when the lock is handed over": (with_the_broker, "ab", {"courier_ends": ends_if("handed")}),
+    "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
+    "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
+    "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
+    "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
+    "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
+    "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_of_the_line_is_killed(name):
+    """The mistake loses a call, runs it twice, lets one overtake, or wakes one twice."""
+    must_break, tasks, options = MUTANTS[name]
+    assert_breaks(with_methods(tasks, **options), must_break)

@@ -1,8 +1,9 @@
-"""Calls that wait in line: their messages, the workers that take them, their couriers.
+"""Calls that wait in line: their messages, the workers that take them and that sweep, their couriers.
 
-No clock runs here: whatever has a deadline may pass it at any time at which nobody alive keeps it, so every
-length of every pause is covered, and there are few states however often a courier comes. A worker has one
-message at a time; a call is acknowledged when it is taken, or (`late`) when it has ended.
+No clock runs here: whatever has a deadline may pass it at any time at which nobody alive keeps it, and a
+worker may sweep at any time while the line is noted as due. So every length of every pause is covered, and
+there are few states. A worker has one message at a time; a call is acknowledged when it is taken, or (`late`)
+when it has ended. A courier visits in one step: if its worker dies, it is delivered again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,20 +12,23 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.explorer import START, TICK, Event
+from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Lock
-from tests.model.store import Answer, Record, Store, seconds, task_of
+from tests.model.store import Answer, Calls, Line, Record, Store, Ticket, seconds, task_of
 
 LEASE = 4 * TICK
 OVER = START - TICK
 REMEMBER_MS = 1_000_000
+BEGUN_MS = 2_000_000
 ORIGINAL = "-"
+LATE = "~"
 
 
 class Message(NamedTuple):
-    """A message in the broker: `call`, `courier` or `nudge`.
+    """A message in the broker: `call`, `courier` or `nudge`; or the business of a `sweep` or a `visitor`.
 
     `copy`: which of the call's messages it is; of a courier, what it wakes its call with. `again`: whether it
-    is `redelivered`, or has met its `own` other delivery.
+    is `redelivered`, or has met its `own` other delivery. `late`: whether the lock was handed over in vain.
     """
 
     kind: str
@@ -32,12 +36,16 @@ class Message(NamedTuple):
     attempt: int = 0
     copy: str = ORIGINAL
     again: str = ""
+    late: bool = False
+
+
+SWEEP, VISITOR = Message("sweep", ""), Message("visitor", "")
 
 
 class Process(NamedTuple):
     """A worker with a message: where it stands, the token of what it holds, whom it is about to wake and how.
 
-    `then`: what follows when it has let the line go on.
+    `then`: what follows when it has woken that one.
     """
 
     at: str
@@ -52,7 +60,8 @@ class Scene(NamedTuple):
     """The whole world.
 
     `fates`, by call and attempt: '' (not sent), `new`, `owed` (its courier is sent), `running`, `released`,
-    `ended`, `twice`. `since`: its place in the line, 0 before its first conflict. Then: what may go wrong.
+    `ended`, `twice`, `left` to its courier. `since`: its place in the line, 0 before its first conflict.
+    `is_due`: whether workers are to look at the line. Then: what may go wrong.
     """
 
     now: int
@@ -61,12 +70,14 @@ class Scene(NamedTuple):
     processes: tuple[Process, ...]
     fates: tuple[tuple[str, ...], ...]
     since: tuple[tuple[int, ...], ...]
+    is_due: bool
     crashes: int
     wipes: int
     late_wakes: int
     lapses: int
     revokes: int
     seconds: int
+    visits: int
 
 
 Step = tuple[Event, Scene]
@@ -82,18 +93,22 @@ class Waiters:
     slots: int = 2  # workers
     late: str = ""  # whose messages are acknowledged late
     retries: Mapping[str, int] = field(default_factory=dict)  # how often a call retries itself
-    couriers: bool = True  # are delivered; without them only wake-ups move the line
+    couriers: bool = True  # are delivered
+    sweeps: bool = True  # workers look at the line; else only wake-ups and newcomers move it
+    parks_in_time: bool = True  # before a worker looks at the line
     linger: bool = False  # a call may ask again in its slot before it is parked
     rests: bool = False  # the lock, after each run
     proof: bool = False  # the death of a holder may be proved
     parents: bool = False  # a worker's parent may survive its child, and free its lock
-    watch: bool = False  # one courier watches for the whole line
+    forgets: bool = False  # tickets that couriers have shortened are forgotten before late messages come
+    absent: str = ""  # whose wake-ups are thrown away, and who does not leave the line
     crashes: int = 0  # workers that may be killed
     wipes: int = 0  # how often Redis may lose its data
     late_wakes: int = 0  # how often a lock kept for a call may expire though the call is on its way
     lapses: int = 0  # how often the lease of a living holder may end
     revokes: int = 0  # woken calls that may be revoked (or expire, or end with another's result)
     seconds: int = 0  # how often a message may be delivered again while its first delivery runs
+    visits: int = 0  # how often anybody else may let the line go on
     early_seconds: bool = False  # that may be while the first is being parked
     lock: Lock = field(default_factory=Lock)  # a mutant replaces its verbs
 
@@ -101,10 +116,12 @@ class Waiters:
         self.delivers_again = {"inside", "leaves", "wakes", "stores"}
         self.delivers_again |= {"meets", "parks"} if self.early_seconds else set()
         lock, tasks = self.lock, self.tasks
-        self.acquire, self.release = _on_canonical_keys(lock.acquire), _on_canonical_keys(lock.release)
-        self.park, self.leave = _on_canonical_keys(lock.park), _on_canonical_keys(lock.leave)
+        verbs = (lock.acquire, lock.release, lock.serve, lock.park, lock.leave)
+        self.acquire, self.release, self.serve, self.park, self.leave = (
+            self.on_canonical_keys(verb) for verb in verbs
+        )
         # Whether the calls differ in their names only; then no two are ever at one place.
-        self.alike = not (self.late or self.retries or self.linger)
+        self.alike = not (self.late or self.retries or self.linger or self.absent)
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
         self.start = Scene(
             START,
@@ -113,8 +130,19 @@ class Waiters:
             (),
             tuple(("new", *[""] * (n - 1)) for n in attempts),
             tuple((0,) * n for n in attempts),
-            *(self.crashes, self.wipes, self.late_wakes, self.lapses, self.revokes, self.seconds),
+            False,
+            *[getattr(self, name) for name in Scene._fields[Scene._fields.index("crashes") :]],
         )
+
+    def on_canonical_keys(self, verb: Callable[..., Answer]) -> Callable[..., Answer]:
+        """A verb at the start's time, computed once for equal arguments."""
+
+        @cache
+        def run(store: Store, **arguments: Any) -> Answer:
+            after, reply = verb(store, START, **arguments)
+            return _canonical(after, self.forgets), reply
+
+        return run
 
     def representative(self, scene: Scene) -> Scene:
         """Of the scenes that differ in the calls' names only, one: calls are named in order of what they did.
@@ -124,12 +152,12 @@ class Waiters:
         """
         if not self.alike:
             return scene
-        places = scene.store.line.places
-        assert len({since for since, _ in places}) == len(places), "the order of names would matter"
-        waiting = [message.task for message in scene.broker]
+        places = [since for since, _ in scene.store.line.places if since < AWAY]
+        assert len(set(places)) == len(places), "the order of names would matter"
+        messages = [message.task for message in scene.broker]
         order = sorted(
             range(len(self.tasks)),
-            key=lambda n: (scene.since[n], scene.fates[n], waiting.count(self.tasks[n])),
+            key=lambda n: (scene.since[n], scene.fates[n], messages.count(self.tasks[n])),
         )
         names = "".join(self.tasks[n] for n in order)
         if names == self.tasks:
@@ -144,20 +172,31 @@ class Waiters:
 
     def is_over(self, scene: Scene) -> bool:
         """Every call has ended, or is lost as any task of Celery is, and nothing is left behind."""
-        broker = {message for message in scene.broker if self.couriers or message.kind != "courier"}
-        nothing_left = not broker and not scene.processes and not scene.store.line.places
-        return nothing_left and self.all_end(scene)
+        is_forgotten = not (self.sweeps and scene.is_due)
+        return (
+            self.all_is_done(scene) and self.all_end(scene) and not scene.store.line.places and is_forgotten
+        )
+
+    def all_is_done(self, scene: Scene) -> bool:
+        """No message is left, and nobody has one in hand."""
+        return not scene.broker and not scene.processes
 
     def all_end(self, scene: Scene) -> bool:
-        """Every call has ended, or is lost as any task of Celery is."""
-        return {fate for attempts in scene.fates for fate in attempts} <= {"", "ended", "twice"}
+        """Every call has ended, or is lost as any task of Celery is; but for the one that never comes."""
+        fates = zip(self.tasks, scene.fates)
+        ends = {"", "ended", "twice", "left"}
+        return all(fate in ends for task, attempts in fates if task != self.absent for fate in attempts)
 
     def steps(self, scene: Scene) -> Iterator[Step]:
         """Everything that may happen next."""
-        yield from self._time(scene)
+        yield from self._deadlines(scene)
+        yield from self._other_times(scene)
+        busy = [process for process in scene.processes if process.message not in (SWEEP, VISITOR)]
         for message in sorted(set(scene.broker)):
             rest = _without(scene.broker, message)
-            if len(scene.processes) < self.slots:
+            if message.kind == "courier":
+                yield from self._visit(scene._replace(broker=rest), message)
+            elif len(busy) < self.slots:
                 yield from self._taken(scene._replace(broker=rest), message)
             if scene.crashes and message.kind == "call" and message.task not in self.late:
                 # Acknowledged, and killed before it did anything.
@@ -172,11 +211,22 @@ class Waiters:
                 again = process.message._replace(again="redelivered")
                 second = _sent(scene._replace(seconds=scene.seconds - 1), again)
                 yield _event(again, "is delivered again"), second
+        if self.sweeps and scene.is_due and self.may_sweep(scene):
+            yield from self._goes_on(scene, Process("", SWEEP))
+        if scene.visits:
+            yield from self._goes_on(scene._replace(visits=scene.visits - 1), Process("", VISITOR))
         if scene.wipes and scene.store != Store():
-            yield Event(None, "data is lost"), scene._replace(store=Store(), wipes=scene.wipes - 1)
+            lost = scene._replace(store=Store(), is_due=False, wipes=scene.wipes - 1)
+            yield Event(None, "data is lost"), lost
 
-    def _time(self, scene: Scene) -> Iterator[Step]:
-        """A deadline passes, because nobody alive sees to it, or though somebody does."""
+    def may_sweep(self, scene: Scene) -> bool:
+        """Whether a worker may look: none does, and no call that has noted its line is yet to park."""
+        parks = any({process.at, process.then} & {"meets", "parks"} for process in scene.processes)
+        is_alone = all(process.message != SWEEP for process in scene.processes)
+        return is_alone and not (parks and self.parks_in_time)
+
+    def _deadlines(self, scene: Scene) -> Iterator[Step]:
+        """The lock's deadline passes, because nobody alive sees to it, or though somebody does."""
         store, record = scene.store, scene.store.record
         if store.value is not None and isinstance(record, Record) and record.deadline > START:
             past = record._replace(deadline=OVER)
@@ -192,6 +242,22 @@ class Waiters:
                 may = True
             if may:
                 yield Event(None, f"the deadline of a {record.state} lock passes"), after
+
+    def _other_times(self, scene: Scene) -> Iterator[Step]:
+        """The time passes until which a call is passed over, or asks again, or is known to have begun."""
+        store = scene.store
+        for until, task in store.line.places:
+            if until == AWAY + START + LEASE:
+                places = tuple((AWAY + OVER, task) if t == task else (u, t) for u, t in store.line.places)
+                after = scene._replace(store=_canonical(store._replace(line=Line(places)), self.forgets))
+                yield Event(None, f"{task} is to have its place again"), after
+        for task, ticket in store.tickets:
+            is_short = self.forgets and ticket.begun_by and ticket.lease == REMEMBER_MS
+            courier = any(m.kind == "courier" and m.task == task for m in scene.broker)
+            if is_short and not courier and not self._is_coming(scene, task):
+                tickets = tuple(known for known in store.tickets if known[0] != task)
+                after = scene._replace(store=store._replace(tickets=tickets))
+                yield Event(None, f"{task} is forgotten"), after
         for task, call in store.calls.fields:
             if call == _lingers(START + LEASE):
                 kept = any(p.message.task == task and p.at == "lingers" for p in scene.processes)
@@ -203,23 +269,23 @@ class Waiters:
                     yield Event(None, f"{task} has not asked again in time"), after
 
     def _is_coming(self, scene: Scene, heir: str) -> bool:
+        """Whether a message of a call is on its way and not late, or in hand, or about to be sent."""
         return (
-            any(message.kind == "call" and message.task == heir for message in scene.broker)
+            any(m.kind == "call" and m.task == heir and not m.late for m in scene.broker)
             or any(process.message.task == heir for process in scene.processes)
-            or any(process.at == "wakes" and process.heir == heir for process in scene.processes)
+            or any(process.heir == heir for process in scene.processes)
         )
 
     def _taken(self, scene: Scene, message: Message) -> Iterator[Step]:
-        if message.kind == "call":
+        if message.task == self.absent and message.copy != ORIGINAL:
+            yield _event(message, "is thrown away"), scene
+        elif message.kind == "call":
             if scene.revokes and message.copy != ORIGINAL:
                 revoked = scene._replace(revokes=scene.revokes - 1)
                 yield _event(message, "is revoked"), _with(revoked, Process("quits", message))
             yield from self._acquires(scene, Process("", message))
-        elif message.kind == "nudge":
-            if not _rests(scene.store):
-                yield _event(message, "comes"), _with(scene, Process("goes_on", message))
-        elif self.couriers:
-            yield from self._visit(scene, message)
+        elif not _rests(scene.store):
+            yield _event(message, "comes"), _with(scene, Process("goes_on", message))
 
     def _acquires(self, scene: Scene, process: Process, linger: int = 0) -> Iterator[Step]:
         """A call asks for the lock."""
@@ -227,25 +293,55 @@ class Waiters:
         token = process.token or _new_token(scene, f"{message.task}|{message.attempt}|")
         details = {
             "copy": message.copy,
-            "remember": REMEMBER_MS if message.copy != ORIGINAL or message.again else 0,
+            "remember": BEGUN_MS if self.has_others(process) else 0,
             "linger": linger,
             "since": self._since(scene, message),
             "attempt": message.attempt,
         }
         for dead in self._proofs(scene):
-            after, reply = self._acquired(scene, token, dead, **details)
+            asked = {"token": token, "lease": LEASE, "retention": REMEMBER_MS, "dead": dead}
+            after, reply = _answered(scene, self.acquire, **asked, line=True, **details)
             fate = self._fate(scene, message)
             if reply[0] == "stale":
-                yield _event(message, "is dropped", token, reply), after
+                yield _event(message, "is dropped", token, reply), self._goes(after, process, "")
+            elif reply[0] == "line":
+                yield _event(message, "is refused", token, reply), _with(after, process._replace(at="serves"))
             elif reply[0] == "held":
                 yield from self._meets_holder(after, process, token, reply)
             elif fate == "ended" and self.may_have_ended(message):
-                dropped = Process("leaves", message, token)
-                yield _event(message, "has run before", token, reply), _with(after, dropped)
+                dropped = self._goes(after, process, "leaves", token)
+                yield _event(message, "has run before", token, reply), dropped
             else:
                 fate = "twice" if fate in ("running", "ended", "twice") else "running"
-                after = _with(self._fated(after, message, fate), Process("inside", message, token))
+                after = self._goes(self._fated(after, message, fate), process, "inside", token)
                 yield _event(message, "starts", token, reply), after
+
+    def has_others(self, process: Process) -> bool:
+        """Whether it is to be remembered for long that this message has begun its call."""
+        return process.message.copy != ORIGINAL or bool(process.message.again)
+
+    def _goes(self, scene: Scene, process: Process, at: str, token: str = "") -> Scene:
+        """A call that has its answer goes on, when it has woken the one to whom it has handed the lock."""
+        process = self._known_late(scene, process)
+        after = Process(at, process.message, token)
+        if process.heir:
+            after = process._replace(at="wakes", token=token, then=at)
+        return _with(scene, after) if after.at else scene
+
+    def _known_late(self, scene: Scene, process: Process) -> Process:
+        """One that is about to wake a call, and has passed it over itself."""
+        late = process.heir in _away(scene.store) and not process.call.endswith(LATE)
+        return process._replace(call=process.call + LATE) if late else process
+
+    def _serves(self, scene: Scene, process: Process) -> Iterator[Step]:
+        """A call that was refused lets the line go on, and asks again."""
+        for event, after, reply in self._served(scene, process, "serves"):
+            heir = {"heir": reply[4], "call": reply[5]} if reply[5] else {}
+            asks = self._known_late(after, process)._replace(at="asks", **heir)
+            yield event, _with(after, asks)
+
+    def _asks(self, scene: Scene, process: Process) -> Iterator[Step]:
+        yield from self._acquires(scene, process)
 
     def may_have_ended(self, message: Message) -> bool:
         """Whether a call that starts asks the result backend if it has ended before.
@@ -253,10 +349,6 @@ class Waiters:
         Of a call that is acknowledged late every woken copy does: a second delivery may have parked it.
         """
         return bool(message.again) or (message.copy != ORIGINAL and message.task in self.late)
-
-    def _acquired(self, scene: Scene, token: str, dead: str, **details: Any) -> Answered:
-        asked = {"token": token, "lease": LEASE, "retention": REMEMBER_MS}
-        return _answered(scene, self.acquire, **asked, dead=dead, line=True, **details)
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
@@ -275,21 +367,35 @@ class Waiters:
         assert isinstance(record, Record)
         if record.state == "running" and task_of(record.token)[0] == message.task:
             own = message._replace(again="own")
-            yield _event(message, "meets itself", token, reply), _sent(scene, own)
+            yield _event(message, "meets itself", token, reply), self._goes(_sent(scene, own), process, "")
             return
+        woken = ", woken" * (message.copy != ORIGINAL and not message.again)
         if self.linger and (process.at == "lingers" or record.state in ("running", "handed")):
-            lingers = Process("lingers", message, token)
-            yield _event(message, "lingers", token, reply), _with(scene, lingers)
+            lingers = self._goes(scene, process, "lingers", token)
+            yield _event(message, f"lingers{woken}", token, reply), lingers
         if process.at != "lingers":
-            yield _event(message, "conflicts", token, reply), self._to_be_parked(scene, message)
+            yield _event(message, f"conflicts{woken}", token, reply), self._to_be_parked(scene, process)
 
-    def _to_be_parked(self, scene: Scene, message: Message) -> Scene:
+    def _to_be_parked(self, scene: Scene, process: Process) -> Scene:
+        """A call has its line looked at; then it sends its courier, and parks."""
+        message = process.message
         index = self.tasks.index(message.task)
         if not scene.since[index][message.attempt]:
             since = _changed(scene.since, index, message.attempt, self._since(scene, message))
             scene = scene._replace(since=since)
+        scene = self.noted_before(scene)
+        if not self.couriers:
+            return self._goes(self._owed(scene, message), process, "parks")
         sends_courier = not self.has_courier(message) and not self.sends_courier_later(message)
-        return _with(scene, Process("meets" if sends_courier else "parks", message))
+        return self._goes(scene, process, "meets" if sends_courier else "parks")
+
+    def noted_before(self, scene: Scene) -> Scene:
+        """A call that is about to park notes its line as due."""
+        return _noted(scene)
+
+    def noted_after(self, scene: Scene) -> Scene:
+        """It has no need to when it has parked."""
+        return scene
 
     def has_courier(self, message: Message) -> bool:
         """Whether a call that has been woken has a courier still: not if it had begun before."""
@@ -305,46 +411,49 @@ class Waiters:
 
     def _lingers(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._acquires(scene, process, linger=LEASE)
-        yield _event(process.message, "asks no more"), self._to_be_parked(scene, process.message)
+        yield _event(process.message, "asks no more"), self._to_be_parked(scene, process)
 
     def _meets(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
         after = self._owed(self.with_courier(scene, message), message)
         if not self.sends_courier_later(message):
             after = _with(after, process._replace(at="parks"))
-        elif process.then == "goes_on":
-            after = _with(after, process._replace(at="goes_on", then=""))
+        elif process.then:
+            after = _with(after, process._replace(at=process.then, then=""))
         yield _event(message, "sends its courier"), after
 
     def _owed(self, scene: Scene, message: Message) -> Scene:
         return self._fated(scene, message, "owed") if self._fate(scene, message) == "new" else scene
 
     def with_courier(self, scene: Scene, message: Message) -> Scene:
-        """A call's courier is sent."""
-        return _sent(scene, message._replace(kind="courier", copy=self.call_of(message), again=""))
+        """A call's courier is sent; two are as good as one."""
+        courier = message._replace(kind="courier", copy=self.call_of(message), again="", late=False)
+        return scene if courier in scene.broker else _sent(scene, courier)
 
     def _parks(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
         after, reply = self._parked(scene, message, message.copy, self.call_of(message))
-        goes_on = reply[0] != "stale" and self.is_free(scene.store)
-        if reply[0] == "handed":
-            after = self.taken_to_ask_still(after, message)
-        elif reply[0] != "stale" and self.sends_courier_later(message) and not self.has_courier(message):
-            parked = Process("meets", message, then="goes_on" if goes_on else "")
-            after = _with(self._owed(after, message), parked)
-        elif goes_on:
-            after = _with(after, Process("goes_on", message))
-        elif reply[0] != "stale" and _rests(scene.store):
-            after = self.met_a_rest(after, message)
-        yield _event(message, "parks", "", reply), after
+        then = ""
+        if reply[0] == "stale":
+            yield _event(message, "is dropped", "", reply), after
+            return
+        if reply[0] == "handed" or (self.is_free(scene.store) and reply[4] == "1"):
+            then = self.its_turn
+        elif self.is_free(scene.store):
+            then = "goes_on"
+        elif _rests(scene.store):
+            then = self.met_a_rest
+        after = self.noted_after(after)
+        if self.couriers and self.sends_courier_later(message) and not self.has_courier(message):
+            then, after = "", _with(self._owed(after, message), Process("meets", message, then=then))
+        yield _event(message, "parks", "", reply), _with(after, Process(then, message)) if then else after
 
-    def taken_to_ask_still(self, scene: Scene, message: Message) -> Scene:
-        """A call that is parked has been handed the lock by a release that took it to be asking still."""
-        return _with(scene, Process("wakes", message, heir=message.task, call=self.call_of(message)))
+    its_turn = "asks"  # a call that has parked, and is the first at a free lock or its heir, acquires it
+    met_a_rest = "nudges"  # since the release before the rest nobody is there to wake it
 
-    def met_a_rest(self, scene: Scene, message: Message) -> Scene:
-        """A call that is parked finds that the lock rests: since its release nobody is there to wake."""
-        return _with(scene, Process("wakes", message, heir=message.task, call="nudge"))
+    def _nudges(self, scene: Scene, process: Process) -> Iterator[Step]:
+        nudge = Message("nudge", process.message.task)
+        yield _event(process.message, "has the line looked at after the rest"), _sent(scene, nudge)
 
     def call_of(self, message: Message) -> str:
         """What a call is woken with: which attempt it is, and whether it has been delivered twice."""
@@ -356,46 +465,53 @@ class Waiters:
 
     def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "since": self._since(scene, message)}
-        watch = LEASE if self.watch else 0
-        return _answered(scene, self.park, **about, copy=copy, call=call, remember=REMEMBER_MS, watch=watch)
+        return _answered(scene, self.park, **about, copy=copy, call=call, remember=REMEMBER_MS)
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
-        """A courier comes."""
+        """A courier comes, and puts its call back into a line that has lost it."""
         after, reply = self._parked(scene, courier, "", courier.copy)
         if self.courier_ends(reply):
             yield _event(courier, "ends", "", reply), after
         elif reply[0] == "new" and self._fate(scene, courier) == "ended":
             yield _event(courier, "finds it ended", "", reply), _with(after, Process("cleans", courier))
-        elif self.courier_goes_on(scene, reply):
-            goes_on = Process("goes_on", courier, then="returns")
-            yield _event(courier, "visits", "", reply), _with(after, goes_on)
-        else:
-            yield _event(courier, "visits", "", reply), _with(after, Process("returns", courier))
+        elif after.store != scene.store or not scene.is_due:
+            yield _event(courier, "visits", "", reply), self.noted_before(_sent(after, courier))
 
     def courier_ends(self, reply: tuple[Any, ...]) -> bool:
         """Whether a courier need not come again: its call has begun."""
-        return bool(reply[0] == "stale" and reply[5] == "0")
-
-    def courier_goes_on(self, scene: Scene, reply: tuple[Any, ...]) -> bool:
-        """Whether a courier lets the line go on: nobody living holds the lock."""
-        return reply[0] != "handed" and (_is_free(scene.store) or len(self._proofs(scene)) > 1)
+        return bool(reply[0] == "stale")
 
     def _cleans(self, scene: Scene, process: Process) -> Iterator[Step]:
         after, reply = self._left(scene, process.message, "c")
         yield _event(process.message, "leaves the line", "", reply), after
 
-    def _returns(self, scene: Scene, process: Process) -> Iterator[Step]:
-        yield _event(process.message, "will come again"), _sent(scene, process.message)
-
-    def _goes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
-        token = _new_token(scene, "c")
+    def _served(self, scene: Scene, process: Process, what: str, away: str = "") -> Iterator[Any]:
+        """What comes of serving the line: event, scene and answer."""
+        about = {"token": "s", "hand_over": LEASE, "remember": REMEMBER_MS, "lease": LEASE, "away": away}
         for dead in self._proofs(scene):
-            after, reply = self._acquired(scene, token, dead)
-            if reply[0] == "held":
-                yield _event(process.message, "finds it held", token, reply), self._finished(after, process)
-            else:
-                holds = process._replace(at="lets_go", token=token)
-                yield _event(process.message, "lets the line go on", token, reply), _with(after, holds)
+            after, reply = _answered(scene, self.serve, **about, dead=dead)
+            yield _event(process.message, what, "s", reply), after, reply
+
+    def _goes_on(self, scene: Scene, process: Process, away: str = "") -> Iterator[Step]:
+        for event, after, reply in self._served(scene, process, "lets the line go on", away):
+            if reply[5]:
+                after = _with(after, process._replace(at="wakes", heir=reply[4], call=reply[5]))
+            elif process.message == SWEEP and reply[0] == "empty" and reply[6] == "0":
+                after = _with(after, Process("settles", SWEEP))
+            if after != scene or process.message != SWEEP:
+                yield event, after
+
+    def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
+        yield from self._goes_on(scene, process, away=process.message.task)
+
+    def _settles(self, scene: Scene, process: Process) -> Iterator[Step]:
+        """A worker that found nobody waiting forgets the line, unless a call has noted it meanwhile."""
+        forgotten = scene._replace(is_due=scene.is_due and not self.is_unchanged(process))
+        yield _event(SWEEP, "settles", process.then), forgotten
+
+    def is_unchanged(self, process: Process) -> bool:
+        """Whether nobody has noted the line since a worker claimed it."""
+        return process.then != "changed"
 
     def _inside(self, scene: Scene, process: Process) -> Iterator[Step]:
         message = process.message
@@ -425,7 +541,6 @@ class Waiters:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
 
-    _lets_go = _releases
     _frees = _releases  # a parent gives back what its dead child held
 
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
@@ -436,15 +551,16 @@ class Waiters:
         """A wake-up is sent, or, if the lock rests, somebody who will see to it then."""
         if process.call == "nudge":
             return _sent(scene, Message("nudge", process.heir))
-        attempt, again = int(process.call.rstrip("!")), "own" if process.call.endswith("!") else ""
-        return _sent(scene, Message("call", process.heir, attempt, _new_copy(scene, process.heir), again))
+        call = process.call.rstrip(LATE)
+        attempt, again = int(call.rstrip("!")), "own" if call.endswith("!") else ""
+        copy = _new_copy(scene, process.heir)
+        return _sent(scene, Message("call", process.heir, attempt, copy, again, process.call.endswith(LATE)))
 
     def _finished(self, scene: Scene, process: Process) -> Scene:
-        if process.then in ("returns", "stores"):
-            return _with(scene, Process(process.then, process.message))
-        if process.then == "ends" and self._fate(scene, process.message) != "twice":
-            return self._fated(scene, process.message, "ended")
-        return scene
+        if process.then == "ends":
+            ended = self._fate(scene, process.message) != "twice"
+            return self._fated(scene, process.message, "ended") if ended else scene
+        return _with(scene, Process(process.then, process.message, process.token)) if process.then else scene
 
     def _stores(self, scene: Scene, process: Process) -> Iterator[Step]:
         after = self._finished(scene, process._replace(then="ends"))
@@ -466,24 +582,14 @@ class Waiters:
 
     def _left(self, scene: Scene, message: Message, copy: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "copy": copy}
-        return _answered(scene, self.leave, **about, remember=REMEMBER_MS)
-
-    def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
-        message = process.message
-        token = _new_token(scene, f"{message.task}|{message.attempt}|")
-        after, reply = self._acquired(scene, token, "", copy=message.copy, attempt=message.attempt)
-        if reply[0] not in ("held", "stale"):
-            after = _with(after, process._replace(at="lets_go", token=token))
-        yield _event(message, "passes it on", token, reply), after
+        return _answered(scene, self.leave, **about, remember=BEGUN_MS)
 
     def _killed(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A worker dies: what it had not acknowledged is delivered again."""
         message = process.message
         event = _event(message, f"is killed ({process.at})")
         if message.kind != "call":
-            yield event, self.delivered_again(scene, message)
-            if process.at == "returns":
-                yield event, _sent(_sent(scene, message), message)
+            yield event, scene if message in (SWEEP, VISITOR) else _sent(scene, message)
             return
         if message.task in self.late:
             if self._fate(scene, message) in ("running", "released"):
@@ -496,16 +602,18 @@ class Waiters:
             freed = Process("frees", message, process.token or "nothing")
             yield _event(message, "dies, and its parent lives"), _with(after, freed)
 
-    def delivered_again(self, scene: Scene, courier: Message) -> Scene:
-        """A courier whose worker died is delivered again: it is acknowledged late."""
-        return _sent(scene, courier)
-
     def _abandoned(self, scene: Scene, message: Message) -> Scene:
-        """A call whose message is acknowledged is lost, as Celery has it, unless it waits for its turn."""
+        """A call whose message is acknowledged is lost, as Celery has it, unless it waits for its turn.
+
+        One that had not parked is its courier's to put back.
+        """
         fate = self._fate(scene, message)
         if fate == "running" or (fate == "new" and message.copy == ORIGINAL):
             return self._fated(scene, message, "ended")
-        return scene
+        is_left = message.copy == ORIGINAL and waiter(scene.store, message.task) is None
+        if self.couriers or not is_left or fate != "owed":
+            return scene
+        return self._fated(scene, message, "left")
 
     def _fate(self, scene: Scene, message: Message) -> str:
         return scene.fates[self.tasks.index(message.task)][message.attempt]
@@ -519,23 +627,11 @@ class Waiters:
         return int(since) or 1 + max(max(known) for known in scene.since)
 
 
-def _on_canonical_keys(verb: Callable[..., Answer]) -> Callable[..., Answer]:
-    """A verb at the start's time, computed once for equal arguments."""
-
-    @cache
-    def run(store: Store, **arguments: Any) -> Answer:
-        after, reply = verb(store, START, **arguments)
-        return _canonical(after), reply
-
-    return run
-
-
 @cache
 def _renamed(text: str, names: str, to: str) -> str:
-    """A task's name, a token of it, or the text of who watches, with another name."""
-    head, bar, rest = text.partition("|")
-    before, space, task = head.rpartition(" ")
-    return before + space + (to[names.index(task)] if task in names and task else task) + bar + rest
+    """A task's name, or a token of it, with another name."""
+    task, bar, rest = text.partition("|")
+    return (to[names.index(task)] if task and task in names else task) + bar + rest
 
 
 @cache
@@ -558,12 +654,11 @@ def _renamed_store(store: Store, names: str, to: str) -> Store:
     if isinstance(record, Record):
         token, info = (_renamed(text, names, to) for text in (record.token, record.info))
         record = record._replace(token=token, info=info)
-    places = tuple((since, _renamed(task, names, to)) for since, task in store.line.places)
-    fields = [(_renamed(task, names, to), call) for task, call in store.calls.fields if task]
-    fields += [("", _renamed(watch, names, to)) for task, watch in store.calls.fields if not task]
+    places = sorted((since, _renamed(task, names, to)) for since, task in store.line.places)
+    fields = [(_renamed(task, names, to), call) for task, call in store.calls.fields]
     return store._replace(
         record=record,
-        line=store.line._replace(places=places),
+        line=store.line._replace(places=tuple(places)),
         calls=store.calls._replace(fields=tuple(sorted(fields))),
         tickets=tuple(sorted((_renamed(task, names, to), ticket) for task, ticket in store.tickets)),
     )
@@ -580,24 +675,93 @@ def side_by_side(world: Waiters, before: Scene, event: Event, after: Scene) -> b
 
 
 def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
-    """A lock goes to the first in line, and no call starts before that one unless it has waited too."""
+    """A lock goes to the first in line, and no call starts before that one unless it was woken."""
     store, record = before.store, before.store.record
     task = event.what.split()[0]
+    line = waiting(store)
     if event.what.endswith(" starts"):
-        others = {waiter for _, waiter in store.line.places} - {task}
-        kept = isinstance(record, Record) and record.state == "handed" and record.info == task
-        waited = any(p.token == event.token and p.message.copy != ORIGINAL for p in after.processes)
-        return not others or kept or waited or _is_free(store) or event.reply[0] == "taken_over"
-    if event.what.endswith(" releases") and event.reply[3] and event.reply[0] != "handed":
-        calls = dict(store.calls.fields)
-        waiting = [waiter for _, waiter in store.line.places if calls.get(waiter) != _lingers(OVER)]
-        return bool(event.reply[3] == waiting[0])
+        is_heir = isinstance(record, Record) and record.state == "handed" and record.info == task
+        woken = any(p.token == event.token and p.message.copy != ORIGINAL for p in after.processes)
+        return not line or line[0] == task or is_heir or woken
+    if event.what.endswith(" releases") and event.reply[3]:
+        return bool(event.reply[3] == _first_of(store, line))
+    if event.token == "s" and event.reply[4]:
+        known = [(until, task, waiter(store, task)) for until, task in store.line.places]
+        back = [(who.since, task) for until, task, who in known if until == AWAY + OVER and who]
+        order = sorted([*back, *[place for place in store.line.places if place[0] < AWAY]])
+        heir = record.info if isinstance(record, Record) and record.state == "handed" else ""
+        return bool(event.reply[4] == _first_of(store, [task for _, task in order if task != heir]))
     return True
+
+
+def _first_of(store: Store, line: list[str]) -> str:
+    calls = dict(store.calls.fields)
+    return next(task for task in line if calls.get(task) != _lingers(OVER))
+
+
+def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """Of a call at most one wake-up is on its way, but for those that came too late for their hand-over."""
+    woken = [
+        (m.task, m.attempt) for m in after.broker if m.kind == "call" and m.copy != ORIGINAL and not m.late
+    ]
+    for process in after.processes:
+        if process.heir and process.call != "nudge" and not process.call.endswith(LATE):
+            woken.append((process.heir, int(process.call.rstrip("!"))))
+    return len(set(woken)) == len(woken)
+
+
+def with_the_broker(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A call that has not ended has a message, if only its courier, in the broker or in a worker's hands."""
+    messages = {*after.broker, *[process.message for process in after.processes]}
+    kept = {(message.task, message.attempt) for message in messages if message.kind in ("call", "courier")}
+    return all(
+        fate in ("", "ended", "twice") or (task, attempt) in kept
+        for task, attempts in zip(world.tasks, after.fates)
+        for attempt, fate in enumerate(attempts)
+    )
+
+
+def known_in_line(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """What a call is woken with is kept until it begins, or leaves."""
+    lost = [task for task, _ in before.store.calls.fields if waiter(before.store, task)]
+    return not any(
+        waiter(after.store, task) is None and "owed" in after.fates[world.tasks.index(task)] for task in lost
+    )
+
+
+def woken_are_let_in(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A woken call is not refused a lock that is only kept for another."""
+    record = before.store.record
+    return not (event.what.endswith(", woken") and isinstance(record, Record) and record.state == "handed")
 
 
 def _answered(scene: Scene, verb: Callable[..., Answer], **arguments: Any) -> Answered:
     store, reply = verb(scene.store, **arguments)
-    return scene._replace(store=store), reply
+    after = scene._replace(store=store)
+    passed_over = _away(store) - _away(scene.store)
+    return (_too_late(after, passed_over) if passed_over else after), reply
+
+
+def _away(store: Store) -> set[str]:
+    return {task for until, task in store.line.places if until >= AWAY}
+
+
+def _too_late(scene: Scene, tasks: set[str]) -> Scene:
+    """The wake-ups of these calls come after the end of their hand-over."""
+    broker = [m._replace(late=m.kind == "call") if m.task in tasks else m for m in scene.broker]
+    processes = [
+        p._replace(call=p.call + LATE)
+        if p.heir in tasks and p.call != "nudge" and not p.call.endswith(LATE)
+        else p
+        for p in scene.processes
+    ]
+    return scene._replace(broker=tuple(sorted(broker)), processes=tuple(sorted(processes)))
+
+
+def _noted(scene: Scene) -> Scene:
+    """The line is noted as due; who looks at it just now sees that it was."""
+    processes = [p._replace(then="changed") if p.at == "settles" else p for p in scene.processes]
+    return scene._replace(is_due=True, processes=tuple(sorted(processes)))
 
 
 def _is_free(store: Store) -> bool:
@@ -610,7 +774,7 @@ def _rests(store: Store) -> bool:
     return not _is_free(store) and isinstance(record, Record) and record.state == "resting"
 
 
-def _canonical(store: Store) -> Store:
+def _canonical(store: Store, forgets: bool) -> Store:
     """The keys without what makes no difference when no clock runs."""
     record, value = store.record, store.value
     if isinstance(record, Record):
@@ -618,10 +782,24 @@ def _canonical(store: Store) -> Store:
             record = None
         else:
             deadline = START + LEASE if record.deadline > START else OVER
-            record = record._replace(deadline=deadline, fence=0, since=0)
+            token = "h" if record.state == "handed" else record.token
+            record = record._replace(token=token, deadline=deadline, fence=0, since=0)
             value = value and seconds(deadline)
-    line, calls = store.line._replace(lease=0), store.calls._replace(lease=0)
-    return Store(value, None, record, None, None, line, calls, store.tickets)
+    places = [
+        (since if since < AWAY else AWAY + (START + LEASE if since > AWAY + START else OVER), task)
+        for since, task in store.line.places
+    ]
+    fields = []
+    for task, call in store.calls.fields:
+        known = waiter(store, task)
+        fields.append((task, str(known._replace(vain=min(known.vain, 1))) if known else call))
+    tickets = [
+        (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else 0))
+        for task, (text, lease) in store.tickets
+    ]
+    return Store(
+        value, None, record, None, None, Line(tuple(sorted(places))), Calls(tuple(fields)), tuple(tickets)
+    )
 
 
 def _lingers(until: int) -> str:
@@ -644,7 +822,8 @@ def _new_copy(scene: Scene, task: str) -> str:
 
 def _event(message: Message, what: str, token: str = "", reply: tuple[Any, ...] = ()) -> Event:
     kind = "" if message.kind == "call" else f"'s {message.kind}"
-    return Event(None, f"{message.task}{kind} {what}", token, reply)
+    who = f"{message.task}{kind}" if message.task else f"a {message.kind}"
+    return Event(None, f"{who} {what}", token, reply)
 
 
 def _with(scene: Scene, process: Process) -> Scene:
