@@ -88,6 +88,7 @@ class Run:
         self.request = request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
         self.lingers_since = 0.0
+        self.has_parked = False
         self.acquired_at = 0.0
         properties = request.properties or _NOTHING
         if EVENTS in properties:
@@ -137,6 +138,7 @@ class Run:
                 if held is None:
                     with suppress(ItsTurn):
                         return resolve(self._conflict(outcome))
+                    self.has_parked = True
             self._begin(held, cast("Outcome", outcome))
             return body()
         except BaseException as error:
@@ -182,7 +184,7 @@ class Run:
         """The outcome, or None if Redis is unreachable and the body is to run all the same."""
         call = self.call
         details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger or call.attempt or call.redelivered or call.copy != ORIGINAL:
+        if linger or call.attempt or call.redelivered or call.copy != ORIGINAL or self.has_parked:
             details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         ask = partial(self.lock.acquire_at_death, same_host=self.of.settings.same_host, **details)
@@ -274,9 +276,8 @@ class Run:
 
     def _remember_s(self) -> float:
         """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
-        if self.call.copy == ORIGINAL and not (self.call.redelivered and self.options.may_wait):
-            return 0.0
-        return BEGUN_S
+        is_woken = self.call.copy != ORIGINAL or self.has_parked
+        return BEGUN_S if is_woken or (self.call.redelivered and self.options.may_wait) else 0.0
 
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
@@ -310,8 +311,9 @@ class Run:
 
     def _has_succeeded_before(self) -> bool:
         """True if this is another delivery of a call whose result is known. Release never means done."""
-        # A woken message may have a twin that is delivered again, if it is acknowledged late.
-        has_twin = self.call.copy != ORIGINAL and self.task.acks_late
+        # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
+        has_waited = self.call.copy != ORIGINAL or self.has_parked or self.lingers_since
+        has_twin = has_waited and self.task.acks_late
         if not (self.call.redelivered or has_twin) or not self.task.backend.persistent:
             return False
         try:

@@ -204,12 +204,12 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         raise Parked(reason, countdown) from None
     if found.state == "stale":
         raise Ignore("another message has started this call")
+    if found.holder is None or found.holder.token != holder.token:  # a sweep may have seen that nobody waits
+        look_within(app, call.task, call.key, _look_in(_remaining_s(found), options.lease))
     if is_parked_first:
         send_courier()
     if found.state == "handed" or (found.holder is None and found.place == 1):
         raise ItsTurn  # it came free meanwhile
-    if found.holder is not None and found.holder.token != holder.token:  # a sweep may have seen it free
-        look_within(app, call.task, call.key, _look_in(_remaining_s(found), options.lease))
     logger.info("%s waits in line, at place %d: %s.", call, found.place, reason)
     lock_waiting.send(sender=task, task_id=call.task_id, key=call.key, holder=holder, place=found.place)
     if found.holder is None:  # it came free meanwhile, for those before this one

@@ -75,7 +75,7 @@ local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 local expiry = math.ceil(deadline / 1000) + retention
 -- SETNX, with the key's expiry in one step
 local set = not barred and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
-local alone = set and waiters == '0' and not (mark or ticket or heir) -- nothing of the caller's task to look for
+local alone = set and waiters == '0' and not mark -- nothing that the caller is to be told
 if not set then
   old = redis.pcall('GET', KEYS[1])
   local function line() return {'line', h_deadline, h_fence, now, old, record, mark, waiters} end
@@ -83,7 +83,8 @@ if not set then
   if type(old) ~= 'string' then old = '(not a string)' end
   if not task then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
   local function held(till)
-    if linger > 0 then
+    -- One that has been woken has its place, and is known there, though it asks again.
+    if linger > 0 and not string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then
       redis.call('HSET', KEYS[4], task, '@' .. int(now + linger))
       outlive(KEYS[4])
       redis.call('ZADD', KEYS[3], ARGV[9] == '0' and int(now) or ARGV[9], task)

@@ -13,12 +13,14 @@ local task, attempt, copy, remember = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonum
 local function int(number) return string.format('%.0f', number) end
 
 local ticket = redis.call('GET', KEYS[5])
+local vain = '0'
 if ticket then
-  local t_attempt, t_copy = string.match(ticket, '^(%d+)|(.*)|%d+$')
+  local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then return {'stale'} end
+  if later == 0 then vain = t_vain end
 end
-local vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or '0'
+vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or vain
 redis.call('ZREM', KEYS[3], task) -- allowed when memory is full, and after a write SET is too
 redis.call('HDEL', KEYS[4], task)
 redis.call('SET', KEYS[5], int(attempt) .. '|' .. copy .. '|' .. vain, 'PX', int(remember))

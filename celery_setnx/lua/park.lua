@@ -44,15 +44,19 @@ if ticket then
   if later == 0 then vain = t_vain end
 end
 local kept = redis.call('HGET', KEYS[4], task) or ''
+local function keep() redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call) end
 vain = string.match(kept, '^%d+') or vain
 outlive(KEYS[3]) -- before they are written too: a server that forbids this leaves nothing behind for ever
 outlive(KEYS[4])
 redis.call('SET', KEYS[5], int(attempt) .. '||' .. vain, 'PX', int(remember))
 local deadline, heir = string.match(record or '', '^[^\n]*\n(%d+)\n%d+\nhanded\n%d+\n(.*)$')
 local is_heir = value and heir == task and kept ~= ''
-if is_heir and (copy == '' or now < tonumber(deadline)) then return answer('handed') end
+if is_heir and (copy == '' or now < tonumber(deadline)) then
+  if not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
+  return answer('handed')
+end
 if copy ~= '' or kept == '' or not redis.call('ZSCORE', KEYS[3], task) then
-  redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call)
+  keep()
   outlive(KEYS[4])
   redis.call('ZADD', KEYS[3], since, task)
   outlive(KEYS[3])

@@ -32,16 +32,17 @@ if record and not h_token then
 end
 local h_deadline, h_heir = tonumber(deadline or 0), state == 'handed' and string.match(rest, '^%d+\n(.*)$')
 
+-- The line may have been empty, and is there anew: it lasts as long as the calls.
+local function last_as_calls()
+  local left = redis.call('PTTL', KEYS[4])
+  if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
+end
 -- Those whose time away is over have their places again.
 for _, task in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '4000000000000000', int(4000000000000000 + now), 'LIMIT', 0, 100)) do
   local since = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+%+?|(%d+)|')
   redis.call('ZREM', KEYS[3], task) -- allowed when memory is full, and after one write the others are too
   if since then redis.call('ZADD', KEYS[3], since, task) end
-end
--- The line may have been empty, and is there anew: it lasts as long as the calls.
-local function last_as_calls()
-  local left = redis.call('PTTL', KEYS[4])
-  if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
+  last_as_calls()
 end
 local function answer(word, heir, till)
   local call = heir and string.match(redis.call('HGET', KEYS[4], heir) or '', '^%d+|%d+|(.*)$')

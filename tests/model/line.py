@@ -134,8 +134,8 @@ class Waiting:
             if until >= AWAY and self.is_past(now, until - AWAY):
                 known = waiter(store, task)
                 store = without_place(store, task)
-                # The line's key has no TTL if it was empty: a flaw of the script.
                 store = store if known is None else with_place(store, task, known.since, -1)
+                store = self.lasts_as_calls(store)
         return store
 
     def is_stale(self, ticket: Ticket, attempt: int, copy: str) -> bool:
@@ -272,6 +272,8 @@ class Waiting:
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
         is_heir = store.value is not None and is_known and self.is_for(self.heir_of(store.holder), task)
         if is_heir and (is_courier or not self.is_past(now, store.holder.deadline)):
+            if waiter(store, task) is None:
+                after = with_call(after, task, f"{vain}|{since}|{call}", -1)
             return answer("handed", after)
         if not is_courier or not is_known or task not in [other for _, other in store.line.places]:
             text = f"{vain}{self.still_comes(store, task, copy)}|{since}|{call}"
@@ -301,8 +303,7 @@ class Waiting:
         ticket = dict(store.tickets).get(task)
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale",)
-        known = waiter(store, task)
-        text = f"{attempt}|{copy}|{known.vain if known else 0}"
+        text = f"{attempt}|{copy}|{self.vain_of(store, task, ticket, attempt)}"
         after = with_ticket(without_call(without_place(store, task), task), task, text, remember)
         is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
         return after, ("handed" if is_heir else "left",)

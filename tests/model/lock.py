@@ -9,6 +9,7 @@ from typing import Any
 from tests.model.line import (
     FOREIGNRECORD,
     Waiting,
+    waiter,
     waiting,
     with_call,
     with_place,
@@ -111,7 +112,7 @@ class Lock(Waiting):
             return store, answer("stale")
 
         def held(until: float) -> Answer:
-            if linger <= 0 or task is None:
+            if linger <= 0 or task is None or not self.may_ask(store, task):
                 return store, answer("held", until)
             asks = self.asking(store, task, now + linger)
             return with_place(asks, task, since or now, LINGERS_MS), answer("held", until)
@@ -163,6 +164,10 @@ class Lock(Waiting):
                 after = without_call(without_place(after, task), task)
             after = self.begun(after, task, f"{attempt}|{copy}|{vain}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
+
+    def may_ask(self, store: Store, task: str) -> bool:
+        """Whether a task may stand in line to ask again: not one that was woken, which has its place."""
+        return waiter(store, task) is None
 
     def asking(self, store: Store, task: str, until: int) -> Store:
         """The keys when a task asks again by itself."""

@@ -95,7 +95,6 @@ class Waiters:
     retries: Mapping[str, int] = field(default_factory=dict)  # how often a call retries itself
     couriers: bool = True  # are delivered
     sweeps: bool = True  # workers look at the line; else only wake-ups and newcomers move it
-    parks_in_time: bool = True  # before a worker looks at the line
     linger: bool = False  # a call may ask again in its slot before it is parked
     rests: bool = False  # the lock, after each run
     proof: bool = False  # the death of a holder may be proved
@@ -220,10 +219,8 @@ class Waiters:
             yield Event(None, "data is lost"), lost
 
     def may_sweep(self, scene: Scene) -> bool:
-        """Whether a worker may look: none does, and no call that has noted its line is yet to park."""
-        parks = any({process.at, process.then} & {"meets", "parks"} for process in scene.processes)
-        is_alone = all(process.message != SWEEP for process in scene.processes)
-        return is_alone and not (parks and self.parks_in_time)
+        """Whether a worker may look: none does."""
+        return all(process.message != SWEEP for process in scene.processes)
 
     def _deadlines(self, scene: Scene) -> Iterator[Step]:
         """The lock's deadline passes, because nobody alive sees to it, or though somebody does."""
@@ -308,7 +305,7 @@ class Waiters:
                 yield _event(message, "is refused", token, reply), _with(after, process._replace(at="serves"))
             elif reply[0] == "held":
                 yield from self._meets_holder(after, process, token, reply)
-            elif fate == "ended" and self.may_have_ended(message):
+            elif fate == "ended" and self.may_have_ended(process):
                 dropped = self._goes(after, process, "leaves", token)
                 yield _event(message, "has run before", token, reply), dropped
             else:
@@ -318,7 +315,8 @@ class Waiters:
 
     def has_others(self, process: Process) -> bool:
         """Whether it is to be remembered for long that this message has begun its call."""
-        return process.message.copy != ORIGINAL or bool(process.message.again)
+        message = process.message
+        return message.copy != ORIGINAL or bool(message.again) or process.at == "comes_in"
 
     def _goes(self, scene: Scene, process: Process, at: str, token: str = "") -> Scene:
         """A call that has its answer goes on, when it has woken the one to whom it has handed the lock."""
@@ -343,12 +341,16 @@ class Waiters:
     def _asks(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._acquires(scene, process)
 
-    def may_have_ended(self, message: Message) -> bool:
+    _comes_in = _asks
+
+    def may_have_ended(self, process: Process) -> bool:
         """Whether a call that starts asks the result backend if it has ended before.
 
-        Of a call that is acknowledged late every woken copy does: a second delivery may have parked it.
+        Of a call that is acknowledged late every message does that has waited: another may have come.
         """
-        return bool(message.again) or (message.copy != ORIGINAL and message.task in self.late)
+        message = process.message
+        has_waited = message.copy != ORIGINAL or process.at in ("comes_in", "lingers")
+        return bool(message.again) or (has_waited and message.task in self.late)
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
@@ -394,8 +396,11 @@ class Waiters:
         return _noted(scene)
 
     def noted_after(self, scene: Scene) -> Scene:
-        """It has no need to when it has parked."""
-        return scene
+        """And once more when it has parked, unless the holder is still the one that it has met.
+
+        A worker may have found the lock free meanwhile, and nobody waiting.
+        """
+        return _noted(scene)
 
     def has_courier(self, message: Message) -> bool:
         """Whether a call that has been woken has a courier still: not if it had begun before."""
@@ -448,7 +453,7 @@ class Waiters:
             then, after = "", _with(self._owed(after, message), Process("meets", message, then=then))
         yield _event(message, "parks", "", reply), _with(after, Process(then, message)) if then else after
 
-    its_turn = "asks"  # a call that has parked, and is the first at a free lock or its heir, acquires it
+    its_turn = "comes_in"  # a call that has parked, and is the first at a free lock or its heir, acquires it
     met_a_rest = "nudges"  # since the release before the rest nobody is there to wake it
 
     def _nudges(self, scene: Scene, process: Process) -> Iterator[Step]:
