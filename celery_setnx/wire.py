@@ -12,11 +12,12 @@ as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 from redis.sentinel import SentinelConnectionPool
 
 try:
@@ -33,7 +34,10 @@ _DEAD = (redis.ConnectionError, redis.TimeoutError)
 def ask(client: Any, command: Command) -> Any:
     """A command's reply."""
     wire = _wire_of(client)
-    return client.execute_command(*_with_count(command)) if wire is None else wire.ask(_text(command))
+    if wire is not None:
+        return wire.ask(_text(command))
+    with _closed_if_struck(client):
+        return client.execute_command(*_with_count(command))
 
 
 def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
@@ -41,7 +45,7 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
     wire = _wire_of(client)
     if wire is not None:
         return wire.ask_many([_text(command) for command in commands])
-    with client.pipeline(transaction=False) as pipe:
+    with _closed_if_struck(client), client.pipeline(transaction=False) as pipe:
         for command in commands:
             pipe.execute_command(*_with_count(command))
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
@@ -140,6 +144,33 @@ class Wire:
         idle, self._idle = self._idle, []
         for other in idle:
             other.disconnect()
+
+
+@contextmanager
+def _closed_if_struck(client: Any) -> Iterator[None]:
+    """Closes the connections of a client whose exchange is interrupted, as by a time limit.
+
+    Where that strikes between send and read, redis-py keeps the connection for the next command, which then
+    reads the reply that was not its own. (A cluster's client closes it.)
+    """
+    try:
+        yield
+    except RedisError:
+        raise  # redis-py's own: it has read the reply, or closed the connection
+    except BaseException:
+        if isinstance(client, redis.Redis):
+            _close_idle(client)
+        raise
+
+
+def _close_idle(client: Any) -> None:
+    """Close a client's fixed connection, and those that lie idle in its pool."""
+    if client.connection is not None:
+        client.connection.disconnect()
+    try:
+        client.connection_pool.disconnect(inuse_connections=False)
+    except TypeError:  # before redis-py 7 a BlockingConnectionPool closes all or none
+        client.connection_pool.disconnect()
 
 
 def _sends_once(connection: Any) -> bool:
