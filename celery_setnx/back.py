@@ -269,7 +269,7 @@ def deliverable(app: Celery, countdown: float) -> float:
 
 def broker_url(app: Celery) -> str:
     """The URL from which the app's workers read; the first, if there are several."""
-    url = app.conf.get("broker_read_url") or app.conf.get("broker_url") or ""
+    url = app.conf.broker_read_url or ""
     return str(url if isinstance(url, str) else url[0])
 
 

@@ -142,7 +142,7 @@ def _park(client: redis.Redis, *, place: Place, copy: str, since_s: float, call:
 
 def _leave(client: redis.Redis, *, place: Place, copy: str) -> list[Any]:
     """Run lua/leave.lua: [word]."""
-    return _LEAVE(client, _keys(place), place.task_id, place.attempt, copy, int(BEGUN_S * 1000))
+    return _LEAVE(client, _keys(place), place.task_id, place.attempt, copy, _remember_ms(place))
 
 
 def _keys(place: Place) -> tuple[str, ...]:

@@ -498,18 +498,20 @@ class SetnxLock:
         # The script compares the dead token, so that nobody else's lock is meant.
         return self.acquire(token=token, dead=holder.token, **details)
 
-    def serve(self, *, dead: str = "", away: str = "") -> Served:
+    def serve(self, *, dead: str = "", away: str = "", unsent: str = "") -> Served:
         """Hand the lock to the first in line, if nobody living has it.
 
         Args:
             dead: As in `acquire`.
             away: Id of a task for which the lock is kept, and which cannot come: it is passed over.
+            unsent: Id of a task for which the lock is kept, and which was not woken: it has its place again,
+                and nobody the lock.
 
         Raises:
             LockUnavailable: Redis did not decide.
             LockRefused: Redis refuses a command.
         """
-        word, now_us, value, record, heir, call, next_us = _serve(self, dead, away)
+        word, now_us, value, record, heir, call, next_us = _serve(self, dead, away, unsent)
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / _US) if next_us != "0" else None
         if not heir:
@@ -750,12 +752,13 @@ def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> 
     return _RELEASE(lock.client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
 
 
-def _serve(lock: SetnxLock, dead: str, away: str) -> list[Any]:
+def _serve(lock: SetnxLock, dead: str, away: str, unsent: str) -> list[Any]:
     """Run lua/serve.lua: [word, now us, lock value, record, heir, call, next us]."""
     keys = (lock.name, lock.record, *line_names(lock.name))
     hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
     token = os.urandom(16).hex()
-    return _SERVE(lock.client, keys, token, hand_over_us, _REMEMBER_RELEASE_MS, lock._lease_us, dead, away)
+    about = (token, hand_over_us, _REMEMBER_RELEASE_MS, lock._lease_us, dead, away or unsent)
+    return _SERVE(lock.client, keys, *about, "unsent" if unsent else "")
 
 
 def _hold(

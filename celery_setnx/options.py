@@ -53,8 +53,7 @@ class Options:
         at_most_for: Renewal stops after this long. Defaults to never.
         retry_delay: First wait before a task that retries comes back; doubled each time, with jitter.
             Defaults to 1.
-        retry_delay_max: Longest such wait; and how often a lock that others wait for is looked after, if its
-            lease is longer. Defaults to 60.
+        retry_delay_max: Longest such wait. Defaults to 60.
         max_wait: After this long a task that waits or retries fails with `LockTimeout`. Defaults to never.
         dedupe: At publish time: `"until_started"` (at most one call queued) or `"until_done"` (at most one
             queued or running). Defaults to none.

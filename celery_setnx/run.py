@@ -119,10 +119,9 @@ class Run:
         back_in = None  # seconds until this call comes back, if it does
         hold = stale = parked = False
         try:
-            if self.options.on_conflict == "join" and self.call.copy != ORIGINAL:
-                result = self._patiently(self._holders_result, UNSET)
-                if result is not UNSET:
-                    return result
+            joins = self.options.on_conflict == "join" and self.call.copy != ORIGINAL
+            if joins and (result := self._patiently(self._holders_result, UNSET)) is not UNSET:
+                return result
             while held is None:
                 outcome = self._linger()
                 if outcome is None:
@@ -139,6 +138,10 @@ class Run:
                     with suppress(ItsTurn):
                         return resolve(self._conflict(outcome))
                     self.has_parked = True
+            if joins:  # the other may have had the lock when that was asked, and have given it back since
+                result = holders_result(self.task, self.call, self.options, None, held.server_time())
+                if result is not UNSET:
+                    return result
             self._begin(held, cast("Outcome", outcome))
             return body()
         except BaseException as error:
@@ -388,7 +391,8 @@ class Run:
         is_in_line = self.lingers_since or (back_in is None and self.call.copy != ORIGINAL)
         if is_in_line and not parked:
             try:
-                leave_line(self.task.app, self.call)
+                is_one_of_many = self.call.copy != ORIGINAL or self.has_parked
+                leave_line(self.task.app, self.call, BEGUN_S if is_one_of_many else _LINGER_S)
             except SetnxError as unheard:
                 logger.warning("%s has ended, and has not left the line: %s", self, unheard)
         if self.lock.mark is None:

@@ -129,7 +129,7 @@ class TakeOver:
 
     Attributes:
         at: Server time (Unix seconds).
-        by: The call that took it over, or the courier that did it for those in line.
+        by: The call that took it over, or the first in line, to which it was handed.
         holder: The dead holder's record, as `Holder.as_dict` has it.
     """
 

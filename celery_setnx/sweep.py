@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,14 +28,23 @@ from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.line import CLAIMED_AT_MOST, Claimed, claim, settle
 from celery_setnx.switches import DISABLED
-from celery_setnx.waiting import Order, let_the_line_go_on, lines_of, next_look, put_back, send_again
+from celery_setnx.waiting import (
+    Order,
+    let_the_line_go_on,
+    lines_of,
+    may_be_woken,
+    next_look,
+    put_back,
+    send_again,
+)
 
 logger = logging.getLogger("celery_setnx")
 
 SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
-_TIMEOUT_S = 0.5  # a fork of the pool waits for a sweep
+_AGAIN_S = 30.0  # after which a line that could not be served is looked at again
+_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
 
 
 class CourierRequest(Request):  # type: ignore[misc]
@@ -47,6 +56,11 @@ class CourierRequest(Request):  # type: ignore[misc]
         with suppress(TypeError):  # it says nothing that is understood here
             self.order = Order.of(told or {})
             _held.add(self)
+
+    @cached_property
+    def may_be_woken(self) -> bool:
+        """Whether its call belongs into the line that it waits in, as far as its app knows."""
+        return may_be_woken(self.app, self.order)
 
 
 _held: WeakSet[CourierRequest] = WeakSet()
@@ -116,19 +130,22 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             within = next_look(let_the_line_go_on(app, task, key, client=self._client))
             settle(self._client, lines, task, key, claimed, within=within)
         except SetnxError as error:  # another line may be on another node, or in order
-            logger.info("The line of %s was not served, and is in %g s: %s", key, SWEEP_S, error)
+            logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
+            settle(self._client, lines, task, key, claimed, within=_AGAIN_S)
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
         try:
-            if order.task_id in revoked_tasks or order.task not in app.tasks:
+            if order.task_id in revoked_tasks or not request.may_be_woken:
                 self._left.add(request)
                 with between_forks:
-                    send_again(app, order)  # Celery throws it away, as it would any; then it waits no more
+                    if put_back(app, order, wait_s=0.0) is not None:
+                        send_again(app, order)  # its worker throws it away, or runs it by the key that it has
             elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
+                self._anew[request] = epoch, float("inf")
         except SetnxError:
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
@@ -141,10 +158,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if known != epoch:
             self._anew[request] = epoch, time.monotonic() + request.order.lease / 2
             return False
-        if time.monotonic() < when:
-            return False
-        self._anew[request] = epoch, float("inf")
-        return True
+        return time.monotonic() >= when
 
 
 def _couriers_here() -> list[CourierRequest]:

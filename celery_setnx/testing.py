@@ -295,6 +295,8 @@ def clear(app: Celery) -> int:
     for held in list(_LIVING.values()):
         if held.key.startswith(f"{prefix}:{{") and held._lock.client is client:
             crash(held)
+    for lines in client.scan_iter(match=f"{_escaped(prefix)}:lines:*", count=1000):
+        client.delete(lines)
     pattern = f"{_escaped(prefix)}:{{*"
     return sum(int(client.delete(key)) for key in list(client.scan_iter(match=pattern, count=1000)))
 

@@ -13,7 +13,7 @@ from redis.cluster import RedisCluster
 
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
-from celery_setnx.line import Place, leave, park
+from celery_setnx.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock import ORIGINAL, HeldLock, SetnxLock, task_token
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.options import settings
@@ -75,6 +75,7 @@ def try_lock(client: redis.Redis, name: str) -> None:
         outcome.lock.renew()
         _try_line(client, lock, outcome.lock)
     _try_marks(client, name)
+    _try_sweep(client, name)
 
 
 def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
@@ -92,6 +93,16 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:
         another.release()
     leave(client, first, copy=ORIGINAL)
+
+
+def _try_sweep(client: redis.Redis, key: str) -> None:
+    """Note a line, and look at it."""
+    lines = f"{key.partition(':{')[0]}:lines:check"
+    note_due(client, lines, "check", key, within=0.0)
+    claimed = claim(client, lines, ["check"])
+    settle(client, lines, "check", key, claimed, within=None)
+    client.delete(lines)
+    runs_instead(client, Place(key, "check", 0, remember=5.0), of="check")
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:

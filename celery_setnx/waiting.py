@@ -72,6 +72,7 @@ COURIER = "celery_setnx.courier"
 
 _LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
 _PACE_S = 600.0
+_UNSENT_S = 5.0  # after which a wake-up that could not be sent is tried again
 _AT_ONCE = 10  # whom one wake-up passes over, at most
 _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 _MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
@@ -158,7 +159,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     holder = cast("Holder", outcome.holder)
     # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
     # courier away until it is parked; if the broker has the message still, that may be done first.
-    has_begun = call.redelivered or call.asked > 0
+    has_begun = call.redelivered
     has_courier = call.copy != ORIGINAL and not has_begun
     is_parked_first = has_begun and task.acks_late
     told = call
@@ -201,6 +202,9 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         logger.warning("%s waits, and only its courier knows: %s", call, error)
         if has_courier and isinstance(error, LockRefused):
             raise  # which is what its courier has sent it for
+        if has_courier or order.epoch:  # with none, a worker that has its courier puts it back
+            order = replace(order, epoch="")
+            send_courier()
         raise Parked(reason, countdown) from None
     if found.state == "stale":
         raise Ignore("another message has started this call")
@@ -230,27 +234,29 @@ def holders_result(
     Celery would take that error for the loss of this one's. Then the first who asks runs in its stead, and
     the others wait for that one's result. `UNSET` if this call is to run.
     """
-    joined, asked = call.join, call.asked
-    if joined is None or (holder is not None and holder.task_id == joined):
-        return UNSET
-    meta = task.backend.get_task_meta(joined)
-    state = meta["status"]
-    died = isinstance(meta["result"], (WorkerLostError, MemoryError))
-    ended = state == SUCCESS or (state == FAILURE and not died)
-    cancelled = isinstance(meta["result"], Retry)  # by a cold shutdown; nobody sends it again
-    comes_again = state == RETRY and not cancelled and call.waited_s(server_time) < options.queue_lease
-    if not ended and (died or state == REVOKED or (asked >= _ASKED_AT_MOST and not comes_again)):
-        instead = runs_instead(client_for(task.app), call.place(remember_s(task.app, options)), of=joined)
-        if instead == call.task_id:
+    known_dead = {call.task_id}
+    while True:
+        joined, asked = call.join, call.asked
+        if joined is None or joined in known_dead or (holder is not None and holder.task_id == joined):
             return UNSET
-        call = call._replace(join=instead, asked=0)
-        return holders_result(task, call, options, holder, server_time)
-    if leave_line(task.app, call) == "stale":
-        raise Ignore("another message has started this call")
-    if not ended:
+        meta = task.backend.get_task_meta(joined)
+        state = meta["status"]
+        died = isinstance(meta["result"], (WorkerLostError, MemoryError))
+        ended = state == SUCCESS or (state == FAILURE and not died)
+        cancelled = isinstance(meta["result"], Retry)  # by a cold shutdown; nobody sends it again
+        comes_again = state == RETRY and not cancelled and call.waited_s(server_time) < options.queue_lease
+        if ended or not (died or state == REVOKED or (asked >= _ASKED_AT_MOST and not comes_again)):
+            break
+        known_dead.add(joined)
+        place = call.place(remember_s(task.app, options))
+        call = call._replace(join=runs_instead(client_for(task.app), place, of=joined), asked=0)
+    if not ended:  # it keeps its place and its courier: whoever dies while it asks, it comes again
+        let_the_line_go_on(task.app, call.task, call.key, away=call.task_id)
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
         reason = f"the result of {joined}, which it has waited for, is not stored"
         come_back(task, call._replace(asked=asked + 1), countdown, reason)
+    if leave_line(task.app, call) == "stale":
+        raise Ignore("another message has started this call")
     logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
     if state == FAILURE:
         raise meta["result"]
@@ -262,7 +268,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
 
     Nothing is raised: what was handed in vain goes to the next one when its time is over.
     """
-    for _ in range(_AT_ONCE):
+    for tried in range(_AT_ONCE):
         if heir is None:
             break
         if heir.taken_over_from is not None:
@@ -274,7 +280,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             call, message = _from_line(app, heir, key)
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
             logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
-            heir = _next_after(app, heir, key)
+            heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
             continue
         try:
             if heir.rest_s > 0:
@@ -284,18 +290,19 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
                 message.send(app, call.as_copy())
         except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
             logger.warning(
-                "%s is handed to task %s, and could not be sent: %s. A worker hands it on in %g s at most.",
-                key,
+                "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s.",
                 task_id,
+                key,
                 error,
-                HAND_OVER_S,
+                _UNSENT_S,
             )
+            _take_back(app, heir, call.task, key)
         break
 
 
-def leave_line(app: Celery, call: Call) -> str:
+def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
     """Let a call leave the line that need not run, and the next one have its turn."""
-    word = leave(client_for(app), call.place(BEGUN_S), copy=call.copy)
+    word = leave(client_for(app), call.place(remember), copy=call.copy)
     if word == "handed":
         let_the_line_go_on(app, call.task, call.key, away=call.task_id)
     return word
@@ -366,8 +373,15 @@ def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_t
 def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
     """Say that a lock was handed to the first in line because its holder has died."""
     task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
-    report_take_over(app, f"Task {heir.task_id}, the first in line,", key, dead, heir.server_time)
+    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
     lock_taken_over.send(sender=task, task_id=heir.task_id, key=key, fence=None, holder=dead)
+
+
+def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
+    """Free a lock again that was handed to one whose call was not sent: it has its place again."""
+    with suppress(SetnxError):  # else that is over when the hand-over is
+        SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True).serve(unsent=heir.task_id)
+    look_within(app, task, key, _UNSENT_S)
 
 
 def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
@@ -434,7 +448,7 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     if found.state == "stale":
         return None
     if found.state == "new" and _has_ended(app, order):  # before Redis forgot it
-        leave(client_for(app), order.place, copy=COURIER)
+        leave(client_for(app), replace(order.place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
     within = wait_s if waits else _look_in(_remaining_s(found), order.lease)
@@ -447,9 +461,6 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
 def _look_after(courier: Task, order: Order) -> tuple[Order, float] | None:
     """Put a call into its line; what the courier is told next, and in how many seconds; None: no more."""
     app = courier.app
-    if order.task not in app.tasks:
-        send_again(app, order)  # to be thrown away, as what is unknown: then it waits no more
-        return None
     try:
         back = put_back(app, order, wait_s=order.lease / 2)
     except LockRefused as error:
@@ -457,6 +468,9 @@ def _look_after(courier: Task, order: Order) -> tuple[Order, float] | None:
         send_again(app, order)
         return None
     if back is None:
+        return None
+    if not may_be_woken(app, order):
+        send_again(app, order)  # its worker throws it away, or runs it by the key that it has
         return None
     found, epoch = back
     order = replace(order, epoch=epoch)
@@ -528,6 +542,14 @@ def _is_of_its_scope(app: Celery, call: Call) -> bool:
     scope = scope_and_digest(call.key)[0]
     guard = getattr(app.tasks.get(call.task), "_guard", None)
     return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))
+
+
+def may_be_woken(app: Celery, order: Order) -> bool:
+    """True if the call belongs into the line that it waits in; a deploy may have changed that."""
+    if order.task not in app.tasks:
+        return False
+    is_its_own = scope_and_digest(order.key)[0] == order.task
+    return is_its_own or _is_of_its_scope(app, Message.unpacked(app, order.call)[0])
 
 
 def send_again(app: Celery, order: Order) -> None:

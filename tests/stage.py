@@ -9,6 +9,7 @@ from typing import Any
 from celery_setnx.back import Message
 from celery_setnx.connection import client_for
 from celery_setnx.keys import line_names
+from celery_setnx.waiting import COURIER
 from tests.harness import Journal, wait_until
 
 SOON = {"retry_delay_max": 0.3}
@@ -82,6 +83,10 @@ class Stage:
             replace(message, headers={**message.headers, **headers}).send(app, call.as_copy())
 
         return send
+
+    def settle(self) -> None:
+        """Wait until no message but couriers is left: one that died may have sent a wake-up already."""
+        wait_until(lambda: all(COURIER in text for text in self.messages()), "no message but couriers")
 
     def messages(self) -> list[str]:
         """The messages that name the key, or its lock, and that no worker has acknowledged."""

@@ -157,7 +157,7 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
     left = sorted(key.partition("}")[2] for key in locks.scan_iter())
-    assert left == [":holder", ":ticket:check"]
+    assert left == [":holder", ":instead:check", ":ticket:check"]
 
 
 NEEDED = [

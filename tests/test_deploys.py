@@ -36,6 +36,16 @@ def test_waiting_calls_of_a_task_that_is_guarded_no_more_run_once(stage, journal
     wait_until(lambda: not locks.exists(*line), "nobody waits")
 
 
+def test_waiting_call_whose_scope_is_no_more_its_tasks_runs(stage, deploy):
+    """Whoever serves its line cannot tell that it belongs there; its courier, from the broker, is trusted."""
+    options = {"queue": stage.key, "singleton": {"scope": "before", "lease": 4}}
+    stage.held(**options)
+    second = stage.parked("x", **options)
+    deploy()
+    stage.redeliver()
+    stage.has_run(second)
+
+
 def test_late_copy_of_a_call_that_was_let_go_is_dropped(stage, deploy):
     """A task that is not guarded any more is not run again by a second wake-up."""
     stage.held(queue=stage.key)

@@ -324,7 +324,7 @@ def test_findings_come_as_they_are_known_and_only_what_lapses_is_left(app, locks
     assert list(found)
     assert set(levels(app).values()) == {"ok", "warning"}  # a server without persistence
     left = sorted(key.partition("}")[2] for key in locks.scan_iter())
-    assert left == sorted([":holder", ":ticket:check"] * 2)
+    assert left == sorted([":holder", ":instead:check", ":ticket:check"] * 2)
 
 
 def test_cluster_is_examined_node_by_node(cluster):

@@ -25,7 +25,17 @@ from tests.bounds import bound
 from tests.docs.pages import DOCS, ROOT, sections, table
 from tests.harness import wait_until
 from tests.protocol import client
-from tests.protocol.client import ClassicClient, FullClient, Producer, Record, Server, ServerError, digest
+from tests.protocol.client import (
+    ClassicClient,
+    FullClient,
+    Producer,
+    Record,
+    Server,
+    ServerError,
+    Sweeper,
+    digest,
+    lines_name,
+)
 from tests.test_differential import EVERY_ANSWER
 
 LOCK_DB = 1
@@ -35,6 +45,7 @@ PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "ke
 VERBS = sections(sections(PROTOCOL)["Calling a script"], 3)
 SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua"))}
 NOT_ANSWERED = {"string", "table", "number"}  # names of Lua's types
+WORDLESS = {"look", "recall", "due", "sweep", "instead"}  # verbs that answer no word
 VALUES = {
     "date": date, "datetime": datetime, "Decimal": Decimal, "time": time, "timedelta": timedelta,
     "timezone": timezone, "UUID": UUID,
@@ -48,10 +59,12 @@ def rows(page: str, *head: str) -> list[list[str]]:
 
 def described(verb: str) -> dict[str, dict[int, str]]:
     """The names that docs/protocol.md gives to what a script takes, by number."""
-    found: dict[str, dict[int, str]] = {"KEYS": {}, "ARGV": {}}
-    for kind, number, name in re.findall(r"(?m)^\| (KEYS|ARGV) (\d+) \| ([^|]+?) \|", VERBS[verb]):
-        found[kind][int(number)] = name
-    return found
+    (keys,) = re.findall(r"(?m)^KEYS: ([^.]+)\.", VERBS[verb])
+    found = {
+        "KEYS": re.findall(r"(\d+) ([a-z]+)", keys),
+        "ARGV": re.findall(r"(?m)^\| ARGV (\d+) \| ([^|]+?) \|", VERBS[verb]),
+    }
+    return {kind: {int(number): name for number, name in names} for kind, names in found.items()}
 
 
 def declared(text: str) -> dict[str, dict[int, str]]:
@@ -111,10 +124,10 @@ def test_every_word_of_a_script_is_described(verb):
     said = set(re.findall(r"`([a-z_]+)[` ]", VERBS[verb]))
     page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
     answered = {answer.split(": ")[1] for answer in EVERY_ANSWER if answer.startswith(f"{verb}: ")}
-    answered -= {"found", "nothing", "waiters"}  # what was seen by `look`, which answers no word
-    answered = {word for word in answered if word.islower()} | answers_of(SCRIPTS[verb])
+    answered = {word for word in answered if word.islower() and verb not in WORDLESS}
+    answered |= answers_of(SCRIPTS[verb])
     assert answered <= said
-    assert answered or verb in ("look", "recall")
+    assert answered or verb in WORDLESS
     assert words_of(SCRIPTS[verb]) <= page
 
 
@@ -124,12 +137,18 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
     made = {
         keys.record_name(lock), keys.mark_name(lock), *keys.line_names(lock), keys.take_over_name(lock),
         keys.ticket_name(lock, "<task id>"), keys.ticket_name(lock, "<task id>", "<call id>"),
+        keys.instead_name(lock, "<task id>"),
     }  # fmt: skip
     cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
     suffixes = [re.findall(r"`(:[^`]+)`", cell) for cell in cells]
     named = {lock + suffix[0] for suffix in suffixes if suffix}
     named |= {lock + "".join(suffix) for suffix in suffixes if len(suffix) > 1}
     assert named == made
+
+
+def test_lines_of_a_broker_have_the_name_of_the_page():
+    """Its URL tells them apart, and who logs in there does not."""
+    assert lines_name("t", "redis://ann:secret@host:1/0") == keys.lines_name("t", "redis://host:1/0")
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
@@ -329,6 +348,168 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
     assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
 
 
+LINE = "t:{proj.settle:0}"
+LINE_KEYS = tuple(LINE + suffix for suffix in ("", ":holder", ":line", ":calls"))
+PASSED_OVER = 4_000_000_000_000_000
+
+
+@pytest.fixture
+def sweeper(wire) -> Sweeper:
+    """Who can send calls of `proj.settle`."""
+    return Sweeper(wire(), lines_name("t", "memory://"), ("proj.settle",))
+
+
+@pytest.fixture
+def park(sweeper) -> Callable[..., list[Any]]:
+    """Let a task wait in line since a time: what park answers."""
+
+    def park(task_id: str, since_us: int, copy: str = "-") -> list[Any]:
+        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}")
+        arguments = (task_id, 0, copy, since_us, f"call of {task_id}", LONG_S * 1000)
+        return sweeper.server.run("park", names, *arguments)
+
+    return park
+
+
+@pytest.fixture
+def left(wire, park) -> FullClient:
+    """Who has left a free lock to two who wait in line: "first" and "second"."""
+    holder = FullClient(wire(), LINE, is_task_lock=True)
+    assert holder.acquire() == "acquired"
+    park("first", 1)
+    park("second", 2)
+    assert holder.release() == "released"
+    return holder
+
+
+def test_call_that_waits_is_in_the_keys_of_the_page(wire, locks, park):
+    """Its place by the time since which it waits, the message that wakes it, and its ticket."""
+    holder = FullClient(wire(), LINE, is_task_lock=True)
+    holder.acquire()
+    value, record = (locks.get(key) for key in holder.keys)
+    assert park("second", 2)[0] == "new"
+    word, _now, *found = park("first", 1)
+    assert (word, *found) == ("new", value, record, "1")
+    assert park("second", 3, copy="")[::4] == ["parked", "2"], "its courier changes nothing"
+    assert locks.hgetall(f"{LINE}:calls") == {"first": "0|1|call of first", "second": "0|2|call of second"}
+    assert locks.zrange(f"{LINE}:line", 0, -1, withscores=True) == [("first", 1), ("second", 2)]
+    assert locks.get(f"{LINE}:ticket:first") == "0||0"
+
+
+def test_line_beside_a_free_lock_is_passed_by_no_newcomer(wire, locks, left):
+    """It is told so; and so is a publisher whose key is queued there."""
+    newcomer = FullClient(wire(), LINE, is_task_lock=True)
+    assert newcomer.acquire() == "line"
+    locks.set(f"{LINE}:queued", "first", px=LONG_S * 1000)
+    assert Producer(wire(), LINE).mark("third", "until_started") == ("stalled", "first")
+    newcomer.is_task_lock = False
+    assert newcomer.acquire() == "acquired", "who does not name the line does not see it"
+
+
+def test_service_hands_the_lock_to_the_first_in_line(sweeper, left):
+    """The answer, and the record until the first comes; sent again, it does nothing twice."""
+    served = sweeper.serve(LINE, token="service")
+    assert (served.word, served.value, served.heir, served.call) == ("handed", None, "first", "call of first")
+    assert served.next_us == served.now_us + 10_000_000
+    _value, record = left.seen()
+    assert record == Record("service", served.next_us, left.fence, "handed", served.now_us, "first")
+    again = sweeper.serve(LINE, token="service")
+    assert (again.word, again.heir, again.next_us) == ("handed", "first", served.next_us)
+    other = sweeper.serve(LINE)
+    assert (other.word, other.heir, other.call, other.next_us) == ("held", None, None, served.next_us)
+    assert left.acquire() == "held"
+
+
+def test_service_takes_over_from_the_dead(sweeper, wire, park):
+    """On proof at once, and past the deadline; the record says whose the lock was."""
+    dead = FullClient(wire(), LINE, is_task_lock=True)
+    dead.acquire()
+    park("first", 1)
+    assert sweeper.serve(LINE).word == "held"
+    served = sweeper.serve(LINE, dead=dead.token)
+    assert (served.word, served.heir) == ("taken_over", "first")
+    assert served.record is not None
+    assert Record.parsed(served.record).token == dead.token
+
+
+def test_call_that_does_not_come_is_passed_over(sweeper, locks, left):
+    """It is out of the line for a lease, and counts as nobody who waits; then it stands where it stood."""
+    sweeper.serve(LINE)
+    served = sweeper.serve(LINE, away="first")
+    assert (served.word, served.heir) == ("handed", "second")
+    back_us = served.now_us + sweeper.lease_us
+    assert locks.hget(f"{LINE}:calls", "first") == "1|1|call of first"
+    assert locks.zscore(f"{LINE}:line", "first") == PASSED_OVER + back_us
+    assert left.server.run("look", LINE_KEYS[:3])[3:] == ["0"]
+    served = sweeper.serve(LINE, away="second")
+    assert (served.word, served.heir, served.next_us) == ("empty", None, back_us)
+    locks.zadd(f"{LINE}:line", {"first": PASSED_OVER + 1})
+    assert sweeper.serve(LINE).heir == "first"
+    sweeper.serve(LINE, away="first")
+    assert locks.hget(f"{LINE}:calls", "first") == "2|1|call of first"
+
+
+def test_call_that_is_woken_late_passes_the_one_that_the_lock_is_handed_to(sweeper, locks, park, left):
+    """That one has its place again, and no second wake-up; the ticket says what began, how often in vain."""
+    sweeper.serve(LINE)
+    assert sweeper.serve(LINE, away="first").heir == "second"
+    names = (*LINE_KEYS, f"{LINE}:queued", f"{LINE}:ticket:first")
+    copy = ("c0ffee", LONG_S * 1000, 0, 0, 0)
+    arguments = ("first|0|ab", LONG_US, client.RETENTION_MS, "{}", "", *copy)
+    assert sweeper.server.run("acquire", names, *arguments)[0] == "acquired"
+    assert locks.get(f"{LINE}:ticket:first") == "0|c0ffee|1"
+    assert locks.hgetall(f"{LINE}:calls") == {"second": "0+|2|call of second"}
+    assert locks.zrange(f"{LINE}:line", 0, -1, withscores=True) == [("second", 2)]
+    assert park("first", 1, copy="")[0] == "stale"
+    served = sweeper.serve(LINE, dead="first|0|ab")
+    assert (served.word, served.heir, served.call) == ("taken_over", "second", None)
+
+
+def test_call_that_leaves_passes_on_what_is_handed_to_it(sweeper, locks, left):
+    """By a service that says it is away."""
+
+    def leave(task_id: str) -> list[Any]:
+        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}")
+        return sweeper.server.run("leave", names, task_id, 0, "c0ffee", LONG_S * 1000)
+
+    assert leave("second") == ["left"]
+    sweeper.serve(LINE)
+    assert leave("first") == ["handed"]
+    assert sweeper.serve(LINE, away="first").word == "empty"
+    assert not locks.exists(LINE, f"{LINE}:line", f"{LINE}:calls")
+
+
+def test_line_that_is_due_is_claimed_by_one_who_has_the_task(wire, locks, sweeper):
+    """An entry never becomes later; a claim lasts for two seconds; what has changed is not settled."""
+    epoch = sweeper.note("proj.settle", LINE, 60_000_000)
+    assert sweeper.claim() == (epoch, [])
+    assert sweeper.note("proj.settle", LINE, 0) == epoch
+    sweeper.note("proj.settle", LINE, 60_000_000)
+    stranger = Sweeper(wire(), sweeper.lines, ("proj.other",))
+    assert stranger.claim() == (epoch, [])
+    assert sweeper.claim() == (epoch, [("proj.settle", LINE)])
+    assert locks.zscore(sweeper.lines, f"proj.settle\n{LINE}") == int(sweeper.claimed)
+    assert locks.zscore(sweeper.lines, "") == -int(epoch)
+    assert 0 < locks.pttl(sweeper.lines) <= client.LINES_MS
+    twin = Sweeper(wire(), sweeper.lines, ("proj.settle",))
+    assert twin.claim() == (epoch, [])
+    sweeper.note("proj.settle", LINE, 60_000_000)
+    assert sweeper.settle("proj.settle", LINE, 60_000_000) == "changed"
+    sweeper.note("proj.settle", LINE, 0)
+    wait_until(lambda: sweeper.claim()[1], "it is due")
+    assert sweeper.settle("proj.settle", LINE, 60_000_000) == "settled"
+    assert sweeper.claim() == (epoch, [])
+    locks.zadd(sweeper.lines, {f"proj.settle\n{LINE}": 1})
+    assert sweeper.claim() == (epoch, []), "nobody has looked at it for eight days"
+
+
+def test_first_who_asks_runs_instead(wire):
+    """Of all who wait for the result of a task that has died."""
+    connection = wire()
+    for task_id in ("second", "third"):
+        assert connection.run("instead", (f"{LINE}:instead:first",), task_id, 60_000) == ["second"]
+
+
 def test_lock_in_a_state_of_a_later_release_is_held(wire, locks, name):
     """What nobody knows is held until its deadline, and then taken over."""
     connection = wire()
@@ -451,20 +632,24 @@ def lock_of_work(name: str) -> str:
     return client.lock_name("t", "tests.workerapp.work", client.canonical([name]))
 
 
-def test_full_client_excludes_a_task(tasks, wire):
+def test_full_client_excludes_a_task(tasks, wire, locks, server):
     """A name that is computed from arguments is that of the task's lock: a call is skipped, or waits.
 
-    The client wakes nobody: the waiting call's courier comes by itself, long before the lease would end.
+    The client wakes nobody: it says that the line is due, and a worker hands the lock on.
     """
-    holder = FullClient(wire(), lock_of_work("n"), is_task_lock=True, info={"task": "cleanup.sh"})
+    lock = lock_of_work("n")
+    holder = FullClient(wire(), lock, is_task_lock=True, info={"task": "cleanup.sh"})
     assert holder.acquire() == "acquired"
     skipped = tasks.work.delay("n").get(timeout=60)
     assert is_skipped(skipped)
     assert skipped["holder"]["task"] == "cleanup.sh"
-    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait", "retry_delay_max": 1})
-    wait_until(lambda: tasks.work.locked("n").waiting == 1, "the call waits in line")
+    waits = tasks.work.apply_async(("n",), singleton={"on_conflict": "wait"})
+    is_parked = re.compile(r"0\|\d+\|{").match
+    wait_until(lambda: is_parked(locks.hget(f"{lock}:calls", waits.id) or ""), "the call waits in line")
     assert holder.release() == "released"
-    assert waits.get(timeout=60) == "n"
+    lines = Sweeper(wire(), lines_name("t", server.url(0)), ())
+    lines.note("tests.workerapp.work", lock, 0)
+    assert waits.get(timeout=20) == "n", "sooner than the line is due by itself"
 
 
 def test_full_client_is_excluded_by_a_task(tasks, wire, holding):

@@ -184,6 +184,7 @@ def test_holder_whose_process_is_killed_wakes_the_line(stage, limit, error):
     stage.have_run(results)
     with pytest.raises(error):
         first.get(timeout=60)
+    stage.settle()
 
 
 def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
@@ -212,7 +213,7 @@ def test_killed_worker_of_the_holder_is_taken_over(stage, journal, doomed, worke
     stage.have_run(results, in_order=False)
     (taken,) = journal.wait_for("taken_over")
     assert taken["holder"]["task_id"] == first.id
-    told = f"Task {taken['task_id']}, the first in line, took over t:{{"
+    told = f"Task {taken['task_id']} (first in line) took over t:{{"
     wait_until(lambda: told in worker.log_text() + second.log_text(), "a worker has said so")
     line = (worker.log_text() + second.log_text()).partition(told)[2].partition("\n")[0]
     assert f"[{first.id}] on {doomed.name}@test" in line
@@ -404,6 +405,7 @@ def test_waiter_that_will_not_run_leaves_and_the_next_runs_at_once(stage, expire
         second.get(timeout=60)
     assert second.state == "REVOKED"
     assert second.id not in stage.starts()
+    stage.settle()
 
 
 @pytest.mark.parametrize("has_ended", [True, False])

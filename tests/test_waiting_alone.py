@@ -10,14 +10,14 @@ import pytest
 from celery import Celery
 from celery.exceptions import Reject, Retry
 
-from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask, waiting
 from celery_setnx.back import Message
-from celery_setnx.keys import line_names
+from celery_setnx.keys import line_names, ticket_name
 from celery_setnx.line import park
 from celery_setnx.lock import Heir, Holder, Outcome
 from celery_setnx.message import Call
 from celery_setnx.options import Options
-from celery_setnx.waiting import COURIER, Parked, wait_in_line, wake
+from celery_setnx.waiting import COURIER, Parked, holders_result, lines_of, wait_in_line, wake
 from tests.harness import age
 
 KEY = "setnx:{t}"
@@ -80,18 +80,67 @@ def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
     assert 480 <= caught.value.when <= 600
 
 
-def test_joiner_that_asked_before_and_cannot_be_parked_goes_on_itself(task):
-    """Its ticket is punched, and sends a courier away: the call itself comes back, and asks again."""
+def test_call_that_could_not_be_parked_has_a_courier_that_a_worker_heeds(server, locks, monkeypatch):
+    """Redis was away for that one command: a sweep puts the call back, and nobody waits ten minutes."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LockUnavailable(KEY, "away for a moment")
+
+    monkeypatch.setattr(waiting, "park", fail)
+    with running(server.url(1), call_id="c") as task:
+        with pytest.raises(Parked):
+            wait(task)
+        epochs = [told["order"]["epoch"] for told in couriers(task.app, "far")]
+    assert [bool(epoch) for epoch in epochs] == [True, False]
+
+
+def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server, locks):
+    """And the lock is free: an outage of the broker makes nobody wait for longer than it lasts."""
+    lock = SetnxLock(locks, KEY, line=True)
+    held = lock.acquire().lock
+    call = Call("t", "id-1", key=KEY)
+    message = Message(
+        {"task": "t", "id": "id-1"}, {}, {"exchange": "", "routing_key": "far"}, ((), {}, {}), JSON
+    )
+    park(locks, call.place(600), copy=call.copy, since=10.0, call=message.packed(call))
+    held.release()
+    with running(server.url(1)) as task:
+        task.app.conf.update(broker_url=GONE, broker_connection_retry=False)
+        wake(task.app, lock.heir, KEY)
+        (due_us,) = [us for entry, us in locks.zrange(lines_of(task.app), 0, -1, withscores=True) if entry]
+    assert lock.holder() is None
+    assert locks.zrange(line_names(KEY)[0], 0, -1, withscores=True) == [("id-1", 10_000_000)]
+    assert locks.hget(line_names(KEY)[1], "id-1").startswith("0|")
+    assert 0 < due_us / 1e6 - locks.time()[0] <= 6
+
+
+def test_joiner_that_asks_again_keeps_its_place_and_its_courier(server, locks):
+    """Its message may be lost with its worker: the line and its courier know it still, until it has ended."""
+    lock = SetnxLock(locks, KEY, line=True)
+    held = lock.acquire().lock
+    call = Call("t", "id-1", key=KEY, call_id="c", copy="x1", since=10.0, join="dead", bare=False)
+    park(locks, call.place(600), copy="-", since=10.0, call="c")
+    held.release()
+    with running(server.url(1), call_id="c", copy="x1", since=10.0, join="dead") as task:
+        task.app.conf.result_backend = "cache+memory://"
+        with pytest.raises(Retry, match="is not stored"):
+            holders_result(task, call, Options(on_conflict="join"), None, 10.0)
+        with task.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
+            again = Call.of("t", messages.get_nowait().headers)
+    assert (again.task_id, again.copy, again.asked) == ("id-1", "x1", 1)
+    assert lock.holder() is None
+    assert locks.hget(line_names(KEY)[1], "id-1") == "1|10000000|c"
+    assert locks.get(ticket_name(KEY, "id-1", "c")).startswith("0||")
+
+
+def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task):
+    """Its first courier does not know that it is not in its line."""
     call = Call("t", "id-1", key=KEY, copy="c0ffee", since=10.0, waits=4, join="id-0", asked=7)
     outcome = Outcome(False, holder=HOLDER, remaining_s=10.0, server_time=12.0)
-    with pytest.raises(Retry, match="its place in line is not known"):
+    with pytest.raises(Parked):
         wait_in_line(task, call, Options(on_conflict="join"), outcome)
-    with task.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
-        sent = []
-        while messages.qsize():
-            sent.append(messages.get_nowait().headers)
-    (again,) = [Call.of("t", headers) for headers in sent if headers["task"] == "t"]
-    assert again == call._replace(waits=5, bare=False)
+    (told,) = couriers(task.app, "far")
+    assert (told["order"]["task_id"], told["order"]["epoch"]) == ("id-1", "")
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):

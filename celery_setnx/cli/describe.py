@@ -133,9 +133,11 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
         because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
         lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
         return False, [because, _duplicate(options, sighting.mark), lapses, *_who(sighting)]
+    in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
     if holder is None:
-        line = [f"{many(sighting.waiting, 'call')} in line will be woken for it."] if sighting.waiting else []
-        return True, ["nothing holds its lock.", *line]
+        return not in_line, ["nothing holds its lock.", *in_line]
+    if sighting.is_stale and in_line:
+        return False, ["the holder's lease ended; the first in line takes its lock over.", *in_line]
     if sighting.is_stale:
         late = span(-(sighting.remaining_s or 0))
         return True, [f"the holder's lease ended {late} ago; the call takes its lock over.", *_who(sighting)]
@@ -143,7 +145,12 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     if options.dedupe == "until_done" and held_by_call:
         because = f"the same call runs already, as {holder.task_id}; a new one would not be published."
         return False, [because, _duplicate(options, str(holder.task_id)), *_who(sighting)]
-    if holder.state == "running" and guard.settings.same_host and process_of(holder) == "dead":
+    if (
+        not in_line
+        and holder.state == "running"
+        and guard.settings.same_host
+        and process_of(holder) == "dead"
+    ):
         because = "its holder is dead; a worker on this host takes the lock over at once."
         return True, [because, *_who(sighting), "Workers on other hosts wait until its lease ends."]
     return False, [

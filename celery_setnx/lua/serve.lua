@@ -9,6 +9,7 @@
 --       4 lease       microseconds
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       6 away        '' or the id of a task for which the lock is kept, and which cannot come
+--       7 unsent      '' or not: that one was not woken. It has its place again, and nobody the lock
 -- Returns {word, now us, lock value, record, heir, call, next us}
 --       handed (also as this token did it before) | taken_over (handed, as its holder has died)
 --       held | empty (nobody waits)
@@ -16,7 +17,7 @@
 --       its way. next: when it is time to look again; 0 if that is not known, or nobody is there to be served
 
 local token, hand_over, remember, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local dead, absent = ARGV[5], ARGV[6]
+local dead, absent, unsent = ARGV[5], ARGV[6], ARGV[7] ~= ''
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
@@ -76,17 +77,19 @@ if h_heir then
   if not h_vain then
     redis.call('HDEL', KEYS[4], h_heir) -- it asked again by itself, or has left
   else
-    local away = math.min(lease * 2 ^ tonumber(h_vain), 3600000000)
     redis.call('ZREM', KEYS[3], h_heir)
-    redis.call('HSET', KEYS[4], h_heir, int(h_vain + 1) .. '|' .. h_since .. '|' .. call)
-    redis.call('ZADD', KEYS[3], int(4000000000000000 + now + away), h_heir)
-    last_as_calls()
+    if not unsent then
+      redis.call('HSET', KEYS[4], h_heir, int(h_vain + 1) .. '|' .. h_since .. '|' .. call)
+      h_since = int(4000000000000000 + now + math.min(lease * 2 ^ tonumber(h_vain), 3600000000))
+    end
+    redis.call('ZADD', KEYS[3], h_since, h_heir)
+    last_as_calls() -- as a line that was empty
   end
 end
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
-for _, task in ipairs(redis.call('ZRANGEBYSCORE', unpack(line))) do
+for _, task in ipairs(unsent and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then
     heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over

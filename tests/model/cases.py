@@ -254,6 +254,7 @@ class Case:
             lease=choose((*LEASES, LONG)),
             dead=self.token() if self.random.random() < 0.2 else "",
             away=choose(("", "", holder.info, "a")),
+            unsent=choose(("", "", "unsent")),
         )
 
     def due(self) -> Step:

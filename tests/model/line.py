@@ -121,6 +121,13 @@ class Waiting:
         after = with_call(store, heir, known._replace(vain=known.vain + 1, comes=False), -1)
         return self.lasts_as_calls(with_place(after, heir, AWAY + now + away, -1))
 
+    def taken_back(self, store: Store, heir: str) -> Store:
+        """The keys when the one a lock was kept for has not been woken: it stands where it stood."""
+        known = waiter(store, heir)
+        if known is None:
+            return without_call(store, heir)
+        return self.lasts_as_calls(with_place(store, heir, known.since, -1))
+
     def lasts_as_calls(self, store: Store) -> Store:
         """The keys of a line that may be there anew."""
         line = store.line
@@ -191,6 +198,7 @@ class Waiting:
         lease: int,
         dead: str = "",
         away: str = "",
+        unsent: str = "",
     ) -> Answer:
         """lua/serve.lua."""
         record, value = store.record, store.value
@@ -221,8 +229,10 @@ class Waiting:
                 if now < until:
                     return answer(store, "held", None, until)
                 died = True
-        after = store if heir is None else self.passed_over(store, heir, now, lease)
-        to, lingers, gone = self.next_in_line(after, now)
+        after = store
+        if heir is not None:
+            after = self.taken_back(store, heir) if unsent else self.passed_over(store, heir, now, lease)
+        to, lingers, gone = (None, 0, ()) if unsent else self.next_in_line(after, now)
         for task in gone:
             after = without_call(without_place(after, task), task)
         if to is not None:
