@@ -53,15 +53,6 @@ if celery.VERSION >= (5, 5):
     ],
     "docs/monitoring.md": [
         Fragment(
-            "def quiet(**_):",
-            before="import logging\nimport celery.signals",
-            after="""
-celery.signals.after_setup_logger.send(sender=None)
-assert not logging.getLogger("celery_setnx").isEnabledFor(logging.INFO)
-assert logging.getLogger("celery_setnx").isEnabledFor(logging.WARNING)
-""",
-        ),
-        Fragment(
             "metrics.serve(app, port=9808)",
             after="from celery_setnx.signals import lock_acquired\nassert lock_acquired.receivers",
         ),
@@ -86,16 +77,6 @@ measure()
 provider = get_meter_provider()
 assert isinstance(provider, MeterProvider)
 provider.shutdown()
-""",
-        ),
-        Fragment(
-            "def alarm(sender, task_id, key, fence, reason, **_):",
-            before="pages = []\npage = pages.append",
-            after="""
-@app.task(base=SingletonTask)
-def settle(): ...
-lock_lost.send(sender=settle, task_id="an-id", key="a-key", fence=1, reason="it is gone")
-assert pages == ["proj.settle[an-id] lost a-key: it is gone"]
 """,
         ),
     ],

@@ -134,13 +134,15 @@ def test_every_setting_has_its_default_in_the_table_and_a_section():
 
 
 def test_every_signal_has_its_arguments():
-    """One section each, with a row for each argument."""
+    """One section each, with a row for each argument; of what all have, where it means something else."""
     known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
     found = {name: text for name, text in sections(text_of("docs/signals.md")).items() if name in known}
     assert list(found) == list(known)
     for name, text in found.items():
         arguments = [row[0].strip("`") for row in table(text, "argument", "type", "")]
-        assert sorted(arguments) == sorted(known[name].providing_args), name
+        common = set() if name == "tick_late" else {"task_id", "key"}
+        assert len(arguments) == len(set(arguments)), name
+        assert common | set(arguments) == set(known[name].providing_args), name
 
 
 def test_orders_are_those_of_the_signals_tests():

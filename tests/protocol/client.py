@@ -25,6 +25,7 @@ from uuid import UUID
 LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lua"  # type: ignore[union-attr]
 RETENTION_MS = 86_400_000
 REMEMBER_MS = 60_000
+LINES_MS = 691_200_000
 
 
 class ServerError(Exception):
@@ -154,6 +155,13 @@ def record_name(lock: str) -> str:
     return f"{lock}:holder" if has_tag else "{" + lock + "}:holder"
 
 
+def lines_name(prefix: str, broker: str) -> str:
+    """The name of the set of the lines of a broker, by its URL."""
+    before, _, after = broker.partition("//")
+    url = f"{before}//{after.rpartition('@')[2]}"
+    return f"{prefix}:lines:{hashlib.blake2b(url.encode(), digest_size=8).hexdigest()}"
+
+
 def _with_length(letter: str, content: bytes) -> bytes:
     return f"{letter}{len(content)}:".encode() + content
 
@@ -276,7 +284,7 @@ class FullClient:
             self.deadline_us = now + self.lease_us
         else:
             self.deadline_us, fence, now, _value, record, _mark, _waiters = rest
-            if word in ("held", "stale"):
+            if word in ("held", "stale", "line"):
                 return str(word)
             self.fence = fence
             self.dead = Record.parsed(record) if word == "taken_over" and record else None
@@ -316,6 +324,55 @@ class FullClient:
     def _relies_until(self, before: float, remaining_us: int) -> None:
         margin_s = max(self.lease_us / 1e6 / 100, 0.002)
         self.relies_until = before + remaining_us / 1e6 - margin_s
+
+
+@dataclass
+class Served:
+    """What serve answers."""
+
+    word: str
+    now_us: int
+    value: str | None
+    record: str | None
+    heir: str | None
+    call: str | None
+    next_us: int
+
+
+@dataclass
+class Sweeper:
+    """Who lets lines go on, and can send the calls of these tasks: serve, due, sweep and settle."""
+
+    server: Server
+    lines: str  # the name of the broker's lines
+    tasks: tuple[str, ...]
+    lease_us: int = 30_000_000
+    claimed: str = ""  # what the last sweep has answered
+
+    def note(self, task: str, lock: str, within_us: int) -> str:
+        """The epoch."""
+        arguments = (f"{task}\n{lock}", within_us, LINES_MS, 5)
+        return str(self.server.run("due", (self.lines,), *arguments)[0])
+
+    def claim(self) -> tuple[str, list[tuple[str, str]]]:
+        """The epoch, and the lines that are due: task and lock of each."""
+        arguments = (2_000_000, LINES_MS, 7, *self.tasks)
+        epoch, self.claimed, *entries = self.server.run("sweep", (self.lines,), *arguments)
+        return epoch, [(task, lock) for task, lock in (entry.split("\n") for entry in entries)]
+
+    def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:
+        """Hand the lock to the first in line."""
+        keys = (lock, record_name(lock), f"{lock}:line", f"{lock}:calls")
+        hand_over_us = min(10_000_000, self.lease_us)
+        arguments = (token or os.urandom(16).hex(), hand_over_us, REMEMBER_MS, self.lease_us, dead, away)
+        word, now, value, record, heir, call, when = self.server.run("serve", keys, *arguments)
+        return Served(word, int(now), value, record, heir, call, int(when))
+
+    def settle(self, task: str, lock: str, within_us: int | None) -> str:
+        """The word."""
+        within = "" if within_us is None else within_us
+        arguments = (f"{task}\n{lock}", self.claimed, within)
+        return str(self.server.run("settle", (self.lines,), *arguments)[0])
 
 
 @dataclass
@@ -359,7 +416,7 @@ class Producer:
 
     def mark(self, task_id: str, dedupe: str, queue_lease_s: float = 3600) -> tuple[str, str]:
         """The word, and whose mark or lock it is."""
-        keys = (self._lock, record_name(self._lock), self._mark)
+        keys = (self._lock, record_name(self._lock), self._mark, f"{self._lock}:line")
         grace_ms = int(min(10, queue_lease_s) * 1000)
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
