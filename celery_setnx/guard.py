@@ -23,6 +23,9 @@ from celery_setnx.waiting import add_courier
 
 logger = logging.getLogger("celery_setnx")
 
+DECORATED = "__singleton__"
+"""The attribute of a function under `@singleton` that has its options."""
+
 
 class Guard:
     """What binding settles of a task: its options, its key function, where its locks live."""

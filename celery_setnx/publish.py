@@ -153,8 +153,8 @@ def send_task(
 
     `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
     whether the same call is queued already. (With `until_started` such a call asks when it meets a held lock:
-    at most one waits for it, the others are skipped.) The task must be guarded where it runs: the start of
-    another one does not end its mark, which then lasts for `queue_lease`.
+    at most one waits for it, the others are skipped.) The task must be guarded where it runs: another one
+    runs without a lock, and its mark ends when a worker that imports the package takes it, or lapses.
 
     Args:
         app: The app; its `setnx_url` and `setnx_prefix` must be the workers'.

@@ -23,6 +23,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
+from celery_setnx.guard import DECORATED
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.line import BEGUN_S, leave
 from celery_setnx.lock import ORIGINAL, SetnxLock, task_token
@@ -226,7 +227,8 @@ def _leave_late(app: Celery, call: Call) -> bool:
 @task_received.connect  # type: ignore[untyped-decorator]
 def _let_go(request: Any, **_details: Any) -> None:
     """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
-    if HEADER not in request.request_dict or isinstance(request, SingletonRequest):
+    is_guarded = isinstance(request, SingletonRequest) or hasattr(request.task.run, DECORATED)
+    if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
     if call.copy != ORIGINAL:

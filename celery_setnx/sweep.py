@@ -73,6 +73,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         super().__init__(worker, **options)
         self._stopped = threading.Event()
         self._client: redis.Redis
+        self._thread: threading.Thread | None = None
         self._fails = False
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
@@ -86,11 +87,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except OptionError:  # its calls say that
             return
         target = partial(self._run, worker.app)
-        threading.Thread(target=target, name="celery_setnx-sweep", daemon=True).start()
+        self._thread = threading.Thread(target=target, name="celery_setnx-sweep", daemon=True)
+        self._thread.start()
 
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_TIMEOUT_S)
 
     terminate = stop
 

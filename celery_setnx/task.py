@@ -14,7 +14,7 @@ from celery.local import Proxy
 
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.fanout import CallOutcome, FanOut, fan_out
-from celery_setnx.guard import Guard
+from celery_setnx.guard import DECORATED, Guard
 from celery_setnx.lock import HeldLock, Holder, SetnxLock
 from celery_setnx.message import Call
 from celery_setnx.options import Options, SingletonOptions, checked
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_OPTIONS_ATTRIBUTE = "__singleton__"
 
 
 class SingletonTask(Task):  # type: ignore[misc]
@@ -63,7 +61,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
             return bound
         layers = [vars(base)["singleton"] for base in reversed(cls.__mro__) if "singleton" in vars(base)]
-        decorated = getattr(cls.run, _OPTIONS_ATTRIBUTE, None)
+        decorated = getattr(cls.run, DECORATED, None)
         if decorated is not None:
             if vars(cls).get("singleton"):
                 raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
@@ -274,7 +272,7 @@ def guard_for(task: Task) -> Guard:
     """The guard of a `SingletonTask`, or of a task with `@singleton`."""
     if isinstance(task, SingletonTask) and task._guard is not None:
         return task._guard
-    if isinstance(task, SingletonTask) or not hasattr(task.run, _OPTIONS_ATTRIBUTE):
+    if isinstance(task, SingletonTask) or not hasattr(task.run, DECORATED):
         raise OptionError(f"{task.name} has no lock: it is no SingletonTask of yours, and has no @singleton")
     return _guard_of(task)
 
@@ -305,7 +303,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         run = Run(task, _guard_of(task), task.request, own_args, kwargs)
         return run.guard(lambda: function(*args, **kwargs))
 
-    setattr(guarded, _OPTIONS_ATTRIBUTE, own)
+    setattr(guarded, DECORATED, own)
     return guarded
 
 
@@ -313,7 +311,7 @@ def _guard_of(task: Task) -> Guard:
     """The guard of a decorated function under a base class that is not ours; made once per task."""
     guard: Guard | None = vars(task).get("_setnx_guard")
     if guard is None:
-        options = getattr(task.run, _OPTIONS_ATTRIBUTE)
+        options = getattr(task.run, DECORATED)
         guard = Guard(task.app, task.name, _signature(type(task)), [options])
         needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
         if guard.options.on_conflict in ("wait", "join"):
@@ -348,7 +346,7 @@ class _DecoratedTasks:
 
     def __maybe_evaluate__(self) -> None:
         for task in list(self._app._tasks.values()):
-            if not isinstance(task, SingletonTask) and hasattr(task.run, _OPTIONS_ATTRIBUTE):
+            if not isinstance(task, SingletonTask) and hasattr(task.run, DECORATED):
                 _guard_of(task)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from celery import chain, chord, current_task, group, signature
+from celery.signals import worker_init
 
 from celery_setnx import SingletonTask, current_lock, waiting
 from tests.app import journal, make_app, wait_for_gate
@@ -25,7 +26,10 @@ LATER = "later"
 app = make_app("canvasapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 
 
-waiting._pace = lambda order, server_time: 0.3  # couriers come soon, to find that their calls have ended
+@worker_init.connect
+def couriers_come_soon(**_details: Any) -> None:
+    """To find that their calls have ended."""
+    waiting._pace = lambda order, server_time: 0.3
 
 
 def turn(gate: str = "") -> None:

@@ -155,7 +155,7 @@ def test_every_kind_of_task_is_guarded(tasks, journal, holding, locks, name):
         assert is_skipped(task.delay("gated").get(timeout=60))
     journal.wait_for("postrun", task_id=first.id)
     assert journal.words(first.id) == RUN
-    (record,) = locks.keys("t:*")
+    (record,) = locks.keys("t:{*")
     assert record.endswith(":holder")
     assert 0 < locks.ttl(record) <= 60
 

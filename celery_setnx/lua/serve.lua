@@ -9,7 +9,7 @@
 --       4 lease       microseconds
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       6 away        '' or the id of a task for which the lock is kept, and which cannot come
---       7 unsent      '' or not: that one was not woken. It has its place again, and nobody the lock
+--       7 unsent      not '': that one was not woken. It has its place again, and nobody the lock
 -- Returns {word, now us, lock value, record, heir, call, next us}
 --       handed (also as this token did it before) | taken_over (handed, as its holder has died)
 --       held | empty (nobody waits)
@@ -17,7 +17,7 @@
 --       its way. next: when it is time to look again; 0 if that is not known, or nobody is there to be served
 
 local token, hand_over, remember, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local dead, absent, unsent = ARGV[5], ARGV[6], ARGV[7] ~= ''
+local dead, absent, unsent = ARGV[5], ARGV[6], (ARGV[7] or '') ~= ''
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
