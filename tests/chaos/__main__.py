@@ -65,7 +65,8 @@ def _played(names: list[str], scale: str, seed: int, lanes: int) -> Iterator[Res
 RERUNS = 2
 _LONG = (
     "kill -9 of a worker", "cuts, stalls, lost replies", "max_tasks_per_child", "kill -9 of a pool child",
-    "server clock +-120 s", "worker clocks +-60 s", "kill -9 of a waiting worker",
+    "server clock +-120 s", "worker clocks +-60 s", "deploy and roll-back", "broker killed, empty",
+    "kill -9 of a waiting worker",
 )  # fmt: skip
 
 if __name__ == "__main__":

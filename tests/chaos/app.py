@@ -1,6 +1,7 @@
 """The app that chaos workers run: bodies, signals and renewals write to the history.
 
-`CHAOS_HISTORY` is its file, `CHAOS_FLAW` what is wrong with the worker; `Worker(conf=...)` has its settings.
+`CHAOS_HISTORY` is its file, `CHAOS_FLAW` what is wrong with the worker, `CHAOS_RELEASE` may be `later`, and
+`CHAOS_SWEEP_S` says how often it sweeps; `Worker(conf=...)` has its settings.
 """
 
 import itertools
@@ -11,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from celery import Celery
-from celery.signals import task_failure, task_postrun, task_received, task_revoked
+from celery import Celery, Task
+from celery.signals import task_failure, task_postrun, task_received, task_revoked, task_unknown
 
-from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals
+from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals, sweep
 from celery_setnx import trial as trial_module
 from celery_setnx.lock import Heir
 from celery_setnx.message import Call
@@ -23,7 +24,6 @@ from tests.soak import flaws
 from tests.soak.history import History, note_renewals
 
 LEASE_S = 1.5
-WAIT_PACE_S = 2.0
 GAP_S = 0.25
 _STEP_S = 0.01
 
@@ -59,7 +59,7 @@ def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
         give_up = now + seconds
         # Written while the lock is surely held, so that the true life is longer than the recorded one.
         note(
-            "start", tid=task.request.id, life=life, name=name, fence=lock and lock.fence,
+            "start", tid=task.request.id, life=life, name=name_of(task, name), fence=lock and lock.fence,
             lease=lock.lease_s if lock else 0.0, until=now + lock.remaining_s() if lock else now,
             worker=task.request.hostname, retries=task.request.retries,
         )  # fmt: skip
@@ -76,8 +76,13 @@ def body(task: Any, name: str, seconds: float, deaf: bool) -> str:
         why = "lost"
         raise
     finally:
-        note("end", tid=task.request.id, life=life, name=name, ensured=ensured, why=why)
+        note("end", tid=task.request.id, life=life, name=name_of(task, name), ensured=ensured, why=why)
     return life
+
+
+def name_of(task: Any, name: str) -> str:
+    """What the history calls the key; there are two of a name if a release has changed what it is made of."""
+    return f"{name}@{task.lock.key[-7:-1]}" if task.name == "rekeyed" else name
 
 
 class Keyed(SingletonTask):
@@ -93,6 +98,11 @@ class Keyed(SingletonTask):
     }
 
 
+def came_again(task: Any) -> bool:
+    """Whether a message was delivered before; also that of a call which has come back since."""
+    return Call.of(task.name, vars(task.request)).redelivered
+
+
 @app.task(base=Keyed, bind=True)
 def work(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """The message is acknowledged before the body runs, which is Celery's default."""
@@ -102,8 +112,7 @@ def work(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
 @app.task(base=Keyed, bind=True, acks_late=True, reject_on_worker_lost=True)
 def late(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
     """The message is acknowledged afterwards; a second delivery is short."""
-    again = Call.of(self.name, vars(self.request)).redelivered  # also of one that has come back since
-    return body(self, name, 0.05 if again else seconds, deaf)
+    return body(self, name, 0.05 if came_again(self) else seconds, deaf)
 
 
 @app.task(base=Keyed, bind=True, singleton={"hold_on_retry": True, "queue_lease": 60})
@@ -114,6 +123,48 @@ def held(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
         note("holds", tid=self.request.id, fence=self.lock and self.lock.fence)
         raise self.retry(countdown=1.0)
     return result
+
+
+@app.task(base=Keyed, bind=True, singleton={"dedupe": "until_started"})
+def queued(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
+    """Of those that wait to start one is enough."""
+    return body(self, name, seconds, deaf)
+
+
+class Changed(Keyed):
+    """What becomes of calls is said by the task, and not by them, so that a deploy changes it."""
+
+    abstract = True
+    singleton = {"on_conflict": "wait", "lease": 1.0}
+
+
+def changed(self: Any, name: str, seconds: float, deaf: bool = False) -> str:
+    """As the first release has it."""
+    return body(self, name, 0.05 if came_again(self) else seconds, deaf)
+
+
+def shorter(self: Any, name: str, seconds: float) -> str:
+    """As a later release has it, with a parameter less."""
+    return changed(self, name, seconds)
+
+
+def _of_release(later: bool) -> None:
+    """Have the tasks that a release changes."""
+
+    def add(
+        name: str, function: Any = changed, base: Any = Changed, late: bool = False, **options: Any
+    ) -> None:
+        acks = {"acks_late": late, "reject_on_worker_lost": late}
+        app.task(function, name=name, base=base, bind=True, singleton=options, **acks)
+
+    add("shorter", shorter if later else changed, late=True)
+    add("renamed_since" if later else "renamed")
+    add("rekeyed", late=True, key=["name", "deaf"] if later else "name")
+    add("eased", **({"lease": 2.0, "on_conflict": "retry"} if later else {"dedupe": "until_started"}))
+    add("freed", base=Task if later else Changed, scope=None)  # nobody knows the scopes of a plain task
+
+
+_of_release(os.environ.get("CHAOS_RELEASE") == "later")
 
 
 def _record(word: str) -> Any:
@@ -149,6 +200,11 @@ def note_failure(task_id: str, exception: BaseException, **_details: Any) -> Non
     note("failed", tid=task_id, error=type(exception).__name__, text=str(exception)[:200])
 
 
+@task_unknown.connect
+def note_unknown(name: str, id: str, **_details: Any) -> None:
+    note("failed", tid=id, error="NotRegistered", text=name)
+
+
 @task_revoked.connect
 def note_revoked(request: Any, **_details: Any) -> None:
     note("revoked", tid=request.id)
@@ -175,5 +231,6 @@ if os.environ.get("CHAOS_FLAW"):
     trial_module.LockServerCheck.start = lambda *_arguments: None
     flaws.seed(os.environ["CHAOS_FLAW"])
 note_renewals(note)
+sweep.SWEEP_S = float(os.environ.get("CHAOS_SWEEP_S", sweep.SWEEP_S))
 if "CHAOS_DIES_BEFORE_WAKING" in os.environ:
     _die_before_waking(Path(os.environ["CHAOS_DIES_BEFORE_WAKING"]))

@@ -6,20 +6,24 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from celery_setnx.sweep import SWEEP_S
 from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
 
 SLACK_S = 1.0
 POLL_S = 0.2
 FINAL = ("done", "failed", "revoked")
+FAULTS = ("kill", "cold", "excuse", "epoch", "gap", "emptied")
 WAITS = ("wait", "join")
 # The worker's parent frees what a dead child held: a median above this is a violation.
 CHILD_KILL_MEDIAN_S = 1.0
-# A wake-up is a message: if the next in line begins later than this in the median, its courier has woken it,
-# which takes 1.8 s (the flaw "no_wake"). How fast a wake-up is, the benchmark "hand_over" says.
+# A wake-up is a message: if the next in line begins later than this in the median, a sweep has woken it, once
+# the hand-over was over (the flaw "no_wake"). How fast a wake-up is, the benchmark "hand_over" says.
 CHILD_KILL_HAND_OVER_S = 0.8
 # How a task may fail when its process, its time or its lock is taken from it.
 _DOCUMENTED = ("WorkerLostError", "Terminated", "TimeLimitExceeded", "SoftTimeLimitExceeded", "SystemExit")
 _INFINITY = float("inf")
+# A worker acknowledges what its child has accepted before its body has lived for so long.
+_ACKNOWLEDGED_S = 0.5
 
 
 @dataclass
@@ -56,6 +60,11 @@ class Life:
         return max(self.start, min(killed, self.doom))
 
     @property
+    def guarded(self) -> bool:
+        """Whether it has a lock; not if its task is plain after a deploy."""
+        return self.fence > 0
+
+    @property
     def ran_out(self) -> bool:
         """Whether its lease ended before a renewal came: a matter of time."""
         return self.lost is not None and "ended before it was renewed" in self.lost["reason"]
@@ -85,15 +94,15 @@ class Seen(NamedTuple):
     lives: list[Life]
 
     def of_name(self, name: str) -> list[Life]:
-        """The bodies of a key."""
-        return [life for life in self.lives if life.name == name]
+        """The guarded bodies of a key."""
+        return [life for life in self.lives if life.name == name and life.guarded]
 
 
 def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Report:
     """All that the history shows of a scenario; if it is not final, what may still come is not missed."""
     report = Report()
     sent = {r["tid"]: r for r in of_kind(records, "sent") if r["scenario"] == scenario}
-    faults = of_kind(records, "kill", "cold", "excuse", "epoch", "gap")
+    faults = of_kind(records, *FAULTS)
     own = [r for r in records if r.get("tid") in sent]
     seen = Seen(sent, own, faults, sorted(_lives(own, faults), key=lambda life: life.start))
     report.counts |= {"tasks": len(sent), "bodies": len(seen.lives)}
@@ -103,22 +112,33 @@ def check(records: Sequence[Record], scenario: str, *, final: bool = True) -> Re
             report.broken(f"overlap of {ms:.1f} ms: {by_id[one]} and {by_id[other]}")
         _check_fences(of_name, report)
         _check_ensured(of_name, report)
-        _check_recovery(of_name, faults, report, final)
+        _check_recovery(of_name, seen, report, final)
         _measure_hand_over(of_name, own, report)
     _check_take_overs(seen, report)
     _check_joined(seen, report)
     _check_run_once(seen, report)
+    _check_deduplicated(seen, report)
     if final:
         for life in seen.lives:
-            _check_end(life, report)
+            if life.guarded:
+                _check_end(life, report)
         _check_tasks(seen, report)
     return report
 
 
-def is_lost_with_its_worker(of_task: Sequence[Record], faults: Iterable[Record]) -> bool:
-    """Whether Celery documents the loss: the message was in a worker that was killed or shut down cold."""
+def is_lost(of_task: Sequence[Record], faults: Iterable[Record]) -> bool:
+    """Whether Celery documents the loss: the message was with a broker that was emptied, as one that had
+    neither begun nor waited in line; or in a worker that was killed or shut down cold.
+    """
+    if not of_task:
+        return False
+    kept = min((record["t"] for record in of_kind(of_task, "start", "waiting")), default=_INFINITY)
+    sent = of_kind(of_task, "sent")
+    for emptied in of_kind(list(faults), "emptied"):
+        if sent and sent[0]["t"] < emptied["t"] < kept:
+            return True
     # What is acknowledged late comes back.
-    if not of_task or any(record.get("task") == "late" for record in of_task):
+    if any(record.get("late") for record in of_task):
         return False
     # What waits in line has a courier until it has its lock.
     if any(record["kind"] == "waiting" for record in of_kind(of_task, "waiting", "acquired")[-1:]):
@@ -214,8 +234,8 @@ def _check_ensured(lives: list[Life], report: Report) -> None:
                 break
 
 
-def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report, final: bool) -> None:
-    """A dead holder's key runs again within its lease, plus a poll, plus a second."""
+def _check_recovery(lives: list[Life], seen: Seen, report: Report, final: bool) -> None:
+    """A dead holder's key runs again within its lease, plus a poll or a sweep, plus a second."""
     for number, life in enumerate(lives):
         if life.kill is None or life.lost is not None or not life.kill.get("waiter"):
             continue
@@ -227,8 +247,10 @@ def _check_recovery(lives: list[Life], faults: Sequence[Record], report: Report,
             continue
         took = later[0].start - killed
         report.recovery_s.append(took)
-        pauses = [(r["since"], r["until"]) for r in of_kind(faults, "excuse") if not r["of_worker"]]
-        if took - paused(pauses, killed, later[0].start) > life.lease + SLACK_S + POLL_S:
+        waits = seen.sent[life.kill["waiter"]]["policy"] in WAITS
+        pauses = [(r["since"], r["until"]) for r in of_kind(seen.faults, "excuse") if not r["of_worker"]]
+        within_s = life.lease + SLACK_S + (SWEEP_S if waits else POLL_S)
+        if took - paused(pauses, killed, later[0].start) > within_s:
             report.late.append(f"the key ran again only {took:.2f} s after {life} was killed")
 
 
@@ -264,7 +286,9 @@ def _check_take_overs(seen: Seen, report: Report) -> None:
         life = dead[0]
         if (life.tid, life.pid, life.worker) != (victim["tid"], victim["pid"], victim["worker"]):
             report.broken(f"{what}, but it was {life}")
-        if any(life.fence < other.fence < record["fence"] for other in seen.of_name(name)):
+        # Whoever hands the lock to another knows no fence.
+        between = (other for other in seen.of_name(name) if other.fence > life.fence)
+        if any(other.tid != record["tid"] and other.start < record["t"] for other in between):
             report.broken(f"{what}, who was not the last")
         if not (life.kill or life.excused or life.epochs or life.ran_out or life.doom < _INFINITY):
             report.broken(f"{what}, who was alive and well")
@@ -278,7 +302,6 @@ def _check_tasks(seen: Seen, report: Report) -> None:
     for record in seen.own:
         of_task[record["tid"]].append(record)
     disturbed = {life.tid for life in seen.lives if life.excused or life.epochs or life.ran_out}
-    killers = of_kind(seen.faults, "kill", "cold")
     for tid, call in seen.sent.items():
         records = of_task[tid]
         kinds = {record["kind"] for record in records}
@@ -289,7 +312,7 @@ def _check_tasks(seen: Seen, report: Report) -> None:
         for error in errors - set(_DOCUMENTED):
             if error == "AlreadyRunning" and call["policy"] == "raise":
                 continue
-            if error == "LockLost" and tid in disturbed:
+            if error == call["may"] or (error == "LockLost" and tid in disturbed):
                 continue
             if call["policy"] == "join" and _has_failed_beside(call, error, seen):
                 continue
@@ -298,8 +321,8 @@ def _check_tasks(seen: Seen, report: Report) -> None:
         ends = [end for end in FINAL if end in kinds]
         if skipped:
             ends = ["skipped"]
-        elif not ends and is_lost_with_its_worker(records, killers):
-            ends = ["lost with its worker"]
+        elif not ends and is_lost(records, seen.faults):
+            ends = ["lost as documented"]
         if ends:
             report.counts[ends[0]] += 1
         else:
@@ -335,21 +358,42 @@ def _check_joined(seen: Seen, report: Report) -> None:
 
 
 def _check_run_once(seen: Seen, report: Report) -> None:
-    """However many messages a call that waits has, it runs to its end once, and ends once."""
+    """However many messages a call that waits has, it runs once, and ends once."""
     runs: dict[tuple[str, int], list[Life]] = defaultdict(list)
     for life in seen.lives:
-        if life.end is not None and life.end["why"] == "done" and seen.sent[life.tid]["policy"] in WAITS:
+        if seen.sent[life.tid]["policy"] in WAITS:
             runs[life.tid, life.retries].append(life)
     for of_call in runs.values():
-        first, *more = sorted(of_call, key=lambda life: life.start)
-        # What the server has forgotten may run again, and what was not acknowledged before its worker died.
-        if more and not (first.epochs or first.excused or first.died_releasing):
-            report.broken(f"run twice: {first} and {more[0]}")
-    ends = Counter(record["tid"] for record in of_kind(seen.own, "done", "failed"))
+        for first, second in pairwise(of_call):
+            if not _may_run_again(first, late=seen.sent[first.tid]["late"]):
+                report.broken(f"run twice: {first} and {second}")
+    # Each message of an unknown task is thrown away, and that is said each time.
+    ended = {
+        (r["tid"], r.get("error") == "NotRegistered" or r["t"]) for r in of_kind(seen.own, "done", "failed")
+    }
+    ends = Counter(tid for tid, _ in ended)
     disturbed = {life.tid for life in seen.lives if life.harmed}
     for tid, count in ends.items():
         if count > 1 and tid not in disturbed and seen.sent[tid]["policy"] in WAITS:
             report.broken(f"{tid} ended {count} times")
+
+
+def _may_run_again(life: Life, *, late: bool) -> bool:
+    """Whether the server has forgotten it, or its worker died before it has acknowledged the message."""
+    if life.epochs or life.excused or life.died_releasing:
+        return True
+    if life.end is not None and life.end["why"] == "done":
+        return False
+    return late or life.kill is None or life.kill["before"] - life.start < _ACKNOWLEDGED_S
+
+
+def _check_deduplicated(seen: Seen, report: Report) -> None:
+    """A call that was dropped as a duplicate is one of a call that begins later."""
+    for record in of_kind(seen.own, "deduplicated"):
+        if any(
+            start["t"] < record["t"] for start in of_kind(seen.own, "start") if start["tid"] == record["tid"]
+        ):
+            report.broken(f"a call was dropped as a duplicate of {record['tid']}, which had begun")
 
 
 def _measure_hand_over(lives: Sequence[Life], own: Sequence[Record], report: Report) -> None:

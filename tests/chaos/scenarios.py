@@ -15,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 from celery_setnx.process import has_ended
+from celery_setnx.sweep import SWEEP_S
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
-from tests.chaos.checker import POLL_S, SLACK_S, WAITS
+from tests.chaos.checker import SLACK_S, WAITS
 from tests.chaos.stage import LANES, LONG_S, Late, Play, Stage, clock_shim
 from tests.harness import redelivery, wait_until
 from tests.proxy import Proxy
@@ -50,6 +51,20 @@ def in_lanes(lanes: int = LANES) -> Callable[[Callable[..., Any]], Callable[[Pla
             play.lanes(lambda *of_lane: act(play, *of_lane), lanes)
 
         return play_all
+
+    return scenario
+
+
+def on_servers_of_its_own(play_all: Callable[[Play], None]) -> Callable[[Play], None]:
+    """A scenario with a broker and a lock server that no other scenario's workers know; it settles there."""
+
+    @wraps(play_all)
+    def scenario(play: Play) -> None:
+        with play.stage.servers_of_its_own():
+            play_all(play)
+            if not (play.failures or play.late):
+                play.stage.worker("closers", concurrency=4)
+                play.settle("closers")
 
     return scenario
 
@@ -151,7 +166,10 @@ def stopped_holder(play: Play, key: str, chance: random.Random, number: int) -> 
 
 
 def server_kill(play: Play) -> None:
-    """kill -9 of the lock server and an empty restart, the broker living on; then exclusion holds again."""
+    """kill -9 of the lock server and an empty restart, the broker living on; then exclusion holds again.
+
+    What waits in line is put back half a lease after that, and at the next sweep.
+    """
     stage, keys = play.stage, ("k0", "k1", "k2")
     for number in range(play.count):
         chance = random.Random(f"{stage.seed}/{play.name}/{number}")
@@ -159,9 +177,13 @@ def server_kill(play: Play) -> None:
         for holder in holders.values():
             play.wait(holder, "start")
         policy = play.policy(number)
-        waiters = {key: [play.send(key, 0.3, policy=policy) for _ in range(2)] for key in keys}
-        for key in keys:
-            play.wait(waiters[key][0], "conflict")
+        kinds = ("work", "late", "queued") if policy in WAITS else ("work", "work")
+        of_kind = {"work": policy, "late": policy, "queued": "wait"}
+        waiters = {
+            key: [play.send(key, 0.3, policy=of_kind[task], task=task) for task in kinds] for key in keys
+        }
+        for tid in (tid for key in keys for tid in waiters[key][: len(kinds) - 1]):
+            play.wait(tid, "waiting" if policy in WAITS else "conflict")
         down = time.monotonic()
         with stage.excused(), stage.data_lost():
             stage.locks.stop()
@@ -170,10 +192,10 @@ def server_kill(play: Play) -> None:
         back = time.monotonic()
         play.struck()
         for key in keys:
-            began = min(play.wait(tid, "start", after=down)["t"] for tid in waiters[key])
+            began = min(play.wait(tid, "start", "done", "failed", after=down)["t"] for tid in waiters[key])
             play.recovery_s.append(max(0.0, began - back))
-            play.all_done(*waiters[key])
-            play.wait(holders[key], "failed", "done")
+            for tid in (*waiters[key], holders[key]):
+                play.wait(tid, "failed", "done")
 
 
 def bad_connection(play: Play) -> None:
@@ -492,10 +514,12 @@ def killed_before_waking(play: Play, key: str, chance: random.Random, number: in
     wait_until(lambda: has_ended(start["pid"]), f"the end of {start['pid']}")
     victim = {"victim_worker": f"{worker.name}@test"} if whole else {"victim_pid": start["pid"]}
     stage.note("kill", before=ended["t"], **victim)
+    # The lock was kept for it in vain, and it is passed over for a lease; then a sweep finds it each time.
+    within_s = 2 * (1.0 + SWEEP_S) + SLACK_S
     if policy == "join":
-        play.soon(waiter, "done", "failed", since=ended["t"], within_s=1.0 + JOIN_S)
+        play.soon(waiter, "done", "failed", since=ended["t"], within_s=within_s + JOIN_S)
     else:
-        play.soon(waiter, "start", since=ended["t"], within_s=1.0 + SLACK_S + POLL_S)
+        play.soon(waiter, "start", since=ended["t"], within_s=within_s)
     worker.stop()
 
 
@@ -508,14 +532,154 @@ def late_wakes(play: Play) -> None:
         queue = f"busy-{key}"
         play.holder(key, 1.5, victims(chance), lease=1.0)
         waiter = play.waiter(key, 0.1, queue, "waiting", policy=play.policy(number), lease=1.0)
-        blocker, _ = play.holder(f"{key}-blocker", 3.2, queue)
-        play.all_done(blocker, waiter, play.send(key, 0.1, policy="wait", lease=1.0))
+        blocker, _ = play.holder(f"{key}-blocker", 5.5, queue)  # until it has been woken twice
+        play.all_done(blocker, waiter, play.send(key, 0.1, policy="wait", lease=1.0), patience=2.0)
         # Whatever was sent in vain is gone once the next has ended.
         play.all_done(play.send(key, 0.0, queue))
 
     play.lanes(act, lanes=2)
     for worker in workers:
         worker.stop()
+
+
+@on_servers_of_its_own
+def broker_kill(play: Play) -> None:
+    """kill -9 of the broker and an empty restart, with all its messages: what waits in line still runs."""
+    stage, keys = play.stage, ("k0", "k1", "k2")
+    workers = dict(zip(("b0", "b1"), stage.workers(b0={"concurrency": 4}, b1={"concurrency": 4})))
+    for number in range(play.count):
+        chance = random.Random(f"{stage.seed}/{play.name}/{number}")
+        for key in keys:
+            play.holder(key, 2.0, "b0", lease=1.0, may="ConnectionError")  # where results are stored, too
+        lines = [play.line(key, "b1") for key in keys]
+        play.send(keys[0], 0.1, "nobody")  # which has not begun, and is lost
+        stage.empty_broker(chance.choice([0.0, 0.3, 2.5]) if number else 2.5)
+        back = time.monotonic()
+        play.struck()
+        time.sleep(2.5)  # Celery's pace
+        stage.supervise(workers, concurrency=4)
+        for line in lines:
+            # A wake-up that the broker has lost was in vain.
+            play.soon(line[0], "start", since=back, within_s=2.0 + 2 * (1.0 + SWEEP_S) + SLACK_S)
+            play.account(set(line))  # the last one fails if it has joined a holder that did
+
+
+@on_servers_of_its_own
+@in_lanes(3)
+def left_alone(play: Play, key: str, _chance: random.Random, number: int) -> None:
+    """kill -9 of the worker of a holder, or of calls in line or woken, whose messages stay away for an hour.
+
+    Nobody publishes, and those in line whose worker lives are not kept waiting.
+    """
+    stage, gone, here = play.stage, f"gone-{key}-{number}", f"here-{key}-{number}"
+    how = ("holder", "woken", "in line")[number % 3]
+    held_by, seconds = (gone, LONG_S) if how == "holder" else (here, 4.0)
+    doomed, heir = stage.workers(**{gone: {"concurrency": 1 + (how == "holder")}, here: {"concurrency": 2}})
+    holder, _ = play.holder(key, seconds, held_by, lease=1.0)
+    of_gone = [] if how == "holder" else [play.waiter(key, 0.1, gone, "waiting", policy="wait", lease=1.0)]
+    of_here = play.line(key, here, join=how != "holder")
+    of_gone += play.line(key, gone, join=how != "holder")
+    if how == "woken":
+        play.holder(f"{key}-blocker", queue=gone)
+        since = play.wait(holder, "end")["t"]
+        play.wait(of_gone[0], "received", after=since)
+    elif how == "holder":
+        time.sleep(1.0 + SWEEP_S)  # somebody has looked at the line before
+        since = time.monotonic()
+    stage.kill_worker(doomed)
+    if how == "in line":
+        since = play.wait(holder, "end")["t"]
+    play.soon(of_here[0], "start", since=since, within_s=1.0 + SWEEP_S + SLACK_S)
+    heir.take_from(app, gone)
+    play.all_done(*of_here, *of_gone)
+    heir.stop()
+
+
+@on_servers_of_its_own
+@in_lanes(2)
+def unswept(play: Play, key: str, _chance: random.Random, number: int) -> None:
+    """kill -9 of a holder's worker where nobody sweeps: whoever comes next lets the line go on."""
+    queues = [f"{what}-{key}-{number}" for what in ("gone", "here")]
+    seldom = {"environment": {"CHAOS_SWEEP_S": "600"}, "concurrency": 2}
+    doomed, heir = play.stage.workers(**dict.fromkeys(queues, seldom))
+    play.holder(key, queue=queues[0], lease=1.0)
+    line = play.line(key, queues[1])
+    play.stage.kill_worker(doomed)
+    time.sleep(1.2)
+    since = time.monotonic()
+    newcomer = play.send(key, 0.1, queues[1], policy=("wait", "skip", "retry")[number % 3], lease=1.0)
+    play.soon(line[0], "start", since=since, within_s=SLACK_S)
+    play.all_done(*line, newcomer)
+    heir.stop()
+
+
+@on_servers_of_its_own
+def downtime(play: Play) -> None:
+    """All workers are down for two days: what has begun is known then, and couriers have what waits."""
+    stage, keys = play.stage, ("k0", "k1", "k2")
+    worker = stage.worker("down", concurrency=5)
+    for number in range(play.count):
+        for key in keys:
+            play.holder(key, 0.5, "down", lease=1.0)
+        for line in [play.line(key, "down") for key in keys]:
+            play.all_done(*line)
+        tasks = ("work", "late", "work") if number % 2 else ("late", "work", "late")
+        holders = [play.holder(key, queue="down", task=task, lease=1.0)[0] for key, task in zip(keys, tasks)]
+        lines = [play.line(key, "down", join=key == "k0") for key in keys]
+        stage.kill_worker(worker)
+        lines[0].append(play.send(keys[0], 0.1, "down", policy="wait", lease=1.0))
+        stage.two_days_pass("down")
+        worker = stage.worker("down", concurrency=5)
+        since = time.monotonic()
+        play.struck()
+        for line in lines:
+            play.soon(line[0], "start", since=since, within_s=1.0 + SWEEP_S + SLACK_S)
+        play.all_done(*(holder for holder, task in zip(holders, tasks) if task == "late"))
+        for line in lines:
+            play.all_done(*line)
+
+
+@on_servers_of_its_own
+@in_lanes(2)
+def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
+    """kill -9 or SIGTERM of all workers; the next ones are of a release with other tasks; and back."""
+    stage, queue, killed = play.stage, f"deploy-{key}-{number}", number % 2 == 0
+    releases = (
+        {"shorter": "TypeError", "renamed": "NotRegistered", "rekeyed": "", "eased": "", "freed": ""},
+        {"shorter": "", "renamed_since": "NotRegistered", "rekeyed": "", "eased": "", "freed": ""},
+    )
+    worker = stage.worker(queue, concurrency=7, **_IMPATIENT)
+    for later in (False, True):
+
+        def send(place: int, seconds: float, by: int) -> str:
+            task, may = list(releases[by].items())[place]
+            return play.send_changed(f"{key}-{place}", task, seconds, queue, later=bool(by), may=may)
+
+        # Those that have waited and ended have couriers still.
+        ended = [[send(place, 0.2, later) for _ in range(2)] for place in (0, 2, 3, 4)]
+        play.all_done(*(tid for of_key in ended for tid in of_key))
+        holders = [send(place, LONG_S if killed else 3.0, later) for place in range(5)]
+        for holder in holders:
+            play.wait(holder, "start")
+        lines = [[send(place, 0.1, later) for _ in range(3)] for place in range(5)]
+        for tid in (tid for line in lines for tid in line):
+            play.wait(tid, "waiting", "start", *(["conflict"] if later else []))  # "eased" waits no more
+        before = worker
+        time.sleep(0.5)  # what the pool has accepted is acknowledged
+        if killed:
+            stage.kill_worker(worker)
+        else:
+            worker.process.terminate()
+        after = {} if later else {"environment": {"CHAOS_RELEASE": "later"}}
+        worker = stage.worker(queue, concurrency=7, **_IMPATIENT, **after)
+        since = time.monotonic()
+        lines += [[send(place, 0.1, not later)] for place in range(5)]
+        if not killed:
+            since = max(since, play.wait(holders[2], "end")["t"])
+        play.soon(lines[2][0], "start", since=since, within_s=1.0 + SWEEP_S + SLACK_S)
+        play.account({*holders, *(tid for line in lines for tid in line)}, redelivery_s=4.0 + 3.0)
+        wait_until(lambda: before.process.poll() is not None, f"the end of {before.name}")  # noqa: B023
+    worker.stop()
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -540,12 +704,29 @@ SCENARIOS: dict[str, Scenario] = {
     "every pool": Scenario(pools, 5, 25, ("no_renewal",), teeth=5),
     "kill -9 of a pool child, wait": Scenario(child_kill, 8, 200, ("no_wake", "lost_wake"), ("wait",)),
     "kill -9 of a pool child, join": Scenario(child_kill, 4, 100, (), ("join",)),
-    "kill -9 of a worker, wait and join": Scenario(worker_kill, 2, 40, ("no_courier",), WAITS, teeth=2),
+    "kill -9 of a worker, wait and join": Scenario(worker_kill, 2, 40, ("no_sweep",), WAITS, teeth=2),
     "kill -9 of a waiting worker": Scenario(waiting_worker_kill, 3, 60, ("claimed_once",), WAITS, teeth=3),
-    "kill -9 before the wake-up": Scenario(killed_before_waking, 4, 60, ("no_courier",), WAITS, teeth=2),
-    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "join_first"), WAITS, teeth=5),
-    "SIGSTOP past the lease, wait": Scenario(stopped_holder, 4, 50, ("no_courier",), ("wait",)),
-    "lock server killed, wait": Scenario(server_kill, 1, 20, ("no_courier",), ("wait",), teeth=1),
+    "kill -9 before the wake-up": Scenario(killed_before_waking, 4, 60, ("no_sweep",), WAITS, teeth=2),
+    "woken late": Scenario(late_wakes, 2, 20, ("no_ticket", "twin_wakes", "join_first"), WAITS, teeth=5),
+    "SIGSTOP past the lease, wait": Scenario(stopped_holder, 4, 50, ("no_sweep",), ("wait",)),
+    "lock server killed, wait": Scenario(server_kill, 2, 20, ("epoch_unnoticed",), WAITS, teeth=1),
+    "broker killed, empty": Scenario(broker_kill, 2, 20, ("no_sweep",), WAITS, teeth=1, own_stage=True),
+    "kill -9, and nothing comes": Scenario(
+        left_alone,
+        3,
+        30,
+        ("no_sweep", "forgotten_line", "serve_without_wake", "no_passing_over"),
+        WAITS,
+        teeth=3,
+        own_stage=True,
+    ),
+    "kill -9, and nobody sweeps": Scenario(unswept, 2, 20, ("no_serve",), WAITS, teeth=2, own_stage=True),
+    "all down for two days": Scenario(
+        downtime, 1, 20, ("no_courier", "short_ticket"), WAITS, teeth=1, own_stage=True
+    ),
+    "deploy and roll-back": Scenario(
+        deploys, 2, 20, ("no_letting_go", "unknown_stays"), WAITS, teeth=2, own_stage=True
+    ),
 }
 
 

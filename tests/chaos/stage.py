@@ -1,5 +1,6 @@
 """Where a scenario plays: the servers, the workers, the tasks that are sent, and the history as it grows."""
 
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from typing import Any
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.chaos.app import GAP_S, LEASE_S, WAIT_PACE_S, app, held, late, work
-from tests.chaos.checker import FINAL, is_lost_with_its_worker
+from tests.chaos.app import GAP_S, LEASE_S, app, held, late, queued, work
+from tests.chaos.checker import FAULTS, FINAL, is_lost
 from tests.harness import Worker, wait_until
 from tests.soak import nursery
 from tests.soak.history import History, Record, of_kind
+from tests.stage import redeliver
 
 LANES = 4
 LONG_S = 30.0
@@ -33,10 +36,9 @@ PATIENCE_S = 20.0
 # A flaw often shows in a task that never ends: there is no need to wait long for it.
 _PATIENCE_WITH_A_FLAW_S = 5.0
 _TICK_S = 0.005
-_TASKS = {"work": work, "late": late, "held": held}
-# A courier that comes as often as a call that polls would hide a wake-up that is not sent.
-_PACE = {policy: {"retry_delay_max": WAIT_PACE_S} for policy in ("wait", "join")}
-_REMEMBERED = re.compile(r":(holder|calls|taken_over)$|:ticket:|\{check:")
+_TASKS = {"work": work, "late": late, "held": held, "queued": queued}
+_REMEMBERED = re.compile(r":(holder|taken_over)$|:(ticket|instead|lines):|\{check:")
+_DAY_MS = 86_400_000
 # A lane has one body at a time that is to come to harm: who is woken beside them finds a process free.
 _SHARED: dict[str, dict[str, Any]] = {
     "va": {"concurrency": LANES + 1},
@@ -142,7 +144,8 @@ class Stage:
         self._exits = ExitStack()
         self.broker = self._exits.enter_context(EmbeddedServer())
         self.locks = self._exits.enter_context(EmbeddedServer())
-        self._use_broker()
+        self._use_servers()
+        app.finalize()  # here, and not in many lanes at once
         self._forked = type("ForkedWorker", (Worker,), {"popen": staticmethod(nursery.worker)})
         self._workers: list[Worker] = []
         self._shared: dict[str, Worker] = {}
@@ -164,6 +167,12 @@ class Stage:
     def note(self, kind: str, **details: Any) -> None:
         """Write what the driver does into the history."""
         self._notes.note(kind, **details)
+
+    def supervise(self, workers: dict[str, Worker], **options: Any) -> None:
+        """Start those anew that have ended: a worker does if the broker is gone whose messages it holds."""
+        for queue, worker in workers.items():
+            if worker.process.poll() is not None:
+                workers[queue] = self.worker(queue, **options)
 
     def worker(self, queue: str, *, conf: dict[str, Any] | None = None, **options: Any) -> Worker:
         """Start a worker that serves one queue."""
@@ -237,11 +246,45 @@ class Stage:
             finally:
                 os.kill(pid, signal.SIGCONT)
 
-    def _use_broker(self) -> None:
-        """Point the driver's own app at this stage's broker."""
+    @contextmanager
+    def servers_of_its_own(self) -> Iterator[None]:
+        """For the length of a block another broker and another lock server, which no worker uses yet."""
+        usual = self.broker, self.locks
+        with EmbeddedServer() as self.broker, EmbeddedServer() as self.locks:
+            self._use_servers()
+            older = len(self._workers)
+            try:
+                yield
+            finally:
+                for worker in self._workers[older:]:
+                    if worker.process.poll() is None:
+                        worker.kill()
+                self.broker, self.locks = usual
+                self._use_servers()
+
+    def empty_broker(self, down_s: float) -> None:
+        """Kill the broker with -9, and start it with nothing that it had."""
+        with self.excused():
+            self.broker.stop()
+            self.note("emptied")
+            time.sleep(down_s)
+            self.broker.start(self.broker.port)
+
+    def two_days_pass(self, queue: str) -> None:
+        """What lasts no longer expires; then the broker delivers again what dead workers of a queue had."""
+        with self.lock_client() as locks, redis.Redis(port=self.broker.port) as broker:
+            for key in list(locks.scan_iter(count=1000)):
+                locks.pexpire(key, locks.pttl(key) - 2 * _DAY_MS)  # which deletes what has expired
+            for result in list(broker.scan_iter("celery-task-meta-*", count=1000)):
+                broker.delete(result)
+            redeliver(broker, queue)
+
+    def _use_servers(self) -> None:
+        """Point the driver's own app at this stage's broker and lock server."""
         app.close()
-        app.conf.update(broker_url=self.broker.url(), result_backend=self.broker.url())
-        for name in ("amqp", "backend"):
+        broker, locks = self.broker.url(), self.locks.url()
+        app.conf.update(broker_url=broker, result_backend=broker, setnx_url=locks)
+        for name in ("amqp", "backend", "_setnx_clients"):
             app.__dict__.pop(name, None)
         app._pool = None
         app._local = threading.local()
@@ -268,6 +311,7 @@ class Play:
         self.late: list[str] = []
         self.recovery_s: list[float] = []
         self._sent: dict[str, str] = {}
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def policy(self, number: int) -> str:
@@ -285,21 +329,55 @@ class Play:
         task: str = "work",
         lease: float = LEASE_S,
         deaf: bool = False,
+        may: str = "",
         **options: Any,
     ) -> str:
         """Send a task whose body lives for so many seconds, and blocks SIGTERM if it is deaf; its id.
 
-        Its key is the scenario's name and this one; the task is `work`, `late` or `held` of the app.
+        Its key is the scenario's name and this one; the task is `work`, `late`, `held` or `queued`.
         """
-        full_name = f"{self.name}/{name}"
+        of_call = {"singleton": {"on_conflict": policy, "lease": lease}, **options}
+        arguments = [f"{self.name}/{name}", seconds, deaf]
+        return self._send(
+            arguments, _TASKS[task].apply_async, _TASKS[task], policy, may, queue=queue, **of_call
+        )
+
+    def send_changed(
+        self, name: str, task: str, seconds: float, queue: str, *, later: bool, may: str = ""
+    ) -> str:
+        """Send a task that a release changes, as one release or the other does; it may fail so."""
+        arguments = [f"{self.name}/{name}", seconds]
+        known = app.tasks.get(task)
+        if later:  # what this process does not know, it sends by name
+            return self._send(arguments, partial(app.send_task, task), known, "wait", may, queue=queue)
+        arguments += [False] if task == "shorter" else []
+        return self._send(arguments, known.apply_async, known, "wait", may, queue=queue)
+
+    def _send(
+        self,
+        arguments: list[Any],
+        send: Callable[..., Any],
+        task: Any,
+        policy: str,
+        may: str = "",
+        **options: Any,
+    ) -> str:
+        """Send, and note it. What may be a duplicate gets no id of ours; whose it is one of is noted."""
+        before, name = time.monotonic(), arguments[0]
+        about = {"name": name, "scenario": self.name, "policy": policy, "may": may}
+        about |= {"late": bool(task and task.acks_late)}
+        tid = None
+        if task is None or not task._guard.options.dedupe:
+            tid = f"{name}/{next(self._numbers)}"
+            self.stage.note("sent", tid=tid, **about)
+        result = send(arguments, task_id=tid, **options)
+        if getattr(result, "deduplicated", False):
+            self.stage.note("deduplicated", tid=result.id, t=before)
+        elif tid is None:
+            self.stage.note("sent", tid=result.id, **about)
         with self._lock:
-            tid = f"{full_name}/{len(self._sent)}"
-            self._sent[tid] = full_name
-        self.stage.note("sent", tid=tid, name=full_name, scenario=self.name, policy=policy, task=task)
-        singleton = {"on_conflict": policy, "lease": lease, **_PACE.get(policy, {})}
-        arguments = [full_name, seconds, deaf]
-        _TASKS[task].apply_async(arguments, queue=queue, task_id=tid, singleton=singleton, **options)
-        return tid
+            self._sent[result.id] = name
+        return str(result.id)
 
     def all_done(self, *tids: str, patience: float = 1.0) -> None:
         """Wait until these tasks have ended, as they should."""
@@ -318,6 +396,14 @@ class Play:
         tid = self.send(name, seconds, queue, **options)
         self.wait(tid, *(kinds or ("conflict",)))
         return tid
+
+    def line(self, name: str, queue: str, *, join: bool = True) -> list[str]:
+        """A call of each kind that waits in line; the last one for a result, if it may."""
+        kinds = [("wait", "work"), ("wait", "late"), ("wait", "queued"), ("join" if join else "wait", "work")]
+        return [
+            self.waiter(name, 0.1, queue, "waiting", policy=policy, task=task, lease=1.0)
+            for policy, task in kinds
+        ]
 
     def crowd(self, name: str, chance: random.Random, queues: tuple[str, ...] = ("q", "va", "vb")) -> None:
         """A few short calls of a key, with one policy or another."""
@@ -377,9 +463,9 @@ class Play:
 
     def settle(self, queue: str = "q") -> None:
         """Wait until every task is accounted for, run every key once more, and look at the lock database."""
-        self._account(set(self._sent))
+        self.account(set(self._sent))
         closers = {self.send(name.partition("/")[2], 0.0, queue) for name in sorted(set(self._sent.values()))}
-        self._account(closers)
+        self.account(closers)
         with self.stage.lock_client() as client:
             try:
                 wait_until(lambda: not self._locks_left(client), "no lock left", 5.0)
@@ -389,13 +475,15 @@ class Play:
         if endless:
             self.fail(f"keys without a TTL: {endless}")
 
-    def _account(self, tids: set[str]) -> None:
+    def account(self, tids: set[str], redelivery_s: float = 0.0) -> None:
+        """Wait until these tasks have ended, or were lost as Celery documents it, and do not come back."""
         give_up = time.monotonic() + 1.5 * self.stage.patience_s
         log = self.stage.log
         while tids and time.monotonic() < give_up:
             tids = {tid for tid in tids if not of_kind(log.of(tid), *FINAL)}
-            faults = of_kind(log.records, "kill", "cold")
-            tids = {tid for tid in tids if not is_lost_with_its_worker(log.of(tid), faults)}
+            by = time.monotonic() - redelivery_s
+            faults = [fault for fault in of_kind(log.records, *FAULTS) if fault["t"] < by]
+            tids = {tid for tid in tids if not is_lost(log.of(tid), faults)}
             if tids:
                 time.sleep(0.05)
         for tid in sorted(tids):

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import redis
+from celery.signals import task_received, task_unknown
 
 from celery_setnx import connection as connection_module
 from celery_setnx import keeper as keeper_module
+from celery_setnx import line as line_module
 from celery_setnx import lock as lock_module
 from celery_setnx import request as request_module
 from celery_setnx import run as run_module
@@ -22,9 +24,11 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable
 from celery_setnx.keeper import Keeper
 from celery_setnx.lock import HeldLock, SetnxLock
+from celery_setnx.message import Call
+from celery_setnx.sweep import Sweep
 
 _FREE_IF_OURS = "if h_token ~= token then return {'lost', now, value} end"
-_ALIVE = "if now < h_deadline then"
+_ALIVE = "\n  if now < h_deadline then"
 _LATER_COPY = "t_copy ~= '' and t_copy ~= copy then"
 _FENCE = "math.max(h_fence + 1, now)"
 _RENEW_IF_OURS = "if h_token ~= token or state ~= 'running' then return answer('lost', '0') end"
@@ -42,9 +46,9 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
         "if h_token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
     ),
     # A lock is taken over as soon as a tenth of its lease is over; 10 ms before its deadline; never.
-    "early_take_over": ("acquire", _ALIVE, "if now < h_deadline - 0.9 * lease then"),
-    "take_over_10_ms_early": ("acquire", _ALIVE, "if now < h_deadline - 10000 then"),
-    "no_take_over": ("acquire", _ALIVE, "if h_deadline > 0 then"),
+    "early_take_over": ("acquire", _ALIVE, "\n  if now < h_deadline - 0.9 * lease then"),
+    "take_over_10_ms_early": ("acquire", _ALIVE, "\n  if now < h_deadline - 10000 then"),
+    "no_take_over": ("acquire", _ALIVE, "\n  if h_deadline > 0 then"),
     # Renew begins with a command that a full server denies.
     "greedy_renewal": ("renew", _EXPIRE, f"redis.call('GETSET', KEYS[1], value)\n{_EXPIRE}"),
     # Renew brings an expired lease back to life if nobody has taken it over yet.
@@ -63,6 +67,12 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
     "floored_milliseconds": ("acquire renew release", _US, f"math.floor({_US} / 1000) * 1000"),
     # Every message of a call starts it, whichever has started it before.
     "no_ticket": ("acquire", f"if later > 0 or later == 0 and {_LATER_COPY}", "if false then"),
+    # A line that was looked at is forgotten.
+    "forgotten_line": ("settle", "if within == '' then", "if true then"),
+    # A call to which the lock was handed in vain is the first in line again at once.
+    "no_passing_over": ("serve", "h_since = int(4000000000000000 + now +", "local _ = int(now +"),
+    # Whoever finds a line beside a lock that nobody has waits behind it.
+    "line_is_held": ("acquire", "return {'line',", "return {'held',"),
     # A message that has started its call does not start it again when it is delivered again.
     "claimed_once": ("acquire", _LATER_COPY, "t_copy ~= '' then"),
 }  # fmt: skip
@@ -74,7 +84,7 @@ def _nothing(*_arguments: Any) -> None:
 
 
 _NO_WAKE = [(run_module, "wake", _nothing), (request_module, "wake", _nothing)]
-_NO_COURIER = [(waiting_module, "_visit", _nothing)]
+_NO_SWEEP = [(Sweep, "sweep", _nothing)]
 
 ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     # The package as it is.
@@ -87,12 +97,20 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     "no_deadline": [(SetnxLock, "_valid_until", lambda *_arguments: 1e12), (HeldLock, "ensure", _nothing)],
     # A lock that is to be held for the retry is released.
     "no_hold": [(HeldLock, "hold", lambda held, _seconds: held.release())],
-    # Whoever hands a lock over sends no wake-up; couriers do.
+    # Whoever hands a lock over sends no wake-up; sweeps do, when the hand-over has ended.
     "no_wake": _NO_WAKE,
-    # Couriers come, do nothing, and do not come again; wake-ups are sent.
-    "no_courier": _NO_COURIER,
+    # Couriers come, do nothing, and do not come again.
+    "no_courier": [(waiting_module, "_visit", _nothing)],
+    # No worker looks at any line, nor notices that Redis has lost its data.
+    "no_sweep": _NO_SWEEP,
     # A wake-up that is not sent is sent by nobody.
-    "lost_wake": [*_NO_WAKE, *_NO_COURIER],
+    "lost_wake": [*_NO_WAKE, *_NO_SWEEP],
+    # Whoever serves a line wakes nobody; whoever releases a lock does.
+    "serve_without_wake": [(waiting_module, "wake", _nothing)],
+    # All data of Redis look the same.
+    "epoch_unnoticed": [(line_module, "_new_epoch", lambda: 1)],
+    # That a call has begun is remembered no longer than that it waits.
+    "short_ticket": [(run_module, "BEGUN_S", 7200.0)],
 }
 """What is wrong with the code: where, the name, and what it stands for instead."""
 
@@ -103,8 +121,12 @@ def _replace(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+def _script(verb: str) -> Any:
+    return getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
+
+
 def _set_text(verb: str, text: str) -> None:
-    script = getattr(lock_module, f"_{verb.upper()}")
+    script = _script(verb)
     script.text, script.sha = text, sha1(text.encode()).hexdigest()
 
 
@@ -154,6 +176,35 @@ def renewal_gives_up() -> None:
         return errors
 
     keeper_module.renew_all = once
+
+
+def no_serve() -> None:
+    """Nobody who comes lets a line go on; sweeps do."""
+    seed("line_is_held")
+    waiting_module.let_the_line_go_on = _nothing
+
+
+def twin_wakes() -> None:
+    """Each wake-up is sent twice, and nothing tells one from the other."""
+    wake = run_module.wake
+    Call.as_copy = lambda call: call._replace(copy="twin")
+
+    def twice(app: Any, heir: Any, key: str) -> None:
+        wake(app, heir, key)
+        wake(app, heir, key)
+
+    for module in (run_module, request_module, waiting_module):
+        module.wake = twice
+
+
+def no_letting_go() -> None:
+    """A waiting call of a task that is plain now runs, and stays in its line."""
+    task_received.disconnect(request_module._let_go)
+
+
+def unknown_stays() -> None:
+    """A message that is thrown away leaves its call in line."""
+    task_unknown.disconnect(request_module._free_rejected)
 
 
 def join_first() -> None:
@@ -236,5 +287,5 @@ def seed(name: str) -> Callable[..., Any]:
         return globals()[name]() or SetnxLock  # type: ignore[no-any-return]
     verbs, old, new = SCRIPTS[name]
     for verb in verbs.split():
-        _set_text(verb, _replace(getattr(lock_module, f"_{verb.upper()}").text, old, new))
+        _set_text(verb, _replace(_script(verb).text, old, new))
     return SetnxLock
