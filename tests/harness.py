@@ -34,6 +34,11 @@ def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DE
         time.sleep(0.01)
 
 
+def lock_keys(client: redis.Redis) -> set[str]:
+    """All keys of a database but those that workers sweep by: a worker of another test may write them."""
+    return {str(key) for key in client.scan_iter() if ":lines:" not in str(key)}
+
+
 class Journal:
     """What happened in the workers, in order: written by `tests.app`, read by tests."""
 

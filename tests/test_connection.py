@@ -14,7 +14,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
 from celery_setnx.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.harness import exit_code_of_fork
+from tests.harness import exit_code_of_fork, lock_keys
 
 pytestmark = pytest.mark.usefixtures("alone")  # a worker's start looks at every task of its app
 
@@ -156,7 +156,7 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     """A good server: no word, and no lock, mark or line stays; what does lapses by itself."""
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
-    left = sorted(key.partition("}")[2] for key in locks.scan_iter())
+    left = sorted(key.partition("}")[2] for key in lock_keys(locks))
     assert left == [":holder", ":instead:check", ":ticket:check"]
 
 

@@ -18,7 +18,7 @@ from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.docs.pages import DOCS, table
-from tests.harness import wait_until
+from tests.harness import lock_keys, wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Sentinels
 
@@ -318,12 +318,12 @@ def test_findings_come_as_they_are_known_and_only_what_lapses_is_left(app, locks
     """The server's own words, before any lock is tried; no lock and no mark of its own stays."""
     found = examine(app)
     assert next(found).subject == "connection"
-    assert not locks.dbsize()
+    assert not lock_keys(locks)
     assert next(one for one in found if one.subject == "permissions")
-    assert locks.dbsize()
+    assert lock_keys(locks)
     assert list(found)
     assert set(levels(app).values()) == {"ok", "warning"}  # a server without persistence
-    left = sorted(key.partition("}")[2] for key in locks.scan_iter())
+    left = sorted(key.partition("}")[2] for key in lock_keys(locks))
     assert left == sorted([":holder", ":instead:check", ":ticket:check"] * 2)
 
 

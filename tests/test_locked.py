@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
 from celery_setnx.message import Call
 from celery_setnx.testing import pass_time
+from tests.harness import lock_keys
 from tests.versions.conditions import needs_dumped_models
 
 NOWHERE = "parked"  # nobody consumes it
@@ -53,9 +54,9 @@ def test_locked_names_the_task_and_worker_that_run(tasks, worker, locks, journal
 
     A free lock has no holder, and the glance leaves nothing behind.
     """
-    before = locks.dbsize()
+    before = lock_keys(locks)
     assert tasks.work.locked("gated-a") is None
-    assert (locks.dbsize(), parked._client.llen("celery")) == (before, 0)
+    assert (lock_keys(locks), parked._client.llen("celery")) == (before, 0)
     result = tasks.work.delay("gated-a", "anything")
     (start,) = journal.wait_for("start", task_id=result.id)
     holder = tasks.work.locked(name="gated-a")

@@ -22,7 +22,7 @@ from celery_setnx.marks import GRACE_S
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
-from tests.harness import raising, server_us, wait_until
+from tests.harness import lock_keys, raising, server_us, wait_until
 from tests.proxy import Proxy
 
 BROKER_DB = 5
@@ -132,7 +132,7 @@ def test_call_without_dedupe_says_that_it_is_none(app, queued, locks):
     always = app.tasks["always"]
     assert [always.delay("a").deduplicated for _time in range(2)] == [False, False]
     assert len(queued()) == 2
-    assert locks.dbsize() == 0
+    assert not lock_keys(locks)
     results = [always.apply_async(["a"], singleton={"dedupe": "until_started"}) for _time in range(2)]
     assert [result.deduplicated for result in results] == [False, True]
     assert len(queued()) == 3
