@@ -231,7 +231,7 @@ def _let_go(request: Any, **_details: Any) -> None:
     if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
-    if call.copy != ORIGINAL:
+    if call.key and (call.copy != ORIGINAL or call.redelivered):  # another message may have started it
         logger.warning("%s waits no more: its task is not guarded here. It runs without a lock.", call)
         if _leave_late(request.app, call):
             request.acknowledge()

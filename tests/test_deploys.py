@@ -3,6 +3,7 @@
 Each waits in a queue whose worker is killed, and started again with the tasks of `tests.laterapp`.
 """
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -58,6 +59,26 @@ def test_late_copy_of_a_call_that_was_let_go_is_dropped(stage, deploy):
     third = stage.tasks.work.apply_async([stage.key, "y"], queue=stage.key)
     assert third.get(timeout=60) == [stage.key, "y", 0]
     later.wait_for_log(f"{stage.tasks.work.name}[{second.id}] waits no more")
+    assert stage.starts().count(second.id) == 1
+
+
+def test_first_message_that_comes_again_when_its_call_was_let_go_is_dropped(stage, journal, deploy):
+    """Its worker died before it acknowledged it: a plain task is not run again by that either."""
+    broker = journal._client
+    stage.held(queue=stage.key)
+    second = stage.tasks.work.apply_async([stage.key, "x"], queue="aside")
+    message = json.loads(broker.rpop("aside"))
+    message["properties"]["delivery_info"]["routing_key"] = stage.key
+    broker.lpush(stage.key, json.dumps(message))
+    journal.reached("waiting", second)
+    deploy()
+    pass_time(600, stage.tasks.work, stage.key)
+    stage.has_run(second)
+    message["headers"]["redelivered"] = message["properties"]["delivery_info"]["redelivered"] = True
+    broker.lpush(stage.key, json.dumps(message))
+    third = stage.tasks.work.apply_async([stage.key, "y"], queue=stage.key)
+    assert third.get(timeout=60) == [stage.key, "y", 0]
+    stage.tasks.work.apply_async([stage.key, "z"], queue=stage.key).get(timeout=60)
     assert stage.starts().count(second.id) == 1
 
 

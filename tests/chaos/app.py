@@ -161,7 +161,7 @@ def _of_release(later: bool) -> None:
     add("renamed_since" if later else "renamed")
     add("rekeyed", late=True, key=["name", "deaf"] if later else "name")
     add("eased", **({"lease": 2.0, "on_conflict": "retry"} if later else {"dedupe": "until_started"}))
-    add("freed", base=Task if later else Changed, scope=None)  # nobody knows the scopes of a plain task
+    add("freed", base=Task if later else Changed)
 
 
 _of_release(os.environ.get("CHAOS_RELEASE") == "later")

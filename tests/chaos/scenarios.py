@@ -656,7 +656,7 @@ def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
             return play.send_changed(f"{key}-{place}", task, seconds, queue, later=bool(by), may=may)
 
         # Those that have waited and ended have couriers still.
-        ended = [[send(place, 0.2, later) for _ in range(2)] for place in (0, 2, 3, 4)]
+        ended = [[send(place, 0.2, later) for _ in range(2)] for place in range(5)]
         play.all_done(*(tid for of_key in ended for tid in of_key))
         holders = [send(place, LONG_S if killed else 3.0, later) for place in range(5)]
         for holder in holders:
