@@ -109,13 +109,16 @@ class Served(NamedTuple):
         heir: To whom the lock is handed; None if it is not.
         holder: Who has it otherwise; None if nobody does.
         look_in: Seconds after which it is time to look again; None if nobody waits, or that is not known.
-        waits: Whether anybody may wait.
     """
 
     heir: Heir | None
     holder: Holder | None
     look_in: float | None
-    waits: bool
+
+    @property
+    def waits(self) -> bool:
+        """Whether anybody may wait."""
+        return self != (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -515,11 +518,10 @@ class SetnxLock:
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / _US) if next_us != "0" else None
         if not heir:
-            holder = found if word == "held" else None
-            return Served(None, holder, look_in, holder is not None or look_in is not None)
+            return Served(None, found if word == "held" else None, look_in)
         died = found if word == "taken_over" else None
         heir = Heir(heir, call, taken_over_from=died, server_time=int(now_us) / _US if died else 0.0)
-        return Served(heir, None, look_in, True)
+        return Served(heir, None, look_in)
 
     def release(self) -> Released:
         """Release what the last `acquire()` on this object acquired; see `HeldLock.release`.

@@ -97,6 +97,39 @@ def test_one_verb_per_lua_file():
         assert len(body) <= {"acquire": 140, "serve": 100}.get(name, 80), name
 
 
+INT = "local function int(number) return string.format('%.0f', number) end"
+PARSED = "string.match(record or '', '^([^\\n]*)\\n(%d+)\\n(%d+)\\n([%l_]+)\\n(.*)$')"
+IS_STALE = "later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then"
+NEXT_IN_LINE = """
+  local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
+  if not lingers or clock() < tonumber(lingers) then
+    heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over
+    break
+  end
+  gone[#gone + 1] = task
+end
+"""
+
+
+@pytest.mark.parametrize(
+    ("fragment", "sign", "verbs"),
+    [
+        (INT, "function int", None),
+        (PARSED, "([%l_]+)\\n(.*)$", "free hold release renew serve"),
+        (IS_STALE, "local later", "acquire leave park"),
+        (NEXT_IN_LINE, "local lingers", "release serve"),
+    ],
+    ids=["int", "record", "ticket", "line"],
+)
+def test_what_several_scripts_must_say_they_say_letter_by_letter(fragment, sign, verbs):
+    """Wherever a script has such a thing, it is the same."""
+    texts = {path.stem: path.read_text() for path in (PACKAGE / "lua").glob("*.lua")}
+    having = {verb for verb, text in texts.items() if sign in text}
+    assert len(having) > 1
+    assert verbs is None or having == set(verbs.split())
+    assert {verb for verb in having if fragment not in texts[verb]} == set()
+
+
 def test_public_names_are_exported_and_documented():
     """__all__ is complete, sorted and documented."""
     assert sorted(celery_setnx.__all__) == celery_setnx.__all__
