@@ -264,6 +264,15 @@ def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(line):
     assert outcome.server_time + outcome.remaining_s == pytest.approx(asked.server_time + 60.05, abs=0.001)
 
 
+def test_lingering_task_that_parks_late_has_its_turn(locks, line):
+    """The lock was kept for it until it would ask again. Nobody has woken it: it was not handed in vain."""
+    line.attempt("a", linger=5.0, since=10.0)
+    line.hand_on()
+    age(locks, NAME, 10.0)
+    assert line.wait("a").state == "handed"
+    assert line.attempt("a", remember=60.0).acquired
+
+
 @pytest.mark.parametrize("key", [LINE, CALLS])
 def test_foreign_line_stops_no_lock(locks, key):
     """Another program's value in the place of the line: acquire and release work, only waiting is refused."""

@@ -51,7 +51,8 @@ outlive(KEYS[4])
 redis.call('SET', KEYS[5], int(attempt) .. '||' .. vain, 'PX', int(remember))
 local deadline, heir = string.match(record or '', '^[^\n]*\n(%d+)\n%d+\nhanded\n%d+\n(.*)$')
 local is_heir = value and heir == task and kept ~= ''
-if is_heir and (copy == '' or now < tonumber(deadline)) then
+-- Past that, too, while nobody else has it: one that was not woken would be passed over as if it had been.
+if is_heir and (copy == '' or now < tonumber(deadline) or value == int(math.ceil(tonumber(deadline) / 1000000))) then
   if not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
   return answer('handed')
 end

@@ -281,7 +281,7 @@ class Waiting:
         after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
         is_heir = store.value is not None and is_known and self.is_for(self.heir_of(store.holder), task)
-        if is_heir and (is_courier or not self.is_past(now, store.holder.deadline)):
+        if is_heir and (is_courier or self.is_kept(store, now)):
             if waiter(store, task) is None:
                 after = with_call(after, task, f"{vain}|{since}|{call}", -1)
             return answer("handed", after)
@@ -290,6 +290,11 @@ class Waiting:
             after = with_call(after, task, text, remember)
             after = with_place(after, task, since, remember)
         return answer("new" if ticket is None else "parked", after)
+
+    def is_kept(self, store: Store, now: int) -> bool:
+        """Whether a lock that was handed to a task that parks is nobody else's, be it past its deadline."""
+        deadline = store.holder.deadline
+        return not self.is_past(now, deadline) or store.value == self.value_of(deadline)
 
     def has_one_message(self, ticket: Ticket) -> bool:
         """Whether a call that has begun was woken once at most: no message of it comes very late."""

@@ -24,6 +24,7 @@ from tests.model.waiters import (
     in_order,
     known_in_line,
     one_wake_up,
+    passed_over_in_vain,
     side_by_side,
     with_the_broker,
     woken_are_let_in,
@@ -89,6 +90,12 @@ def test_calls_are_woken_once(options):
     assert_holds(Waiters("abc", **options, **SWEPT), [one_wake_up])
 
 
+@pytest.mark.parametrize("options", [{"tasks": "abc", "linger": True}, {"tasks": "abc", "slots": 3}])
+def test_nobody_is_passed_over_who_was_not_woken(options):
+    """Nobody would wake it for a lease, though its hand-over only ended while it asked again, or parked."""
+    assert_holds(Waiters(**{"late_wakes": 1, **SWEPT, **options}), [passed_over_in_vain])
+
+
 def test_waiting_calls_are_known_in_line():
     """With what wakes them, also while one that has been woken asks again."""
     assert_holds(Waiters("ab", linger=True, retries={"a": 1}, **LATE), [known_in_line])
@@ -135,6 +142,11 @@ def compares_no_attempts(lock: Lock, ticket: Ticket, attempt: int, copy: str) ->
 def stands_where_it_stood(lock: Lock, store: Store, heir: str, now: int, lease: int) -> Store:
     """First in line, as it was before the lock was handed to it in vain."""
     return Lock.put_back(lock, Lock.passed_over(lock, store, heir, 0, 0), now)
+
+
+def until_its_deadline(lock: Lock, store: Store, now: int) -> bool:
+    """Not longer, though nobody else has it."""
+    return now < store.holder.deadline
 
 
 def forgets_that_it_comes(lock: Lock, store: Store, heir: str) -> Store:
@@ -268,6 +280,8 @@ MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
         {"late": "a", "crashes": 2, "has_courier": lambda _, message: message.copy != ORIGINAL}),
     "courier ends when the lock is handed over": (with_the_broker, "ab", {"courier_ends": ends_if("handed")}),
     "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
+    "parked too late, and not its turn": (passed_over_in_vain, "abc",
+        {"linger": True, "is_kept": until_its_deadline, **LATE}),
     "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
     "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
     "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),

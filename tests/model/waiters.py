@@ -715,6 +715,13 @@ def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bo
     return len(set(woken)) == len(woken)
 
 
+def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """Who is passed over was woken before, or is about to be, or to ask."""
+    on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
+    on_their_way |= {task for process in after.processes for task in (process.heir, process.message.task)}
+    return _away(after.store) - _away(before.store) <= on_their_way
+
+
 def with_the_broker(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """A call that has not ended has a message, if only its courier, in the broker or in a worker's hands."""
     messages = {*after.broker, *[process.message for process in after.processes]}
