@@ -35,12 +35,14 @@ from redis.utils import HIREDIS_AVAILABLE
 
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
+from celery_setnx.acquire import info_of
 from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.guard import Guard
-from celery_setnx.keys import digest, key_name
-from celery_setnx.lock import ORIGINAL, HeldLock, Outcome, task_token
+from celery_setnx.keys import digest
+from celery_setnx.lock import HeldLock, Outcome
 from celery_setnx.message import Call
-from celery_setnx.run import info_of
+from celery_setnx.names import key_name
+from celery_setnx.record import ORIGINAL, task_token
 from examples.embedded import EmbeddedServer
 
 LEASE_S = 30

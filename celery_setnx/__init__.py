@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         UnkeyableCall,
     )
     from celery_setnx.fanout import CallOutcome, FanOut
-    from celery_setnx.lock import HeldLock, Holder, Outcome, SetnxLock
+    from celery_setnx.lock import HeldLock, Outcome, SetnxLock
     from celery_setnx.options import SingletonOptions
     from celery_setnx.publish import Duplicate, send_task
+    from celery_setnx.record import Holder
     from celery_setnx.task import SingletonTask, current_lock, singleton
 
 __version__ = "1.0.0"
@@ -45,8 +46,9 @@ _HOMES = {
         "UnkeyableCall",
     ),
     "fanout": ("CallOutcome", "FanOut"),
-    "lock": ("HeldLock", "Holder", "Outcome", "SetnxLock"),
+    "lock": ("HeldLock", "Outcome", "SetnxLock"),
     "options": ("SingletonOptions",),
+    "record": ("Holder",),
     "publish": ("Duplicate", "send_task"),
     "task": ("SingletonTask", "current_lock", "singleton"),
 }

@@ -28,10 +28,11 @@ from redis.connection import HiredisRespSerializer
 
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
-from celery_setnx.lock import DAY_S, HeldLock, Holder, SetnxLock
+from celery_setnx.lock import DAY_S, HeldLock, SetnxLock
 from celery_setnx.options import settings
 from celery_setnx.process import identity
 from celery_setnx.publish import send_task
+from celery_setnx.record import Holder
 from celery_setnx.scripts import Script
 from celery_setnx.signals import tick_late
 

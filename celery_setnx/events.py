@@ -20,7 +20,7 @@ from celery.utils.dispatch import Signal
 from celery_setnx.forks import between_forks
 from celery_setnx.guard import is_singleton
 from celery_setnx.keeper import start_real_thread
-from celery_setnx.lock import Holder
+from celery_setnx.record import Holder
 from celery_setnx.signals import (
     lock_conflict,
     lock_lost,

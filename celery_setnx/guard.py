@@ -13,13 +13,11 @@ from celery.backends.base import DisabledBackend
 
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError
-from celery_setnx.keys import KeyFunction, key_name, mark_name
+from celery_setnx.keys import KeyFunction
 from celery_setnx.lock import SetnxLock
 from celery_setnx.message import REPLACED, Call
+from celery_setnx.names import key_name, mark_name
 from celery_setnx.options import NAMES, Options, check_name, merged, plain, settings
-from celery_setnx.sweep import sweep_in_workers
-from celery_setnx.trial import check_at_worker_start
-from celery_setnx.waiting import add_courier
 
 logger = logging.getLogger("celery_setnx")
 
@@ -50,9 +48,6 @@ class Guard:
         self._locks: dict[str | None, SetnxLock] = {}
         self.key_function = self._key_function(self.options)
         check_name(f"scope of {task}", self.options.scope or task)
-        add_courier(app)
-        check_at_worker_start(app)
-        sweep_in_workers(app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""

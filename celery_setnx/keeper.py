@@ -23,7 +23,8 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock import HeldLock, renew_all, task_of
+from celery_setnx.lock import HeldLock, renew_all
+from celery_setnx.record import task_of
 
 try:
     from _queue import Empty, SimpleQueue  # gevent patches the one in the module queue

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import redis
 
-from celery_setnx.keys import instead_name, line_names, record_name, ticket_name
-from celery_setnx.lock import DAY_S, Holder, current_holder
+from celery_setnx.lock import DAY_S
+from celery_setnx.names import instead_name, line_names, record_name, ticket_name
+from celery_setnx.record import Holder, current_holder
 from celery_setnx.scripts import Script
 
 _PARK, _LEAVE, _INSTEAD = Script("park"), Script("leave"), Script("instead")

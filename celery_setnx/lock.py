@@ -12,13 +12,12 @@ import json
 import logging
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import redis
@@ -30,156 +29,33 @@ from celery_setnx.exceptions import (
     LockUnavailable,
     SetnxError,
 )
-from celery_setnx.keys import line_names, mark_name, record_name, ticket_name
+from celery_setnx.names import line_names, mark_name, record_name, ticket_name
 from celery_setnx.process import is_surely_dead
+from celery_setnx.record import (
+    ORIGINAL,
+    US,
+    Heir,
+    Holder,
+    Served,
+    Waiter,
+    current_holder,
+    parse_holder,
+    task_of,
+)
 from celery_setnx.scripts import Script
 
 logger = logging.getLogger("celery_setnx")
-
 DAY_S = 86_400.0
 _JSON = json.JSONEncoder(separators=(",", ":"))
-_NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _REMEMBER_RELEASE_MS = 60_000
-_US = 1_000_000
+
 HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
-ORIGINAL = "-"
-"""The copy that a call's first message is; those that wake it have ids of their own."""
-
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-
 _ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
 _HOLD, _FREE, _LOOK, _SERVE = Script("hold"), Script("free"), Script("look"), Script("serve")
-
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
-
-
-def task_token(task_id: str, retries: int | None, nonce: str) -> str:
-    """A task's token: proof of being the holder, new for every delivery."""
-    return f"{task_id}|{retries or 0}|{nonce}"
-
-
-def task_of(token: str) -> str | None:
-    """The id of the task whose token it is; None if it is no task's."""
-    parts = token.rsplit("|", 2)
-    return parts[0] if len(parts) == 3 else None
-
-
-@dataclass(frozen=True)
-class Waiter:
-    """A task that waits in line for a lock.
-
-    Attributes:
-        task_id: Its id.
-        place: Its place in the line; the first is 1.
-        since: Server time (Unix seconds) since which it waits.
-        age_s: Seconds for which it has waited.
-    """
-
-    task_id: str
-    place: int
-    since: float
-    age_s: float
-
-
-@dataclass(frozen=True)
-class Heir:
-    """The first in line, to which a lock was handed.
-
-    Attributes:
-        task_id: The task's id.
-        call: What it is woken with; None if it asks by itself, or its wake-up is on its way.
-        rest_s: Seconds until the lock has rested; 0 if it has been handed over.
-        taken_over_from: Who held the lock before, if that one has died.
-        server_time: The server's clock (Unix seconds) then; 0 if nobody has died.
-    """
-
-    task_id: str
-    call: str | None
-    rest_s: float = 0.0
-    taken_over_from: Holder | None = None
-    server_time: float = 0.0
-
-
-class Served(NamedTuple):
-    """What became of the service of a line.
-
-    Attributes:
-        heir: To whom the lock is handed; None if it is not.
-        holder: Who has it otherwise; None if nobody does.
-        look_in: Seconds after which it is time to look again; None if nobody waits, or that is not known.
-    """
-
-    heir: Heir | None
-    holder: Holder | None
-    look_in: float | None
-
-    @property
-    def waits(self) -> bool:
-        """Whether anybody may wait."""
-        return self != (None, None, None)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, or held it when it was taken over.
-
-    Attributes:
-        token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
-        deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
-        fence: The holder's fence; 0 if foreign.
-        state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
-            woken; or `foreign`: a lock that no program of ours has set.
-        since: Server time (Unix seconds) of the acquisition; None if foreign.
-        info: What the holder says of itself: task, task_id, worker, host, pid.
-        value: The lock's value in Redis.
-        waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
-        waiting: How many do.
-    """
-
-    token: str
-    deadline: float | None
-    fence: int
-    state: str
-    since: float | None
-    info: Mapping[str, Any] = field(default_factory=dict)
-    value: str = ""
-    waiters: tuple[Waiter, ...] = ()
-    waiting: int = 0
-
-    @property
-    def task_id(self) -> str | None:
-        """The holding task's id, or None if no task holds the lock."""
-        return self.info.get("task_id")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
-        return {
-            **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host", "pid")},
-            "state": self.state,
-            "fence": self.fence,
-            "since": self.since,
-            "deadline": self.deadline,
-            "value": self.value,
-            "description": str(self),
-        }
-
-    def __str__(self) -> str:
-        if self.state == "handed":
-            return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
-        if self.state == "foreign":
-            until = (
-                f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
-            )
-            return f"a foreign client (value {self.value!r}, {until})"
-        info = self.info
-        who = info.get("task") or f"token {self.token}"
-        who += f"[{self.task_id}]" if self.task_id else ""
-        where = (
-            f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""
-        )
-        return f"{who}{where}, {self.state} since {_clock(self.since)}"
 
 
 class Outcome(NamedTuple):
@@ -292,7 +168,7 @@ class HeldLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        rest_until = self._since_us + int(at_least_for * _US) if at_least_for else 0
+        rest_until = self._since_us + int(at_least_for * US) if at_least_for else 0
         return self._lock._release(self.token, rest_until, mark_for)[0]  # type: ignore[no-any-return]
 
     def hold(self, lease: float) -> Released:
@@ -325,7 +201,7 @@ class HeldLock:
             logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
-            self._ahead_s = now_us / _US - self._lock.clock()
+            self._ahead_s = now_us / US - self._lock.clock()
         elif deadline_us and now_us >= deadline_us:
             self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
         elif word == "gone":
@@ -516,11 +392,11 @@ class SetnxLock:
         """
         word, now_us, value, record, heir, call, next_us = _serve(self, dead, away, unsent)
         found = parse_holder(record, value, int(now_us))
-        look_in = max(0.0, (int(next_us) - int(now_us)) / _US) if next_us != "0" else None
+        look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
         if not heir:
             return Served(None, found if word == "held" else None, look_in)
         died = found if word == "taken_over" else None
-        heir = Heir(heir, call, taken_over_from=died, server_time=int(now_us) / _US if died else 0.0)
+        heir = Heir(heir, call, taken_over_from=died, server_time=int(now_us) / US if died else 0.0)
         return Served(heir, None, look_in)
 
     def release(self) -> Released:
@@ -580,7 +456,7 @@ class SetnxLock:
     def holder_and_time(self) -> tuple[Holder | None, float]:
         """Who holds the lock now, as `holder()`, and the server's clock (Unix seconds)."""
         now, value, record = _look(self.client, lock=self.name, record=self.record)[:3]
-        return current_holder(now, value, record), int(now) / _US
+        return current_holder(now, value, record), int(now) / US
 
     def holder_and_waiters(self) -> Holder | None:
         """Who holds the lock now, as `holder()`, and who waits in line for it.
@@ -596,8 +472,8 @@ class SetnxLock:
         found = current_holder(now, value, record)
         waiters = []
         for place, (task_id, since_us) in enumerate(zip(pairs[::2], pairs[1::2]), 1):
-            since_s = float(since_us) / _US
-            waiters.append(Waiter(task_id, place, since_s, max(0.0, int(now) / _US - since_s)))
+            since_s = float(since_us) / US
+            waiters.append(Waiter(task_id, place, since_s, max(0.0, int(now) / US - since_s)))
         return found and replace(found, waiters=tuple(waiters), waiting=int(waiting))
 
     def __enter__(self) -> HeldLock:
@@ -633,9 +509,9 @@ class SetnxLock:
         if len(reply) == 3:  # it was free, and nobody waits
             now_us = int(reply[1])
             held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us)
-            return Outcome(True, held, server_time=now_us / _US)
+            return Outcome(True, held, server_time=now_us / US)
         word, deadline_us, fence, now_us, value, record, mark, waiters = reply
-        server_time, remaining_us = now_us / _US, deadline_us - now_us
+        server_time, remaining_us = now_us / US, deadline_us - now_us
         if word == "stale":
             return Outcome(False, server_time=server_time, mark=mark, stale=True)
         found = parse_holder(record, value, now_us)
@@ -643,7 +519,7 @@ class SetnxLock:
             return Outcome(
                 False,
                 holder=found,
-                remaining_s=remaining_us / _US if deadline_us else None,
+                remaining_s=remaining_us / US if deadline_us else None,
                 server_time=server_time,
                 mark=mark,
                 waiters=int(waiters),
@@ -670,7 +546,7 @@ class SetnxLock:
             fence=fence,
             since_us=since_us,
             valid_until=self._valid_until(before, remaining_us),
-            ahead_s=now_us / _US - after,
+            ahead_s=now_us / US - after,
         )
         if after >= held._valid_until:
             held.release()
@@ -680,7 +556,7 @@ class SetnxLock:
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
         """Counted from before the send, so that the server's deadline is surely later."""
-        return before + remaining_us / _US - max(0.002, self.lease_s / 100)
+        return before + remaining_us / US - max(0.002, self.lease_s / 100)
 
     def _release(self, token: str, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
         """What the script answers, its heir known from now on."""
@@ -688,7 +564,7 @@ class SetnxLock:
         self.heir = None
         if len(reply) > 3:
             word, now_us, _value, heir, call = reply
-            rest_s = (rest_until_us - now_us) / _US if word == "resting" else 0.0
+            rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
             self.heir = Heir(heir, call, rest_s) if heir else None
         return reply
 
@@ -780,58 +656,8 @@ def _look(client: redis.Redis, *, lock: str, record: str, line: str | None = Non
     return _LOOK(client, (lock, record, line) if line else (lock, record))
 
 
-def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
-    """Who a lock's value and record speak of; a value that is not the record's own is a foreigner's."""
-    if value is None:
-        return None
-    deadline = min(float(value), 1e11) if _NUMBER.fullmatch(value) else None
-    if record is not None and deadline is not None:
-        token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
-        if value == str(-(-int(deadline_us) // _US)) or now_us < int(deadline_us):
-            return Holder(
-                token=token,
-                deadline=int(deadline_us) / _US,
-                fence=int(fence),
-                state=state,
-                since=int(since_us) / _US,
-                info={"task_id": info} if state == "handed" else _info(info, token),
-                value=value,
-            )
-    return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
-
-
-def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:
-    """Who holds a lock at a time; None if it is free, or its deadline has passed."""
-    found = parse_holder(record, value, int(now_us))
-    expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / _US
-    return None if expired else found
-
-
-def _info(text: str, token: str) -> dict[str, Any]:
-    """What a holder says of itself; nothing, if another program has put its own words there.
-
-    The id of the task is the token's, and not written down twice.
-    """
-    try:
-        info = json.loads(text)
-    except ValueError:
-        info = None
-    info = info if isinstance(info, dict) else {}
-    task_id = task_of(token)
-    return info if task_id is None else {"task_id": task_id, **info}
-
-
 def _encoded(info: Mapping[str, Any] | str) -> str:
     return info if isinstance(info, str) else _JSON.encode(info) if info else "{}"
-
-
-def _clock(moment: float | None) -> str:
-    if moment is None:
-        return "?"
-    try:
-        return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        return f"second {moment:.0f}"
 
 
 def _seconds(duration: float | timedelta) -> float:
@@ -839,7 +665,7 @@ def _seconds(duration: float | timedelta) -> float:
 
 
 def _us(seconds: float) -> int:
-    return round(seconds * _US)
+    return round(seconds * US)
 
 
 def _ms(seconds: float) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.keys import line_names, mark_name, record_name
-from celery_setnx.lock import Holder, parse_holder
+from celery_setnx.names import line_names, mark_name, record_name
+from celery_setnx.record import Holder, parse_holder
 from celery_setnx.scripts import Script
 
 GRACE_S = 10.0

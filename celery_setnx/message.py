@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from celery_setnx.keys import record_name
 from celery_setnx.line import Place
-from celery_setnx.lock import ORIGINAL
+from celery_setnx.names import record_name
+from celery_setnx.record import ORIGINAL
 
 logger = logging.getLogger("celery_setnx")
 
@@ -98,6 +98,15 @@ class Call(NamedTuple):
             return None  # another call's: the headers of a request were handed on
         told = {name: said[name] for name in said if name in _OPTIONAL}
         return cls(task, task_id, said["attempt"], **told, bare=False)
+
+    @classmethod
+    def told(cls, headers: Mapping[str, Any]) -> Call:
+        """The call that its header alone tells of, to its courier; ValueError if it tells of none."""
+        said = headers[HEADER]
+        call = cls.of(said["task"], {HEADER: said, "id": said["id"], "retries": said["attempt"]})
+        if not call.key:
+            raise ValueError(f"{call} has no key")
+        return call
 
     def as_headers(self) -> dict[str, Any]:
         """The header that says all this."""

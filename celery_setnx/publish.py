@@ -27,13 +27,13 @@ from celery_setnx.exceptions import (
     UnkeyableCall,
 )
 from celery_setnx.guard import Guard, is_singleton
-from celery_setnx.lock import Holder
 from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.message import Call, attempt_of
 from celery_setnx.options import Options, SingletonOptions, checked
+from celery_setnx.record import Holder
 from celery_setnx.signals import call_deduplicated
 from celery_setnx.switches import DISABLED
-from celery_setnx.waiting import let_the_line_go_on
+from celery_setnx.wake import let_the_line_go_on
 
 logger = logging.getLogger("celery_setnx")
 

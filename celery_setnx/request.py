@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
-from weakref import WeakSet
 
 from celery import Celery, bootsteps
 from celery.signals import task_received, task_rejected, task_unknown
@@ -19,6 +17,7 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.back import CONTENT_TYPE, EVENTS, NONCE
+from celery_setnx.children import KEEP_S, LOOK_S, in_thread, survive, watch_of_process
 from celery_setnx.connection import client_for
 from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
@@ -26,17 +25,14 @@ from celery_setnx.forks import between_forks
 from celery_setnx.guard import DECORATED
 from celery_setnx.keeper import keeper_for_process
 from celery_setnx.line import BEGUN_S, leave
-from celery_setnx.lock import ORIGINAL, SetnxLock, task_token
+from celery_setnx.lock import SetnxLock
 from celery_setnx.marks import Mark, free_all
 from celery_setnx.message import HEADER, Call
-from celery_setnx.process import has_ended
+from celery_setnx.record import ORIGINAL, task_token
 from celery_setnx.signals import lock_released
-from celery_setnx.waiting import leave_line, let_the_line_go_on, wake
+from celery_setnx.wake import leave_line, let_the_line_go_on, wake
 
 logger = logging.getLogger("celery_setnx")
-
-_LOOK_S = 0.2
-_KEEP_S = 60.0
 _PID_MAX = 2**22
 
 
@@ -73,19 +69,19 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
-            _watch_of_process().add(self)
+            watch_of_process().add(self)
         return super().on_accepted(pid, time_accepted)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Without `return_ok` the child has died, or is about to."""
         if not return_ok:
-            _watch_of_process().keep(self)
+            watch_of_process().keep(self)
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
         if not soft:
-            _watch_of_process().keep(self)
+            watch_of_process().keep(self)
         return super().on_timeout(soft, timeout)
 
     def revoked(self) -> bool:
@@ -98,9 +94,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
         revoked = bool(super().revoked())
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
-                _in_thread(self._free_held)
+                in_thread(self._free_held)
             elif self.call.marked:
-                _in_thread(self._free_mark)
+                in_thread(self._free_mark)
         return revoked
 
     def free_dead(self) -> None:
@@ -133,11 +129,11 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def _await_attempt_before(self) -> None:
         """It has sent this one, and may not have ended yet: only its end holds or marks."""
         lock = self._guard.lock(self.call, self.args, self.kwargs)
-        give_up = time.monotonic() + _KEEP_S
+        give_up = time.monotonic() + KEEP_S
         while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
             if time.monotonic() > give_up:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -220,7 +216,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
         return False
     if word == "handed":
         on = functools.partial(let_the_line_go_on, app, call.task, call.key, away=call.task_id)
-        _in_thread(functools.partial(_survive, on))
+        in_thread(functools.partial(survive, on))
     return word == "stale"
 
 
@@ -237,7 +233,7 @@ def _let_go(request: Any, **_details: Any) -> None:
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word
     if call.marked:
-        _in_thread(functools.partial(_survive, functools.partial(free_mark, request.app, call)))
+        in_thread(functools.partial(survive, functools.partial(free_mark, request.app, call)))
 
 
 @task_unknown.connect  # type: ignore[untyped-decorator]
@@ -247,7 +243,7 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     headers = message.headers or {}
     call = Call.of(str(headers.get("task")), headers)
     if call.marked or call.copy != ORIGINAL:
-        _in_thread(functools.partial(_survive, functools.partial(_forget, sender.app, call)))
+        in_thread(functools.partial(survive, functools.partial(_forget, sender.app, call)))
 
 
 def _forget(app: Celery, call: Call) -> None:
@@ -269,81 +265,3 @@ class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]
             _free_rejected(consumer, message)
 
         consumer.on_decode_error = on_decode_error
-
-
-class _ChildWatch:
-    """Notices within a fraction of a second that a child which runs a guarded task has died.
-
-    Celery may take seconds to notice. A thread, because the parent's event loop must wait for no Redis.
-    """
-
-    def __init__(self) -> None:
-        self._running: WeakSet[SingletonRequest] = WeakSet()
-        self._kept: dict[SingletonRequest, float] = {}
-        self._changed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, request: SingletonRequest) -> None:
-        """Watch the child of a request for as long as the request lives."""
-        self._running.add(request)
-        if self._thread is None:
-            self._thread = _in_thread(self._run)
-        if not self._changed.is_set():
-            self._changed.set()
-
-    def keep(self, request: SingletonRequest) -> None:
-        """Watch on although Celery has done with the request: its child has died, or is about to."""
-        if request in self._running:
-            self._kept[request] = time.monotonic() + _KEEP_S
-
-    def _run(self) -> None:
-        while True:
-            self._changed.wait()
-            self._changed.clear()
-            # Sleep before the first look: a stream of short tasks wakes this thread five times a second.
-            time.sleep(_LOOK_S)
-            while self._look():
-                time.sleep(_LOOK_S)
-
-    def _look(self) -> bool:
-        """Free the locks of the dead; true while there is anybody to look at."""
-        try:
-            requests = list(self._running)
-        except RuntimeError:  # changed by the main thread meanwhile
-            return True
-        for request in requests:
-            if request.worker_pid and has_ended(request.worker_pid):
-                self._running.discard(request)
-                self._kept.pop(request, None)
-                _survive(request.free_dead)
-        for request, until in list(self._kept.items()):
-            if time.monotonic() > until:
-                self._kept.pop(request, None)
-        return bool(requests)
-
-
-def _survive(free: Callable[[], object]) -> None:
-    """One request's trouble must not end the watch over all the others."""
-    try:
-        with between_forks:
-            free()
-    except Exception:
-        logger.exception("The lock of a dead child was not freed; its lease ends it.")
-
-
-def _watch_of_process() -> _ChildWatch:
-    pid = os.getpid()
-    watch = _watches.get(pid)
-    if watch is None:
-        watch = _watches.setdefault(pid, _ChildWatch())
-    return watch
-
-
-_watches: dict[int, _ChildWatch] = {}
-
-
-def _in_thread(function: Callable[[], None]) -> threading.Thread:
-    """The parent's event loop must wait neither for a child's end nor for Redis."""
-    thread = threading.Thread(target=function, name="celery_setnx-request", daemon=True)
-    thread.start()
-    return thread

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import redis
 
-from celery_setnx.keys import line_names, mark_name, record_name, scope_and_digest, take_over_name
 from celery_setnx.line import IN_LINE
-from celery_setnx.lock import Holder, Waiter, parse_holder
+from celery_setnx.names import line_names, mark_name, record_name, scope_and_digest
+from celery_setnx.record import Holder, Waiter, parse_holder
 from celery_setnx.scripts import Script, is_cluster
 
 BATCH = 1000
@@ -121,36 +120,6 @@ def last_holder(sighting: Sighting) -> Holder | None:
     if not deadline_us.isdecimal():
         return None
     return _holder(str(-(-int(deadline_us) // 1_000_000)), record, sighting.server_time)
-
-
-@dataclass(frozen=True)
-class TakeOver:
-    """The last time that a lock was taken over.
-
-    Attributes:
-        at: Server time (Unix seconds).
-        by: The call that took it over, or the first in line, to which it was handed.
-        holder: The dead holder's record, as `Holder.as_dict` has it.
-    """
-
-    at: float
-    by: str
-    holder: Mapping[str, Any]
-
-
-def note_take_over(client: Any, key: str, take_over: TakeOver, keep_s: float) -> None:
-    """Leave a note of a take-over, for who looks at the lock later. It is news, and decides nothing."""
-    if keep_s >= 0.001:
-        client.set(take_over_name(key), json.dumps(asdict(take_over)), px=int(keep_s * 1000))
-
-
-def last_take_over(client: Any, key: str) -> TakeOver | None:
-    """The last take-over of a lock; None if there was none within the retention."""
-    note = client.get(take_over_name(key))
-    try:
-        return None if note is None else TakeOver(**json.loads(note))
-    except (ValueError, TypeError):  # another program's words, or a newer version's
-        return None
 
 
 def drop(client: redis.Redis, sighting: Sighting) -> bool:

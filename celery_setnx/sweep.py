@@ -24,19 +24,12 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.connection import new_client
+from celery_setnx.courier import Order, may_be_woken, put_back, send_again
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.line import CLAIMED_AT_MOST, Claimed, claim, settle
 from celery_setnx.switches import DISABLED
-from celery_setnx.waiting import (
-    Order,
-    let_the_line_go_on,
-    lines_of,
-    may_be_woken,
-    next_look,
-    put_back,
-    send_again,
-)
+from celery_setnx.wake import let_the_line_go_on, lines_of, next_look
 
 logger = logging.getLogger("celery_setnx")
 
@@ -53,14 +46,14 @@ class CourierRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
-        with suppress(TypeError):  # it says nothing that is understood here
+        with suppress(ValueError):  # it says nothing that is understood here
             self.order = Order.of(told or {})
             _held.add(self)
 
     @cached_property
     def may_be_woken(self) -> bool:
         """Whether its call belongs into the line that it waits in, as far as its app knows."""
-        return may_be_woken(self.app, self.order)
+        return may_be_woken(self.app, self.order.call)
 
 
 _held: WeakSet[CourierRequest] = WeakSet()
@@ -141,11 +134,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
         try:
-            if order.task_id in revoked_tasks or not request.may_be_woken:
+            if order.call.task_id in revoked_tasks or not request.may_be_woken:
                 self._left.add(request)
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
-                        send_again(app, order)  # its worker throws it away, or runs it by the key that it has
+                        send_again(app, order)
             elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)

@@ -12,14 +12,17 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
+from celery_setnx.courier import add_courier
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.fanout import CallOutcome, FanOut, fan_out
 from celery_setnx.guard import DECORATED, Guard
-from celery_setnx.lock import HeldLock, Holder, SetnxLock
+from celery_setnx.lock import HeldLock, SetnxLock
 from celery_setnx.message import Call
 from celery_setnx.options import Options, SingletonOptions, checked
 from celery_setnx.publish import publish
+from celery_setnx.record import Holder
 from celery_setnx.run import Run, lock_of
+from celery_setnx.sweep import sweep_in_workers
 from celery_setnx.switches import DISABLED, EAGER_GUARDED
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class SingletonTask(Task):  # type: ignore[misc]
             layers.append(decorated)
         cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
         cls._guard = Guard(app, name, _signature(cls), layers, ignores_result=bool(cls.ignore_result))
+        _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
@@ -222,9 +226,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             return super().__call__(*args, **kwargs)
         run = Run(self, guard, request, args, kwargs)
         if not self._calls_run:
-            return run.guard(lambda: super(SingletonTask, self).__call__(*args, **kwargs))
+            return run.execute(lambda: super(SingletonTask, self).__call__(*args, **kwargs))
         request._protected = 1  # as Celery's own __call__ does in a worker: the request is used up
-        return run.guard(lambda: self.run(*args, **kwargs))
+        return run.execute(lambda: self.run(*args, **kwargs))
 
 
 @overload
@@ -301,7 +305,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         run = Run(task, _guard_of(task), task.request, own_args, kwargs)
-        return run.guard(lambda: function(*args, **kwargs))
+        return run.execute(lambda: function(*args, **kwargs))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -313,6 +317,7 @@ def _guard_of(task: Task) -> Guard:
     if guard is None:
         options = getattr(task.run, DECORATED)
         guard = Guard(task.app, task.name, _signature(type(task)), [options])
+        _prepare(task.app)
         needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
         if guard.options.on_conflict in ("wait", "join"):
             needy.append(f"on_conflict={guard.options.on_conflict!r}")
@@ -323,6 +328,13 @@ def _guard_of(task: Task) -> Guard:
             task.throws = (*task.throws, AlreadyRunning)
         task._setnx_guard = guard
     return guard
+
+
+def _prepare(app: Celery) -> None:
+    """Have the workers of an app look after its lines, and try its lock server when they start."""
+    add_courier(app)
+    sweep_in_workers(app)
+    app.steps["worker"].add("celery_setnx.trial:LockServerCheck")
 
 
 def _refuse_autoretried_raise(task: Task, options: Options) -> None:

@@ -22,15 +22,16 @@ from celery import Celery, Task
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.keeper import keeper_for_process
-from celery_setnx.keys import line_names, mark_name, record_name
-from celery_setnx.lock import HeldLock, SetnxLock, task_token
+from celery_setnx.lock import HeldLock, SetnxLock
+from celery_setnx.names import line_names, mark_name, record_name
 from celery_setnx.options import settings
 from celery_setnx.process import identity
+from celery_setnx.record import task_token
 from celery_setnx.scripts import Script
 from celery_setnx.survey import Sighting, survey, waiters
 from celery_setnx.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.task import guard_for, lock_for
-from celery_setnx.waiting import lines_of, wake
+from celery_setnx.wake import lines_of, wake
 
 __all__ = [
     "Held",

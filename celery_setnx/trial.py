@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import redis
-from celery import Celery, bootsteps
+from celery import bootsteps
 from redis.cluster import RedisCluster
 
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.line import Place, claim, leave, note_due, park, runs_instead, settle
-from celery_setnx.lock import ORIGINAL, HeldLock, SetnxLock, task_token
+from celery_setnx.lock import HeldLock, SetnxLock
 from celery_setnx.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.options import settings
+from celery_setnx.record import ORIGINAL, task_token
 from celery_setnx.scripts import is_cluster
 from celery_setnx.switches import DISABLED
 
@@ -53,11 +54,6 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         else:
             for memory in memories:
                 _warn_of_eviction(memory)
-
-
-def check_at_worker_start(app: Celery) -> None:
-    """Have workers of the app try its lock server when they start."""
-    app.steps["worker"].add(LockServerCheck)
 
 
 def trial_name(prefix: str) -> str:

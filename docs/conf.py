@@ -38,6 +38,6 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!celery_setnx\b).*")]
 nitpick_ignore = [
     ("py:class", "celery_setnx.task.Function"),
     ("py:class", "celery_setnx.message.Call"),
-    ("py:exc", "celery_setnx.waiting.Parked"),
-    ("py:exc", "celery_setnx.waiting.ItsTurn"),
+    ("py:exc", "celery_setnx.park.Parked"),
+    ("py:exc", "celery_setnx.park.ItsTurn"),
 ]

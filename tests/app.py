@@ -14,8 +14,8 @@ from celery import Celery, current_task
 from celery.result import AsyncResult
 from celery.signals import task_postrun, task_retry, task_revoked
 
-from celery_setnx import current_lock, signals, waiting
-from celery_setnx.waiting import COURIER
+from celery_setnx import courier, current_lock, signals, wake
+from celery_setnx.wake import COURIER
 from tests.harness import CONF, GATE_S, Journal
 
 BROKER_DB, LOCK_DB = 0, 1
@@ -28,14 +28,13 @@ control = redis.Redis.from_url(f"{URL}/0", socket_timeout=None)
 journal = Journal(control)
 
 
-def _pace(order: waiting.Order, server_time: float, pace: Any = waiting._pace) -> float:
+def _pace(order: courier.Order, server_time: float, pace: Any = courier.Order.pace) -> float:
     """A courier comes soon if its call says so (see `tests.stage.SOON`), and not in ten minutes."""
-    options = json.loads(order.call)["headers"]["singleton"].get("options", {})
-    return min(pace(order, server_time), options.get("retry_delay_max", 600))
+    return min(pace(order, server_time), order.call.options.get("retry_delay_max", 600))
 
 
-waiting._pace = _pace
-waiting._LOOK_S = 2.0  # instead of half a minute
+courier.Order.pace = _pace
+wake._LOOK_S = 2.0  # instead of half a minute
 
 
 def make_app(name: str, broker_db: int = BROKER_DB, **conf: Any) -> Celery:

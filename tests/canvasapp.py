@@ -7,7 +7,7 @@ from typing import Any
 from celery import chain, chord, current_task, group, signature
 from celery.signals import worker_init
 
-from celery_setnx import SingletonTask, current_lock, waiting
+from celery_setnx import SingletonTask, courier, current_lock
 from tests.app import journal, make_app, wait_for_gate
 
 MODES: dict[str, dict[str, str]] = {
@@ -29,7 +29,7 @@ app = make_app("canvasapp", BROKER_DB, broker_transport_options={"polling_interv
 @worker_init.connect
 def couriers_come_soon(**_details: Any) -> None:
     """To find that their calls have ended."""
-    waiting._pace = lambda order, server_time: 0.3
+    courier.Order.pace = lambda order, server_time: 0.3
 
 
 def turn(gate: str = "") -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from celery_setnx.back import Message
 from celery_setnx.connection import client_for
-from celery_setnx.keys import line_names
-from celery_setnx.waiting import COURIER
+from celery_setnx.names import line_names
+from celery_setnx.wake import COURIER
 from tests.harness import Journal, wait_until
 
 SOON = {"retry_delay_max": 0.3}

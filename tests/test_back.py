@@ -18,7 +18,7 @@ from celery_setnx import SingletonTask
 from celery_setnx.back import Message, is_pickled, seconds_until
 from celery_setnx.message import HEADER, Call
 from celery_setnx.request import SingletonRequest
-from celery_setnx.waiting import COURIER
+from celery_setnx.wake import COURIER
 from tests.conftest import LOCK_DB
 
 CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", bare=False)

@@ -12,7 +12,8 @@ import redis
 from celery import Celery
 
 from celery_setnx import SetnxLock, SingletonTask, doctor
-from celery_setnx.doctor import Finding, clock_of, examine
+from celery_setnx.check import Finding
+from celery_setnx.doctor import clock_of, examine
 from celery_setnx.marks import Mark, mark_all
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer

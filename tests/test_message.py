@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_setnx.lock import ORIGINAL
 from celery_setnx.message import HEADER, Call, attempt_of
+from celery_setnx.record import ORIGINAL
 from tests.test_layout import MODULES
 
 FULL = Call(

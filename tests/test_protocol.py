@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
-from celery_setnx.lock import Holder
+from celery_setnx.record import Holder
 from celery_setnx.testing import _age
 from tests.bounds import bound
 from tests.docs.pages import DOCS, ROOT, sections, table

@@ -5,7 +5,7 @@ import sys
 import threading
 from typing import Any
 
-from celery_setnx.request import _ChildWatch
+from celery_setnx.children import ChildWatch
 from tests.harness import raising, wait_until
 
 
@@ -21,7 +21,7 @@ class Delivery:
 
 def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     """An error while one lock is freed is logged, and the next child's death is noticed all the same."""
-    watch, freed = _ChildWatch(), threading.Event()
+    watch, freed = ChildWatch(), threading.Event()
     first = Delivery(raising(ZeroDivisionError))
     watch.add(first)  # type: ignore[arg-type]
     wait_until(lambda: "was not freed" in caplog.text, "the trouble is logged")

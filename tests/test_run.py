@@ -46,8 +46,8 @@ def run_of(task: Any, **options: Any) -> Run:
     return Run(task, task._guard, task.request, (), {})
 
 
-def guard(task: Any, body: Any) -> Any:
-    return run_of(task).guard(body)
+def execute(task: Any, body: Any) -> Any:
+    return run_of(task).execute(body)
 
 
 def test_forked_child_leaves_its_parents_lock_alone(task, locks):
@@ -61,7 +61,7 @@ def test_forked_child_leaves_its_parents_lock_alone(task, locks):
         assert not SetnxLock(locks, KEY).acquire().acquired
         return "parent"
 
-    if guard(task, body) == "child":
+    if execute(task, body) == "child":
         os._exit(0)
     assert SetnxLock(locks, KEY).acquire().acquired
 
@@ -80,7 +80,7 @@ def test_forked_child_leaves_its_parents_lock_alone(task, locks):
 def test_lock_is_held_until_the_retry_and_its_queue_lease(task, locks, when, seconds):
     """hold_on_retry: from now to the retry's time, however it is given, plus queue_lease."""
     with pytest.raises(Retry):
-        guard(task, raising(Retry(when=when(datetime.now(timezone.utc)))))
+        execute(task, raising(Retry(when=when(datetime.now(timezone.utc)))))
     outcome = SetnxLock(locks, KEY).acquire()
     assert outcome.holder.state == "held_for_retry"
     assert outcome.remaining_s == pytest.approx(3600 + seconds, abs=200)
@@ -98,7 +98,7 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks):
     """A redelivered message whose result says SUCCESS does not run again, and disturbs nothing."""
     redelivered.backend.mark_as_done(redelivered.request.id, "result")
     with pytest.raises(Ignore):
-        guard(redelivered, lambda: pytest.fail("the body ran"))
+        execute(redelivered, lambda: pytest.fail("the body ran"))
     assert SetnxLock(locks, KEY).acquire().acquired
 
 
@@ -108,7 +108,7 @@ def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeyp
     redelivered.backend.persistent = backend != "not persistent"
     if backend == "failing":
         monkeypatch.setattr(redelivered.backend, "get_task_meta", raising(OSError("gone")))
-    assert guard(redelivered, lambda: "ran") == "ran"
+    assert execute(redelivered, lambda: "ran") == "ran"
     assert ("its result is not known (gone)" in caplog.text) == (backend == "failing")
 
 
@@ -122,7 +122,7 @@ def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeyp
 )
 def test_what_became_of_the_lock_is_told_at_the_end_at_the_latest(task, locks, caplog, meanwhile, told):
     """A lock that vanished, or that a classic loser overwrote: the result stands, and the lock is free."""
-    assert guard(task, lambda: meanwhile(locks) and "done") == "done"
+    assert execute(task, lambda: meanwhile(locks) and "done") == "done"
     assert told in caplog.text
     assert not locks.exists(KEY)
 
@@ -138,7 +138,7 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
             task.lock.ensure()
         return "done"
 
-    assert run.guard(body) == "done"
+    assert run.execute(body) == "done"
     assert caplog.text.count("lost its lock setnx:{guarded}: its lease of 30 s ended") == 1
 
 
@@ -154,7 +154,7 @@ def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
         return release(*details)
 
     monkeypatch.setattr(run.lock, "_release", disturbing)
-    assert run.guard(lambda: "done") == "done"
+    assert run.execute(lambda: "done") == "done"
     assert caplog.text.count("gives its lock setnx:{guarded} back once more") == 1
     assert ("was not released: an event" in caplog.text) == (times == 2)
     wait_until(lambda: run.lock.holder() is None, "it is given back")
@@ -178,7 +178,7 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
     monkeypatch.setattr(run, "_give_back", noting)
     action = {"command": "cut_before", "reply": "drop_reply"}[lost]
     with proxy.fault(action, containing=lock_module._RELEASE.sha.encode(), times=4):
-        assert run.guard(lambda: "done") == "done"
+        assert run.execute(lambda: "done") == "done"
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
         wait_until(lambda: words, "it is given back")
@@ -197,7 +197,7 @@ def test_release_is_tried_until_redis_is_back(task, proxy, locks, caplog):
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run = run_of(task)
     with proxy.fault("cut_before", containing=lock_module._RELEASE.sha.encode(), times=10**6) as outage:
-        assert run.guard(lambda: "done") == "done"
+        assert run.execute(lambda: "done") == "done"
         at_first = outage.struck
         wait_until(lambda: outage.struck > 2 * at_first, "it was tried once more, in vain")
         assert run.lock.holder() is not None
@@ -214,7 +214,7 @@ def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
 
     monkeypatch.setattr(keeper, "forget", struck)
     with suppress(SoftTimeLimitExceeded):
-        run.guard(lambda: "done")
+        run.execute(lambda: "done")
     assert keeper._watched
     del run
     gc.collect()  # redis-py 5.0 leaves the frames of a NOSCRIPT in a cycle
@@ -228,7 +228,7 @@ def test_failing_release_keeps_the_bodys_own_error(task, monkeypatch, caplog):
     run = run_of(task)
     monkeypatch.setattr(run.lock, "_release", raising(SetnxError("no")))
     with pytest.raises(ZeroDivisionError):
-        run.guard(raising(ZeroDivisionError()))
+        run.execute(raising(ZeroDivisionError()))
     assert "] has ended, but its lock setnx:{guarded} was not released: no" in caplog.text
     monkeypatch.undo()
     run.lock.release()

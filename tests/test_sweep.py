@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask, sweep, waiting
+from celery_setnx import SetnxLock, SingletonTask, courier, sweep, wake
 from celery_setnx.connection import client_for
-from celery_setnx.keys import key_name, line_names
+from celery_setnx.courier import Order
 from celery_setnx.line import Place, claim, note_due, park
-from celery_setnx.lock import ORIGINAL
+from celery_setnx.message import Call
+from celery_setnx.names import key_name, line_names
+from celery_setnx.record import ORIGINAL
 from celery_setnx.sweep import Sweep
-from celery_setnx.waiting import Order, lines_of
+from celery_setnx.wake import lines_of
 from tests.harness import age
 
 
@@ -21,7 +23,7 @@ class Courier:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.may_be_woken = order.task != "gone"
+        self.may_be_woken = order.call.task != "gone"
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def swept(app, monkeypatch) -> Sweep:
     step = Sweep(SimpleNamespace(app=app))
     step._client = client_for(app)
     step.woken = []
-    monkeypatch.setattr(waiting, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
+    monkeypatch.setattr(wake, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
     return step
 
 
@@ -111,12 +113,10 @@ def test_lost_data_is_noticed_and_calls_of_couriers_here_are_put_back(app, locks
     holder = SetnxLock(locks, key, line=True, lease=600)
     holder.acquire()
     sent = []
-    monkeypatch.setattr(sweep, "send_again", lambda app, order: sent.append(order.task_id))
-    orders = {
-        task_id: Order(key, task, task_id, 0, "", since, "c", None, 60.0, 60.0, 600.0, False, "before")
-        for task_id, task, since in (("id-1", "t", "?"), ("id-2", "gone", 10.0), ("id-3", "t", 10.0))
-    }
-    requests = [Courier(order) for order in orders.values()]
+    monkeypatch.setattr(courier, "send_again", lambda app, order: sent.append(order.call.task_id))
+    waiting: Any = [("id-1", "t", "?"), ("id-2", "gone", 10.0), ("id-3", "t", 10.0)]
+    calls = [Call(task, task_id, key=key, since=since) for task_id, task, since in waiting]
+    requests = [Courier(Order(call, "c", None, 60.0, 60.0, 600.0, "before")) for call in calls]
     monkeypatch.setattr(sweep, "_couriers_here", lambda: requests)
     swept.sweep(app)
     assert sent == ["id-2"]  # of a task that is not known here: to be thrown away

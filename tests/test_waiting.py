@@ -11,18 +11,19 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
-from celery_setnx.keys import line_names, mark_name
+from celery_setnx.courier import Order
 from celery_setnx.lock import HAND_OVER_S
+from celery_setnx.message import Call
+from celery_setnx.names import line_names, mark_name
 from celery_setnx.process import has_ended
 from celery_setnx.testing import pass_time
-from celery_setnx.waiting import COURIER, Order
+from celery_setnx.wake import COURIER
 from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage, assert_one_at_a_time, revoke
 
@@ -582,11 +583,12 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     """Whatever goes wrong with it, the courier does not end before its call has begun. One of a newer worker,
     which says more, is understood."""
     first = stage.held()
-    work, unreadable = stage.tasks.work, {"task_id": "unreadable", "call": "no/type utf-8 nothing"}
-    times = {"since": 1.0, "until": 2.0, "lease": 1.0, "queue_lease": 5.0, "remember": 5.0, "epoch": ""}
-    about = {"key": work.lock_key(stage.key), "task": work.name, "attempt": 0, "call_id": "", "marked": False}
-    order = Order(**about, **times, **unreadable)  # until is over: it is to be sent
-    said = {"key": order.key, "order": {**asdict(order), "colour": "blue"}}
+    work = stage.tasks.work
+    call = Call(work.name, "unreadable", key=work.lock_key(stage.key), since=1.0)
+    times = {"until": 2.0, "lease": 1.0, "queue_lease": 5.0, "remember": 5.0, "epoch": ""}
+    order = Order(call, "no/type utf-8 nothing", **times)  # until is over: it is to be sent
+    said = order.as_kwargs()
+    said["order"]["colour"] = "blue"
     stage.tasks.app.tasks[COURIER].apply_async(kwargs=said, queue=stage.key)
     later = f"The courier of {order} comes back later"
     wait_until(lambda: doomed.log_text().count(later) >= 2, "it came twice")

@@ -10,14 +10,19 @@ import pytest
 from celery import Celery
 from celery.exceptions import Reject, Retry
 
-from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask, waiting
+from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx import park as parking
 from celery_setnx.back import Message
-from celery_setnx.keys import line_names, ticket_name
+from celery_setnx.courier import Order
+from celery_setnx.join import holders_result
 from celery_setnx.line import park
-from celery_setnx.lock import Heir, Holder, Outcome
+from celery_setnx.lock import Outcome
 from celery_setnx.message import Call
+from celery_setnx.names import line_names, ticket_name
 from celery_setnx.options import Options
-from celery_setnx.waiting import COURIER, Parked, holders_result, lines_of, wait_in_line, wake
+from celery_setnx.park import Parked, wait_in_line
+from celery_setnx.record import Heir, Holder
+from celery_setnx.wake import COURIER, lines_of, wake
 from tests.harness import age
 
 KEY = "setnx:{t}"
@@ -75,7 +80,8 @@ def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
     with pytest.raises(Parked) as caught:
         wait(task)
     (told,) = couriers(task.app, "far")
-    assert (told["key"], told["order"]["task_id"], told["order"]["since"]) == (KEY, "id-1", 10.0)
+    call = Order.of(told["order"]).call
+    assert (told["key"], call.key, call.task_id, call.since) == (KEY, KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
     assert 480 <= caught.value.when <= 600
 
@@ -86,7 +92,7 @@ def test_call_that_could_not_be_parked_has_a_courier_that_a_worker_heeds(server,
     def fail(*_: Any, **__: Any) -> None:
         raise LockUnavailable(KEY, "away for a moment")
 
-    monkeypatch.setattr(waiting, "park", fail)
+    monkeypatch.setattr(parking, "park", fail)
     with running(server.url(1), call_id="c") as task:
         with pytest.raises(Parked):
             wait(task)
@@ -140,7 +146,7 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
     with pytest.raises(Parked):
         wait_in_line(task, call, Options(on_conflict="join"), outcome)
     (told,) = couriers(task.app, "far")
-    assert (told["order"]["task_id"], told["order"]["epoch"]) == ("id-1", "")
+    assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):

@@ -21,8 +21,8 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from celery_setnx import SetnxLock
-from celery_setnx.keys import record_name
 from celery_setnx.lock import renew_all
+from celery_setnx.names import record_name
 from celery_setnx.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
 from tests import forks

@@ -16,7 +16,7 @@ from celery.signals import after_task_publish
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
 from celery_setnx import lock as lock_module
-from celery_setnx.keys import mark_name
+from celery_setnx.names import mark_name
 from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until

@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import worker_process_init
 
-from celery_setnx import Conflict, SingletonTask, run
+from celery_setnx import Conflict, SingletonTask, acquire
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]
@@ -19,7 +19,7 @@ __all__ = ["app", "arrival", "plain"]
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    who, wake = app.conf.get("dies_before_wake"), vars(run)["wake"]
+    who, wake = app.conf.get("dies_before_wake"), vars(acquire)["wake"]
 
     def die(app: Celery, heir: Any, key: str) -> None:
         if heir is not None and control.set("gate:died", "once", nx=True, ex=60):
@@ -28,7 +28,7 @@ def die_before_wake(**_details: Any) -> None:
         wake(app, heir, key)
 
     if who:
-        vars(run)["wake"] = die
+        vars(acquire)["wake"] = die
 
 
 WAITS = {"key": "name", "on_conflict": "wait", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 600}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from rich.console import RenderableType
 
-    from celery_setnx.doctor import Finding
+    from celery_setnx.check import Finding
 
 NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
@@ -129,7 +129,8 @@ def show(
     from celery_setnx.cli.asked import key_of, loaded, look_at, unknown
     from celery_setnx.cli.describe import page, process_of, rounded, row
     from celery_setnx.connection import client_for
-    from celery_setnx.survey import last_holder, last_take_over, waiters
+    from celery_setnx.survey import last_holder, waiters
+    from celery_setnx.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
     if target in app.tasks:
@@ -280,9 +281,9 @@ def _report(
     ctx: click.Context, examine: Callable[[Celery], Iterable[Finding]], *, strict: bool, as_json: bool
 ) -> None:
     """Print what is found of the app, as it comes; the exit code says whether any of it is bad."""
+    from celery_setnx.check import refused
     from celery_setnx.cli.asked import imported
     from celery_setnx.cli.describe import many
-    from celery_setnx.doctor import refused
     from celery_setnx.exceptions import OptionError
 
     counts = dict.fromkeys(_LEVELS, 0)

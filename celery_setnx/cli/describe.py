@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from celery_setnx.guard import Guard
-from celery_setnx.lock import Holder
 from celery_setnx.options import Options
 from celery_setnx.process import identity, is_surely_dead
+from celery_setnx.record import Holder
 from celery_setnx.survey import Sighting
 
 COLUMNS = {

@@ -15,10 +15,10 @@ from typing import Any
 from celery import Celery, Task
 from celery.signals import task_failure, task_postrun, task_received, task_revoked, task_unknown
 
-from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, run, signals, sweep
+from celery_setnx import LockLost, SingletonTask, acquire, current_lock, is_skipped, signals, sweep
 from celery_setnx import trial as trial_module
-from celery_setnx.lock import Heir
 from celery_setnx.message import Call
+from celery_setnx.record import Heir
 from tests.harness import CONF
 from tests.soak import flaws
 from tests.soak.history import History, note_renewals
@@ -212,7 +212,7 @@ def note_revoked(request: Any, **_details: Any) -> None:
 
 def _die_before_waking(order: Path) -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
-    wake = run.wake
+    wake = acquire.wake
 
     def dies(app: Celery, heir: Heir | None, key: str) -> None:
         if heir is not None and order.exists():
@@ -221,7 +221,7 @@ def _die_before_waking(order: Path) -> None:
             os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
         wake(app, heir, key)
 
-    run.wake = dies
+    acquire.wake = dies
 
 
 if os.environ.get("CHAOS_FLAW"):

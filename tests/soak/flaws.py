@@ -12,14 +12,17 @@ from typing import Any
 import redis
 from celery.signals import task_received, task_unknown
 
+from celery_setnx import acquire as acquire_module
 from celery_setnx import connection as connection_module
+from celery_setnx import courier as courier_module
+from celery_setnx import join as join_module
 from celery_setnx import keeper as keeper_module
 from celery_setnx import line as line_module
 from celery_setnx import lock as lock_module
+from celery_setnx import park as park_module
 from celery_setnx import request as request_module
-from celery_setnx import run as run_module
 from celery_setnx import scripts as scripts_module
-from celery_setnx import waiting as waiting_module
+from celery_setnx import wake as wake_module
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable
 from celery_setnx.keeper import Keeper
@@ -83,7 +86,7 @@ def _nothing(*_arguments: Any) -> None:
     """In place of what is left out."""
 
 
-_NO_WAKE = [(run_module, "wake", _nothing), (request_module, "wake", _nothing)]
+_NO_WAKE = [(acquire_module, "wake", _nothing), (request_module, "wake", _nothing)]
 _NO_SWEEP = [(Sweep, "sweep", _nothing)]
 
 ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
@@ -100,17 +103,17 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     # Whoever hands a lock over sends no wake-up; sweeps do, when the hand-over has ended.
     "no_wake": _NO_WAKE,
     # Couriers come, do nothing, and do not come again.
-    "no_courier": [(waiting_module, "_visit", _nothing)],
+    "no_courier": [(courier_module, "_visit", _nothing)],
     # No worker looks at any line, nor notices that Redis has lost its data.
     "no_sweep": _NO_SWEEP,
     # A wake-up that is not sent is sent by nobody.
     "lost_wake": [*_NO_WAKE, *_NO_SWEEP],
     # Whoever serves a line wakes nobody; whoever releases a lock does.
-    "serve_without_wake": [(waiting_module, "wake", _nothing)],
+    "serve_without_wake": [(wake_module, "wake", _nothing)],
     # All data of Redis look the same.
     "epoch_unnoticed": [(line_module, "_new_epoch", lambda: 1)],
     # That a call has begun is remembered no longer than that it waits.
-    "short_ticket": [(run_module, "BEGUN_S", 7200.0)],
+    "short_ticket": [(acquire_module, "BEGUN_S", 7200.0)],
 }
 """What is wrong with the code: where, the name, and what it stands for instead."""
 
@@ -181,19 +184,20 @@ def renewal_gives_up() -> None:
 def no_serve() -> None:
     """Nobody who comes lets a line go on; sweeps do."""
     seed("line_is_held")
-    waiting_module.let_the_line_go_on = _nothing
+    for module in (wake_module, courier_module, join_module, park_module):
+        module.let_the_line_go_on = _nothing
 
 
 def twin_wakes() -> None:
     """Each wake-up is sent twice, and nothing tells one from the other."""
-    wake = run_module.wake
+    wake = wake_module.wake
     Call.as_copy = lambda call: call._replace(copy="twin")
 
     def twice(app: Any, heir: Any, key: str) -> None:
         wake(app, heir, key)
         wake(app, heir, key)
 
-    for module in (run_module, request_module, waiting_module):
+    for module in (acquire_module, request_module, wake_module, park_module):
         module.wake = twice
 
 
@@ -209,7 +213,7 @@ def unknown_stays() -> None:
 
 def join_first() -> None:
     """A call ends with the result of the first of its key that was ever joined."""
-    joined = waiting_module._joined
+    joined = park_module._joined
 
     def first(task: Any, holder: Any, wait: Any) -> Any:
         now = joined(task, holder, wait)
@@ -218,7 +222,7 @@ def join_first() -> None:
         key = f"first:{task.request.args[0]}"
         return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
 
-    waiting_module._joined = first
+    park_module._joined = first
 
 
 def classic_recipe() -> type:

@@ -15,7 +15,7 @@ from celery.exceptions import TaskRevokedError
 from celery_setnx import LockTimeout, is_skipped
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed
-from celery_setnx.keys import line_names
+from celery_setnx.names import line_names
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until
@@ -113,7 +113,9 @@ def wait_for_waiters(task: Any, name: str, count: int) -> None:
 
     def are_there() -> bool:
         known = client_for(task.app).hvals(calls)
-        return len([call for call in known if not call.startswith(b"@")]) == count  # who lingers is not parked
+        return (
+            len([call for call in known if not call.startswith(b"@")]) == count
+        )  # who lingers is not parked
 
     wait_until(are_there, f"{count} in line")
 

@@ -1,0 +1,215 @@
+"""How a running call asks for its lock: patiently while Redis is away, again if another has just got it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+from celery import Task
+from celery.app.task import Context
+
+from celery_setnx.back import NONCE, come_back
+from celery_setnx.conflict import Conflict, backoff, policy_of
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.guard import Guard
+from celery_setnx.join import holders_result
+from celery_setnx.line import BEGUN_S
+from celery_setnx.lock import HAND_OVER_S, Outcome
+from celery_setnx.marks import Mark, Marked, free_all, mark_all
+from celery_setnx.message import Call
+from celery_setnx.process import identity
+from celery_setnx.record import ORIGINAL, Holder, task_token
+from celery_setnx.wake import leave_line, look_within, wake
+
+logger = logging.getLogger("celery_setnx")
+
+# What a message has of a call that another call, or what follows, waits for.
+_AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
+
+# A call that meets a lock as young as this, behind as few others, stands in line in its pool slot before it
+# is parked, as a mutex spins before it sleeps: between short bodies a message to and fro would take longer
+# than they do.
+_YOUNG_S = 0.02
+_LINGER_BEHIND = 3
+_LINGER_S = 0.1
+_LINGER_POLL_S = 0.0005
+
+
+@lru_cache(maxsize=1000)
+def info_of(pid: int, task: str, worker: str | None) -> str:
+    """What the records of a task's locks say of this process; the task's id is in the token."""
+    return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
+
+
+class Asking:
+    """A running call that asks for its lock.
+
+    Attributes:
+        call: What its message says of it, and what has come of asking.
+        options: The options of this call.
+        lock: Its lock, whoever has it.
+        lingers_since: Server time (Unix seconds) since which it stands in line in its pool slot; 0 if never.
+        has_parked: Whether it was about to be parked when its turn came.
+    """
+
+    def __init__(
+        self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.task, self.guard, self.request = task, guard, request
+        self.call = guard.fitting(Call.of(task.name, vars(request)))
+        self.lingers_since = 0.0
+        self.has_parked = False
+        try:
+            self.options = guard.options_of(self.call.options)
+            if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
+                guard.check_backend(self.options)
+            self.lock = guard.lock(self.call, args, kwargs, info_of(os.getpid(), task.name, request.hostname))
+        except SetnxError:
+            if self.call.marked:  # refused here, whatever its producer could know
+                free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
+            raise
+        if not self.call.key:
+            self.call = self.call._replace(key=self.lock.name)
+        nonce = (request.properties or {}).get(NONCE) or os.urandom(6).hex()
+        self.token = task_token(request.id, request.retries, nonce)
+
+    def ask(self) -> Outcome | None:
+        """The outcome; None if Redis cannot be asked, and the body is to run all the same.
+
+        A call that is going to wait asks again for a few milliseconds, if that may do.
+        """
+        while True:
+            outcome = self._linger()
+            if outcome is None or not (outcome.stale and self.call.bare and not self.call.redelivered):
+                return outcome
+            # The call that had this task id has begun long ago: this is another, which has no ticket.
+            self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
+
+    def conflict(self, outcome: Outcome) -> Conflict:
+        """What it has met."""
+        queued_as = self._queued_as(outcome.holder)  # which may mark the call
+        since = self.lingers_since or self.call.since or outcome.server_time
+        return Conflict(self.task, self.call._replace(since=since), self.options, outcome, queued_as)
+
+    def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
+        """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
+        give_up = None
+        pause = 0.05
+        while True:
+            try:
+                return ask()
+            except LockUnavailable as error:
+                if self.options.on_redis_error == "run":
+                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error)
+                    return unguarded
+                if self.options.on_redis_error == "raise":
+                    raise
+                give_up = give_up or self.lock.clock() + self.lock.lease_s
+                if self.lock.clock() >= give_up:
+                    come_back(self.task, self.call, backoff(self.options, self.call.waits), str(error))
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
+
+    def joined_result(self) -> Any:
+        """The result that a joining call ends with; `UNSET` if it is to run."""
+        return holders_result(self.task, self.call, self.options, *self.lock.holder_and_time())
+
+    def wake_heir(self) -> None:
+        """Wake the one to whom the lock was handed: by a release, or because nobody living had it."""
+        heir, self.lock.heir = self.lock.heir, None
+        if heir is not None:
+            wake(self.task.app, heir, self.lock.name)
+
+    def leave(self) -> None:
+        """Leave the line, if it stands there and ends without the lock."""
+        is_one_of_many = self.call.copy != ORIGINAL or self.has_parked
+        try:
+            leave_line(self.task.app, self.call, BEGUN_S if is_one_of_many else _LINGER_S)
+        except SetnxError as unheard:
+            logger.warning("%s has ended, and has not left the line: %s", self.call, unheard)
+
+    def waited_s(self, outcome: Outcome) -> float:
+        """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
+        since = self.lingers_since or self.call.since
+        return max(0.0, outcome.server_time - since) if since else 0.0
+
+    def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
+        call = self.call
+        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
+        if linger or call.attempt or call.redelivered or call.copy != ORIGINAL or self.has_parked:
+            details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
+            details |= {"linger": linger, "since": self._since_s() if since is None else since}
+        same_host = self.guard.settings.same_host
+        outcome: Outcome | None = self.patiently(
+            partial(self.lock.acquire_at_death, same_host=same_host, **details), None
+        )
+        if self.lock.heir is not None:  # it has served the line
+            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
+            self.wake_heir()
+        if outcome is not None and outcome.holder is not None and self.request.is_eager:
+            # An eager replace() runs within the body, and under the lock, that it replaces.
+            return None if outcome.holder.task_id == self.request.id else outcome
+        return outcome
+
+    def _linger(self) -> Outcome | None:
+        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
+            return self._acquire()
+        outcome = self._acquire(linger=_YOUNG_S)
+        if outcome is None or outcome.holder is None:
+            return outcome
+        self.lingers_since = since = self.call.since or outcome.server_time
+        give_up = self.lock.clock() + _LINGER_S
+        if outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0:
+            return outcome
+        while outcome is not None and self._is_young(outcome.holder, outcome.server_time):
+            if self.lock.clock() > give_up:
+                break
+            time.sleep(_LINGER_POLL_S * max(1, outcome.waiters))
+            outcome = self._acquire(linger=_YOUNG_S, since=since)
+        return outcome
+
+    def _is_young(self, holder: Holder | None, server_time: float) -> bool:
+        """True if another call has had the lock, or was woken for it, since a moment ago."""
+        if holder is None or holder.since is None or holder.task_id == self.request.id:
+            return False
+        return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
+
+    def _since_s(self) -> float:
+        """Server time since which this attempt waits; 0 if it does not."""
+        return self.call.since if self.call.copy != ORIGINAL else 0.0
+
+    def _remember_s(self) -> float:
+        """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
+        is_woken = self.call.copy != ORIGINAL or self.has_parked
+        return BEGUN_S if is_woken or (self.call.redelivered and self.options.may_wait) else 0.0
+
+    def _queued_as(self, holder: Holder | None) -> str | None:
+        """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
+
+        For a call that nobody has asked when it was published, as beat publishes a task that it has not
+        imported: without this every tick would wait in line, and run.
+        """
+        request = self.request
+        awaited = any(getattr(request, name, None) for name in _AWAITED)
+        # Another delivery of the call that runs is not queued: what is published now must run after it.
+        is_own = holder is not None and holder.task_id == request.id
+        if self.options.dedupe != "until_started" or awaited or not self.call.bare or is_own:
+            return None
+        if request.is_eager:
+            return None
+        mark = Mark(self.lock.name, request.id)
+        lease = self.options.queue_lease
+        (found,) = mark_all(self.lock.client, [mark], dedupe=self.options.dedupe, lease=lease)
+        if not isinstance(found, Marked):
+            return None  # it waits all the same
+        if not found.is_duplicate:
+            self.call = self.call._replace(marked=True)
+            return None
+        return found.task_id

@@ -1,0 +1,201 @@
+"""The courier: a task of our own that stays with the broker for each call that waits.
+
+It is for one thing only: that Redis has lost its data. It comes every ten minutes until its call has begun,
+and puts that back into a line that has lost it. It is a message of its own, and not a delayed copy of the
+call, because a copy that comes too late does harm before we are asked: Celery stores STARTED for it, or
+REVOKED when it has expired, over the result of a call that ran long ago. A courier has no result.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from celery import Celery, Task
+from celery._state import connect_on_app_finalize
+from celery.exceptions import Reject
+from celery.states import READY_STATES
+
+from celery_setnx.back import Message, deliverable
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockRefused
+from celery_setnx.line import BEGUN_S, Found, Place, leave, park
+from celery_setnx.marks import Mark, extend_all
+from celery_setnx.message import Call
+from celery_setnx.wake import COURIER, is_of_its_scope, let_the_line_go_on, look_in, look_within, remaining_s
+
+logger = logging.getLogger("celery_setnx")
+
+_PACE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a courier knows of the call that it looks after.
+
+    Attributes:
+        call: The call, its key among all that its message says of it.
+        message: What it is woken with.
+        until: Server time after which it is woken to fail, for its `max_wait` or expiry; None for never.
+        lease: The option.
+        queue_lease: The option.
+        remember: Seconds for which Redis remembers that the call waits.
+        epoch: Of Redis' data, when the call was parked; empty if that is not known.
+        resent: Whether a courier has sent the call. Defaults to False.
+    """
+
+    call: Call
+    message: str
+    until: float | None
+    lease: float
+    queue_lease: float
+    remember: float
+    epoch: str
+    resent: bool = False
+
+    @property
+    def place(self) -> Place:
+        """The call's place in the line."""
+        return self.call.place(BEGUN_S if self.resent else self.remember)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Order:
+        """The order that a courier is told; a newer worker may have told more. ValueError if it is none."""
+        try:
+            known = {name: told[name] for name in cls.__dataclass_fields__ if name in told}
+            return cls(**{**known, "call": Call.told(told["call"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no order for a courier ({error!r})") from None
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """What its courier is told, in plain values."""
+        return {"key": self.call.key, "order": {**vars(self), "call": self.call.as_headers()}}
+
+    def send(self, courier: Message, app: Celery, countdown: float) -> None:
+        """Send the courier the way of a message that is here."""
+        courier.send_new(app, COURIER, self.as_kwargs(), countdown)
+
+    def pace(self, server_time: float) -> float:
+        """Seconds until the courier comes: when its call is to be sent, and not all at once."""
+        pace = _PACE_S * random.uniform(0.8, 1.0)
+        left_s = None if self.until is None else self.until - server_time
+        return min(pace, left_s) if left_s and left_s > 0 else pace
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+class Courier(Task):  # type: ignore[misc]
+    """Looks after a call that waits for a lock, or only sees to the lock."""
+
+    name = COURIER
+    ignore_result = True
+    acks_late = True
+    reject_on_worker_lost = True
+    Request = "celery_setnx.sweep:CourierRequest"
+
+    def run(self, key: str, task: str = "", order: Mapping[str, Any] | None = None) -> None:
+        """Look after the call that it is told of; without one, let the line of the task's key go on."""
+        if order is None:
+            let_the_line_go_on(self.app, task, key)
+        else:
+            _visit(self, Order.of(order))
+
+
+@connect_on_app_finalize  # type: ignore[untyped-decorator]
+def add_courier(app: Celery) -> None:
+    """Have an app know the courier: when it is finalized, or later, when it gets its first guarded task."""
+    if COURIER not in app._tasks:
+        courier = type("Courier", (Courier,), {"__module__": __name__})()
+        app._tasks[COURIER] = courier
+        courier.bind(app)
+
+
+def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:
+    """See to it that a call is in its line: what it finds, and the epoch; None if it waits no more.
+
+    If Redis has lost its data, a holder may say for `wait_s` that it is there still: it is told before it is
+    overtaken. A call that may not be woken here is sent, and waits no more: its worker throws it away, or
+    runs it by the key that it has.
+    """
+    client, call = client_for(app), order.call
+    found = park(client, order.place, since=call.since, call=order.message)
+    if found.state == "stale":
+        return None
+    if found.state == "new" and _has_ended(app, order):  # before Redis forgot it
+        leave(client, replace(order.place, remember=BEGUN_S), copy=COURIER)
+        return None
+    waits = found.state == "new" and wait_s > 0
+    within = wait_s if waits else look_in(remaining_s(found), order.lease)
+    epoch = look_within(app, call.task, call.key, within)
+    if found.holder is None and not waits:
+        let_the_line_go_on(app, call.task, call.key)
+    if not may_be_woken(app, call):
+        send_again(app, order)
+        return None
+    return found, epoch
+
+
+def may_be_woken(app: Celery, call: Call) -> bool:
+    """True if a call belongs into the line that it waits in; a deploy may have changed that."""
+    return call.task in app.tasks and is_of_its_scope(app, call)
+
+
+def send_again(app: Celery, order: Order) -> None:
+    """Send a call once more, as a copy of its own: its courier had it from its broker, not from its line."""
+    call, message = Message.unpacked(app, order.message)
+    message.send(app, call.as_copy())
+
+
+def _visit(courier: Task, order: Order) -> None:
+    """See to it that a parked call is in its line, and come back as long as it waits."""
+    try:
+        left = _look_after(courier.app, order)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
+        logger.warning("The courier of %s comes back later: %s", order, error)
+        left = order, random.uniform(5.0, 30.0)
+    if left is None:
+        return
+    order, countdown = left
+    countdown = deliverable(courier.app, countdown)
+    try:
+        order.send(Message.of(courier), courier.app, countdown)
+    except Exception as error:
+        time.sleep(min(countdown, 1.0))  # it is delivered again at once
+        raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
+
+
+def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:
+    """Put a call into its line; what the courier is told next, and in how many seconds; None: no more."""
+    try:
+        back = put_back(app, order, wait_s=order.lease / 2)
+    except LockRefused as error:
+        logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
+        send_again(app, order)
+        return None
+    if back is None:
+        return None
+    found, epoch = back
+    order = replace(order, epoch=epoch)
+    if order.until is not None and found.server_time >= order.until:
+        send_again(app, order)
+        order = replace(order, resent=True)
+    countdown = order.pace(found.server_time)
+    if order.call.marked:
+        mark = Mark(order.call.key, order.call.task_id)
+        extend_all(client_for(app), [mark], [countdown + order.queue_lease])
+    return order, countdown
+
+
+def _has_ended(app: Celery, order: Order) -> bool:
+    if not app.backend.persistent:
+        return False
+    try:
+        return app.backend.get_task_meta(order.call.task_id)["status"] in READY_STATES
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
+        logger.warning("%s waits for %s again: its result is not known (%s).", order, order.call.key, error)
+        return False

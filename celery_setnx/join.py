@@ -1,0 +1,64 @@
+"""What a call with `on_conflict="join"` ends with, when its turn has come: the result it has waited for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from billiard.exceptions import WorkerLostError
+from celery import Task
+from celery.exceptions import Ignore, Retry
+from celery.states import FAILURE, RETRY, REVOKED, SUCCESS
+
+from celery_setnx.back import come_back
+from celery_setnx.connection import client_for
+from celery_setnx.line import runs_instead
+from celery_setnx.message import Call
+from celery_setnx.options import UNSET, Options
+from celery_setnx.park import remember_s
+from celery_setnx.record import Holder
+from celery_setnx.wake import leave_line, let_the_line_go_on
+
+logger = logging.getLogger("celery_setnx")
+
+_ASK_AGAIN_S = 0.05
+_ASKED_AT_MOST = 7  # 6.4 s in all
+
+
+def holders_result(
+    task: Task, call: Call, options: Options, holder: Holder | None, server_time: float
+) -> Any:
+    """What a woken call with `on_conflict="join"` ends with: the result of the call that it has waited for.
+
+    A result is stored after the lock is released, so it is asked for again a few times; one that does not
+    come is that of a call which died. So is that of a call that was revoked, or whose process was lost:
+    Celery would take that error for the loss of this one's. Then the first who asks runs in its stead, and
+    the others wait for that one's result. `UNSET` if this call is to run.
+    """
+    known_dead = {call.task_id}
+    while True:
+        joined, asked = call.join, call.asked
+        if joined is None or joined in known_dead or (holder is not None and holder.task_id == joined):
+            return UNSET
+        meta = task.backend.get_task_meta(joined)
+        state = meta["status"]
+        died = isinstance(meta["result"], (WorkerLostError, MemoryError))
+        ended = state == SUCCESS or (state == FAILURE and not died)
+        cancelled = isinstance(meta["result"], Retry)  # by a cold shutdown; nobody sends it again
+        comes_again = state == RETRY and not cancelled and call.waited_s(server_time) < options.queue_lease
+        if ended or not (died or state == REVOKED or (asked >= _ASKED_AT_MOST and not comes_again)):
+            break
+        known_dead.add(joined)
+        place = call.place(remember_s(task.app, options))
+        call = call._replace(join=runs_instead(client_for(task.app), place, of=joined), asked=0)
+    if not ended:  # it keeps its place and its courier: whoever dies while it asks, it comes again
+        let_the_line_go_on(task.app, call.task, call.key, away=call.task_id)
+        countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
+        reason = f"the result of {joined}, which it has waited for, is not stored"
+        come_back(task, call._replace(asked=asked + 1), countdown, reason)
+    if leave_line(task.app, call) == "stale":
+        raise Ignore("another message has started this call")
+    logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
+    if state == FAILURE:
+        raise meta["result"]
+    return meta["result"]

@@ -1,0 +1,64 @@
+"""The names of the keys in Redis: those beside a lock, in its cluster slot, and the set of all lines."""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+
+_SCOPE_AND_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
+
+
+def key_name(prefix: str, scope: str, key_digest: str) -> str:
+    """A lock's Redis key: `<prefix>:{<scope>:<digest>}`, or `<prefix>:{<scope>}` for a whole task."""
+    return f"{prefix}:{{{scope}:{key_digest}}}" if key_digest else f"{prefix}:{{{scope}}}"
+
+
+def scope_and_digest(lock_name: str) -> tuple[str, str]:
+    """The scope in a lock's Redis key, and the digest; that is empty for a whole task."""
+    inner = lock_name[lock_name.find("{") + 1 : -1] if lock_name.endswith("}") else lock_name
+    match = _SCOPE_AND_DIGEST.fullmatch(inner)
+    return (match[1], match[2]) if match else (inner, "")
+
+
+def record_name(lock_name: str) -> str:
+    """The name of a lock's record, in the same cluster slot; ValueError if no name beside this one can be."""
+    start = lock_name.find("{")
+    end = lock_name.find("}", start + 1)
+    if start >= 0 and end > start + 1:
+        return f"{lock_name}:holder"
+    if "}" in lock_name or not lock_name:
+        raise ValueError(
+            f"a lock cannot be named {lock_name!r}: no record beside it would share its cluster slot; "
+            "name it without '}', or with one whole {tag}"
+        )
+    return f"{{{lock_name}}}:holder"
+
+
+def mark_name(lock_name: str) -> str:
+    """The name of the mark beside a task's lock, in the same cluster slot."""
+    return f"{lock_name}:queued"
+
+
+def line_names(lock_name: str) -> tuple[str, str]:
+    """The names of the line of those who wait for a task's lock, and of their calls, in the same slot."""
+    return f"{lock_name}:line", f"{lock_name}:calls"
+
+
+def instead_name(lock_name: str, task_id: str) -> str:
+    """The name of the key that says who runs in the stead of a task that died with the lock."""
+    return f"{lock_name}:instead:{task_id}"
+
+
+def lines_name(prefix: str, broker: str) -> str:
+    """The name of the set of all lines whose calls come from one broker, by its URL without a user."""
+    return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"
+
+
+def take_over_name(lock_name: str) -> str:
+    """The name of the note of the last take-over of a task's lock, in the same slot."""
+    return f"{lock_name}:taken_over"
+
+
+def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
+    """The name of the ticket of a call that waits for its lock, in the same slot."""
+    return f"{lock_name}:ticket:{task_id}:{call_id}" if call_id else f"{lock_name}:ticket:{task_id}"

@@ -1,0 +1,177 @@
+"""How a call comes to wait in line: its delivery ends, and it is woken when its turn has come.
+
+A call that meets a held lock under `on_conflict="wait"` is in two places at once:
+
+- in the line beside the lock, in Redis, with all that it takes to send it again. The script that releases
+  the lock hands it to the first in line, and the process that released it sends that call: a wake-up is a
+  message, not a poll (see `wake`).
+- in the broker, with a courier (see `courier`). That is sent first: whatever Redis loses, the call is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+from celery import Celery, Task
+from celery.exceptions import Ignore
+
+from celery_setnx.back import (
+    Message,
+    Waits,
+    come_back,
+    deliverable,
+    is_pickled,
+    not_taken_back,
+    seconds_until,
+    visibility_timeout_s,
+)
+from celery_setnx.connection import client_for
+from celery_setnx.courier import Order
+from celery_setnx.exceptions import LockRefused, SetnxError
+from celery_setnx.line import Found, park
+from celery_setnx.lock import Outcome
+from celery_setnx.message import Call
+from celery_setnx.options import Options
+from celery_setnx.record import ORIGINAL, Heir, Holder
+from celery_setnx.signals import lock_waiting
+from celery_setnx.wake import is_of_its_scope, let_the_line_go_on, look_in, look_within, remaining_s, wake
+
+logger = logging.getLogger("celery_setnx")
+
+_VISIBILITY_S = 3600.0  # of a broker that has no such timeout
+
+
+class Parked(Waits):
+    """A call waits in line: its delivery has ended, and it is woken when its turn has come."""
+
+
+class ItsTurn(Exception):
+    """A call that was about to wait may have its lock: it is to acquire it."""
+
+
+def remember_s(app: Celery, options: Options) -> float:
+    """Seconds for which it is remembered that a call waits."""
+    return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
+
+
+def may_stand_in_line(task: Task, call: Call) -> bool:
+    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle."""
+    return not is_pickled(task) and is_of_its_scope(task.app, call)
+
+
+def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
+    """Park the running call: it is woken when its turn has come.
+
+    Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with Ignore if another message has
+    started the call; or, if the broker takes no courier, as `not_taken_back`.
+    """
+    parking = _Parking(task, call, options, outcome)
+    if not parking.has_courier and not parking.is_parked_first:
+        parking.send_courier()
+    try:
+        found = parking.ask()
+    except SetnxError as error:
+        parking.go_without_place(error)
+    if found.state == "stale":
+        raise Ignore("another message has started this call")
+    parking.note_holder(found)
+    if parking.is_parked_first:
+        parking.send_courier()
+    if found.state == "handed" or (found.holder is None and found.place == 1):
+        raise ItsTurn  # it came free meanwhile
+    parking.wait(found)
+
+
+class _Parking:
+    """A running call on its way into the line."""
+
+    def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
+        self.task, self.app, self.options, self.met = task, task.app, options, call
+        self.holder = cast("Holder", outcome.holder)
+        # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
+        # courier away until it is parked; if the broker has the message still, that may be done first.
+        self.has_begun = call.redelivered
+        self.has_courier = call.copy != ORIGINAL and not self.has_begun
+        self.is_parked_first = self.has_begun and task.acks_late
+        self.call = call._replace(waits=call.waits + 1, asked=0)
+        if options.on_conflict == "join":
+            self.call = self.call._replace(join=_joined(task, self.holder, call))
+        self.message = Message.of(task)
+        self.order = Order(
+            call=self.call,
+            message=self.message.packed(self.call),
+            until=_until(self.app, options, call.since, outcome.server_time, task.request.expires),
+            lease=options.lease,
+            queue_lease=options.queue_lease,
+            remember=remember_s(self.app, options),
+            epoch=self.look_within(outcome.remaining_s),
+        )
+        self.reason = f"{call.key} is held by {self.holder}"
+        self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
+
+    def look_within(self, holds_s: float | None) -> str:
+        """Have a worker look at the line when the holder's deadline has passed."""
+        return look_within(self.app, self.call.task, self.call.key, look_in(holds_s, self.options.lease))
+
+    def send_courier(self) -> None:
+        """Send it, or have the call not taken back."""
+        try:
+            self.order.send(self.message, self.app, self.countdown)
+        except Exception as error:  # noqa: BLE001 - whatever the transport raises
+            not_taken_back(self.task, self.call, error, self.reason, self.countdown)
+
+    def ask(self) -> Found:
+        """Ask for a place in the line."""
+        order = self.order
+        place, copy = order.place, self.met.copy
+        return park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
+
+    def go_without_place(self, error: SetnxError) -> NoReturn:
+        """Redis does not say whether the call is in line."""
+        if self.has_begun:  # its ticket sends a courier away
+            pause = min(self.countdown, self.options.retry_delay_max)
+            reason = f"its place in line is not known ({error})"
+            come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
+        logger.warning("%s waits, and only its courier knows: %s", self.call, error)
+        if self.has_courier and isinstance(error, LockRefused):
+            raise error  # which is what its courier has sent it for
+        if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
+            self.order = replace(self.order, epoch="")
+            self.send_courier()
+        raise Parked(self.reason, self.countdown) from None
+
+    def note_holder(self, found: Found) -> None:
+        """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
+        if found.holder is None or found.holder.token != self.holder.token:
+            self.look_within(remaining_s(found))
+
+    def wait(self, found: Found) -> NoReturn:
+        """End the delivery, and see to a lock that nobody is going to release."""
+        app, call = self.app, self.call
+        logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
+        about = {"task_id": call.task_id, "key": call.key, "holder": self.holder, "place": found.place}
+        lock_waiting.send(sender=self.task, **about)
+        if found.holder is None:  # it came free meanwhile, for those before this one
+            with suppress(SetnxError):  # a sweep sees to it
+                let_the_line_go_on(app, call.task, call.key)
+        elif found.holder.state == "resting":  # since its release nobody is there to wake
+            wake(app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
+        raise Parked(self.reason, self.countdown)
+
+
+def _joined(task: Task, holder: Holder, call: Call) -> str | None:
+    """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
+    if holder.state in ("running", "held_for_retry") and holder.info.get("task") == task.name:
+        return holder.task_id
+    return call.join
+
+
+def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
+    """Server time at which a call has waited for its `max_wait`, or expires."""
+    ends = [] if options.max_wait is None else [since + options.max_wait]
+    if expires:
+        ends.append(server_time + seconds_until(app, expires))
+    return min(ends, default=None)

@@ -1,0 +1,193 @@
+"""What a lock's keys say: whose it is, who waits, whose turn it is. Values; nothing here asks a server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+_NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
+US = 1_000_000
+
+ORIGINAL = "-"
+"""The copy that a call's first message is; those that wake it have ids of their own."""
+
+
+def task_token(task_id: str, retries: int | None, nonce: str) -> str:
+    """A task's token: proof of being the holder, new for every delivery."""
+    return f"{task_id}|{retries or 0}|{nonce}"
+
+
+def task_of(token: str) -> str | None:
+    """The id of the task whose token it is; None if it is no task's."""
+    parts = token.rsplit("|", 2)
+    return parts[0] if len(parts) == 3 else None
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """A task that waits in line for a lock.
+
+    Attributes:
+        task_id: Its id.
+        place: Its place in the line; the first is 1.
+        since: Server time (Unix seconds) since which it waits.
+        age_s: Seconds for which it has waited.
+    """
+
+    task_id: str
+    place: int
+    since: float
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Heir:
+    """The first in line, to which a lock was handed.
+
+    Attributes:
+        task_id: The task's id.
+        call: What it is woken with; None if it asks by itself, or its wake-up is on its way.
+        rest_s: Seconds until the lock has rested; 0 if it has been handed over.
+        taken_over_from: Who held the lock before, if that one has died.
+        server_time: The server's clock (Unix seconds) then; 0 if nobody has died.
+    """
+
+    task_id: str
+    call: str | None
+    rest_s: float = 0.0
+    taken_over_from: Holder | None = None
+    server_time: float = 0.0
+
+
+class Served(NamedTuple):
+    """What became of the service of a line.
+
+    Attributes:
+        heir: To whom the lock is handed; None if it is not.
+        holder: Who has it otherwise; None if nobody does.
+        look_in: Seconds after which it is time to look again; None if nobody waits, or that is not known.
+    """
+
+    heir: Heir | None
+    holder: Holder | None
+    look_in: float | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether anybody may wait."""
+        return self != (None, None, None)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, or held it when it was taken over.
+
+    Attributes:
+        token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
+        deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
+        fence: The holder's fence; 0 if foreign.
+        state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
+            woken; or `foreign`: a lock that no program of ours has set.
+        since: Server time (Unix seconds) of the acquisition; None if foreign.
+        info: What the holder says of itself: task, task_id, worker, host, pid.
+        value: The lock's value in Redis.
+        waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
+        waiting: How many do.
+    """
+
+    token: str
+    deadline: float | None
+    fence: int
+    state: str
+    since: float | None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    value: str = ""
+    waiters: tuple[Waiter, ...] = ()
+    waiting: int = 0
+
+    @property
+    def task_id(self) -> str | None:
+        """The holding task's id, or None if no task holds the lock."""
+        return self.info.get("task_id")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host", "pid")},
+            "state": self.state,
+            "fence": self.fence,
+            "since": self.since,
+            "deadline": self.deadline,
+            "value": self.value,
+            "description": str(self),
+        }
+
+    def __str__(self) -> str:
+        if self.state == "handed":
+            return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
+        if self.state == "foreign":
+            until = (
+                f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
+            )
+            return f"a foreign client (value {self.value!r}, {until})"
+        info = self.info
+        who = info.get("task") or f"token {self.token}"
+        who += f"[{self.task_id}]" if self.task_id else ""
+        where = (
+            f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""
+        )
+        return f"{who}{where}, {self.state} since {_clock(self.since)}"
+
+
+def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
+    """Who a lock's value and record speak of; a value that is not the record's own is a foreigner's."""
+    if value is None:
+        return None
+    deadline = min(float(value), 1e11) if _NUMBER.fullmatch(value) else None
+    if record is not None and deadline is not None:
+        token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
+        if value == str(-(-int(deadline_us) // US)) or now_us < int(deadline_us):
+            return Holder(
+                token=token,
+                deadline=int(deadline_us) / US,
+                fence=int(fence),
+                state=state,
+                since=int(since_us) / US,
+                info={"task_id": info} if state == "handed" else _info(info, token),
+                value=value,
+            )
+    return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+
+
+def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:
+    """Who holds a lock at a time; None if it is free, or its deadline has passed."""
+    found = parse_holder(record, value, int(now_us))
+    expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / US
+    return None if expired else found
+
+
+def _info(text: str, token: str) -> dict[str, Any]:
+    """What a holder says of itself; nothing, if another program has put its own words there.
+
+    The id of the task is the token's, and not written down twice.
+    """
+    try:
+        info = json.loads(text)
+    except ValueError:
+        info = None
+    info = info if isinstance(info, dict) else {}
+    task_id = task_of(token)
+    return info if task_id is None else {"task_id": task_id, **info}
+
+
+def _clock(moment: float | None) -> str:
+    if moment is None:
+        return "?"
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"second {moment:.0f}"

@@ -1,0 +1,198 @@
+"""How a line goes on: who is next is handed the lock, and its call is sent from the line to the broker.
+
+Whoever finds a lock that nobody living has lets its line go on, and wakes who has his turn. Whoever is about
+to wait notes when somebody is to look (see `sweep`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import suppress
+
+import redis
+from celery import Celery
+
+from celery_setnx.back import Message, broker_url, deliverable
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import SetnxError
+from celery_setnx.line import BEGUN_S, Found, leave, note_due
+from celery_setnx.lock import HAND_OVER_S, SetnxLock
+from celery_setnx.message import Call
+from celery_setnx.names import lines_name, scope_and_digest
+from celery_setnx.options import settings
+from celery_setnx.process import is_surely_dead
+from celery_setnx.record import Heir, Holder, Served
+from celery_setnx.signals import lock_taken_over
+from celery_setnx.takeover import TakeOver, note_take_over
+
+logger = logging.getLogger("celery_setnx")
+
+COURIER = "celery_setnx.courier"
+"""Name of the task that looks after a parked call."""
+
+_LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
+_UNSENT_S = 5.0  # after which a wake-up that could not be sent is tried again
+_AT_ONCE = 10  # whom one wake-up passes over, at most
+_MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
+
+
+def wake(app: Celery, heir: Heir | None, key: str) -> None:
+    """Send the call of the first in line, to which a lock was handed; of one that cannot be sent, the next.
+
+    Nothing is raised: what was handed in vain goes to the next one when its time is over.
+    """
+    for tried in range(_AT_ONCE):
+        if heir is None:
+            break
+        if heir.taken_over_from is not None:
+            _report_taken_over(app, heir, heir.taken_over_from, key)
+        if heir.call is None:
+            break
+        task_id = heir.task_id
+        try:
+            call, message = _from_line(app, heir, key)
+        except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
+            logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
+            heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
+            continue
+        try:
+            if heir.rest_s > 0:
+                about = {"key": key, "task": call.task}
+                message.send_new(app, COURIER, about, deliverable(app, heir.rest_s + _MARGIN_S))
+            else:
+                message.send(app, call.as_copy())
+        except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
+            logger.warning(
+                "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s.",
+                task_id,
+                key,
+                error,
+                _UNSENT_S,
+            )
+            _take_back(app, heir, call.task, key)
+        break
+
+
+def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
+    """Let a call leave the line that need not run, and the next one have its turn."""
+    word = leave(client_for(app), call.place(remember), copy=call.copy)
+    if word == "handed":
+        let_the_line_go_on(app, call.task, call.key, away=call.task_id)
+    return word
+
+
+def let_the_line_go_on(
+    app: Celery, task: str, key: str, away: str = "", client: redis.Redis | None = None
+) -> Served:
+    """Hand a lock that nobody living has to the first in line, and wake that one.
+
+    `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
+    lock is kept for it.
+    """
+    guard = getattr(app.tasks.get(task), "_guard", None)
+    lease = HAND_OVER_S if guard is None else guard.options.lease
+    lock = SetnxLock(client or client_for(app), key, lease=lease, line=True)
+    served = lock.serve(away=away)
+    if served.holder is not None and _is_dead(app, served.holder):
+        served = lock.serve(dead=served.holder.token)
+    wake(app, served.heir, key)
+    return served
+
+
+def lines_of(app: Celery) -> str:
+    """The Redis key of the set of all lines whose calls come from the app's broker."""
+    return lines_name(settings(app.conf).prefix, re.sub(r"//[^@/]*@", "//", broker_url(app)))
+
+
+def look_within(app: Celery, task: str, key: str, within: float) -> str:
+    """Have a worker look at a line within so many seconds: the epoch of Redis' data, if that is known.
+
+    Nothing is raised: a call waits all the same, and its courier says it again.
+    """
+    try:
+        return note_due(client_for(app), lines_of(app), task, key, within=within)
+    except SetnxError as error:
+        logger.info("No worker was told to look at the line of %s: %s", key, error)
+        return ""
+
+
+def next_look(served: Served) -> float | None:
+    """Seconds until somebody is to look at a line again; None if nobody waits there."""
+    if not served.waits:
+        return None
+    return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
+
+
+def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
+    """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
+    ended_s = server_time - (dead.deadline or server_time)
+    if dead.state == "foreign":
+        why = f"it ended {ended_s:.1f} s ago, and was not released."
+    elif ended_s >= 0:
+        why = (
+            f"its lease ended {ended_s:.1f} s ago and was not renewed. "
+            "That process died, or stood still for longer than its lease."
+        )
+    else:
+        why = "its process on this host is dead."
+    logger.warning("%s took over %s from %s: %s", call, key, dead, why)
+    note = TakeOver(server_time, str(call), dead.as_dict())
+    try:
+        note_take_over(client_for(app), key, note, settings(app.conf).retention)
+    except redis.RedisError as error:
+        logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
+
+
+def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
+    """Say that a lock was handed to the first in line because its holder has died."""
+    task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
+    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
+    lock_taken_over.send(sender=task, task_id=heir.task_id, key=key, fence=None, holder=dead)
+
+
+def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
+    """Free a lock again that was handed to one whose call was not sent: it has its place again."""
+    with suppress(SetnxError):  # else that is over when the hand-over is
+        SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True).serve(unsent=heir.task_id)
+    look_within(app, task, key, _UNSENT_S)
+
+
+def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
+    """Who is to be woken in the place of one that cannot be sent."""
+    lock = SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True)
+    try:
+        return lock.serve(away=heir.task_id).heir
+    except SetnxError as error:
+        logger.warning("%s is handed on when its time is over: %s", key, error)
+        return None
+
+
+def _is_dead(app: Celery, holder: Holder) -> bool:
+    return settings(app.conf).same_host and holder.state == "running" and is_surely_dead(holder.info)
+
+
+def look_in(remaining_s: float | None, lease: float) -> float:
+    """Seconds after which to look at a lock again: at its holder's deadline, or to prove its death."""
+    return min(_LOOK_S, lease if remaining_s is None else max(remaining_s, 0.0))
+
+
+def remaining_s(found: Found) -> float | None:
+    """Seconds until the holder's deadline; None if there is none."""
+    holder = found.holder
+    return None if holder is None or holder.deadline is None else holder.deadline - found.server_time
+
+
+def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
+    """What a line has to wake a call with, if it belongs there."""
+    call, message = Message.unpacked(app, heir.call or "")
+    if (call.key, call.task_id) != (key, heir.task_id) or not is_of_its_scope(app, call):
+        raise ValueError(f"the line has {call} with key {call.key or None} in its place")
+    return call, message
+
+
+def is_of_its_scope(app: Celery, call: Call) -> bool:
+    """True if the call's key is of a scope that its task has."""
+    scope = scope_and_digest(call.key)[0]
+    guard = getattr(app.tasks.get(call.task), "_guard", None)
+    return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))
