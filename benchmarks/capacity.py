@@ -31,12 +31,12 @@ from redis.cluster import RedisCluster
 
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
-from celery_setnx.acquire import info_of
 from celery_setnx.keys import digest
-from celery_setnx.lock import HeldLock, renew_all
-from celery_setnx.names import key_name
-from celery_setnx.record import task_token
-from celery_setnx.survey import survey
+from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.names import key_name
+from celery_setnx.lock.record import task_token
+from celery_setnx.lock.survey import survey
+from celery_setnx.run.acquire import info_of
 from examples.embedded import EmbeddedServer
 from tests.topologies.servers import HOST, Cluster
 

@@ -35,14 +35,14 @@ from redis.utils import HIREDIS_AVAILABLE
 
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
-from celery_setnx.acquire import info_of
+from celery_setnx.call.guard import Guard
+from celery_setnx.call.message import Call
 from celery_setnx.connection import SOCKET_TIMEOUT_S
-from celery_setnx.guard import Guard
 from celery_setnx.keys import digest
-from celery_setnx.lock import HeldLock, Outcome
-from celery_setnx.message import Call
-from celery_setnx.names import key_name
-from celery_setnx.record import ORIGINAL, task_token
+from celery_setnx.lock.lock import HeldLock, Outcome
+from celery_setnx.lock.names import key_name
+from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.run.acquire import info_of
 from examples.embedded import EmbeddedServer
 
 LEASE_S = 30
@@ -138,7 +138,7 @@ class TaskLocks:
         )
 
     def acquire(self, name: str) -> HeldLock:
-        """Acquire a lock as a new call does, see `celery_setnx.run.Run`.
+        """Acquire a lock as a new call does, see `celery_setnx.run.run.Run`.
 
         Raises:
             RuntimeError: It is held.

@@ -44,7 +44,7 @@ from benchmarks.lock_cycle import (
     of_set_and_del,
 )
 from celery_setnx import SetnxLock
-from celery_setnx.record import task_token
+from celery_setnx.lock.record import task_token
 from examples.embedded import EmbeddedServer
 
 # KEYS 1 lock: token|deadline (us). ARGV 1 token, 2 lease (ms). Returns {word, deadline us, lock if held}

@@ -14,7 +14,7 @@ from celery_singleton import Singleton
 from benchmarks.peers import Heimdall
 from celery_setnx import SingletonTask
 from celery_setnx.connection import client_for
-from celery_setnx.wire import ask
+from celery_setnx.lock.wire import ask
 
 BROKER_URL, LOCK_URL = "BENCHMARK_BROKER_URL", "BENCHMARK_LOCK_URL"
 WAY, COUNT = "BENCHMARK_WAY", "BENCHMARK_COUNT"

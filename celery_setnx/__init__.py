@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from celery_setnx.conflict import Conflict, is_skipped
+    from celery_setnx.call.fanout import CallOutcome, FanOut
+    from celery_setnx.call.publish import Duplicate, send_task
     from celery_setnx.exceptions import (
         AlreadyRunning,
         DuplicateTask,
@@ -21,18 +22,17 @@ if TYPE_CHECKING:
         SetnxError,
         UnkeyableCall,
     )
-    from celery_setnx.fanout import CallOutcome, FanOut
-    from celery_setnx.lock import HeldLock, Outcome, SetnxLock
+    from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
+    from celery_setnx.lock.record import Holder
     from celery_setnx.options import SingletonOptions
-    from celery_setnx.publish import Duplicate, send_task
-    from celery_setnx.record import Holder
+    from celery_setnx.run.conflict import Conflict, is_skipped
     from celery_setnx.task import SingletonTask, current_lock, singleton
 
 __version__ = "1.0.0"
 
 # Imported when first asked for: every `celery` command and every pytest run meets the entry points.
 _HOMES = {
-    "conflict": ("Conflict", "is_skipped"),
+    "run.conflict": ("Conflict", "is_skipped"),
     "exceptions": (
         "AlreadyRunning",
         "DuplicateTask",
@@ -45,11 +45,11 @@ _HOMES = {
         "SetnxError",
         "UnkeyableCall",
     ),
-    "fanout": ("CallOutcome", "FanOut"),
-    "lock": ("HeldLock", "Outcome", "SetnxLock"),
+    "call.fanout": ("CallOutcome", "FanOut"),
+    "lock.lock": ("HeldLock", "Outcome", "SetnxLock"),
     "options": ("SingletonOptions",),
-    "record": ("Holder",),
-    "publish": ("Duplicate", "send_task"),
+    "lock.record": ("Holder",),
+    "call.publish": ("Duplicate", "send_task"),
     "task": ("SingletonTask", "current_lock", "singleton"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

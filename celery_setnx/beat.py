@@ -26,14 +26,15 @@ from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.time import maybe_make_aware
 from redis.connection import HiredisRespSerializer
 
+from celery_setnx.call.publish import send_task
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
-from celery_setnx.lock import DAY_S, HeldLock, SetnxLock
+from celery_setnx.lock.lock import DAY_S, HeldLock, SetnxLock
+from celery_setnx.lock.names import record_name
+from celery_setnx.lock.process import identity
+from celery_setnx.lock.record import Holder
+from celery_setnx.lock.scripts import Script
 from celery_setnx.options import settings
-from celery_setnx.process import identity
-from celery_setnx.publish import send_task
-from celery_setnx.record import Holder
-from celery_setnx.scripts import Script
 from celery_setnx.signals import tick_late
 
 logger = logging.getLogger("celery_setnx.beat")
@@ -308,16 +309,9 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._noting[entry.name] = (before, max(_us(now), before + 1))
         try:
             held.ensure()
-            word, last, runs = _tick(
-                held.client,
-                record=self._lock.record,
-                entries=self._entries,
-                token=held.token,
-                entry=entry.name,
-                before=before,
-                run=self._noting[entry.name][1],
-                missed=missed,
-            )
+            run = self._noting[entry.name][1]
+            about = {"entry": entry.name, "before": before, "run": run, "missed": missed}
+            word, last, runs = _tick(held, entries=self._entries, **about)
         except LockLost as error:
             self._stand_by(error.reason)
             return False
@@ -416,11 +410,10 @@ def _crontab_missed(schedule: crontab, last: datetime, now: datetime) -> int:
     return _MISSED_AT_MOST
 
 
-def _tick(
-    client: Any, *, record: str, entries: str, token: str, entry: str, before: int, run: int, missed: int
-) -> list[Any]:
+def _tick(held: HeldLock, *, entries: str, entry: str, before: int, run: int, missed: int) -> list[Any]:
     """Run lua/tick.lua, with times in microseconds: [word, last run us, runs]."""
-    return _TICK(client, (record, entries), token, entry, before, run, missed, int(_REMEMBER_S * 1000))
+    keys, remember_ms = (record_name(held.key), entries), int(_REMEMBER_S * 1000)
+    return _TICK(held.client, keys, held.token, entry, before, run, missed, remember_ms)
 
 
 def _recall(client: Any, *, entries: str, seen: list[tuple[str, int]]) -> list[Any]:

@@ -33,16 +33,10 @@ _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are n
 class KeyFunction:
     """How the key of one task's calls is computed: made once, when the task is bound.
 
-    Args:
-        key: The `key` option. None: all bound arguments. A parameter's name. A list of names. A template
-            such as `"user:{user.id}"`: dots try the item first, then the attribute; the digest covers the
-            typed values, not the joined text. A callable taking the call's arguments. `()`: one lock for
-            the whole task.
-        signature: The signature of the task's function, without a bound `self`.
-        task: The task's name, for messages.
-
-    Raises:
-        OptionError: The key names no parameter of the task, or the template is broken.
+    The option is one of: None, for all bound arguments; a parameter's name; a list of names; a template such
+    as `"user:{user.id}"`, where dots try the item first, then the attribute, and the digest covers the typed
+    values, not the joined text; a callable taking the call's arguments; `()`, one lock for the whole task.
+    The signature is that of the task's function, without a bound `self`.
     """
 
     def __init__(self, key: KeyOption, signature: inspect.Signature, task: str) -> None:

@@ -22,6 +22,7 @@ from celery.utils.dispatch import Signal
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
+from celery_setnx.lock.survey import survey
 from celery_setnx.options import settings
 from celery_setnx.signals import (
     call_deduplicated,
@@ -32,7 +33,6 @@ from celery_setnx.signals import (
     lock_taken_over,
     uniqueness_lapsed,
 )
-from celery_setnx.survey import survey
 
 logger = logging.getLogger("celery_setnx")
 
@@ -148,11 +148,7 @@ def serve(
         server: Any = None
 
         def start(self, worker: Any) -> None:
-            """Serve.
-
-            Raises:
-                OptionError: The figures of the pool's processes would be lost.
-            """
+            """Serve, unless the figures of the pool's processes would be lost."""
             _check_pool(client, worker)
             served = _sum_of_all(client, app, waiters) if _is_multiprocess(client) else registry
             try:
@@ -266,11 +262,7 @@ def _is_multiprocess(client: Any) -> bool:
 
 
 def _check_pool(client: Any, worker: Any) -> None:
-    """Refuse figures that a pool's processes would keep to themselves.
-
-    Raises:
-        OptionError: They would.
-    """
+    """Refuse figures that a pool's processes would keep to themselves."""
     is_prefork = any(base.__module__ == "celery.concurrency.prefork" for base in worker.pool_cls.__mro__)
     if is_prefork and not _is_multiprocess(client):
         raise OptionError(
@@ -335,11 +327,7 @@ def _instrument(meter: Any, figure: Figure) -> Any:
 
 
 def _extra(module: str, extra: str) -> Any:
-    """A module that only an extra installs.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """A module that only an extra installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
-from celery_setnx.lock import DAY_S
+from celery_setnx.lock.lock import DAY_S
 
 DEFAULT_PREFIX = "setnx"
 BEAT_SCHEDULER = "celery.beat:PersistentScheduler"

@@ -16,21 +16,21 @@ from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
-from celery_setnx.back import CONTENT_TYPE, EVENTS, NONCE
-from celery_setnx.children import KEEP_S, LOOK_S, in_thread, survive, watch_of_process
+from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE
+from celery_setnx.call.guard import DECORATED
+from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.wake import leave_line, let_the_line_go_on, wake
 from celery_setnx.connection import client_for
-from celery_setnx.events import are_wanted, follow
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.guard import DECORATED
-from celery_setnx.keeper import keeper_for_process
-from celery_setnx.line import BEGUN_S, leave
-from celery_setnx.lock import SetnxLock
-from celery_setnx.marks import Mark, free_all
-from celery_setnx.message import HEADER, Call
-from celery_setnx.record import ORIGINAL, task_token
+from celery_setnx.lock.keeper import keeper_for_process
+from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.marks import Mark, free_all
+from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.run.children import KEEP_S, LOOK_S, in_thread, survive, watch_of_process
+from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.signals import lock_released
-from celery_setnx.wake import leave_line, let_the_line_go_on, wake
 
 logger = logging.getLogger("celery_setnx")
 _PID_MAX = 2**22

@@ -12,18 +12,18 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
-from celery_setnx.courier import add_courier
+from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
+from celery_setnx.call.guard import DECORATED, Guard
+from celery_setnx.call.message import Call
+from celery_setnx.call.publish import publish
+from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
-from celery_setnx.fanout import CallOutcome, FanOut, fan_out
-from celery_setnx.guard import DECORATED, Guard
-from celery_setnx.lock import HeldLock, SetnxLock
-from celery_setnx.message import Call
+from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked
-from celery_setnx.publish import publish
-from celery_setnx.record import Holder
-from celery_setnx.run import Run, lock_of
-from celery_setnx.sweep import sweep_in_workers
-from celery_setnx.switches import DISABLED, EAGER_GUARDED
+from celery_setnx.run.courier import add_courier
+from celery_setnx.run.run import Run, lock_of
+from celery_setnx.run.sweep import sweep_in_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,11 +54,7 @@ class SingletonTask(Task):  # type: ignore[misc]
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
-        """Settle the options when Celery binds the task.
-
-        Raises:
-            OptionError: An option is unknown, malformed, or cannot be combined with another.
-        """
+        """Settle the options when Celery binds the task; what cannot be combined is an OptionError."""
         bound = super().bind(app)
         name = cls.name or app.gen_task_name(cls.__name__, cls.__module__)
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
@@ -127,16 +123,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         options.update(task_id=task_id, producer=producer, link=link, link_error=link_error, shadow=shadow)
         if self._guard is None:
             return super().apply_async(args, kwargs, **options)
-        return publish(
-            self._guard,
-            super().apply_async,
-            args,
-            kwargs,
-            singleton,
-            options,
-            final=self._final(args, kwargs, options.get("serializer")),
-            expires=self.expires,
-        )
+        return publish(self._guard, super().apply_async, (args, kwargs), singleton, options, self)
 
     def fan_out(
         self,
@@ -174,17 +161,8 @@ class SingletonTask(Task):  # type: ignore[misc]
         """
         if self._guard is None:
             raise OptionError(f"fan_out of {self.name}: it is a task of Celery's own, and is not guarded")
-        return fan_out(
-            self,
-            self._guard,
-            super().apply_async,
-            calls,
-            call=singleton,
-            batch_size=batch_size,
-            each=each,
-            progress=progress,
-            options=options,
-        )
+        fanning = FanningOut(self, super().apply_async, singleton, options)
+        return fanning.run(calls, batch_size, each, progress)
 
     def lock_key(self, *args: Any, **kwargs: Any) -> str:
         """The Redis key of the lock of a call with these arguments.
@@ -334,7 +312,7 @@ def _prepare(app: Celery) -> None:
     """Have the workers of an app look after its lines, and try its lock server when they start."""
     add_courier(app)
     sweep_in_workers(app)
-    app.steps["worker"].add("celery_setnx.trial:LockServerCheck")
+    app.steps["worker"].add("celery_setnx.doctor.trial:LockServerCheck")
 
 
 def _refuse_autoretried_raise(task: Task, options: Options) -> None:

@@ -19,19 +19,19 @@ from typing import Any
 import redis
 from celery import Celery, Task
 
+from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
+from celery_setnx.call.wake import lines_of, wake
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
-from celery_setnx.keeper import keeper_for_process
-from celery_setnx.lock import HeldLock, SetnxLock
-from celery_setnx.names import line_names, mark_name, record_name
+from celery_setnx.lock.keeper import keeper_for_process
+from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.names import line_names, mark_name, record_name
+from celery_setnx.lock.process import identity
+from celery_setnx.lock.record import task_token
+from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.survey import Sighting, survey, waiters
 from celery_setnx.options import settings
-from celery_setnx.process import identity
-from celery_setnx.record import task_token
-from celery_setnx.scripts import Script
-from celery_setnx.survey import Sighting, survey, waiters
-from celery_setnx.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.task import guard_for, lock_for
-from celery_setnx.wake import lines_of, wake
 
 __all__ = [
     "Held",

@@ -37,7 +37,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!celery_setnx\b).*")]
 # A type variable, a call as its message has it, and how one that waits leaves its body: not to be caught.
 nitpick_ignore = [
     ("py:class", "celery_setnx.task.Function"),
-    ("py:class", "celery_setnx.message.Call"),
-    ("py:exc", "celery_setnx.park.Parked"),
-    ("py:exc", "celery_setnx.park.ItsTurn"),
+    ("py:class", "celery_setnx.call.message.Call"),
+    ("py:exc", "celery_setnx.run.park.Parked"),
+    ("py:exc", "celery_setnx.run.park.ItsTurn"),
 ]

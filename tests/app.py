@@ -14,8 +14,10 @@ from celery import Celery, current_task
 from celery.result import AsyncResult
 from celery.signals import task_postrun, task_retry, task_revoked
 
-from celery_setnx import courier, current_lock, signals, wake
-from celery_setnx.wake import COURIER
+from celery_setnx import current_lock, signals
+from celery_setnx.call import wake
+from celery_setnx.call.wake import COURIER
+from celery_setnx.run import courier
 from tests.harness import CONF, GATE_S, Journal
 
 BROKER_DB, LOCK_DB = 0, 1

@@ -7,7 +7,8 @@ from typing import Any
 from celery import chain, chord, current_task, group, signature
 from celery.signals import worker_init
 
-from celery_setnx import SingletonTask, courier, current_lock
+from celery_setnx import SingletonTask, current_lock
+from celery_setnx.run import courier
 from tests.app import journal, make_app, wait_for_gate
 
 MODES: dict[str, dict[str, str]] = {

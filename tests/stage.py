@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from celery_setnx.back import Message
+from celery_setnx.call.back import Message
+from celery_setnx.call.wake import COURIER
 from celery_setnx.connection import client_for
-from celery_setnx.names import line_names
-from celery_setnx.wake import COURIER
+from celery_setnx.lock.names import line_names
 from tests.harness import Journal, wait_until
 
 SOON = {"retry_delay_max": 0.3}

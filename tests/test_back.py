@@ -15,10 +15,10 @@ from kombu.exceptions import ContentDisallowed
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import SingletonTask
-from celery_setnx.back import Message, is_pickled, seconds_until
-from celery_setnx.message import HEADER, Call
+from celery_setnx.call.back import Message, is_pickled, seconds_until
+from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.wake import COURIER
 from celery_setnx.request import SingletonRequest
-from celery_setnx.wake import COURIER
 from tests.conftest import LOCK_DB
 
 CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", bare=False)

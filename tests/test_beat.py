@@ -399,9 +399,7 @@ def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int
     assert _recall(locks, entries=entries, seen=[("a", due)]) == [f"{due} 0 0"]
 
     def send(held: Any, before: int, run: int) -> None:
-        record = SetnxLock(locks, key).record
-        names = {"record": record, "entries": entries, "token": held.token, "entry": "a"}
-        if _tick(locks, **names, before=before, run=run, missed=0)[0] == "ticked":
+        if _tick(held, entries=entries, entry="a", before=before, run=run, missed=0)[0] == "ticked":
             sent.append((before, run))
 
     def steps_of_the_frozen() -> Iterator[None]:

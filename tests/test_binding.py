@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, shared_task
 
 from celery_setnx import AlreadyRunning, LockTimeout, OptionError, SingletonTask, UnkeyableCall, singleton
-from celery_setnx.trial import LockServerCheck
+from celery_setnx.doctor.trial import LockServerCheck
 
 NOWHERE = "redis://localhost:1/0"
 

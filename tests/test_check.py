@@ -8,8 +8,9 @@ from celery import Celery
 from celery.worker.request import Request
 
 from celery_setnx import SingletonTask, singleton
-from celery_setnx.check import Finding, check
-from celery_setnx.doctor import examine
+from celery_setnx.doctor import check
+from celery_setnx.doctor.app import Finding
+from celery_setnx.doctor.server import examine
 from celery_setnx.request import SingletonRequest
 
 pytestmark = pytest.mark.usefixtures("alone")

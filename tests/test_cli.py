@@ -20,12 +20,12 @@ from click.testing import CliRunner, Result
 
 from celery_setnx import HeldLock, SetnxLock
 from celery_setnx.cli import setnx
-from celery_setnx.line import Place, park
-from celery_setnx.marks import Mark, mark_all
-from celery_setnx.names import mark_name, record_name
-from celery_setnx.process import identity
+from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import mark_name, record_name
+from celery_setnx.lock.process import identity
+from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.signals import lock_released
-from celery_setnx.takeover import TakeOver, note_take_over
 from celery_setnx.testing import locks_on, pass_time
 from tests.docs.pages import DOCS, sections
 from tests.harness import CONF, wait_until

@@ -9,10 +9,10 @@ from celery import Celery
 from celery.exceptions import Reject
 
 from celery_setnx import LockUnavailable, SingletonTask
-from celery_setnx.back import Waits, come_back, deliverable
-from celery_setnx.conflict import backoff, in_workflow, policy_of
-from celery_setnx.message import Call
+from celery_setnx.call.back import Waits, come_back, deliverable
+from celery_setnx.call.message import Call
 from celery_setnx.options import Options
+from celery_setnx.run.conflict import backoff, in_workflow, policy_of
 
 CALL = {"id": "id-1", "args": [], "kwargs": {}, "called_directly": False}
 

@@ -9,9 +9,10 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import LockRefused, OptionError, SetnxLock, trial
+from celery_setnx import LockRefused, OptionError, SetnxLock
 from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
-from celery_setnx.trial import LockServerCheck
+from celery_setnx.doctor import trial
+from celery_setnx.doctor.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import exit_code_of_fork, lock_keys

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx.lock import SetnxLock
+from celery_setnx.lock.lock import SetnxLock
 from tests.bounds import bound
 from tests.conftest import LOCK_DB
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_setnx.names import line_names
+from celery_setnx.lock.names import line_names
 from celery_setnx.testing import pass_time
 from tests.harness import Worker, wait_until
 

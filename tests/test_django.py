@@ -14,7 +14,7 @@ from django.db.transaction import atomic
 from django.utils.functional import empty
 
 from celery_setnx import DuplicateTask, SingletonTask
-from celery_setnx.names import mark_name
+from celery_setnx.lock.names import mark_name
 from tests import forks
 from tests.harness import lock_keys
 

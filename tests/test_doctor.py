@@ -11,10 +11,11 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask, doctor
-from celery_setnx.check import Finding
-from celery_setnx.doctor import clock_of, examine
-from celery_setnx.marks import Mark, mark_all
+from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx.doctor import server as doctor
+from celery_setnx.doctor.app import Finding
+from celery_setnx.doctor.server import clock_of, examine
+from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
@@ -385,7 +386,7 @@ def test_sentinels_master_is_named(tmp_path):
 def subjects() -> dict[str, set[str]]:
     """The subjects of all findings in the code, with their levels."""
     found: dict[str, set[str]] = {}
-    for module in ("doctor", "check"):
+    for module in ("server", "app"):
         tree = ast.parse(Path(doctor.__file__).with_name(f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ok", "warn", "fail"):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import lock as lock_module
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, SetnxError
-from celery_setnx.lock import HeldLock, Outcome, SetnxLock
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB, emptied
 from tests.harness import age, wait_until

@@ -14,7 +14,7 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker as worker_of_this_process
 from celery.events.state import State
 
-from celery_setnx import events
+from celery_setnx.run import events
 from tests.harness import wait_until
 from tests.test_signals import apart, scenes, watched
 

@@ -24,8 +24,10 @@ from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import create_model
 
-from celery_setnx import SingletonTask, fanout, marks
+from celery_setnx import SingletonTask
+from celery_setnx.call import fanout
 from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, UnkeyableCall
+from celery_setnx.lock import marks
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.bounds import bound

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_setnx.message import Call
-from celery_setnx.names import line_names
+from celery_setnx.call.message import Call
+from celery_setnx.lock.names import line_names
 from tests.harness import wait_until
 
 APP = "tests.waitapp"

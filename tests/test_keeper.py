@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import LockLost, LockUnavailable, SetnxLock, keeper
-from celery_setnx import lock as lock_module
-from celery_setnx.keeper import Keeper, keeper_for_process
-from celery_setnx.lock import HeldLock
+from celery_setnx import LockLost, LockUnavailable, SetnxLock
+from celery_setnx.lock import keeper
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.keeper import Keeper, keeper_for_process
+from celery_setnx.lock.lock import HeldLock
 from tests.bounds import bound
 from tests.harness import age, exit_code_of_fork, wait_until
 

@@ -21,7 +21,7 @@ from redis.crc import key_slot
 
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction, canonical, digest
-from celery_setnx.names import key_name, record_name
+from celery_setnx.lock.names import key_name, record_name
 
 register_pickle()
 

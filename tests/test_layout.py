@@ -1,37 +1,37 @@
-"""The shape of the package: imports point down, scripts have one caller, the public names are few."""
+"""The shape of the package: imports point down, functions are short, scripts have one caller."""
 
 import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import celery_setnx
+from tests.docs.pages import DOCS
 
 PACKAGE = Path(celery_setnx.__file__).parent
-LAYERS = [
-    {"exceptions", "keys", "process", "switches", "forks"},
-    {"wire"},
-    {"scripts"},
+# Folders and single modules, each knowing only those before it, and its own neighbours in one direction.
+ORDER = [
+    {"exceptions", "signals", "forks"},
     {"lock"},
-    {"marks", "line"},
-    {"options", "connection", "signals", "survey"},
-    {"message", "keeper", "trial"},
-    {"back"},
-    {"waiting", "check"},
-    {"conflict", "sweep"},
-    {"guard"},
-    {"events", "doctor"},
-    {"request", "publish", "run"},
-    {"fanout"},
-    {"task", "beat", "cli.describe", "cli.asked"},
-    {"cli.byhand"},
+    {"keys", "options", "connection"},
+    {"call"},
+    {"run"},
+    {"request", "task", "beat"},
+    {"doctor"},
     {"cli", "metrics", "testing"},
     {"pytest_plugin"},
     {"__init__"},
-]  # fmt: skip
-LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-# Within a level: who may know whom.
-SIDEWAYS = {("keys", "exceptions"), ("connection", "options")}
+]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+# What may be longer, or take more: the doors of the package, whose docstrings are its reference.
+LONG = {
+    *("task.apply_async", "call.publish.send_task", "metrics.serve"),
+    *("lock.lock.acquire",),
+}
+MANY = {"task.apply_async", "lock.lock.acquire", "lock.lock.__init__"}
 
 
 def _name(path: Path) -> str:
@@ -49,32 +49,70 @@ def imports(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("celery_setnx"):
             assert node.level == 0
             rest = (node.module or "").partition(".")[2]
-            found |= {rest} if rest else {alias.name for alias in node.names}
+            within = {f"{rest}.{alias.name}".lstrip(".") for alias in node.names} & MODULES.keys()
+            found |= within or {rest}
         elif isinstance(node, ast.Import):
             found |= {a.name.partition(".")[2] for a in node.names if a.name.startswith("celery_setnx.")}
-    return found
+    return found - {""}
 
 
-def test_every_module_has_a_level():
-    """A new module must be given its place."""
-    assert set(MODULES) == set(LEVEL)
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """All functions of a module, methods and inner ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.parametrize("module", sorted(LEVEL))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_only_point_down(module):
-    """exceptions, keys -> scripts -> lock -> marks, options -> conflict -> guard -> publish, run -> task."""
+    """Lock, then keys, options and connection, then calls, then runs, then the doors that users name."""
+    own = RANK[module.partition(".")[0]]
     for imported in imports(MODULES[module]):
-        points_down = LEVEL[imported] < LEVEL[module]
-        assert points_down or (module, imported) in SIDEWAYS, f"{module} imports {imported}"
+        assert RANK[imported.partition(".")[0]] <= own, f"{module} imports {imported}"
 
 
-@pytest.mark.parametrize("module", ["exceptions", "keys", "scripts", "lock", "marks", "line"])
+def test_no_modules_know_each_other():
+    """Nor in a circle of more."""
+    known = {module: imports(tree) - {module} for module, tree in MODULES.items()}
+    assert len(list(TopologicalSorter(known).static_order())) == len(MODULES)
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.partition(".")[0] == "lock"))
 def test_lock_knows_no_celery(module):
     """The lock is usable without Celery."""
     for node in ast.walk(MODULES[module]):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        assert not any(name.partition(".")[0] == "celery" for name in names)
+        assert not any(name.partition(".")[0] in ("celery", "kombu", "billiard") for name in names)
+
+
+def test_functions_are_short():
+    """At most 40 lines, and 6 parameters besides the object itself, but for a few."""
+    long, many = set(), set()
+    for module, tree in MODULES.items():
+        for function in functions(tree):
+            given = function.args
+            parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+            parameters = [each for each in parameters if each.arg not in ("self", "cls")]
+            if (function.end_lineno or 0) - function.lineno >= 40:
+                long.add(f"{module}.{function.name}")
+            if len(parameters) > 6:
+                many.add(f"{module}.{function.name}")
+    assert (long, many) == (LONG, MANY)
+
+
+def sections(node: Any) -> set[str]:
+    """Of a docstring."""
+    text = ast.get_docstring(node) or ""
+    return {section for section in ("Args:", "Returns:", "Raises:") if section in text.split("\n")}
+
+
+def test_docstrings_of_what_is_internal_have_no_sections():
+    """One line says what a private function is for; the reference names all others."""
+    reference = (DOCS / "api.md").read_text()
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and sections(node):
+                name = "SetnxLock" if node.name == "__init__" else node.name
+                assert name in reference, f"{module}.{node.name} has {sections(node)}"
 
 
 def test_every_module_says_what_it_is_for_and_asserts_nothing():
@@ -86,7 +124,7 @@ def test_every_module_says_what_it_is_for_and_asserts_nothing():
 
 def test_one_verb_per_lua_file():
     """Every script is named for its verb, states its keys and arguments, and its body fits a screen."""
-    scripts = {path.stem: path.read_text() for path in (PACKAGE / "lua").glob("*.lua")}
+    scripts = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
     assert set(scripts) == {
         *("acquire", "renew", "release", "hold", "free", "look", "mark", "extend", "unmark"),
         *("park", "leave", "instead", "serve", "due", "sweep", "settle", "tick", "recall", "drop", "age"),
@@ -123,7 +161,7 @@ end
 )
 def test_what_several_scripts_must_say_they_say_letter_by_letter(fragment, sign, verbs):
     """Wherever a script has such a thing, it is the same."""
-    texts = {path.stem: path.read_text() for path in (PACKAGE / "lua").glob("*.lua")}
+    texts = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
     having = {verb for verb, text in texts.items() if sign in text}
     assert len(having) > 1
     assert verbs is None or having == set(verbs.split())

@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from celery_setnx import LockRefused, SetnxLock
-from celery_setnx.line import Found, Place, leave, park
-from celery_setnx.lock import Outcome
-from celery_setnx.names import line_names, ticket_name
-from celery_setnx.record import ORIGINAL, Heir, task_token
+from celery_setnx.lock.line import Found, Place, leave, park
+from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.names import line_names, ticket_name
+from celery_setnx.lock.record import ORIGINAL, Heir, task_token
 from examples.embedded import EmbeddedServer
 from tests.harness import age, server_us
 

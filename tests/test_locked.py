@@ -8,7 +8,7 @@ from celery import Celery
 from pydantic import BaseModel
 
 from celery_setnx import LockUnavailable, OptionError, SetnxLock, SingletonTask, UnkeyableCall
-from celery_setnx.message import Call
+from celery_setnx.call.message import Call
 from celery_setnx.testing import pass_time
 from tests.harness import lock_keys
 from tests.versions.conditions import needs_dumped_models

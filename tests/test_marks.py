@@ -8,8 +8,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock
-from celery_setnx.marks import Mark, Marked, extend_all, free_all, mark_all
-from celery_setnx.record import task_token
+from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.lock.record import task_token
 from tests.proxy import Proxy
 from tests.versions.conditions import needs_pipelines_sent_again
 

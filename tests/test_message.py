@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_setnx.message import HEADER, Call, attempt_of
-from celery_setnx.record import ORIGINAL
+from celery_setnx.call.message import HEADER, Call, attempt_of
+from celery_setnx.lock.record import ORIGINAL
 from tests.test_layout import MODULES
 
 FULL = Call(
@@ -190,6 +190,6 @@ def test_only_one_module_names_the_fields_of_the_header():
             and node.args
             and isinstance(node.args[0], ast.Constant)
         }
-        assert name == "message" or not read & own, f"{name} reads {read & own}"
+        assert name == "call.message" or not read & own, f"{name} reads {read & own}"
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert "HEADER" not in names or name in ("message", "back", "request"), name
+        assert "HEADER" not in names or name in ("call.message", "call.back", "request"), name

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from celery_setnx import process
-from celery_setnx.process import has_ended, identity, is_surely_dead
+from celery_setnx.lock import process
+from celery_setnx.lock.process import has_ended, identity, is_surely_dead
 from tests.harness import exit_code_of_fork, raising, wait_until
 
-TELL = "import json,sys; from celery_setnx.process import identity; print(json.dumps(identity()), flush=True)"
+TELL = (
+    "import json,sys; from celery_setnx.lock.process import identity; "
+    "print(json.dumps(identity()), flush=True)"
+)
 HALF_DEAD = (
     "import threading,ctypes; threading.Thread(target=sys.stdin.read).start(); "
     "ctypes.CDLL(None).pthread_exit(None)"

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
-from celery_setnx.record import Holder
+from celery_setnx.lock import names
+from celery_setnx.lock.record import Holder
 from celery_setnx.testing import _age
 from tests.bounds import bound
 from tests.docs.pages import DOCS, ROOT, sections, table
@@ -113,9 +114,9 @@ def test_every_script_is_described_with_all_that_it_takes(verb):
     found = described(verb)
     assert found == declared(SCRIPTS[verb])
     code = re.sub(r"--.*", "", SCRIPTS[verb])
-    for kind, names in found.items():
-        assert list(names) == list(range(1, len(names) + 1))
-        assert {int(number) for number in re.findall(rf"{kind}\[(\d+)\]", code)} <= set(names)
+    for kind, named in found.items():
+        assert list(named) == list(range(1, len(named) + 1))
+        assert {int(number) for number in re.findall(rf"{kind}\[(\d+)\]", code)} <= set(named)
 
 
 @pytest.mark.parametrize("verb", SCRIPTS)
@@ -135,9 +136,9 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
     """The suffixes of the page are those of the code."""
     lock = "setnx:{proj.settle:0}"
     made = {
-        keys.record_name(lock), keys.mark_name(lock), *keys.line_names(lock), keys.take_over_name(lock),
-        keys.ticket_name(lock, "<task id>"), keys.ticket_name(lock, "<task id>", "<call id>"),
-        keys.instead_name(lock, "<task id>"),
+        names.record_name(lock), names.mark_name(lock), *names.line_names(lock), names.take_over_name(lock),
+        names.ticket_name(lock, "<task id>"), names.ticket_name(lock, "<task id>", "<call id>"),
+        names.instead_name(lock, "<task id>"),
     }  # fmt: skip
     cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
     suffixes = [re.findall(r"`(:[^`]+)`", cell) for cell in cells]
@@ -148,14 +149,14 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
 
 def test_lines_of_a_broker_have_the_name_of_the_page():
     """Its URL tells them apart, and who logs in there does not."""
-    assert lines_name("t", "redis://ann:secret@host:1/0") == keys.lines_name("t", "redis://host:1/0")
+    assert lines_name("t", "redis://ann:secret@host:1/0") == names.lines_name("t", "redis://host:1/0")
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
 def test_record_of_a_lock_that_the_user_has_named(name):
     """With a tag a suffix, without one a tag around the name."""
     try:
-        expected = keys.record_name(name)
+        expected = names.record_name(name)
     except ValueError:
         assert "}" in name, "the page says which names are refused"
     else:
@@ -221,7 +222,7 @@ def test_example_of_a_canonical_form(value, form, hexed):
 def test_example_of_a_name(prefix, scope, form, name):
     """Prefix, scope and digest come to the name of the page."""
     assert client.lock_name(prefix, scope, form.encode() if form else None) == name
-    assert keys.key_name(prefix, scope, digest(form.encode()) if form else "") == name
+    assert names.key_name(prefix, scope, digest(form.encode()) if form else "") == name
 
 
 def test_examples_cover_every_kind_of_value():
@@ -516,7 +517,7 @@ def test_lock_in_a_state_of_a_later_release_is_held(wire, locks, name):
     deadline = connection.time() + LONG_US
     record = f"t\n{deadline}\n7\nunheard_of\n1\n{{}}"
     locks.set(name, math.ceil(deadline / 1e6), px=LONG_US)
-    locks.set(keys.record_name(name), record, px=LONG_US)
+    locks.set(names.record_name(name), record, px=LONG_US)
     rival = FullClient(connection, name)
     assert rival.acquire() == "held"
     assert rival.deadline_us == deadline
@@ -565,7 +566,7 @@ def test_reply_that_is_later_than_the_lease_is_not_acquired(wire, locks, name):
 
 def test_text_in_place_of_a_record_is_refused(wire, locks, name):
     """The one error of a script's own."""
-    locks.set(keys.record_name(name), "hello", px=60_000)
+    locks.set(names.record_name(name), "hello", px=60_000)
     with pytest.raises(ServerError, match=r"^FOREIGNRECORD"):
         FullClient(wire(), name).acquire()
 

@@ -16,9 +16,9 @@ from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
 from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
-from celery_setnx.marks import GRACE_S
-from celery_setnx.names import mark_name
-from celery_setnx.record import task_token
+from celery_setnx.lock.marks import GRACE_S
+from celery_setnx.lock.names import mark_name
+from celery_setnx.lock.record import task_token
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB

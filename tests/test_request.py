@@ -5,7 +5,7 @@ import sys
 import threading
 from typing import Any
 
-from celery_setnx.children import ChildWatch
+from celery_setnx.run.children import ChildWatch
 from tests.harness import raising, wait_until
 
 

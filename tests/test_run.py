@@ -14,9 +14,9 @@ from celery import Celery
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
-from celery_setnx import lock as lock_module
-from celery_setnx.message import Call
-from celery_setnx.run import Run
+from celery_setnx.call.message import Call
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
 

@@ -7,12 +7,12 @@ import pytest
 import redis
 
 from celery_setnx.keys import digest
-from celery_setnx.line import Place, park
-from celery_setnx.lock import SetnxLock
-from celery_setnx.marks import Mark, mark_all
-from celery_setnx.names import key_name, line_names, mark_name, record_name, take_over_name
-from celery_setnx.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
-from celery_setnx.takeover import TakeOver, last_take_over, note_take_over
+from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import key_name, line_names, mark_name, record_name, take_over_name
+from celery_setnx.lock.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
+from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
 from examples.embedded import EmbeddedServer
 from tests.harness import age, lock_keys
 

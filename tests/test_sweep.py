@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask, courier, sweep, wake
+from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx.call import wake
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
-from celery_setnx.courier import Order
-from celery_setnx.line import Place, claim, note_due, park
-from celery_setnx.message import Call
-from celery_setnx.names import key_name, line_names
-from celery_setnx.record import ORIGINAL
-from celery_setnx.sweep import Sweep
-from celery_setnx.wake import lines_of
+from celery_setnx.lock.line import Place, claim, note_due, park
+from celery_setnx.lock.names import key_name, line_names
+from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.run import courier, sweep
+from celery_setnx.run.courier import Order
+from celery_setnx.run.sweep import Sweep
 from tests.harness import age
 
 

@@ -27,8 +27,8 @@ from celery_setnx import (
     is_skipped,
     singleton,
 )
-from celery_setnx.line import Place, park
-from celery_setnx.marks import Mark, mark_all
+from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.signals import lock_acquired, lock_taken_over
 from celery_setnx.testing import (
     Held,

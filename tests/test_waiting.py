@@ -17,13 +17,13 @@ import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
-from celery_setnx.courier import Order
-from celery_setnx.lock import HAND_OVER_S
-from celery_setnx.message import Call
-from celery_setnx.names import line_names, mark_name
-from celery_setnx.process import has_ended
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import COURIER
+from celery_setnx.lock.lock import HAND_OVER_S
+from celery_setnx.lock.names import line_names, mark_name
+from celery_setnx.lock.process import has_ended
+from celery_setnx.run.courier import Order
 from celery_setnx.testing import pass_time
-from celery_setnx.wake import COURIER
 from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage, assert_one_at_a_time, revoke
 

@@ -11,18 +11,18 @@ from celery import Celery
 from celery.exceptions import Reject, Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
-from celery_setnx import park as parking
-from celery_setnx.back import Message
-from celery_setnx.courier import Order
-from celery_setnx.join import holders_result
-from celery_setnx.line import park
-from celery_setnx.lock import Outcome
-from celery_setnx.message import Call
-from celery_setnx.names import line_names, ticket_name
+from celery_setnx.call.back import Message
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import COURIER, lines_of, wake
+from celery_setnx.lock.line import park
+from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.names import line_names, ticket_name
+from celery_setnx.lock.record import Heir, Holder
 from celery_setnx.options import Options
-from celery_setnx.park import Parked, wait_in_line
-from celery_setnx.record import Heir, Holder
-from celery_setnx.wake import COURIER, lines_of, wake
+from celery_setnx.run import park as parking
+from celery_setnx.run.courier import Order
+from celery_setnx.run.join import holders_result
+from celery_setnx.run.park import Parked, wait_in_line
 from tests.harness import age
 
 KEY = "setnx:{t}"

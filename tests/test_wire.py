@@ -21,9 +21,9 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from celery_setnx import SetnxLock
-from celery_setnx.lock import renew_all
-from celery_setnx.names import record_name
-from celery_setnx.wire import ask, ask_many
+from celery_setnx.lock.lock import renew_all
+from celery_setnx.lock.names import record_name
+from celery_setnx.lock.wire import ask, ask_many
 from examples.embedded import EmbeddedServer
 from tests import forks
 from tests.harness import raising, wait_until

@@ -10,8 +10,8 @@ import pytest
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import LockLost, LockUnavailable
-from celery_setnx.process import has_ended
-from celery_setnx.takeover import last_take_over
+from celery_setnx.lock.process import has_ended
+from celery_setnx.lock.takeover import last_take_over
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.harness import wait_until

@@ -15,8 +15,8 @@ from celery.exceptions import WorkerLostError
 from celery.signals import after_task_publish
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
-from celery_setnx import lock as lock_module
-from celery_setnx.names import mark_name
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.names import mark_name
 from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until

@@ -10,7 +10,8 @@ from typing import Any
 from celery import Celery
 from celery.signals import worker_process_init
 
-from celery_setnx import Conflict, SingletonTask, acquire
+from celery_setnx import Conflict, SingletonTask
+from celery_setnx.run import acquire
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]

@@ -14,8 +14,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from celery_setnx import SetnxLock, SingletonTask, metrics, signals
-from celery_setnx.marks import Mark
-from celery_setnx.record import task_token
+from celery_setnx.lock.marks import Mark
+from celery_setnx.lock.record import task_token
 from tests.app import body, journal, make_app
 from tests.harness import age
 

@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from rich.console import RenderableType
 
-    from celery_setnx.check import Finding
+    from celery_setnx.doctor.app import Finding
 
 NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
@@ -127,10 +126,10 @@ def show(
     --args and --kwargs.
     """
     from celery_setnx.cli.asked import key_of, loaded, look_at, unknown
-    from celery_setnx.cli.describe import page, process_of, rounded, row
+    from celery_setnx.cli.describe import all_of, page
     from celery_setnx.connection import client_for
-    from celery_setnx.survey import last_holder, waiters
-    from celery_setnx.takeover import last_take_over
+    from celery_setnx.lock.survey import waiters
+    from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
     if target in app.tasks:
@@ -142,20 +141,9 @@ def show(
     sighting = look_at(app, key)
     if "{" not in key and sighting.raw == (None, None):
         raise click.UsageError(f"{unknown(app, key)} Nor is there a lock of that name.")
-    holder, last = sighting.holder, last_holder(sighting)
     client = client_for(app)
     line = waiters(client, key, sighting.server_time)
-    taken_over = last_take_over(client, key)
-    details = {
-        **row(sighting),
-        "token": holder and holder.token,
-        "process": holder and process_of(holder),
-        "last_holder": last and last.as_dict(),
-        "last_take_over": taken_over and asdict(taken_over),
-        "mark": sighting.mark,
-        "mark_lapses_in_s": rounded(sighting.mark_ends_s),
-        "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],
-    }
+    details = all_of(sighting, last_take_over(client, key), line)
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
@@ -272,7 +260,7 @@ def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
 
     Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
     """
-    from celery_setnx.doctor import examine
+    from celery_setnx.doctor.server import examine
 
     _report(ctx, examine, strict=strict, as_json=as_json)
 
@@ -281,9 +269,9 @@ def _report(
     ctx: click.Context, examine: Callable[[Celery], Iterable[Finding]], *, strict: bool, as_json: bool
 ) -> None:
     """Print what is found of the app, as it comes; the exit code says whether any of it is bad."""
-    from celery_setnx.check import refused
     from celery_setnx.cli.asked import imported
     from celery_setnx.cli.describe import many
+    from celery_setnx.doctor.app import refused
     from celery_setnx.exceptions import OptionError
 
     counts = dict.fromkeys(_LEVELS, 0)

@@ -14,11 +14,11 @@ import click
 from celery import Celery, Task
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
+from celery_setnx.call.guard import Guard
 from celery_setnx.connection import client_for, lock_url, masked
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall
-from celery_setnx.guard import Guard
+from celery_setnx.lock.survey import COMMANDS, Sighting, look, survey
 from celery_setnx.options import settings
-from celery_setnx.survey import COMMANDS, Sighting, look, survey
 
 REDIS_ERRORS = (RedisError, RedisClusterException)
 """What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""

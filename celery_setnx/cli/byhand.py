@@ -11,14 +11,14 @@ from typing import Any
 import click
 from celery import Celery
 
+from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.cli.asked import also_under, find, look_at, prefix, unknown
 from celery_setnx.cli.describe import fate, many, process_of, until
 from celery_setnx.connection import client_for
-from celery_setnx.marks import Mark, free_all
-from celery_setnx.record import Holder
+from celery_setnx.lock.marks import Mark, free_all
+from celery_setnx.lock.record import Holder
+from celery_setnx.lock.survey import Sighting, drop
 from celery_setnx.signals import lock_released
-from celery_setnx.survey import Sighting, drop
-from celery_setnx.wake import let_the_line_go_on
 
 logger = logging.getLogger("celery_setnx")
 

@@ -6,13 +6,15 @@ Nothing here asks a server: what is said is what `celery_setnx.survey` has seen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
-from celery_setnx.guard import Guard
+from celery_setnx.call.guard import Guard
+from celery_setnx.lock.process import identity, is_surely_dead
+from celery_setnx.lock.record import Holder, Waiter
+from celery_setnx.lock.survey import Sighting, last_holder
+from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
-from celery_setnx.process import identity, is_surely_dead
-from celery_setnx.record import Holder
-from celery_setnx.survey import Sighting
 
 COLUMNS = {
     "task": "TASK",
@@ -93,6 +95,21 @@ def table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+
+
+def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter]) -> dict[str, Any]:
+    """All that is known of one lock, as JSON has it."""
+    holder, last = sighting.holder, last_holder(sighting)
+    return {
+        **row(sighting),
+        "token": holder and holder.token,
+        "process": holder and process_of(holder),
+        "last_holder": last and last.as_dict(),
+        "last_take_over": taken_over and asdict(taken_over),
+        "mark": sighting.mark,
+        "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+        "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],
+    }
 
 
 def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:

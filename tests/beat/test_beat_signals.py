@@ -20,7 +20,7 @@ from celery.apps.beat import Beat
 from celery.signals import beat_init
 
 import celery_setnx.beat
-import celery_setnx.lock
+import celery_setnx.lock.lock
 from celery_setnx.beat import HotStandby
 from tests import forks
 from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean

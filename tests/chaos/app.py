@@ -15,10 +15,11 @@ from typing import Any
 from celery import Celery, Task
 from celery.signals import task_failure, task_postrun, task_received, task_revoked, task_unknown
 
-from celery_setnx import LockLost, SingletonTask, acquire, current_lock, is_skipped, signals, sweep
-from celery_setnx import trial as trial_module
-from celery_setnx.message import Call
-from celery_setnx.record import Heir
+from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, signals
+from celery_setnx.call.message import Call
+from celery_setnx.doctor import trial as trial_module
+from celery_setnx.lock.record import Heir
+from celery_setnx.run import acquire, sweep
 from tests.harness import CONF
 from tests.soak import flaws
 from tests.soak.history import History, note_renewals

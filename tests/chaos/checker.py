@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from celery_setnx.sweep import SWEEP_S
+from celery_setnx.run.sweep import SWEEP_S
 from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
 
 SLACK_S = 1.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from celery_setnx.process import has_ended
-from celery_setnx.sweep import SWEEP_S
+from celery_setnx.lock.process import has_ended
+from celery_setnx.run.sweep import SWEEP_S
 from examples.embedded import EmbeddedServer
 from tests.chaos.app import LEASE_S, app
 from tests.chaos.checker import SLACK_S, WAITS

@@ -12,7 +12,7 @@ from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import OptionError, SetnxError, SingletonTask, exceptions, signals, singleton, testing
-from celery_setnx.message import Call
+from celery_setnx.call.message import Call
 from celery_setnx.options import (
     CONFLICT_POLICIES,
     DEDUPE_MODES,

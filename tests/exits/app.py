@@ -9,7 +9,7 @@ from typing import Any
 from celery.exceptions import Ignore, Reject
 
 from celery_setnx import SetnxLock, SingletonTask
-from celery_setnx.keeper import keeper_for_process
+from celery_setnx.lock.keeper import keeper_for_process
 from tests.app import body, control, journal, make_app
 
 LEASE_S = 2.0

@@ -9,7 +9,7 @@ import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
 from celery_setnx import is_skipped
-from celery_setnx.process import has_ended
+from celery_setnx.lock.process import has_ended
 from tests.exits import POOLS, in_pools
 from tests.exits.conftest import ELSEWHERE, LONG, RETRY
 from tests.harness import wait_until

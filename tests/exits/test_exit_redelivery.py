@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from celery_setnx.process import has_ended
+from celery_setnx.lock.process import has_ended
 from tests.exits import in_pools
 from tests.exits.conftest import LONG, Held
 

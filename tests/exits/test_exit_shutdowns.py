@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from celery_setnx.process import has_ended
+from celery_setnx.lock.process import has_ended
 from tests.exits import POOLS, in_pools
 from tests.exits.conftest import ELSEWHERE, LONG
 from tests.harness import Worker, wait_until

@@ -5,8 +5,8 @@ from typing import Any
 
 import redis
 
-from celery_setnx import line, lock, marks
-from celery_setnx.scripts import Script
+from celery_setnx.lock import line, lock, marks
+from celery_setnx.lock.scripts import Script
 
 CLOCK_KEY = "test:clock"
 SECOND = 1_000_000

@@ -22,7 +22,7 @@ from typing import IO, Any
 from uuid import UUID
 
 # Found, not imported: the tests may run against an installed wheel.
-LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lua"  # type: ignore[union-attr]
+LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lock" / "lua"  # type: ignore[union-attr]
 RETENTION_MS = 86_400_000
 REMEMBER_MS = 60_000
 LINES_MS = 691_200_000

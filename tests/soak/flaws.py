@@ -12,23 +12,23 @@ from typing import Any
 import redis
 from celery.signals import task_received, task_unknown
 
-from celery_setnx import acquire as acquire_module
 from celery_setnx import connection as connection_module
-from celery_setnx import courier as courier_module
-from celery_setnx import join as join_module
-from celery_setnx import keeper as keeper_module
-from celery_setnx import line as line_module
-from celery_setnx import lock as lock_module
-from celery_setnx import park as park_module
 from celery_setnx import request as request_module
-from celery_setnx import scripts as scripts_module
-from celery_setnx import wake as wake_module
+from celery_setnx.call import wake as wake_module
+from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockUnavailable
-from celery_setnx.keeper import Keeper
-from celery_setnx.lock import HeldLock, SetnxLock
-from celery_setnx.message import Call
-from celery_setnx.sweep import Sweep
+from celery_setnx.lock import keeper as keeper_module
+from celery_setnx.lock import line as line_module
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import scripts as scripts_module
+from celery_setnx.lock.keeper import Keeper
+from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.run import acquire as acquire_module
+from celery_setnx.run import courier as courier_module
+from celery_setnx.run import join as join_module
+from celery_setnx.run import park as park_module
+from celery_setnx.run.sweep import Sweep
 
 _FREE_IF_OURS = "if h_token ~= token then return {'lost', now, value} end"
 _ALIVE = "\n  if now < h_deadline then"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from celery_setnx.lock import HeldLock
+from celery_setnx.lock.lock import HeldLock
 
 Record = dict[str, Any]
 Span = tuple[float, float]

@@ -13,11 +13,11 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from celery_setnx import keeper as keeper_module
-from celery_setnx import lock as lock_module
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
-from celery_setnx.keeper import Keeper
-from celery_setnx.lock import HeldLock
+from celery_setnx.lock import keeper as keeper_module
+from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.keeper import Keeper
+from celery_setnx.lock.lock import HeldLock
 from tests.soak import flaws
 from tests.soak.history import History, note_renewals, now_us
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from celery_setnx import SetnxLock
 from celery_setnx.connection import client_for
-from celery_setnx.names import record_name
+from celery_setnx.lock.names import record_name
 from tests.harness import Journal, wait_until
 
 

@@ -19,7 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from celery_setnx import process
+from celery_setnx.lock import process
 from examples.embedded import server_binary
 from tests.harness import wait_until
 

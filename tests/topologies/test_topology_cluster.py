@@ -13,9 +13,9 @@ from celery import Celery
 
 from celery_setnx import LockUnavailable, SetnxLock
 from celery_setnx.connection import client_for
-from celery_setnx.keeper import Keeper
-from celery_setnx.marks import Mark, extend_all, free_all, mark_all
-from celery_setnx.names import mark_name, record_name
+from celery_setnx.lock.keeper import Keeper
+from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.lock.names import mark_name, record_name
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server

@@ -15,7 +15,7 @@ from celery.exceptions import TaskRevokedError
 from celery_setnx import LockTimeout, is_skipped
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed
-from celery_setnx.names import line_names
+from celery_setnx.lock.names import line_names
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until

@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 from celery_setnx.keys import digest
-from celery_setnx.line import Place, park
-from celery_setnx.lock import SetnxLock
-from celery_setnx.marks import Mark, mark_all
-from celery_setnx.names import key_name
-from celery_setnx.survey import drop, look, survey, waiters
+from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import key_name
+from celery_setnx.lock.survey import drop, look, survey, waiters
 
 LOCKS = 300
 

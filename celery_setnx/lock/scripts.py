@@ -23,7 +23,7 @@ from redis.exceptions import (
 )
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.wire import ask, ask_many
+from celery_setnx.lock.wire import ask, ask_many
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
 # the code when a script meets it.
@@ -45,7 +45,7 @@ class Script:
     """One verb: a Lua file and its digest. The first of its keys is the one that errors name."""
 
     def __init__(self, verb: str) -> None:
-        self.text = (files("celery_setnx") / "lua" / f"{verb}.lua").read_text("utf-8")
+        self.text = (files("celery_setnx.lock") / "lua" / f"{verb}.lua").read_text("utf-8")
         self.sha = sha1(self.text.encode()).hexdigest()
 
     def __call__(self, client: Any, keys: Keys, *arguments: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from celery_setnx.forks import between_forks
-from celery_setnx.process import has_ended
+from celery_setnx.lock.process import has_ended
 
 logger = logging.getLogger("celery_setnx")
 

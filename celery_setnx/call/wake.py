@@ -13,18 +13,18 @@ from contextlib import suppress
 import redis
 from celery import Celery
 
-from celery_setnx.back import Message, broker_url, deliverable
+from celery_setnx.call.back import Message, broker_url, deliverable
+from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.line import BEGUN_S, Found, leave, note_due
-from celery_setnx.lock import HAND_OVER_S, SetnxLock
-from celery_setnx.message import Call
-from celery_setnx.names import lines_name, scope_and_digest
+from celery_setnx.lock.line import BEGUN_S, Found, leave, note_due
+from celery_setnx.lock.lock import HAND_OVER_S, SetnxLock
+from celery_setnx.lock.names import lines_name, scope_and_digest
+from celery_setnx.lock.process import is_surely_dead
+from celery_setnx.lock.record import Heir, Holder, Served
+from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.options import settings
-from celery_setnx.process import is_surely_dead
-from celery_setnx.record import Heir, Holder, Served
 from celery_setnx.signals import lock_taken_over
-from celery_setnx.takeover import TakeOver, note_take_over
 
 logger = logging.getLogger("celery_setnx")
 

@@ -14,22 +14,23 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.acquire import Asking
-from celery_setnx.back import EVENTS, Waits, seconds_until
-from celery_setnx.conflict import resolve
+from celery_setnx.call.back import EVENTS, Waits, seconds_until
+from celery_setnx.call.guard import Guard
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
-from celery_setnx.events import follow
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.guard import Guard
-from celery_setnx.join import holders_result
-from celery_setnx.keeper import keeper_for_process
-from celery_setnx.line import BEGUN_S, leave
-from celery_setnx.lock import HeldLock, Outcome, Released
-from celery_setnx.marks import Mark, extend_all, free_all
-from celery_setnx.message import Call
+from celery_setnx.lock.keeper import keeper_for_process
+from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.lock import HeldLock, Outcome, Released
+from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.options import UNSET
-from celery_setnx.park import ItsTurn, Parked
-from celery_setnx.record import ORIGINAL
+from celery_setnx.run.acquire import Asking
+from celery_setnx.run.conflict import resolve
+from celery_setnx.run.events import follow
+from celery_setnx.run.join import holders_result
+from celery_setnx.run.park import ItsTurn, Parked
 from celery_setnx.signals import (
     lock_acquired,
     lock_lost,
@@ -38,7 +39,6 @@ from celery_setnx.signals import (
     lock_woken,
     uniqueness_lapsed,
 )
-from celery_setnx.wake import report_take_over
 
 logger = logging.getLogger("celery_setnx")
 

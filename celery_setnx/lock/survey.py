@@ -10,10 +10,10 @@ from typing import Any
 
 import redis
 
-from celery_setnx.line import IN_LINE
-from celery_setnx.names import line_names, mark_name, record_name, scope_and_digest
-from celery_setnx.record import Holder, Waiter, parse_holder
-from celery_setnx.scripts import Script, is_cluster
+from celery_setnx.lock.line import IN_LINE
+from celery_setnx.lock.names import line_names, mark_name, record_name, scope_and_digest
+from celery_setnx.lock.record import Holder, Waiter, parse_holder
+from celery_setnx.lock.scripts import Script, is_cluster
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""

@@ -14,19 +14,19 @@ from typing import Any
 from celery import Task
 from celery.app.task import Context
 
-from celery_setnx.back import NONCE, come_back
-from celery_setnx.conflict import Conflict, backoff, policy_of
+from celery_setnx.call.back import NONCE, come_back
+from celery_setnx.call.guard import Guard
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import leave_line, look_within, wake
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
-from celery_setnx.guard import Guard
-from celery_setnx.join import holders_result
-from celery_setnx.line import BEGUN_S
-from celery_setnx.lock import HAND_OVER_S, Outcome
-from celery_setnx.marks import Mark, Marked, free_all, mark_all
-from celery_setnx.message import Call
-from celery_setnx.process import identity
-from celery_setnx.record import ORIGINAL, Holder, task_token
-from celery_setnx.wake import leave_line, look_within, wake
+from celery_setnx.lock.line import BEGUN_S
+from celery_setnx.lock.lock import HAND_OVER_S, Outcome
+from celery_setnx.lock.marks import Mark, Marked, free_all, mark_all
+from celery_setnx.lock.process import identity
+from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.run.conflict import Conflict, backoff, policy_of
+from celery_setnx.run.join import holders_result
 
 logger = logging.getLogger("celery_setnx")
 

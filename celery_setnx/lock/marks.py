@@ -15,9 +15,9 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.names import line_names, mark_name, record_name
-from celery_setnx.record import Holder, parse_holder
-from celery_setnx.scripts import Script
+from celery_setnx.lock.names import line_names, mark_name, record_name
+from celery_setnx.lock.record import Holder, parse_holder
+from celery_setnx.lock.scripts import Script
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
@@ -54,12 +54,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark beside one lock, for one task.
-
-    Args:
-        key: The lock's Redis key.
-        task_id: The task that is to be queued.
-    """
+    """The mark beside one lock, for one task that is to be queued; `key` is the lock's."""
 
     key: str
     task_id: str

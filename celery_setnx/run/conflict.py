@@ -10,13 +10,13 @@ from typing import Any, NoReturn, cast
 
 from celery.app.task import Context, Task
 
-from celery_setnx.back import come_back
+from celery_setnx.call.back import come_back
+from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout
-from celery_setnx.lock import Outcome
-from celery_setnx.message import Call
+from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.record import Holder
 from celery_setnx.options import UNSET, Options
-from celery_setnx.park import may_stand_in_line, wait_in_line
-from celery_setnx.record import Holder
+from celery_setnx.run.park import may_stand_in_line, wait_in_line
 from celery_setnx.signals import lock_conflict
 
 logger = logging.getLogger("celery_setnx")
@@ -123,8 +123,8 @@ class Conflict:
         """Let the call wait in line: it is woken when its turn has come, first come first served per key.
 
         Raises:
-            celery_setnx.park.Parked: When the call waits; Celery stores no state for it.
-            celery_setnx.park.ItsTurn: When it need not, because the lock came free; its run goes on.
+            celery_setnx.run.park.Parked: When the call waits; Celery stores no state for it.
+            celery_setnx.run.park.ItsTurn: When it need not, because the lock came free; its run goes on.
             celery.exceptions.Retry: When its message was pickled, or its key has another task's scope: it
                 waits as with `retry()`.
             LockTimeout: It has waited for `max_wait`.

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import redis
 
-from celery_setnx.lock import DAY_S
-from celery_setnx.names import instead_name, line_names, record_name, ticket_name
-from celery_setnx.record import Holder, current_holder
-from celery_setnx.scripts import Script
+from celery_setnx.lock.lock import DAY_S
+from celery_setnx.lock.names import instead_name, line_names, record_name, ticket_name
+from celery_setnx.lock.record import Holder, current_holder
+from celery_setnx.lock.scripts import Script
 
 _PARK, _LEAVE, _INSTEAD = Script("park"), Script("leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
@@ -40,7 +40,7 @@ BEGUN_S = 7 * DAY_S
 class Place:
     """A place in the line of one lock, of one attempt of a task.
 
-    Args:
+    Attributes:
         key: The lock's Redis key.
         task_id: The task's id.
         attempt: Number of its attempt; a later one is larger.

@@ -17,10 +17,10 @@ from celery import Celery
 from celery.app.task import Task
 from celery.utils.dispatch import Signal
 
+from celery_setnx.call.guard import is_singleton
 from celery_setnx.forks import between_forks
-from celery_setnx.guard import is_singleton
-from celery_setnx.keeper import start_real_thread
-from celery_setnx.record import Holder
+from celery_setnx.lock.keeper import start_real_thread
+from celery_setnx.lock.record import Holder
 from celery_setnx.signals import (
     lock_conflict,
     lock_lost,

@@ -29,9 +29,9 @@ from celery_setnx.exceptions import (
     LockUnavailable,
     SetnxError,
 )
-from celery_setnx.names import line_names, mark_name, record_name, ticket_name
-from celery_setnx.process import is_surely_dead
-from celery_setnx.record import (
+from celery_setnx.lock.names import line_names, mark_name, record_name, ticket_name
+from celery_setnx.lock.process import is_surely_dead
+from celery_setnx.lock.record import (
     ORIGINAL,
     US,
     Heir,
@@ -42,7 +42,7 @@ from celery_setnx.record import (
     parse_holder,
     task_of,
 )
-from celery_setnx.scripts import Script
+from celery_setnx.lock.scripts import Script
 
 logger = logging.getLogger("celery_setnx")
 DAY_S = 86_400.0
@@ -226,10 +226,9 @@ class SetnxLock:
         info: What the record says of the holder: JSON values, or their JSON. Defaults to nothing.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
-        mark: Redis key of the mark beside the lock (see `celery_setnx.marks.Mark`): a task's own ends when
-            it acquires. Defaults to none.
-        line: Whether tasks may wait in line for it (see `celery_setnx.line`), as they do for a task's lock:
-            a release hands it to the first. Defaults to False.
+        mark: Redis key of the mark beside the lock: a task's own ends when it acquires. Defaults to none.
+        line: Whether tasks may wait in line for it, as they do for a task's lock: a release hands it to the
+            first. Defaults to False.
 
     Attributes:
         heir: To whom the lock was handed through this object, last; None if nobody is to be woken.
@@ -278,12 +277,7 @@ class SetnxLock:
         self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
     def named(self, name: str, mark: str | None) -> SetnxLock:
-        """Another lock with the same options.
-
-        Args:
-            name: Its Redis key, with a `{tag}`.
-            mark: Redis key of its mark; None for none.
-        """
+        """Another lock with the same options, by its Redis key with a `{tag}`, and that of its mark."""
         other = object.__new__(type(self))
         line = line_names(name) if self.line or mark else ()
         other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark, line=line)

@@ -11,12 +11,12 @@ from typing import Any
 from celery import Celery
 from celery.backends.base import DisabledBackend
 
+from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyFunction
-from celery_setnx.lock import SetnxLock
-from celery_setnx.message import REPLACED, Call
-from celery_setnx.names import key_name, mark_name
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.names import key_name, mark_name
 from celery_setnx.options import NAMES, Options, check_name, merged, plain, settings
 
 logger = logging.getLogger("celery_setnx")

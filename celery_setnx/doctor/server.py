@@ -15,8 +15,9 @@ from celery import Celery
 from redis.exceptions import RedisClusterException, RedisError
 from redis.utils import str_if_bytes
 
-from celery_setnx.back import visibility_timeout_s
-from celery_setnx.check import (
+from celery_setnx.call.back import visibility_timeout_s
+from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.doctor.app import (
     Finding,
     check,
     fail,
@@ -26,12 +27,11 @@ from celery_setnx.check import (
     sentence,
     warn,
 )
-from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.doctor.trial import trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.scripts import is_cluster
+from celery_setnx.lock.survey import BATCH, survey
 from celery_setnx.options import Settings, settings
-from celery_setnx.scripts import is_cluster
-from celery_setnx.survey import BATCH, survey
-from celery_setnx.trial import trial_name, try_lock
 
 __all__ = ["Finding", "check", "examine", "refused"]
 

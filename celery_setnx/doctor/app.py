@@ -14,7 +14,7 @@ from celery._state import _announce_app_finalized
 from celery.local import maybe_evaluate
 from celery.utils.imports import symbol_by_name
 
-from celery_setnx.back import visibility_timeout_s
+from celery_setnx.call.back import visibility_timeout_s
 from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings

@@ -20,13 +20,20 @@ from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
 from celery.states import READY_STATES
 
-from celery_setnx.back import Message, deliverable
+from celery_setnx.call.back import Message, deliverable
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import (
+    COURIER,
+    is_of_its_scope,
+    let_the_line_go_on,
+    look_in,
+    look_within,
+    remaining_s,
+)
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused
-from celery_setnx.line import BEGUN_S, Found, Place, leave, park
-from celery_setnx.marks import Mark, extend_all
-from celery_setnx.message import Call
-from celery_setnx.wake import COURIER, is_of_its_scope, let_the_line_go_on, look_in, look_within, remaining_s
+from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, park
+from celery_setnx.lock.marks import Mark, extend_all
 
 logger = logging.getLogger("celery_setnx")
 
@@ -96,7 +103,7 @@ class Courier(Task):  # type: ignore[misc]
     ignore_result = True
     acks_late = True
     reject_on_worker_lost = True
-    Request = "celery_setnx.sweep:CourierRequest"
+    Request = "celery_setnx.run.sweep:CourierRequest"
 
     def run(self, key: str, task: str = "", order: Mapping[str, Any] | None = None) -> None:
         """Look after the call that it is told of; without one, let the line of the task's key go on."""

@@ -23,8 +23,8 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock import HeldLock, renew_all
-from celery_setnx.record import task_of
+from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.record import task_of
 
 try:
     from _queue import Empty, SimpleQueue  # gevent patches the one in the module queue
@@ -49,11 +49,7 @@ class _Watched:
 
 
 class Keeper:
-    """Renews the leases of the locks that this process holds.
-
-    Args:
-        clock: Monotonic clock in seconds. Must be the clock of the locks.
-    """
+    """Renews the leases of the locks that this process holds, by the monotonic clock of those locks."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

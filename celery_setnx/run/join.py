@@ -10,14 +10,14 @@ from celery import Task
 from celery.exceptions import Ignore, Retry
 from celery.states import FAILURE, RETRY, REVOKED, SUCCESS
 
-from celery_setnx.back import come_back
+from celery_setnx.call.back import come_back
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import leave_line, let_the_line_go_on
 from celery_setnx.connection import client_for
-from celery_setnx.line import runs_instead
-from celery_setnx.message import Call
+from celery_setnx.lock.line import runs_instead
+from celery_setnx.lock.record import Holder
 from celery_setnx.options import UNSET, Options
-from celery_setnx.park import remember_s
-from celery_setnx.record import Holder
-from celery_setnx.wake import leave_line, let_the_line_go_on
+from celery_setnx.run.park import remember_s
 
 logger = logging.getLogger("celery_setnx")
 

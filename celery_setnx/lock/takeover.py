@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from celery_setnx.names import take_over_name
+from celery_setnx.lock.names import take_over_name
 
 
 @dataclass(frozen=True)

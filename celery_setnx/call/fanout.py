@@ -17,15 +17,14 @@ from typing import Any
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
+from celery_setnx.call.message import Call
+from celery_setnx.call.publish import AWAITED, Send, mark_lease_s, serve_stalled
+from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
-from celery_setnx.guard import Guard
-from celery_setnx.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.message import Call
+from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.options import plain
-from celery_setnx.publish import AWAITED, Send, mark_lease_s, serve_stalled
 from celery_setnx.signals import call_deduplicated
-from celery_setnx.switches import DISABLED
 
 try:
     from kombu.exceptions import BatchPublishError
@@ -112,45 +111,22 @@ class _Distinct:
         return 1 + len(self.equals)
 
 
-def fan_out(
-    task: Any,
-    guard: Guard,
-    send: Send,
-    calls: Iterable[Any],
-    *,
-    call: Mapping[str, Any] | None,
-    batch_size: int,
-    each: Callable[[CallOutcome], Any] | None,
-    progress: Callable[[FanOut], Any] | None,
-    options: dict[str, Any],
-) -> FanOut:
-    """Publish many calls; see `SingletonTask.fan_out`."""
-    wrong = sorted(set(options) & set(_OF_A_SINGLE_CALL))
-    if wrong:
-        raise OptionError(
-            f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
-        )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise OptionError(
-            f"fan_out of {task.name}: batch_size must be an int of 1 or more, not {batch_size!r}"
-        )
-    return _FanOut(task, guard, send, call, batch_size, each, progress, options).run(calls)
+class FanningOut:
+    """One fan-out on its way; see `SingletonTask.fan_out`.
 
-
-class _FanOut:
-    """One fan-out on its way."""
+    `send` publishes one call for real, `call` has the singleton options of these calls, and `options` those
+    of `celery.Task.apply_async`.
+    """
 
     def __init__(
-        self,
-        task: Any,
-        guard: Guard,
-        send: Send,
-        call: Mapping[str, Any] | None,
-        batch_size: int,
-        each: Callable[[CallOutcome], Any] | None,
-        progress: Callable[[FanOut], Any] | None,
-        options: dict[str, Any],
+        self, task: Any, send: Send, call: Mapping[str, Any] | None, options: dict[str, Any]
     ) -> None:
+        wrong = sorted(set(options) & set(_OF_A_SINGLE_CALL))
+        if wrong:
+            raise OptionError(
+                f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
+            )
+        guard = task._guard
         self.task = task
         self.send = send
         # The options of these calls are settled once: a guard that has them as its nearest layer.
@@ -158,9 +134,6 @@ class _FanOut:
         self.guard = guard.under(call) if call else guard
         published = not guard.app.conf.task_always_eager and not DISABLED.is_on(guard.app)
         self.dedupes = published and self.guard.options.dedupe is not None
-        self.batch_size = batch_size
-        self.each = each
-        self.progress = progress
         self.headers = dict(options.pop("headers", None) or {})
         # Celery subscribes to the result of every call that it sends, which costs as much as the sending, and
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
@@ -175,8 +148,19 @@ class _FanOut:
         self.counts = FanOut()
         self.warned = False
 
-    def run(self, calls: Iterable[Any]) -> FanOut:
+    def run(
+        self,
+        calls: Iterable[Any],
+        batch_size: int,
+        each: Callable[[CallOutcome], Any] | None,
+        progress: Callable[[FanOut], Any] | None,
+    ) -> FanOut:
         """Publish the calls."""
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(
+                f"fan_out of {self.task.name}: batch_size must be an int of 1 or more, not {batch_size!r}"
+            )
+        self.batch_size, self.each, self.progress = batch_size, each, progress
         try:
             for call in calls:
                 self._draw(call)
@@ -194,6 +178,10 @@ class _FanOut:
                 self.uncertain,
                 not_sent,
             ) from error
+        self._say_what_became()
+        return self.counts
+
+    def _say_what_became(self) -> None:
         if self.counts.duplicates:  # one line for all of them
             logger.info(
                 "%d of %d calls of %s are not published: the same calls are queued or running already.",
@@ -209,7 +197,6 @@ class _FanOut:
                 self.task.name,
                 self.counts.first_error,
             )
-        return self.counts
 
     def _draw(self, call: Any) -> None:
         index = self.drawn

@@ -23,13 +23,13 @@ from celery._state import connect_on_app_finalize
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
+from celery_setnx.call.switches import DISABLED
+from celery_setnx.call.wake import let_the_line_go_on, lines_of, next_look
 from celery_setnx.connection import new_client
-from celery_setnx.courier import Order, may_be_woken, put_back, send_again
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.line import CLAIMED_AT_MOST, Claimed, claim, settle
-from celery_setnx.switches import DISABLED
-from celery_setnx.wake import let_the_line_go_on, lines_of, next_look
+from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle
+from celery_setnx.run.courier import Order, may_be_woken, put_back, send_again
 
 logger = logging.getLogger("celery_setnx")
 

@@ -11,15 +11,15 @@ import redis
 from celery import bootsteps
 from redis.cluster import RedisCluster
 
+from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
-from celery_setnx.line import Place, claim, leave, note_due, park, runs_instead, settle
-from celery_setnx.lock import HeldLock, SetnxLock
-from celery_setnx.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
+from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.lock.scripts import is_cluster
 from celery_setnx.options import settings
-from celery_setnx.record import ORIGINAL, task_token
-from celery_setnx.scripts import is_cluster
-from celery_setnx.switches import DISABLED
 
 logger = logging.getLogger("celery_setnx")
 

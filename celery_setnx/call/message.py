@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from celery_setnx.line import Place
-from celery_setnx.names import record_name
-from celery_setnx.record import ORIGINAL
+from celery_setnx.lock.line import Place
+from celery_setnx.lock.names import record_name
+from celery_setnx.lock.record import ORIGINAL
 
 logger = logging.getLogger("celery_setnx")
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 from celery import Celery, Task
 from celery.exceptions import Ignore
 
-from celery_setnx.back import (
+from celery_setnx.call.back import (
     Message,
     Waits,
     come_back,
@@ -28,16 +28,23 @@ from celery_setnx.back import (
     seconds_until,
     visibility_timeout_s,
 )
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import (
+    is_of_its_scope,
+    let_the_line_go_on,
+    look_in,
+    look_within,
+    remaining_s,
+    wake,
+)
 from celery_setnx.connection import client_for
-from celery_setnx.courier import Order
 from celery_setnx.exceptions import LockRefused, SetnxError
-from celery_setnx.line import Found, park
-from celery_setnx.lock import Outcome
-from celery_setnx.message import Call
+from celery_setnx.lock.line import Found, park
+from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
-from celery_setnx.record import ORIGINAL, Heir, Holder
+from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
-from celery_setnx.wake import is_of_its_scope, let_the_line_go_on, look_in, look_within, remaining_s, wake
 
 logger = logging.getLogger("celery_setnx")
 
@@ -152,8 +159,9 @@ class _Parking:
         """End the delivery, and see to a lock that nobody is going to release."""
         app, call = self.app, self.call
         logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
-        about = {"task_id": call.task_id, "key": call.key, "holder": self.holder, "place": found.place}
-        lock_waiting.send(sender=self.task, **about)
+        lock_waiting.send(
+            sender=self.task, task_id=call.task_id, key=call.key, holder=self.holder, place=found.place
+        )
         if found.holder is None:  # it came free meanwhile, for those before this one
             with suppress(SetnxError):  # a sweep sees to it
                 let_the_line_go_on(app, call.task, call.key)

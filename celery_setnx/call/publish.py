@@ -16,7 +16,11 @@ from typing import Any
 
 from celery import Celery, uuid
 
-from celery_setnx.back import seconds_until, without_deaths
+from celery_setnx.call.back import seconds_until, without_deaths
+from celery_setnx.call.guard import Guard, is_singleton
+from celery_setnx.call.message import Call, attempt_of
+from celery_setnx.call.switches import DISABLED
+from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import (
     DuplicateTask,
@@ -26,14 +30,10 @@ from celery_setnx.exceptions import (
     SetnxError,
     UnkeyableCall,
 )
-from celery_setnx.guard import Guard, is_singleton
-from celery_setnx.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.message import Call, attempt_of
+from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked
-from celery_setnx.record import Holder
 from celery_setnx.signals import call_deduplicated
-from celery_setnx.switches import DISABLED
-from celery_setnx.wake import let_the_line_go_on
 
 logger = logging.getLogger("celery_setnx")
 
@@ -90,49 +90,35 @@ class Duplicate:
 def publish(
     guard: Guard,
     send: Send,
-    args: Any,
-    kwargs: Any,
+    arguments: tuple[Any, Any],
     call: Mapping[str, Any] | None,
     options: dict[str, Any],
-    *,
-    final: tuple[Any, Any] | None = None,
-    expires: Any = None,
+    task: Any = None,
 ) -> Any:
     """Publish a call, its finished key in a header, unless it is a duplicate.
 
-    `call` are options of this call alone, `options` those of `celery.Task.apply_async`; `final` are the
-    arguments as the worker will see them, and `expires` is the task's, for options that do not say.
+    `arguments` are positional and by name, `call` are options of this call alone, `options` those of
+    `celery.Task.apply_async`; without its `task` the arguments are taken for what the worker will see.
     """
-    before = Call.before(guard.task, options)
     given_id = options.get("task_id")
-    options["task_id"] = given_id or uuid()
-    attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
-    arguments = final or (args, kwargs)
-    told = guard.call(*arguments, call, task_id=options["task_id"], attempt=attempt, before=before)
-    headers = without_deaths(options.get("headers"))
-    options["headers"] = {**headers, **told.as_headers()}
-    settled = guard.options_of({**told.options, **(call or {})})  # also those that do not travel
-    if settled.on_conflict == "join" and options.get("ignore_result"):
-        raise OptionError(
-            f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
-        )
+    told = _told(guard, arguments, call, options, task)
+    settled = _settled(guard, told, call, options)
     if settled.dedupe is None or given_id or not may_be_duplicate(guard.app, options):
-        return _noted(send(args, kwargs, **options), deduplicated=False)
+        return _noted(send(*arguments, **options), deduplicated=False)
     mark = Mark(told.key, told.task_id)
-    lease = mark_lease_s(guard.app, settled, options, expires)
+    lease = mark_lease_s(guard.app, settled, options, getattr(task, "expires", None))
     marked = take_mark(guard, mark, settled, lease)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
     if marked is not None and marked.stalled:
         serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
-        ignored = options.get("ignore_result")
-        return _deduplicated(guard, settled, mark.key, marked, args, kwargs, ignored)
+        return _deduplicated(guard, settled, told.key, marked, arguments, options.get("ignore_result"))
     if marked is None or marked.is_duplicate:
-        return _noted(send(args, kwargs, **options), deduplicated=False)
+        return _noted(send(*arguments, **options), deduplicated=False)
     options["headers"] |= told._replace(marked=True).as_headers()
     try:
-        result = send(args, kwargs, **options)
+        result = send(*arguments, **options)
     except BaseException:
         _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
@@ -192,10 +178,39 @@ def send_task(
         return app.send_task(name, args, kwargs, **options)
 
     try:
-        return publish(guard, send, args, kwargs, layer, options)
+        return publish(guard, send, (args, kwargs), layer, options)
     except UnkeyableCall as error:
         reason = f"{error.reason}. Without the task's code only arguments given by keyword have names"
         raise UnkeyableCall(name, f"{reason}: send_task(..., kwargs={{...}})") from None
+
+
+def _told(
+    guard: Guard,
+    arguments: tuple[Any, Any],
+    call: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    task: Any,
+) -> Call:
+    """The call, which has its task id and its header from now on."""
+    before = Call.before(guard.task, options)
+    options["task_id"] = options.get("task_id") or uuid()
+    attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+    final: tuple[Any, Any] = arguments
+    if task is not None:
+        final = task._final(*arguments, options.get("serializer"))
+    told = guard.call(*final, call, task_id=options["task_id"], attempt=attempt, before=before)
+    options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}
+    return told
+
+
+def _settled(guard: Guard, told: Call, call: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Options:
+    """The options of a call, also those that do not travel."""
+    settled = guard.options_of({**told.options, **(call or {})})
+    if settled.on_conflict == "join" and options.get("ignore_result"):
+        raise OptionError(
+            f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
+        )
+    return settled
 
 
 def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
@@ -240,8 +255,7 @@ def _deduplicated(
     settled: Options,
     key: str,
     marked: Marked,
-    args: Any,
-    kwargs: Any,
+    arguments: tuple[Any, Any],
     ignored: bool | None,
 ) -> Any:
     logger.info(
@@ -263,8 +277,8 @@ def _deduplicated(
         task_id=marked.task_id,
         state=marked.state,
         holder=marked.holder,
-        args=args,
-        kwargs=kwargs,
+        args=arguments[0],
+        kwargs=arguments[1],
         result=_noted(result, deduplicated=True),
     )
     if callable(settled.on_duplicate):

@@ -20,9 +20,9 @@ from kombu.entity import Exchange, Queue
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
+from celery_setnx.call.message import HEADER, Call
 from celery_setnx.connection import SCHEMES
 from celery_setnx.exceptions import LockUnavailable
-from celery_setnx.message import HEADER, Call
 
 try:
     from celery.utils.quorum_queues import detect_quorum_queues

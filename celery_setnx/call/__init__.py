@@ -1,0 +1,1 @@
+"""A call on its way: published, deduplicated, sent back, woken."""

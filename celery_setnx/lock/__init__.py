@@ -1,0 +1,1 @@
+"""The lock and all that stands beside it, in Redis. Nothing here knows Celery."""

@@ -1,0 +1,1 @@
+"""A call in a worker: it acquires its lock, runs, or waits."""
