@@ -167,3 +167,8 @@ class Guard:
 def is_singleton(task: Any) -> bool:
     """True for a `SingletonTask`; False where only the function is guarded, under another base class."""
     return getattr(task, "_guard", None) is not None
+
+
+def guard_of(task: Any) -> Guard | None:
+    """The guard of a task, be it a `SingletonTask` or its function decorated; None if it is plain."""
+    return getattr(task, "_guard", None) or getattr(task, "_setnx_guard", None)

@@ -163,14 +163,14 @@ def why(
 
     ARGS are read as `show` reads them. Exit code 0: it would run. 1: it would not.
     """
-    from celery_setnx.cli.asked import guard_of, key_of, loaded, look_at, unknown
+    from celery_setnx.cli.asked import key_of, loaded, look_at, the_guard_of, unknown
     from celery_setnx.cli.describe import verdict
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
     key = key_of(app.tasks[task], arguments, args_json, kwargs)
-    runs, (reason, *more) = verdict(guard_of(app.tasks[task]), look_at(app, key))
+    runs, (reason, *more) = verdict(the_guard_of(app.tasks[task]), look_at(app, key))
     click.echo(f"{'Yes' if runs else 'No'}: {reason}")
     for line in (*more, f"The key is {key}"):
         click.echo(f"  {line}")
@@ -314,8 +314,9 @@ def _picture(app: Celery, task: str | None, height: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from celery_setnx.cli.asked import REDIS_ERRORS, find, server
+    from celery_setnx.cli.asked import find, server
     from celery_setnx.cli.describe import COLUMNS, cells, many
+    from celery_setnx.lock.scripts import REDIS_ERRORS
 
     try:
         found = list(find(app, task, stale=False, queued=False))

@@ -12,16 +12,14 @@ from typing import Any
 
 import click
 from celery import Celery, Task
-from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
+from redis.exceptions import NoPermissionError
 
-from celery_setnx.call.guard import Guard
+from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url, masked
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall
+from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, look, survey
 from celery_setnx.options import settings
-
-REDIS_ERRORS = (RedisError, RedisClusterException)
-"""What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
 
 
 class NoRedis(click.ClickException):
@@ -95,14 +93,9 @@ def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterato
             yield sighting
 
 
-def _guard_or_none(task: Task) -> Guard | None:
-    guard: Guard | None = getattr(task, "_guard", None) or getattr(task, "_setnx_guard", None)
-    return guard
-
-
-def guard_of(task: Task) -> Guard:
+def the_guard_of(task: Task) -> Guard:
     """The guard of a task."""
-    guard = _guard_or_none(task)
+    guard = guard_of(task)
     if guard is None:
         raise click.UsageError(f"{task.name} is neither a SingletonTask nor a @singleton: it has no lock")
     return guard
@@ -110,13 +103,13 @@ def guard_of(task: Task) -> Guard:
 
 def _scope(app: Celery, task: str | None) -> str | None:
     """The scope of a task's locks; the name itself if the app has no such task (any more)."""
-    guard = _guard_or_none(app.tasks[task]) if task in app.tasks else None
+    guard = guard_of(app.tasks[task]) if task in app.tasks else None
     return (guard.options.scope if guard else None) or task
 
 
 def also_under(app: Celery, task: str) -> list[str]:
     """The other tasks that share a task's scope."""
-    guarded = (name for name, other in app.tasks.items() if _guard_or_none(other) is not None)
+    guarded = (name for name, other in app.tasks.items() if guard_of(other) is not None)
     return sorted(name for name in guarded if name != task and _scope(app, name) == _scope(app, task))
 
 
@@ -129,7 +122,7 @@ def key_of(task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs
             kwargs[name] = _value(value)
         else:
             args.append(_value(argument))
-    guard = guard_of(task)
+    guard = the_guard_of(task)
     try:
         if hasattr(task, "lock_key"):
             return str(task.lock_key(*args, **kwargs))

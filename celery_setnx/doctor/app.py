@@ -15,6 +15,7 @@ from celery.local import maybe_evaluate
 from celery.utils.imports import symbol_by_name
 
 from celery_setnx.call.back import visibility_timeout_s
+from celery_setnx.call.guard import guard_of
 from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings
@@ -118,7 +119,7 @@ def guarded_tasks(app: Celery) -> list[tuple[Task, Any]]:
     """The app's guarded tasks and their guards, by name."""
     found = []
     for _name, task in sorted(app.tasks.items()):
-        guard = getattr(task, "_guard", None) or vars(task).get("_setnx_guard")
+        guard = guard_of(task)
         if guard is not None:
             found.append((task, guard))
     return found

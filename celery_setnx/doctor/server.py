@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 from celery import Celery
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from celery_setnx.call.back import visibility_timeout_s
@@ -29,7 +29,7 @@ from celery_setnx.doctor.app import (
 )
 from celery_setnx.doctor.trial import trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
-from celery_setnx.lock.scripts import is_cluster
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.lock.survey import BATCH, survey
 from celery_setnx.options import Settings, settings
 
@@ -67,7 +67,7 @@ def _lock_server(app: Celery) -> Iterator[Finding]:
         yield from _servers(client, where)
         with suppress(OptionError):  # check tells what is wrong with the settings
             yield from _locks(client, settings(app.conf))
-    except (RedisError, RedisClusterException) as error:
+    except REDIS_ERRORS as error:
         yield _no_answer(where, error)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis
 
@@ -79,7 +79,8 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     `copy` is the message that met the held lock; without one its courier asks. `since` (Unix seconds, the
     server's) is its place, and `call` what it is woken with.
     """
-    word, now_us, value, record, rank = _park(client, place=place, copy=copy, since_s=since, call=call)
+    waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
+    word, now_us, value, record, rank = _PARK(client, _keys(place), *waiter, _remember_ms(place))
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -89,7 +90,8 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
     started, in which case nothing was changed.
     """
-    return str(_leave(client, place=place, copy=copy)[0])
+    about = (place.task_id, place.attempt, copy)
+    return str(_LEAVE(client, _keys(place), *about, _remember_ms(place))[0])
 
 
 def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
@@ -133,17 +135,6 @@ def settle(
 
 def _new_epoch() -> int:
     return random.randrange(1, 2**48)
-
-
-def _park(client: redis.Redis, *, place: Place, copy: str, since_s: float, call: str) -> list[Any]:
-    """Run lua/park.lua: [word, now us, lock value, record, place]."""
-    waiter = (place.task_id, place.attempt, copy, round(since_s * 1e6), call)
-    return _PARK(client, _keys(place), *waiter, _remember_ms(place))
-
-
-def _leave(client: redis.Redis, *, place: Place, copy: str) -> list[Any]:
-    """Run lua/leave.lua: [word]."""
-    return _LEAVE(client, _keys(place), place.task_id, place.attempt, copy, _remember_ms(place))
 
 
 def _keys(place: Place) -> tuple[str, ...]:

@@ -73,7 +73,12 @@ def mark_all(
     For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
     held for its retry, makes duplicates too.
     """
-    replies = _mark(client, marks=marks, dedupe=dedupe, lease_s=lease)
+    lease_ms = max(1, int(lease * 1000))
+    calls = []
+    for mark in marks:
+        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0])
+        calls.append((keys, (mark.task_id, lease_ms, dedupe)))
+    replies = _MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
 
 
@@ -81,12 +86,13 @@ def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:
     """Let many marks last for their leases in seconds, where they are their tasks' still; the first error."""
-    return _first_error(_extend(client, marks=marks, leases_s=leases))
+    calls = [((mark.name,), (mark.task_id, int(lease * 1000))) for mark, lease in zip(marks, leases)]
+    return _first_error(_EXTEND.many(client, calls))
 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
     """Free many marks, where they are their tasks' still; the first error: the others lapse by themselves."""
-    return _first_error(_unmark(client, marks=marks))
+    return _first_error(_UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks]))
 
 
 def _marked(reply: list[Any]) -> Marked:
@@ -98,28 +104,3 @@ def _marked(reply: list[Any]) -> Marked:
 
 def _first_error(replies: Sequence[Any]) -> LockUnavailable | LockRefused | None:
     return next((reply for reply in replies if isinstance(reply, (LockUnavailable, LockRefused))), None)
-
-
-def _mark(
-    client: redis.Redis, *, marks: Sequence[Mark], dedupe: str, lease_s: float
-) -> list[list[Any] | LockUnavailable | LockRefused]:
-    """Run lua/mark.lua for each: [word, task id, now us, lock value, record]."""
-    lease_ms = max(1, int(lease_s * 1000))
-    calls = []
-    for mark in marks:
-        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0])
-        calls.append((keys, (mark.task_id, lease_ms, dedupe)))
-    return _MARK.many(client, calls)
-
-
-def _extend(
-    client: redis.Redis, *, marks: Sequence[Mark], leases_s: Sequence[float]
-) -> list[list[Any] | LockUnavailable | LockRefused]:
-    """Run lua/extend.lua for each: [word]."""
-    calls = [((mark.name,), (mark.task_id, int(lease * 1000))) for mark, lease in zip(marks, leases_s)]
-    return _EXTEND.many(client, calls)
-
-
-def _unmark(client: redis.Redis, *, marks: Sequence[Mark]) -> list[list[Any] | LockUnavailable | LockRefused]:
-    """Run lua/unmark.lua for each: [word]."""
-    return _UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks])

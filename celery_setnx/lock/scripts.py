@@ -33,8 +33,8 @@ _TEMPORARY = re.compile(
     r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
 
-# What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors.
-_ERRORS = (RedisError, RedisClusterException)
+REDIS_ERRORS = (RedisError, RedisClusterException)
+"""What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
 
 Keys = tuple[str, ...]
 Call = tuple[Keys, tuple[Any, ...]]
@@ -55,7 +55,7 @@ class Script:
                 reply = ask(client, ("EVALSHA", self.sha, len(keys), *keys, *arguments))
             except NoScriptError:
                 reply = ask(client, ("EVAL", self.text, len(keys), *keys, *arguments))
-        except _ERRORS as error:
+        except REDIS_ERRORS as error:
             raise _translated(keys[0], error) from error
         return _texts(reply)
 
@@ -93,7 +93,7 @@ class Script:
                 ((keys, arguments), *_) = calls
                 first = ask_many(server, [("EVAL", self.text, len(keys), *keys, *arguments)])
                 replies = first + (ask_many(server, commands[1:]) if commands[1:] else [])
-        except _ERRORS as error:
+        except REDIS_ERRORS as error:
             replies = [error] * len(calls)
         return [self._settled(client, call, reply) for call, reply in zip(calls, replies)]
 
@@ -102,7 +102,7 @@ class Script:
         moved = is_cluster(client) and isinstance(reply, (AskError, TryAgainError))
         if moved or isinstance(reply, NoScriptError):
             return self._once(client, *call)
-        if isinstance(reply, _ERRORS):
+        if isinstance(reply, REDIS_ERRORS):
             return _translated(call[0][0], reply)
         return _texts(reply)
 
@@ -124,7 +124,7 @@ def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
     for place, (keys, _arguments) in enumerate(calls):
         try:
             node = client.get_node_from_key(keys[0])
-        except _ERRORS:
+        except REDIS_ERRORS:
             node = None
         nodes.setdefault(node.name if node else "", (node, []))[1].append(place)
     return list(nodes.values())

@@ -127,15 +127,8 @@ def drop(client: redis.Redis, sighting: Sighting) -> bool:
     value, record = sighting.raw
     if value is None:
         return False
-    reply = _drop(
-        client, lock=sighting.key, record=record_name(sighting.key), value=value, record_text=record or b""
-    )
-    return bool(reply[0] == "dropped")
-
-
-def _drop(client: redis.Redis, *, lock: str, record: str, value: bytes, record_text: bytes) -> list[Any]:
-    """Run lua/drop.lua: [word]."""
-    return _DROP(client, (lock, record), value, record_text)
+    (word,) = _DROP(client, (sighting.key, record_name(sighting.key)), value, record or b"")
+    return bool(word == "dropped")
 
 
 def _keys(client: Any, prefix: str) -> dict[str, bool]:

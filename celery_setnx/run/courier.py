@@ -20,7 +20,7 @@ from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
 from celery.states import READY_STATES
 
-from celery_setnx.call.back import Message, deliverable
+from celery_setnx.call.back import Message, deliverable, known_state
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
     COURIER,
@@ -133,7 +133,8 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     found = park(client, order.place, since=call.since, call=order.message)
     if found.state == "stale":
         return None
-    if found.state == "new" and _has_ended(app, order):  # before Redis forgot it
+    # It may have ended before Redis forgot it.
+    if found.state == "new" and known_state(app.backend, call.task_id, call) in READY_STATES:
         leave(client, replace(order.place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
@@ -196,13 +197,3 @@ def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:
         mark = Mark(order.call.key, order.call.task_id)
         extend_all(client_for(app), [mark], [countdown + order.queue_lease])
     return order, countdown
-
-
-def _has_ended(app: Celery, order: Order) -> bool:
-    if not app.backend.persistent:
-        return False
-    try:
-        return app.backend.get_task_meta(order.call.task_id)["status"] in READY_STATES
-    except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
-        logger.warning("%s waits for %s again: its result is not known (%s).", order, order.call.key, error)
-        return False

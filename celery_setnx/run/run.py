@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.call.back import EVENTS, Waits, seconds_until
+from celery_setnx.call.back import EVENTS, Waits, known_state, seconds_until
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import report_take_over
@@ -174,13 +174,9 @@ class Run:
         # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
         has_waited = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
         has_twin = has_waited and self.task.acks_late
-        if not (self.call.redelivered or has_twin) or not self.task.backend.persistent:
+        if not (self.call.redelivered or has_twin):
             return False
-        try:
-            return bool(self.task.backend.get_task_meta(self.request.id)["status"] == SUCCESS)
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
-            logger.warning("%s was delivered again, and runs: its result is not known (%s).", self, error)
-            return False
+        return bool(known_state(self.task.backend, self.request.id, self) == SUCCESS)
 
     def _end(self, held: HeldLock, back_in: float | None, *, hold: bool) -> None:
         """Forget, then release: a renewal that comes after the release could only do harm."""

@@ -27,7 +27,7 @@ from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
 from tests.bounds import bound
 from tests.harness import wait_until
 
-LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_setnx.lock, shelve)}
+LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_setnx.lock.lock, shelve)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOPS, SIDE_BY_SIDE, WITHIN_S = 200, 8, 0.15
 
