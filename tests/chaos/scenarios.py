@@ -620,7 +620,7 @@ def downtime(play: Play) -> None:
     worker = stage.worker("down", concurrency=5)
     for number in range(play.count):
         for key in keys:
-            play.holder(key, 0.5, "down", lease=1.0)
+            play.holder(key, 2.0, "down", lease=1.0)  # until all lines stand
         for line in [play.line(key, "down") for key in keys]:
             play.all_done(*line)
         tasks = ("work", "late", "work") if number % 2 else ("late", "work", "late")
