@@ -1,6 +1,6 @@
 """What was seen of a lock, as JSON rows, table cells and sentences; and whether a call would run now.
 
-Nothing here asks a server: what is said is what `celery_setnx.survey` has seen.
+Nothing here asks a server: what is said is what `celery_setnx.lock.survey` has seen.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 --       5 call       what it is woken with
 --       6 remember   milliseconds for which all this is remembered
 -- Returns {word, now us, lock value, record, place}
---       parked (it waited already) | new (it did not) | handed (the lock is kept for it: it has been woken)
+--       parked (it waited already) | new (it did not) | handed (the lock is kept for it, or was and is nobody's)
 --       stale (another message has started this attempt: its place is not changed)
 
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
