@@ -173,7 +173,7 @@ def server_kill(play: Play) -> None:
     stage, keys = play.stage, ("k0", "k1", "k2")
     for number in range(play.count):
         chance = random.Random(f"{stage.seed}/{play.name}/{number}")
-        holders = {key: play.send(key, 3.0, victims(chance)) for key in keys}
+        holders = {key: play.send(key, LONG_S, victims(chance)) for key in keys}
         for holder in holders.values():
             play.wait(holder, "start")
         policy = play.policy(number)
@@ -192,6 +192,7 @@ def server_kill(play: Play) -> None:
         back = time.monotonic()
         play.struck()
         for key in keys:
+            play.end(holders[key])  # if it has not lost its lock
             began = min(play.wait(tid, "start", "done", "failed", after=down)["t"] for tid in waiters[key])
             play.recovery_s.append(max(0.0, began - back))
             for tid in (*waiters[key], holders[key]):
@@ -305,9 +306,9 @@ def storm(play: Play) -> None:
 def full_server(play: Play, key: str, chance: random.Random, number: int) -> None:
     """maxmemory reached under noeviction for more than a lease: who holds a lock keeps it, others wait."""
     policy = play.policy(number)
-    holder = play.send(key, 4.0, victims(chance))
-    brief, _ = play.holder(f"{key}-brief", 1.0, victims(chance))
-    start = play.wait(holder, "start")
+    holder = play.send(key, LONG_S, victims(chance))
+    brief, _ = play.holder(f"{key}-brief", queue=victims(chance))
+    play.wait(holder, "start")
     waiters = [play.send(name, 0.1, policy=policy) for name in (key, f"{key}-brief")]
     for waiter in waiters:
         play.wait(waiter, "conflict")
@@ -316,11 +317,13 @@ def full_server(play: Play, key: str, chance: random.Random, number: int) -> Non
         try:
             newcomer = play.send(f"{key}-new", 0.1)
             waiters.append(play.send(key, 0.1, policy=policy))
-            wait_until(lambda: time.monotonic() > start["t"] + LEASE_S + 1.5, "a lease without memory")
+            play.end(brief)
+            time.sleep(LEASE_S + 1.0)  # a lease without memory
         finally:
             client.config_set("maxmemory", 0)
     back = time.monotonic()
     play.recovery_s.append(play.wait(newcomer, "start")["t"] - back)
+    play.end(holder)
     play.all_done(holder, brief, *waiters, newcomer)
 
 
@@ -387,11 +390,13 @@ def revoked(play: Play, key: str, chance: random.Random, number: int) -> None:
         play.wait(victim, "revoked")
         return
     lease = 1.0 if how == 3 else 4.0
-    victim, start = play.holder(key, 0.7 if how == 1 else LONG_S, queue, lease=lease)
+    victim, start = play.holder(key, queue=queue, lease=lease)
     waiter = play.waiter(key, policy=play.policy(number), lease=lease)
     before = time.monotonic()
     options = {1: {}, 2: {"terminate": True}, 3: {"terminate": True, "signal": "SIGKILL"}}[how]
     app.control.revoke(victim, **options)
+    if how == 1:
+        play.end(victim)
     if how == 3:
         wait_until(lambda: has_ended(start["pid"]), f"the end of {start['pid']}")
         play.stage.note("kill", victim_pid=start["pid"], before=before, waiter=waiter)
@@ -483,18 +488,19 @@ def waiting_worker_kill(play: Play, key: str, chance: random.Random, number: int
     doomed = stage.worker(queue, concurrency=1, **_IMPATIENT)
     how = ("in line", "woken", "in its body")[number % 3]
     policy = "wait" if how == "in its body" else play.policy(number // 3)
-    # A courier that waits for the busy pool would leave no room for the woken call in the worker.
-    holder, _ = play.holder(key, 0.7 if how == "woken" else 2.0, victims(chance), lease=1.0)
+    holder, _ = play.holder(key, queue=victims(chance), lease=1.0)
     task, length_s = ("late", LONG_S) if how == "in its body" else ("work", 0.1)
     waiter = play.waiter(key, length_s, queue, "waiting", policy=policy, task=task, lease=1.0)
     if how == "woken":
         play.holder(f"{key}-blocker", queue=queue)
-        ended = play.wait(holder, "end")
-        play.wait(waiter, "received", after=ended["t"])
+        play.wait(waiter, "received", after=play.end(holder)["t"])
     elif how == "in its body":
+        play.end(holder)
         play.wait(waiter, "start")
     before = time.monotonic()
     stage.kill_worker(doomed)
+    if how == "in line":
+        play.end(holder)
     play.inherit(queue, waiter, concurrency=1, **_IMPATIENT)
     play.recovery_s.append(play.wait(waiter, "done")["t"] - before)
 
@@ -506,11 +512,11 @@ def killed_before_waking(play: Play, key: str, chance: random.Random, number: in
     order = stage.directory / queue
     worker = stage.worker(queue, concurrency=1, environment={"CHAOS_DIES_BEFORE_WAKING": str(order)})
     policy = play.policy(number // 2)
-    holder, start = play.holder(key, 0.8, queue, lease=1.0)
+    holder, start = play.holder(key, queue=queue, lease=1.0)
     waiter = play.waiter(key, 0.1, rivals(chance), "waiting", policy=policy, lease=1.0)
     whole = number % 2 == 0
     order.write_text("worker" if whole else "child")
-    ended = play.wait(holder, "end")
+    ended = play.end(holder)
     wait_until(lambda: has_ended(start["pid"]), f"the end of {start['pid']}")
     victim = {"victim_worker": f"{worker.name}@test"} if whole else {"victim_pid": start["pid"]}
     stage.note("kill", before=ended["t"], **victim)
@@ -530,9 +536,10 @@ def late_wakes(play: Play) -> None:
 
     def act(key: str, chance: random.Random, number: int) -> None:
         queue = f"busy-{key}"
-        play.holder(key, 1.5, victims(chance), lease=1.0)
+        holder, _ = play.holder(key, queue=victims(chance), lease=1.0)
         waiter = play.waiter(key, 0.1, queue, "waiting", policy=play.policy(number), lease=1.0)
         blocker, _ = play.holder(f"{key}-blocker", 5.5, queue)  # until it has been woken twice
+        play.end(holder)
         play.all_done(blocker, waiter, play.send(key, 0.1, policy="wait", lease=1.0), patience=2.0)
         # Whatever was sent in vain is gone once the next has ended.
         play.all_done(play.send(key, 0.0, queue))
@@ -549,11 +556,14 @@ def broker_kill(play: Play) -> None:
     workers = dict(zip(("b0", "b1"), stage.workers(b0={"concurrency": 4}, b1={"concurrency": 4})))
     for number in range(play.count):
         chance = random.Random(f"{stage.seed}/{play.name}/{number}")
-        for key in keys:
-            play.holder(key, 2.0, "b0", lease=1.0, may="ConnectionError")  # where results are stored, too
+        # The broker is where results are stored, too.
+        holders = [play.holder(key, queue="b0", lease=1.0, may="ConnectionError")[0] for key in keys]
         lines = [play.line(key, "b1") for key in keys]
         play.send(keys[0], 0.1, "nobody")  # which has not begun, and is lost
-        stage.empty_broker(chance.choice([0.0, 0.3, 2.5]) if number else 2.5)
+        with stage.empty_broker():
+            for holder in holders:
+                play.end(holder)
+            time.sleep(chance.choice([0.0, 0.3, 2.5]) if number else 2.5)
         back = time.monotonic()
         play.struck()
         time.sleep(2.5)  # Celery's pace
@@ -573,22 +583,21 @@ def left_alone(play: Play, key: str, _chance: random.Random, number: int) -> Non
     """
     stage, gone, here = play.stage, f"gone-{key}-{number}", f"here-{key}-{number}"
     how = ("holder", "woken", "in line")[number % 3]
-    held_by, seconds = (gone, LONG_S) if how == "holder" else (here, 4.0)
     doomed, heir = stage.workers(**{gone: {"concurrency": 1 + (how == "holder")}, here: {"concurrency": 2}})
-    holder, _ = play.holder(key, seconds, held_by, lease=1.0)
+    holder, _ = play.holder(key, queue=gone if how == "holder" else here, lease=1.0)
     of_gone = [] if how == "holder" else [play.waiter(key, 0.1, gone, "waiting", policy="wait", lease=1.0)]
     of_here = play.line(key, here, join=how != "holder")
     of_gone += play.line(key, gone, join=how != "holder")
     if how == "woken":
         play.holder(f"{key}-blocker", queue=gone)
-        since = play.wait(holder, "end")["t"]
+        since = play.end(holder)["t"]
         play.wait(of_gone[0], "received", after=since)
     elif how == "holder":
         time.sleep(1.0 + SWEEP_S)  # somebody has looked at the line before
         since = time.monotonic()
     stage.kill_worker(doomed)
     if how == "in line":
-        since = play.wait(holder, "end")["t"]
+        since = play.end(holder)["t"]
     play.soon(of_here[0], "start", since=since, within_s=1.0 + SWEEP_S + SLACK_S)
     heir.take_from(app, gone)
     play.all_done(*of_here, *of_gone)
@@ -619,9 +628,10 @@ def downtime(play: Play) -> None:
     stage, keys = play.stage, ("k0", "k1", "k2")
     worker = stage.worker("down", concurrency=5)
     for number in range(play.count):
-        for key in keys:
-            play.holder(key, 2.0, "down", lease=1.0)  # until all lines stand
-        for line in [play.line(key, "down") for key in keys]:
+        holders = [play.holder(key, queue="down", lease=1.0)[0] for key in keys]
+        ended = [play.line(key, "down") for key in keys]
+        for holder, line in zip(holders, ended):
+            play.end(holder)
             play.all_done(*line)
         tasks = ("work", "late", "work") if number % 2 else ("late", "work", "late")
         holders = [play.holder(key, queue="down", task=task, lease=1.0)[0] for key, task in zip(keys, tasks)]
@@ -658,7 +668,7 @@ def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
         # Those that have waited and ended have couriers still.
         ended = [[send(place, 0.2, later) for _ in range(2)] for place in range(5)]
         play.all_done(*(tid for of_key in ended for tid in of_key))
-        holders = [send(place, LONG_S if killed else 3.0, later) for place in range(5)]
+        holders = [send(place, LONG_S, later) for place in range(5)]
         for holder in holders:
             play.wait(holder, "start")
         lines = [[send(place, 0.1, later) for _ in range(3)] for place in range(5)]
@@ -670,11 +680,15 @@ def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
             stage.kill_worker(worker)
         else:
             worker.process.terminate()
+            for holder in holders[later::2]:
+                play.end(holder)  # and the others in the time of the next release
         after = {} if later else {"environment": {"CHAOS_RELEASE": "later"}}
         worker = stage.worker(queue, concurrency=7, **_IMPATIENT, **after)
         since = time.monotonic()
         lines += [[send(place, 0.1, not later)] for place in range(5)]
         if not killed:
+            for holder in holders[not later :: 2]:
+                play.end(holder)
             since = max(since, play.wait(holders[2], "end")["t"])
         play.soon(lines[2][0], "start", since=since, within_s=1.0 + SWEEP_S + SLACK_S)
         play.account({*holders, *(tid for line in lines for tid in line)}, redelivery_s=4.0 + 3.0)

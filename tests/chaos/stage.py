@@ -23,7 +23,7 @@ from typing import Any
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.chaos.app import GAP_S, LEASE_S, app, held, late, queued, work
+from tests.chaos.app import GAP_S, LEASE_S, app, held, late, order_to_end, queued, work
 from tests.chaos.checker import FAULTS, FINAL, is_lost
 from tests.harness import Worker, wait_until
 from tests.soak import nursery
@@ -262,12 +262,13 @@ class Stage:
                 self.broker, self.locks = usual
                 self._use_servers()
 
-    def empty_broker(self, down_s: float) -> None:
-        """Kill the broker with -9, and start it with nothing that it had."""
+    @contextmanager
+    def empty_broker(self) -> Iterator[None]:
+        """For the length of a block the broker is dead (kill -9); it starts with nothing that it had."""
         with self.excused():
             self.broker.stop()
             self.note("emptied")
-            time.sleep(down_s)
+            yield
             self.broker.start(self.broker.port)
 
     def two_days_pass(self, queue: str) -> None:
@@ -390,6 +391,15 @@ class Play:
         """Send a task, and wait until its body lives: its id, and the record of its start."""
         tid = self.send(name, seconds, queue, **options)
         return tid, self.wait(tid, "start")
+
+    def end(self, tid: str) -> Record:
+        """Have a body end that lives, however long it was to; the record of its end.
+
+        A holder that others are to wait for ends so, and not after a time in which a slow machine has not yet
+        sent them.
+        """
+        order_to_end(self.stage.history, tid).touch()
+        return self.wait(tid, "end")
 
     def waiter(self, name: str, seconds: float = 0.05, queue: str = "q", *kinds: str, **options: Any) -> str:
         """Send a task, and wait until it has met the lock (or one of these kinds has happened); its id."""
