@@ -69,9 +69,7 @@ class Waits(Ignore):  # type: ignore[misc]
     """A delivery has ended and its call comes back, while another message of it may be on its way.
 
     Celery stores no state for it: that could overwrite the result which the other message is about to store.
-
-    Attributes:
-        when: Seconds until it comes back.
+    `when` is in seconds.
     """
 
     def __init__(self, message: str, when: float) -> None:
@@ -92,31 +90,20 @@ class _AsTheyWere(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Message:
-    """All that a call's message has, but for what it says of the call (see `Call`).
+    """All that a call's message has, but for what it says of the call (see `Call`)."""
 
-    Attributes:
-        headers: Its headers, without those that a broker or a delay has written.
-        properties: Properties and compression, by their names in `kombu.Producer.publish`.
-        route: Its exchange and routing key, by these names.
-        body: Positional and keyword arguments, and what Celery has embedded.
-        content_type: How the body is serialized.
-    """
-
-    headers: Mapping[str, Any]
-    properties: Mapping[str, Any]
-    route: Mapping[str, str]
-    body: Any
-    content_type: str
+    headers: Mapping[str, Any]  # without those that a broker or a delay has written
+    properties: Mapping[str, Any]  # and compression, by their names in `kombu.Producer.publish`
+    route: Mapping[str, str]  # exchange and routing_key
+    body: Any  # positional and keyword arguments, and what Celery has embedded
+    content_type: str  # how the body is serialized
 
     @classmethod
     def of(cls, task: Task) -> Message:
         """The message that is running."""
         request = task.request
-        headers = {
-            name: value
-            for name, value in vars(request).items()
-            if name not in _NO_HEADERS and not name.startswith("_")
-        }
+        own = vars(request).items()
+        headers = {name: v for name, v in own if name not in _NO_HEADERS and not name.startswith("_")}
         if _has_headers_of_its_own(request):
             headers["headers"] = request.headers
         had, info = request.properties or {}, request.delivery_info or {}
@@ -134,11 +121,7 @@ class Message:
                 "exchange": info.get("exchange") or "",
                 "routing_key": _DELAY_PREFIX.sub("", info.get("routing_key") or ""),
             },
-            body=(
-                request.args or (),
-                request.kwargs or {},
-                {name: getattr(request, name) for name in _EMBEDDED},
-            ),
+            body=(request.args or (), request.kwargs or {}, {n: getattr(request, n) for n in _EMBEDDED}),
             content_type=_content_type_of(task),
         )
 
@@ -249,9 +232,8 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countd
     if task.acks_late:
         time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
         raise Reject(reason, requeue=True) from error
-    raise LockUnavailable(
-        call.key or call.task, f"{reason}; and the broker did not take the call back: {error}"
-    ) from error
+    reason += f"; and the broker did not take the call back: {error}"
+    raise LockUnavailable(call.key or call.task, reason) from error
 
 
 def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -44,18 +44,13 @@ class Guard:
         self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
-        # One for each process that says who it is: those of its calls are made after it, not checked again.
-        self._locks: dict[str | None, SetnxLock] = {}
-        self.key_function = self._key_function(self.options)
+        self.key_function = KeyFunction(self.options.key, signature, task)
         check_name(f"scope of {task}", self.options.scope or task)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""
         layers = [*self.layers[1:], call]
         return Guard(self.app, self.task, self.signature, layers, ignores_result=self.ignores_result)
-
-    def _key_function(self, options: Options) -> KeyFunction:
-        return KeyFunction(options.key, self.signature, self.task)
 
     def call(
         self,
@@ -102,11 +97,9 @@ class Guard:
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
-        options, function = self.options, self.key_function
-        if call:
-            options = self.options_of(call)
-            if "key" in call:
-                function = self._key_function(options)
+        function = self.key_function
+        if "key" in call:
+            function = KeyFunction(self.options_of(call).key, self.signature, self.task)
         return key_name(self.settings.prefix, self.scope_of(call), function.digest(args, kwargs))
 
     def scope_of(self, call: Mapping[str, Any]) -> str:
@@ -146,22 +139,10 @@ class Guard:
         options = self.options_of(call.options)
         key = call.key or self.key(args, kwargs, call.options)
         mark = mark_name(key) if options.dedupe or call.marked else None
-        like = None if call.options else self._locks.get(info)
-        client = client_for(self.app)
-        if like is not None and like.client is client:
-            return like.named(key, mark)
-        lock = SetnxLock(
-            client,
-            key,
-            lease=options.lease,
-            retention=self.settings.retention,
-            info=info,
-            mark=mark,
-            line=True,
+        client, retention = client_for(self.app), self.settings.retention
+        return SetnxLock(
+            client, key, lease=options.lease, retention=retention, info=info, mark=mark, line=True
         )
-        if not call.options:
-            self._locks[info] = lock.named(key, None)  # which is never used itself
-        return lock
 
 
 def is_singleton(task: Any) -> bool:

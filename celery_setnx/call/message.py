@@ -24,40 +24,22 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Call(NamedTuple):
-    """A guarded call: all that its message says of it.
-
-    Attributes:
-        task: Name of the task.
-        task_id: Its id.
-        attempt: Number of its attempt; see `attempt_of`.
-        key: The lock's Redis key. Defaults to nothing: it is computed from the arguments.
-        call_id: What tells the call from others that were given the same task id. Defaults to nothing.
-        options: Options of this call alone. Defaults to none.
-        marked: Whether its key was marked for it when it was sent; `"again"` if the release of the attempt
-            before may have marked it. Defaults to None.
-        copy: Which of the messages of this attempt this is. Defaults to the one that its sender has sent.
-        waits: How often this attempt has come back. Defaults to 0.
-        since: Server time (Unix seconds) of its first conflict. Defaults to 0: no server has told.
-        redelivered: Whether the broker may have delivered one of its messages before. Defaults to False.
-        join: Id of the task with whose result it ends. Defaults to None.
-        asked: How often it has asked for that result. Defaults to 0.
-        bare: Whether its message said nothing of it. Defaults to True.
-    """
+    """A guarded call: all that its message says of it."""
 
     task: str
     task_id: str
-    attempt: int = 0
-    key: str = ""
-    call_id: str = ""
-    options: Mapping[str, Any] = _NOTHING
-    marked: bool | str | None = None
-    copy: str = ORIGINAL
-    waits: int = 0
-    since: float = 0.0
-    redelivered: bool = False
-    join: str | None = None
-    asked: int = 0
-    bare: bool = True
+    attempt: int = 0  # see `attempt_of`
+    key: str = ""  # the lock's Redis key; empty: it is computed from the arguments
+    call_id: str = ""  # what tells it from others that were given the same task id
+    options: Mapping[str, Any] = _NOTHING  # of this call alone
+    marked: bool | str | None = None  # whether its key is marked for it; "again": a retry's may be
+    copy: str = ORIGINAL  # which of the messages of this attempt this is
+    waits: int = 0  # how often this attempt has come back
+    since: float = 0.0  # server time (Unix seconds) of its first conflict; 0: no server has told
+    redelivered: bool = False  # whether the broker may have delivered one of its messages before
+    join: str | None = None  # id of the task with whose result it ends
+    asked: int = 0  # how often it has asked for that result
+    bare: bool = True  # whether its message said nothing of it
 
     @classmethod
     def of(cls, task: str, message: Mapping[str, Any]) -> Call:
@@ -69,17 +51,13 @@ class Call(NamedTuple):
         attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
         redelivered = bool((message.get("delivery_info") or _NOTHING).get("redelivered"))
         said = _header_in(message)
-        wrong = said is not None and _what_is_wrong(said, task, task_id)
-        if wrong:
-            logger.warning(
-                "The header %r of %s[%s] is ignored: %s. Its key is computed from its arguments.",
-                HEADER,
-                task,
-                task_id,
-                wrong,
-            )
-        if said is None or wrong:
-            return cls(task, task_id, attempt, redelivered=redelivered)
+        plain = cls(task, task_id, attempt, redelivered=redelivered)
+        if said is None:
+            return plain
+        if wrong := _what_is_wrong(said, task, task_id):
+            text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
+            logger.warning(text, HEADER, plain, wrong)
+            return plain
         told = {name: said[name] for name in said if name in _OPTIONAL}
         if said["attempt"] != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}
@@ -92,10 +70,8 @@ class Call(NamedTuple):
         """The attempt that publishes a call with these options of `apply_async`; None if none does."""
         said = (options.get("headers") or _NOTHING).get(HEADER)
         task_id = options.get("task_id")
-        if said is None or not task_id:
-            return None
-        if _what_is_wrong(said, task, task_id):
-            return None  # another call's: the headers of a request were handed on
+        if said is None or not task_id or _what_is_wrong(said, task, task_id):
+            return None  # another call's, if the headers of a request were handed on
         told = {name: said[name] for name in said if name in _OPTIONAL}
         return cls(task, task_id, said["attempt"], **told, bare=False)
 
@@ -110,11 +86,8 @@ class Call(NamedTuple):
 
     def as_headers(self) -> dict[str, Any]:
         """The header that says all this."""
-        header: dict[str, Any] = {"task": self.task, "id": self.task_id, "attempt": self.attempt}
-        for (name, default), value in zip(_OPTIONAL.items(), self[3:]):
-            if value != default:
-                header[name] = value
-        return {HEADER: header}
+        told = {name: v for (name, default), v in zip(_OPTIONAL.items(), self[3:]) if v != default}
+        return {HEADER: {"task": self.task, "id": self.task_id, "attempt": self.attempt, **told}}
 
     def as_copy(self) -> Call:
         """The same call for one more message: only one of them may start it."""
@@ -139,19 +112,12 @@ def attempt_of(retries: Any, replaced: Any) -> int:
 
 
 _SHAPE: Mapping[str, Any] = {
-    "task": str,
-    "id": str,
-    "attempt": int,
-    "key": str,
-    "call_id": str,
+    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), str),
+    **dict.fromkeys(("attempt", "waits", "asked"), int),
+    "since": (int, float),
     "options": dict,
     "marked": (bool, str),
-    "copy": str,
-    "waits": int,
-    "since": (int, float),
     "redelivered": bool,
-    "join": str,
-    "asked": int,
 }
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
 _MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua

@@ -63,13 +63,8 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             else:
                 message.send(app, call.as_copy())
         except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-            logger.warning(
-                "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s.",
-                task_id,
-                key,
-                error,
-                _UNSENT_S,
-            )
+            text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
+            logger.warning(text, task_id, key, error, _UNSENT_S)
             _take_back(app, heir, call.task, key)
         break
 

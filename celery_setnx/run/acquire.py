@@ -49,23 +49,15 @@ def info_of(pid: int, task: str, worker: str | None) -> str:
 
 
 class Asking:
-    """A running call that asks for its lock.
-
-    Attributes:
-        call: What its message says of it, and what has come of asking.
-        options: The options of this call.
-        lock: Its lock, whoever has it.
-        lingers_since: Server time (Unix seconds) since which it stands in line in its pool slot; 0 if never.
-        has_parked: Whether it was about to be parked when its turn came.
-    """
+    """A running call that asks for its lock."""
 
     def __init__(
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
-        self.lingers_since = 0.0
-        self.has_parked = False
+        self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
+        self.has_parked = False  # whether it was about to be parked when its turn came
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
@@ -204,12 +196,10 @@ class Asking:
             return None
         if request.is_eager:
             return None
-        mark = Mark(self.lock.name, request.id)
-        lease = self.options.queue_lease
-        (found,) = mark_all(self.lock.client, [mark], dedupe=self.options.dedupe, lease=lease)
-        if not isinstance(found, Marked):
-            return None  # it waits all the same
-        if not found.is_duplicate:
+        options, mark = self.options, Mark(self.lock.name, request.id)
+        (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", lease=options.queue_lease)
+        if isinstance(found, Marked) and found.is_duplicate:
+            return found.task_id
+        if isinstance(found, Marked):  # else it is not known, and it waits all the same
             self.call = self.call._replace(marked=True)
-            return None
-        return found.task_id
+        return None

@@ -93,12 +93,8 @@ class Conflict:
         logger.info("Skipped %s: %s.", self.call, because)
         if self.options.skip_result is not UNSET:
             return self.options.skip_result
-        return {
-            "celery_setnx": _SKIPPED,
-            "task": self.task.name,
-            "key": self.key,
-            "holder": self.holder.as_dict(),
-        }
+        told = {"task": self.task.name, "key": self.key, "holder": self.holder.as_dict()}
+        return {"celery_setnx": _SKIPPED, **told}
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -114,7 +110,7 @@ class Conflict:
         self._check_max_wait()
         max_wait = self.options.max_wait
         if countdown is None:
-            countdown = backoff(self.options, self.waits)
+            countdown = self._backoff()
         if max_wait is not None:
             countdown = min(countdown, max_wait - self.waited_s)
         self._come_back(countdown)
@@ -131,7 +127,7 @@ class Conflict:
         """
         self._check_max_wait()
         if self.task.request.is_eager:
-            self._come_back(backoff(self.options, self.waits))
+            self._come_back(self._backoff())
         if not may_stand_in_line(self.task, self.call):
             self.retry()
         wait_in_line(self.task, self.call, self.options, self.outcome)
@@ -146,7 +142,10 @@ class Conflict:
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, however long it takes."""
-        self._come_back(backoff(self.options, self.waits), own=True)
+        self._come_back(self._backoff(), own=True)
+
+    def _backoff(self) -> float:
+        return backoff(self.options, self.waits)
 
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
@@ -178,12 +177,8 @@ def resolve(conflict: Conflict) -> Any:
         policy="callable" if callable(policy) else policy,
     )
     if conflict.holder.state == "foreign" and conflict.remaining_s is None:
-        logger.error(
-            "%s is locked by a value that is not a time: %r. It is not ours to overwrite, and will never "
-            "expire; delete the key if nobody needs it.",
-            conflict.key,
-            conflict.holder.value,
-        )
+        text = "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
+        logger.error(text, conflict.key, conflict.holder.value)
     if own:
         conflict.wait_for_own()
     if callable(policy):

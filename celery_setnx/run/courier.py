@@ -42,27 +42,16 @@ _PACE_S = 600.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a courier knows of the call that it looks after.
-
-    Attributes:
-        call: The call, its key among all that its message says of it.
-        message: What it is woken with.
-        until: Server time after which it is woken to fail, for its `max_wait` or expiry; None for never.
-        lease: The option.
-        queue_lease: The option.
-        remember: Seconds for which Redis remembers that the call waits.
-        epoch: Of Redis' data, when the call was parked; empty if that is not known.
-        resent: Whether a courier has sent the call. Defaults to False.
-    """
+    """What a courier knows of the call that it looks after."""
 
     call: Call
-    message: str
-    until: float | None
-    lease: float
-    queue_lease: float
-    remember: float
-    epoch: str
-    resent: bool = False
+    message: str  # what it is woken with
+    until: float | None  # server time after which it is woken to fail, for its max_wait or expiry
+    lease: float  # the option
+    queue_lease: float  # the option
+    remember: float  # seconds for which Redis remembers that the call waits
+    epoch: str  # of Redis' data, when the call was parked; empty if that is not known
+    resent: bool = False  # whether a courier has sent the call
 
     @property
     def place(self) -> Place:

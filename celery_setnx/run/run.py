@@ -191,14 +191,9 @@ class Run:
         try:
             word = self._give_back(held, back_in, hold=hold)
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
-            logger.warning(
-                "%s has ended, but its lock %s was not released: %s That is tried again until its lease "
-                "of %g s ends it.",
-                self,
-                held.key,
-                error,
-                held.lease_s,
-            )
+            text = "%s has ended, but its lock %s was not released: %s "
+            text += "That is tried again until its lease of %g s ends it."
+            logger.warning(text, self, held.key, error, held.lease_s)
 
             def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
                 self._tell_end(held, self._give_back(held, back_in, hold=hold), held_s)
