@@ -276,13 +276,6 @@ class SetnxLock:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
         self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
-    def named(self, name: str, mark: str | None) -> SetnxLock:
-        """Another lock with the same options, by its Redis key with a `{tag}`, and that of its mark."""
-        other = object.__new__(type(self))
-        line = line_names(name) if self.line or mark else ()
-        other.__dict__.update(self.__dict__, name=name, record=record_name(name), mark=mark, line=line)
-        return other
-
     def acquire(
         self,
         wait: float | timedelta = 0.0,

@@ -188,7 +188,7 @@ def _is_dead(connection: Any) -> bool:
 
 def _text(command: Command) -> Command:
     """Without numbers: hiredis (3.5) crashes if a signal's handler raises while it makes text of one."""
-    return tuple(part if isinstance(part, (str, bytes)) else str(part) for part in command)
+    return tuple([part if type(part) is str or type(part) is bytes else str(part) for part in command])
 
 
 def _with_count(command: Command) -> Command:
