@@ -1,7 +1,6 @@
 """Counters and histograms of locks, for Prometheus and OpenTelemetry. Nothing runs unless it is asked for.
 
-What is counted is one table, `FIGURES`: each figure is a signal and what is taken from it. The two exporters
-only say where it goes. Labels are the task and what became of its call, never the key.
+What is counted is the table `FIGURES`; the two exporters only say where it goes. No label is a key.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,26 +40,21 @@ BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 36
 """Upper bounds of the histograms' buckets, in seconds."""
 
 _PREFIX = "celery_setnx"
-_WAITERS = ("waiters", "Calls that wait in line for a lock.")
+_WAITERS = "Calls that wait in line for a lock."
+_NOT_SERVED = (
+    "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
+    "Give every worker of a host a port of its own."
+)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that is counted, or a time that is measured.
-
-    Attributes:
-        name: Its name, without prefix and suffix.
-        signal: What it counts.
-        text: What it is, for its readers.
-        label: The signal's argument that is a label beside the task. Defaults to none.
-        seconds: The signal's argument that is measured; None where it is not known. Defaults to none: it
-            counts.
-    """
+    """What is taken from a signal: a count or, with `seconds`, that argument of it, unless it is None."""
 
     name: str
     signal: Signal
     text: str
-    label: str | None = None
+    label: str | None = None  # the argument that is a label beside the task
     seconds: str | None = None
 
     @property
@@ -102,19 +97,16 @@ def prometheus(app: Celery, *, registry: Any = None, waiters: bool = True) -> No
     registry = client.REGISTRY if registry is None else registry
     if _is_multiprocess(client):
         os.makedirs(os.environ["PROMETHEUS_MULTIPROC_DIR"], exist_ok=True)
-    elif waiters and app not in _registered.setdefault(registry, {}):
+    elif waiters and app not in _registered.setdefault(registry, set()):
         registry.register(_Waiters(app))
-        _registered[registry][app] = None
+        _registered[registry].add(app)
     families = _families.get(registry)
     if families is None:
         families = _families[registry] = {figure: _family(client, figure, registry) for figure in FIGURES}
 
     def record(figure: Figure, amount: float, labels: dict[str, str]) -> None:
         family = families[figure].labels(**labels)
-        if figure.seconds:
-            family.observe(amount)
-        else:
-            family.inc(amount)
+        (family.observe if figure.seconds else family.inc)(amount)
 
     _follow(app, record, f"prometheus:{id(registry)}")
 
@@ -154,13 +146,7 @@ def serve(
             try:
                 self.server, _thread = client.start_http_server(port, address, registry=served)
             except OSError as error:
-                logger.error(
-                    "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
-                    "Give every worker of a host a port of its own.",
-                    address,
-                    port,
-                    error,
-                )
+                logger.error(_NOT_SERVED, address, port, error)
                 return
             # A child that outlives its parent must not keep the port.
             os.register_at_fork(after_in_child=self.server.socket.close)
@@ -201,10 +187,7 @@ def opentelemetry(app: Celery, *, meter: Any = None, waiters: bool = False) -> N
 
     def record(figure: Figure, amount: float, labels: dict[str, str]) -> None:
         instrument = instruments()[figure]
-        if figure.seconds:
-            instrument.record(amount, labels)
-        else:
-            instrument.add(amount, labels)
+        (instrument.record if figure.seconds else instrument.add)(amount, labels)
 
     if meter is not None:
         instruments()
@@ -215,36 +198,29 @@ def _follow(app: Celery, record: Record, whose: str) -> None:
     """Record every figure of an app from its signal."""
     for figure in FIGURES:
         uid = f"celery_setnx.metrics:{whose}:{id(app)}:{figure.name}"
-        figure.signal.connect(_receiver(app, figure, record), weak=False, dispatch_uid=uid)
+        figure.signal.connect(partial(_take, app, figure, record), weak=False, dispatch_uid=uid)
 
 
-def _receiver(app: Celery, figure: Figure, record: Record) -> Callable[..., None]:
-    def receiver(sender: Any, signal: Any = None, **details: Any) -> None:
-        if getattr(sender, "app", app) != app:
-            return
-        amount = details[figure.seconds] if figure.seconds else 1
-        if amount is None:
-            return
-        labels = {"task": str(getattr(sender, "name", sender))}
-        if figure.label:
-            labels[figure.label] = str(details[figure.label])
-        with between_forks:  # a child would inherit the exporter's own lock, and wait for it for ever
-            record(figure, amount, labels)
-
-    return receiver
+def _take(app: Celery, figure: Figure, record: Record, sender: Any, **details: Any) -> None:
+    amount = details[figure.seconds] if figure.seconds else 1
+    if amount is None or getattr(sender, "app", app) != app:
+        return
+    labels = {"task": str(getattr(sender, "name", sender))}
+    if figure.label:
+        labels[figure.label] = str(details[figure.label])
+    with between_forks:  # a child would inherit the exporter's own lock, and wait for it for ever
+        record(figure, amount, labels)
 
 
 def _family(client: Any, figure: Figure, registry: Any) -> Any:
-    name = f"{_PREFIX}_{figure.name}"
+    name, text, labels = f"{_PREFIX}_{figure.name}", figure.text, figure.labels
     if figure.seconds:
-        return client.Histogram(
-            f"{name}_seconds", figure.text, figure.labels, buckets=BUCKETS_S, registry=registry
-        )
-    return client.Counter(name, figure.text, figure.labels, registry=registry)
+        return client.Histogram(f"{name}_seconds", text, labels, buckets=BUCKETS_S, registry=registry)
+    return client.Counter(name, text, labels, registry=registry)
 
 
 _families: WeakKeyDictionary[Any, dict[Figure, Any]] = WeakKeyDictionary()
-_registered: WeakKeyDictionary[Any, dict[Celery, None]] = WeakKeyDictionary()
+_registered: WeakKeyDictionary[Any, set[Celery]] = WeakKeyDictionary()
 
 
 def _sum_of_all(client: Any, app: Celery, waiters: bool) -> Any:
@@ -280,9 +256,8 @@ class _Waiters:
 
     def describe(self) -> list[Any]:
         """The empty family: registering it must not ask Redis."""
-        name, text = _WAITERS
         core = _extra("prometheus_client.core", "prometheus")
-        return [core.GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=["scope"])]
+        return [core.GaugeMetricFamily(f"{_PREFIX}_waiters", _WAITERS, labels=["scope"])]
 
     def collect(self) -> Iterator[Any]:
         """The family, with a figure for each scope in which anybody waits."""
@@ -297,33 +272,28 @@ def _waiting(app: Celery) -> Mapping[str, int]:
     waiting: Counter[str] = Counter()
     try:
         for sighting in survey(client_for(app), settings(app.conf).prefix):
-            if sighting.waiting:
-                waiting[sighting.scope] += sighting.waiting
+            waiting[sighting.scope] += sighting.waiting
     except (SetnxError, redis.RedisError) as error:
         logger.warning("How many calls wait in line is missing from the metrics: %s", error)
         return {}
-    return waiting
+    return +waiting  # without the scopes in which nobody waits
 
 
 def _instruments(api: Any, app: Celery, meter: Any, waiters: bool) -> dict[Figure, Any]:
-    made = {figure: _instrument(meter, figure) for figure in FIGURES}
+    made, buckets = {}, {"explicit_bucket_boundaries_advisory": list(BUCKETS_S)}
+    for figure in FIGURES:
+        name, text = f"{_PREFIX}.{figure.name}", figure.text
+        if figure.seconds:
+            made[figure] = meter.create_histogram(name, unit="s", description=text, **buckets)
+        else:
+            made[figure] = meter.create_counter(name, description=text)
+
+    def observe(_options: Any) -> list[Any]:
+        return [api.Observation(count, {"scope": scope}) for scope, count in _waiting(app).items()]
+
     if waiters:
-        name, text = _WAITERS
-
-        def observe(_options: Any) -> list[Any]:
-            return [api.Observation(count, {"scope": scope}) for scope, count in _waiting(app).items()]
-
-        meter.create_observable_gauge(f"{_PREFIX}.{name}", [observe], unit="{call}", description=text)
+        meter.create_observable_gauge(f"{_PREFIX}.waiters", [observe], unit="{call}", description=_WAITERS)
     return made
-
-
-def _instrument(meter: Any, figure: Figure) -> Any:
-    name = f"{_PREFIX}.{figure.name}"
-    if figure.seconds:
-        return meter.create_histogram(
-            name, unit="s", description=figure.text, explicit_bucket_boundaries_advisory=list(BUCKETS_S)
-        )
-    return meter.create_counter(name, description=figure.text)
 
 
 def _extra(module: str, extra: str) -> Any:
