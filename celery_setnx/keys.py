@@ -28,14 +28,15 @@ KeyOption = Any
 
 _WHOLE_TASK = object()
 _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
+_US = timedelta(microseconds=1)
 
 
 class KeyFunction:
     """How the key of one task's calls is computed: made once, when the task is bound.
 
-    The option is one of: None, for all bound arguments; a parameter's name; a list of names; a template such
-    as `"user:{user.id}"`, where dots try the item first, then the attribute, and the digest covers the typed
-    values, not the joined text; a callable taking the call's arguments; `()`, one lock for the whole task.
+    The option is None, for all bound arguments; a parameter's name; a list of names; a template such as
+    `"user:{user.id}"`, where a dot tries the item first, then the attribute, and typed values count, not the
+    joined text; a callable taking the call's arguments; or `()`, one lock for the whole task.
     The signature is that of the task's function, without a bound `self`.
     """
 
@@ -136,13 +137,13 @@ def _canonical_scalar(value: Any) -> bytes:
     if isinstance(value, datetime):
         offset = value.utcoffset()
         local = value.replace(tzinfo=None) - datetime.min
-        return b"N%d;" % _microseconds(local) if offset is None else b"A%d;" % _microseconds(local - offset)
+        return b"N%d;" % (local // _US) if offset is None else b"A%d;" % ((local - offset) // _US)
     if isinstance(value, date):
         return b"D%d;" % value.toordinal()
     if isinstance(value, time):
         return _sized(b"T", value.isoformat().encode())
     if isinstance(value, timedelta):
-        return b"P%d;" % _microseconds(value)
+        return b"P%d;" % (value // _US)
     if isinstance(value, Decimal):
         return _sized(b"c", _decimal(value).encode())
     if callable(getattr(type(value), "model_dump", None)):
@@ -174,15 +175,7 @@ def _json_name(key: Any) -> Any:
     """A mapping's key as the text that JSON makes of it; other types stay what they are."""
     if isinstance(key, Enum):
         return _json_name(key.value)
-    if key is None:
-        return "null"
-    if isinstance(key, bool):
-        return "true" if key else "false"
-    if isinstance(key, int):
-        return int.__repr__(key)
-    if isinstance(key, float):
-        return float.__repr__(key)
-    return key
+    return json.dumps(key) if key is None or isinstance(key, (int, float)) else key
 
 
 def _decimal(number: Decimal) -> str:
@@ -195,10 +188,6 @@ def _decimal(number: Decimal) -> str:
     if not stripped:
         return "0"
     return f"{'-' if sign else ''}{stripped.lstrip('0')}e{exponent + len(text) - len(stripped)}"
-
-
-def _microseconds(duration: timedelta) -> int:
-    return (duration.days * 86_400 + duration.seconds) * 1_000_000 + duration.microseconds
 
 
 def _sized(kind: bytes, data: bytes) -> bytes:
@@ -215,26 +204,19 @@ _Selector = Callable[[inspect.BoundArguments], Any]
 def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selector:
     if key is None:
         return lambda bound: list(bound.arguments.items())
-    if isinstance(key, str):
-        if "{" in key or "}" in key:
-            return _template(key, signature, task)
-        return _names([key], signature, task)
-    if isinstance(key, (list, tuple)):
-        if not key:
-            return lambda bound: _WHOLE_TASK
-        return _names(list(key), signature, task)
+    if isinstance(key, str) and ("{" in key or "}" in key):
+        return _template(key, signature, task)
+    if isinstance(key, (str, list, tuple)):
+        names = [key] if isinstance(key, str) else list(key)
+        for name in names:
+            _known(name, signature, task)
+        return lambda bound: [_argument(name, bound, task) for name in names] if names else _WHOLE_TASK
     if callable(key):
         return lambda bound: _called(key, bound, task)
     raise OptionError(
         f"key of {task} must be a parameter name, a list of names, a template, a callable or (), "
         f"not {key!r} of type {type(key).__name__}"
     )
-
-
-def _names(names: list[Any], signature: inspect.Signature, task: str) -> _Selector:
-    for name in names:
-        _known(name, signature, task)
-    return lambda bound: [_argument(name, bound, task) for name in names]
 
 
 def _known(name: Any, signature: inspect.Signature, task: str) -> None:
@@ -262,14 +244,12 @@ def _argument(name: str, bound: inspect.BoundArguments, task: str) -> Any:
 
 
 def _template(template: str, signature: inspect.Signature, task: str) -> _Selector:
-    literals: list[str] = []
     paths: list[list[str]] = []
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
         raise OptionError(f"key template {template!r} of {task} is broken: {error}") from None
-    for literal, path, spec, conversion in parts:
-        literals.append(literal)
+    for _literal, path, spec, conversion in parts:
         if path is None:
             continue
         steps = path.split(".")
@@ -284,6 +264,7 @@ def _template(template: str, signature: inspect.Signature, task: str) -> _Select
         paths.append(steps)
     if not paths:
         raise OptionError(f"key template {template!r} of {task} has no field")
+    literals = [literal for literal, *_field in parts]
     return lambda bound: [literals, [_follow(path, bound, task) for path in paths]]
 
 
@@ -296,11 +277,9 @@ def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:
             try:
                 value = getattr(value, step)
             except AttributeError:
-                raise UnkeyableCall(
-                    task,
-                    f"the template's {{{'.'.join(path)}}} found neither an item nor an attribute "
-                    f"{step!r} in a {type(value).__name__}",
-                ) from None
+                field, kind = "{" + ".".join(path) + "}", type(value).__name__
+                cause = f"the template's {field} found neither an item nor an attribute {step!r} in a {kind}"
+                raise UnkeyableCall(task, cause) from None
     return value
 
 
