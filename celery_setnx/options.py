@@ -13,8 +13,6 @@ from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
 from celery_setnx.lock.lock import DAY_S
 
-DEFAULT_PREFIX = "setnx"
-BEAT_SCHEDULER = "celery.beat:PersistentScheduler"
 ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
 RedisErrorPolicy = Literal["retry", "run", "raise"]
 DedupeMode = Literal["until_started", "until_done"]
@@ -91,13 +89,10 @@ class Options:
 
 
 Duration = float | timedelta
-"""Seconds, or a timedelta."""
 
 
 class SingletonOptions(TypedDict, total=False):
-    """The options as they are written, for editors and type checkers; what they mean, and their units, is in
-    `Options`.
-    """
+    """The options as they are written, for editors and type checkers; `Options` says what they mean."""
 
     key: KeyOption
     scope: str | None
@@ -117,9 +112,8 @@ class SingletonOptions(TypedDict, total=False):
 
 
 NAMES = tuple(option.name for option in fields(Options))
-# It acts when a call is published, so its message need not carry it. Key and scope do travel, beside the
-# finished key: the call's own retry computes its key again. So do dedupe and queue_lease: the worker marks
-# the key of a retry as queued.
+# It acts when a call is published, so its message need not carry it. Key, scope, dedupe and queue_lease do
+# travel: the call's own retry computes its key again, and the worker marks it as queued.
 PUBLISH_ONLY = frozenset({"on_duplicate"})
 _DURATIONS = {
     "lease": "positive",
@@ -154,10 +148,8 @@ def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     values = checked(where, layer)
     for name, value in values.items():
         if callable(value) and name not in PUBLISH_ONLY:
-            raise OptionError(
-                f"option {name!r} of {where} is a callable, which cannot travel in a message; "
-                "give it to the task"
-            )
+            cause = "is a callable, which cannot travel in a message; give it to the task"
+            raise OptionError(f"option {name!r} of {where} {cause}")
     return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
 
 
@@ -186,7 +178,7 @@ class Settings:
 
 def settings(conf: Any) -> Settings:
     """Read and validate the app's `setnx_*` settings, but for `setnx_url`."""
-    prefix = conf.get("setnx_prefix") or DEFAULT_PREFIX
+    prefix = conf.get("setnx_prefix") or "setnx"
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
     return Settings(
@@ -194,7 +186,7 @@ def settings(conf: Any) -> Settings:
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
-        beat_scheduler=conf.get("setnx_beat_scheduler") or BEAT_SCHEDULER,
+        beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
         beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
 
@@ -231,8 +223,8 @@ def _value(where: str, name: str, value: Any) -> Any:
         _one_of(where, name, value, DEDUPE_MODES)
     elif name == "on_duplicate" and not callable(value):
         _one_of(where, name, value, DUPLICATE_POLICIES)
-    elif name == "hold_on_retry" and not isinstance(value, bool):
-        raise OptionError(f"hold_on_retry of {where} must be True or False, not {value!r}")
+    elif name == "hold_on_retry":
+        _flag(f"hold_on_retry of {where}", value)
     return value
 
 
@@ -240,9 +232,8 @@ def _one_of(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None
     if value not in allowed:
         close = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise OptionError(
-            f"{name} of {where} must be one of {', '.join(map(repr, allowed))}, not {value!r}{hint}"
-        )
+        names = ", ".join(map(repr, allowed))
+        raise OptionError(f"{name} of {where} must be one of {names}, not {value!r}{hint}")
 
 
 def _duration(where: str, name: str, value: Any, rule: str) -> float:
@@ -255,16 +246,10 @@ def _duration(where: str, name: str, value: Any, rule: str) -> float:
 
 
 def _check_together(where: str, options: Options) -> None:
-    if options.retry_delay_max < options.retry_delay:
-        raise OptionError(
-            f"retry_delay_max ({options.retry_delay_max:g} s) of {where} is shorter than its "
-            f"retry_delay ({options.retry_delay:g} s)"
-        )
-    if options.at_most_for is not None and options.at_most_for < options.at_least_for:
-        raise OptionError(
-            f"at_most_for ({options.at_most_for:g} s) of {where} is shorter than its "
-            f"at_least_for ({options.at_least_for:g} s)"
-        )
+    for most, least in (("retry_delay_max", "retry_delay"), ("at_most_for", "at_least_for")):
+        most_s, least_s = getattr(options, most), getattr(options, least)
+        if most_s is not None and most_s < least_s:
+            raise OptionError(f"{most} ({most_s:g} s) of {where} is shorter than its {least} ({least_s:g} s)")
     if options.dedupe == "until_started" and options.on_conflict in ("skip", "join"):
         raise OptionError(
             f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call that was "
