@@ -1,8 +1,7 @@
 """Celery events of what happens to locks, for Flower and `celery events`; sent only where events are on.
 
-Whether they are on, a worker's parent process knows (`worker -E`, `worker_send_task_events`, or
-`celery control enable_events`). It says so in every delivery, and from the first one that says yes the
-signals are relayed. Nothing is connected before, so events that are off cost nothing.
+That is known to a worker's parent, which says so in every delivery. Nothing is connected before the first
+one that says yes, so events that are off cost nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,19 +17,11 @@ from celery import Celery
 from celery.app.task import Task
 from celery.utils.dispatch import Signal
 
+from celery_setnx import signals
 from celery_setnx.call.guard import is_singleton
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import start_real_thread
 from celery_setnx.lock.record import Holder
-from celery_setnx.signals import (
-    lock_conflict,
-    lock_lost,
-    lock_released,
-    lock_taken_over,
-    lock_waiting,
-    lock_woken,
-    uniqueness_lapsed,
-)
 
 logger = logging.getLogger("celery_setnx")
 
@@ -38,6 +30,7 @@ _ACQUIRE_S = 1.0
 # Celery's own default is to try until the broker is back, which the task would feel.
 _ONCE_MORE = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
+_Send = Callable[[Celery, str, str, dict[str, Any]], None]
 _hostnames: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
 _silent_until = 0.0
 
@@ -54,39 +47,16 @@ def follow(app: Celery, hostname: str, *, wanted: bool) -> None:
             _hostnames.pop(app, None)
         return
     if not _hostnames:
-        _connect()
+        for of, (type_, send) in _RELAYED.items():  # again is harmless
+            of.connect(partial(_relay, type_, send), weak=False, dispatch_uid=f"celery_setnx.{type_}")
     _hostnames[app] = hostname
 
 
-def _connect() -> None:
-    """Connect the relays; again is harmless."""
-    for signal, (type_, is_apart) in _RELAYED.items():
-        signal.connect(_relay(type_, is_apart), weak=False, dispatch_uid=f"celery_setnx.{type_}")
-
-
-def _relay(type_: str, is_apart: bool) -> Callable[..., None]:
-    send = _send_apart if is_apart else _send
-
-    def relay(sender: Any, task_id: str, signal: Any = None, **details: Any) -> None:
-        hostname = _hostname_of(sender)
-        if hostname is None or details.get("outcome", "freed") != "freed":
-            return
-        fields = {name: _plain(value) for name, value in details.items()}
+def _relay(type_: str, send: _Send, sender: Any, task_id: str, signal: Any, **details: Any) -> None:
+    hostname = _hostname_of(sender)
+    if hostname is not None and details.get("outcome", "freed") == "freed":
+        fields = {name: v.as_dict() if isinstance(v, Holder) else v for name, v in details.items()}
         send(sender.app, hostname, type_, {"uuid": task_id, "name": sender.name, **fields})
-
-    return relay
-
-
-# Those that are sent apart come from the keeper's thread or the parent's watch, which must not wait.
-_RELAYED: Mapping[Signal, tuple[str, bool]] = {
-    lock_conflict: ("task-lock-conflict", False),
-    lock_waiting: ("task-lock-waiting", False),
-    lock_woken: ("task-lock-woken", False),
-    lock_taken_over: ("task-lock-taken-over", False),
-    uniqueness_lapsed: ("task-lock-lapsed", False),
-    lock_lost: ("task-lock-lost", True),
-    lock_released: ("task-lock-freed", True),
-}
 
 
 def _hostname_of(sender: Any) -> str | None:
@@ -97,10 +67,6 @@ def _hostname_of(sender: Any) -> str | None:
     if not isinstance(sender, Task) or not is_singleton(sender) or not sender.send_events:
         return None
     return _hostnames.get(sender.app)
-
-
-def _plain(value: Any) -> Any:
-    return value.as_dict() if isinstance(value, Holder) else value
 
 
 def _send(app: Celery, hostname: str, type_: str, fields: dict[str, Any]) -> None:
@@ -131,9 +97,8 @@ def _publish(
     app: Celery, hostname: str, type_: str, fields: dict[str, Any], connection: Any, producer: Any
 ) -> None:
     connection.ensure_connection(**_ONCE_MORE)
-    dispatcher = app.events.Dispatcher(
-        connection, hostname=hostname, enabled=False, buffer_while_offline=False
-    )
+    offline = {"enabled": False, "buffer_while_offline": False}
+    dispatcher = app.events.Dispatcher(connection, hostname=hostname, **offline)
     dispatcher.publish(type_, fields, producer, retry=True, retry_policy=_ONCE_MORE)
 
 
@@ -146,12 +111,18 @@ def _survive(send: Callable[[], None], type_: str, fields: Mapping[str, Any]) ->
         send()
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         _silent_until = time.monotonic() + _SILENCE_S
-        logger.warning(
-            "The event %s of %s[%s] (%s) was not sent, nor is any other for %g s. Its task goes on: %r",
-            type_,
-            fields["name"],
-            fields["uuid"],
-            fields["key"],
-            _SILENCE_S,
-            error,
-        )
+        what = f"{type_} of {fields['name']}[{fields['uuid']}] ({fields['key']})"
+        text = "The event %s was not sent, nor is any other for %g s. Its task goes on: %r"
+        logger.warning(text, what, _SILENCE_S, error)
+
+
+# Those that are sent apart come from the keeper's thread or the parent's watch, which must not wait.
+_RELAYED: Mapping[Signal, tuple[str, _Send]] = {
+    signals.lock_conflict: ("task-lock-conflict", _send),
+    signals.lock_waiting: ("task-lock-waiting", _send),
+    signals.lock_woken: ("task-lock-woken", _send),
+    signals.lock_taken_over: ("task-lock-taken-over", _send),
+    signals.uniqueness_lapsed: ("task-lock-lapsed", _send),
+    signals.lock_lost: ("task-lock-lost", _send_apart),
+    signals.lock_released: ("task-lock-freed", _send_apart),
+}
