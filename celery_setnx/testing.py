@@ -1,8 +1,7 @@
 """A kit for tests of apps with guarded tasks: busy locks, crashed holders, time that passes.
 
-Without it nothing is guarded where no worker runs: direct calls, `.apply()` and `task_always_eager` ask no
-server. What is switched here is switched in this process, for all its threads; it does not reach a worker in
-another one.
+Without it direct calls, `.apply()` and `task_always_eager` ask no server. What is switched here is switched
+for all threads of this process, and in no other one.
 """
 
 from __future__ import annotations
@@ -54,16 +53,12 @@ _AGE = Script("age")
 
 @contextmanager
 def guarded(app: Celery) -> Iterator[None]:
-    """Guard `.apply()` and `task_always_eager` too: they take the lock on the app's lock server.
+    """Guard `.apply()` and `task_always_eager` of an app too: they take the lock on its lock server.
 
     Also a decorator. An eager call has no message that could come back or wait in line, so a conflict ends
     it: `skip` with the `skip_result`, `raise` in state FAILURE with `AlreadyRunning`; `retry`, `wait` and
-    `join` in state RETRY, without a second try (past `max_wait` with `LockTimeout`). There is no queue, so
-    nothing is a duplicate. A task's own retry runs at once, as Celery has it, with the lock released and
-    acquired anew, also with `hold_on_retry`.
-
-    Args:
-        app: The app whose eager calls are guarded.
+    `join` in state RETRY, without a second try (past `max_wait` with `LockTimeout`). Nothing is a duplicate.
+    A task's own retry runs at once, with the lock released and acquired anew, also with `hold_on_retry`.
 
     Raises:
         OptionError: No setting of the app names a Redis.
@@ -73,7 +68,7 @@ def guarded(app: Celery) -> Iterator[None]:
         >>> with guarded(app), hold(settle, 7):   # doctest: +SKIP
         ...     assert is_skipped(settle.apply([7]).get())
     """
-    app = _real(app)
+    app = _app_of(app)
     SetnxLock(client_for(app), f"{settings(app.conf).prefix}:{{testing}}").holder()
     with EAGER_GUARDED.on(app):
         yield
@@ -81,29 +76,22 @@ def guarded(app: Celery) -> Iterator[None]:
 
 @contextmanager
 def singleton_disabled(app: Celery | None = None) -> Iterator[None]:
-    """Run bodies plainly: no lock, no mark, no lock server. Also a decorator.
+    """Run bodies of an app plainly, by default of all apps: no lock, no mark, no server. Also a decorator.
 
     For tests of a task's body with a worker in this process (`celery.contrib.testing`), or that publish
     without a Redis. `self.lock` is None. Keys are computed all the same, so that a call which has none fails.
-
-    Args:
-        app: The app. Defaults to all apps of this process.
 
     Example:
         >>> with singleton_disabled(), start_worker(app):   # doctest: +SKIP
         ...     assert settle.delay(7).get() == "settled"
     """
-    with DISABLED.on(None if app is None else _real(app)):
+    with DISABLED.on(None if app is None else _app_of(app)):
         yield
 
 
 @contextmanager
 def locks_on(app: Celery, url: str) -> Iterator[None]:
-    """Have the app's locks on another server for a while, whatever its settings say.
-
-    Args:
-        app: The app. No worker of it may run yet.
-        url: As `setnx_url`.
+    """Have the app's locks on the server at `url`, as in `setnx_url`, for a while. No worker may run yet.
 
     Example:
         >>> @pytest.fixture   # doctest: +SKIP
@@ -111,7 +99,7 @@ def locks_on(app: Celery, url: str) -> Iterator[None]:
         ...     with locks_on(app, setnx_server):
         ...         yield app
     """
-    app = _real(app)
+    app = _app_of(app)
     before = app.conf.get("setnx_url"), app.__dict__.pop("_setnx_clients", {})
     app.conf.setnx_url = url
     try:
@@ -139,8 +127,7 @@ class Held:
         self.key = held.key
         self.fence = held.fence
         self.lives = True
-        self._lock = lock
-        self._held = held
+        self._lock, self._held = lock, held
         _LIVING[held.token] = self
         keeper_for_process(lock.clock).watch(held, _warn_of_loss)
 
@@ -160,8 +147,7 @@ class Held:
         keeper_for_process(self._lock.clock).forget(self._held)
 
 
-_LIVING: dict[str, Held] = {}
-"""The holders that live, by token."""
+_LIVING: dict[str, Held] = {}  # by token
 
 
 @contextmanager
@@ -170,8 +156,7 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
 
     Args:
         task: A `SingletonTask`, or a task with `@singleton`.
-        args: Positional arguments of the call whose lock it is.
-        kwargs: Keyword arguments of that call.
+        args, kwargs: The arguments of the call whose lock it is.
 
     Returns:
         The holder; its lock is released in the end, unless it has crashed.
@@ -186,7 +171,14 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
         >>> with hold(settle, 7) as held:   # doctest: +SKIP
         ...     assert settle.locked(7).task_id == held.task_id
     """
-    held = _held(task, lock_for(task, args, kwargs))
+    lock, task_id = lock_for(task, args, kwargs), f"held-by-a-test-{uuid.uuid4().hex[:12]}"
+    # Another place, which no proof of death can reach.
+    lock.info = {"task": task.name, "task_id": task_id, "worker": f"another@{_ELSEWHERE}", "host": _ELSEWHERE}
+    outcome = lock.acquire(token=task_token(task_id, 0, uuid.uuid4().hex))
+    if outcome.lock is None:
+        holder = outcome.holder.as_dict() if outcome.holder else {}
+        raise AlreadyRunning(task.name, lock.name, holder, outcome.remaining_s)
+    held = Held(task, task_id, lock, outcome.lock)
     try:
         yield held
     finally:
@@ -209,16 +201,14 @@ def crash(held: Held) -> None:
 def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
     """Let time pass for locks without waiting: they, their marks, and those who wait in line grow older.
 
-    A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other holder, in this process or
-    not, is taken for one that stood still: past its lease the next call takes the lock over, and its own next
-    renewal tells it so. Clocks stay: an eta or a countdown is not reached sooner.
+    A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other is taken for one that stood
+    still: past its lease the next call takes the lock over, and its own next renewal tells it so. Clocks
+    stay: an eta or a countdown is not reached sooner.
 
     Args:
         seconds: How much time (or a timedelta).
-        what: A holder; a task, with the arguments of a call; a task without any arguments: all its locks; or
-            an app: all its locks.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
+        what: A holder; a task, with the arguments of a call; or a task without any, or an app: all its locks.
+        args, kwargs: The arguments of the call.
 
     Raises:
         ValueError: A negative time.
@@ -251,11 +241,9 @@ def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwar
     A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not.
 
     Args:
-        what: An app: all its locks; a task without any arguments: all of its scope; a task with the arguments
-            of a call: that one.
-        args: Positional arguments of the call.
+        what: An app: all its locks; a task without any arguments: all of its scope; with them: that call's.
+        args, kwargs: The arguments of the call.
         within: Seconds for which it is asked again, because a worker may not have ended yet. Defaults to 0.
-        kwargs: Keyword arguments of the call.
 
     Raises:
         AssertionError: Something is left; the message names each lock with its holder, mark and waiter.
@@ -273,22 +261,16 @@ def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwar
 
 
 def clear(app: Celery) -> int:
-    """Delete all keys under the app's prefix, found by SCAN: locks, marks, lines.
+    """Delete all keys under the app's prefix, found by SCAN: locks, marks, lines; returns how many.
 
     For a server that tests have for themselves, or an app with a prefix of its own. A task that runs on
     another host is a sign that it is neither, and nothing is deleted then.
-
-    Args:
-        app: The app.
-
-    Returns:
-        How many keys there were.
 
     Raises:
         SetnxError: A task on another host holds a lock.
         redis.RedisError: Redis did not answer.
     """
-    app = _real(app)
+    app = _app_of(app)
     client = client_for(app)
     prefix = settings(app.conf).prefix
     for seen in survey(client, prefix):
@@ -304,53 +286,33 @@ def clear(app: Celery) -> int:
 
 def _refuse_other_hosts(seen: Sighting) -> None:
     holder = seen.holder
-    if holder is None or holder.state != "running" or seen.is_stale:
-        return
-    if holder.info.get("host") not in (None, _ELSEWHERE, identity()["host"]):
+    runs = holder is not None and holder.state == "running" and not seen.is_stale
+    if holder and runs and holder.info.get("host") not in (None, _ELSEWHERE, identity()["host"]):
         raise SetnxError(
             f"clear() deletes nothing: {seen.key} is held by {holder}, on host {holder.info['host']}. "
             "If that is a task of the tests, let it end; if not, give them a server or a prefix of their own"
         )
 
 
-def _held(task: Task, lock: SetnxLock) -> Held:
-    """Acquire a lock as a call in another place, which no proof of death can reach."""
-    task_id = f"held-by-a-test-{uuid.uuid4().hex[:12]}"
-    lock.info = {"task": task.name, "task_id": task_id, "worker": f"another@{_ELSEWHERE}", "host": _ELSEWHERE}
-    outcome = lock.acquire(token=task_token(task_id, 0, uuid.uuid4().hex))
-    if outcome.lock is None:
-        holder = outcome.holder.as_dict() if outcome.holder else {}
-        raise AlreadyRunning(task.name, lock.name, holder, outcome.remaining_s)
-    return Held(task, task_id, lock, outcome.lock)
-
-
 def _warn_of_loss(held: HeldLock, reason: str) -> None:
     logger.warning("The lock %s, which a test holds by hold(), was lost: %s.", held.key, reason)
 
 
-def _real(app: Any) -> Celery:
-    """The app that a proxy such as `celery.current_app` stands for."""
-    found: Celery = getattr(app, "_get_current_object", lambda: app)()
-    return found
-
-
 def _app_of(what: Any) -> Celery:
+    """The app of a task, or the one that a proxy such as `celery.current_app` stands for."""
     if isinstance(what, Task):
         return guard_for(what).app
     if isinstance(what, Celery):
-        return _real(what)
+        return getattr(what, "_get_current_object", lambda: what)()
     raise TypeError(f"expected a task or an app, not {what!r}")
 
 
 def _sightings(client: Any, what: Any, args: Any, kwargs: Any) -> Iterator[Sighting]:
     """What there is of the locks of an app, of a task, or of a call."""
-    app = _app_of(what)
     key = lock_for(what, args, kwargs).name if args or kwargs else None
-    scope = None
-    if isinstance(what, Task):
-        guard = guard_for(what)
-        scope = guard.options.scope or guard.task
-    for sighting in survey(client, settings(app.conf).prefix):
+    guard = guard_for(what) if isinstance(what, Task) else None
+    scope = guard and (guard.options.scope or guard.task)
+    for sighting in survey(client, settings(_app_of(what).conf).prefix):
         if key in (None, sighting.key) and scope in (None, sighting.scope):
             yield sighting
 
@@ -372,14 +334,11 @@ def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
 def _told(left: list[str], what: Any, within: float) -> str:
     of = f"task {what.name}" if isinstance(what, Task) else f"prefix {settings(what.conf).prefix!r}"
     waited = f" after {within:g} s" if within else ""
-    return "\n  ".join(
-        [
-            f"{len(left)} left of {of}{waited}:",
-            *left,
-            "Let the tasks end first (assert_released(..., within=5) waits for a worker), release what the "
-            "test holds, or clear(app) between tests.",
-        ]
+    advice = (
+        "Let the tasks end first (assert_released(..., within=5) waits for a worker), release what the test "
+        "holds, or clear(app) between tests."
     )
+    return "\n  ".join([f"{len(left)} left of {of}{waited}:", *left, advice])
 
 
 def _escaped(text: str) -> str:
