@@ -130,12 +130,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """As the scheduler's own while this one leads; else see whether it can."""
-        try:
+        with self._unwrapped_exit():
             return self._undisturbed(self._turn, *args, **kwargs)  # type: ignore[no-any-return]
-        except Exception as error:
-            if self._is_to_end:  # broken off: Python 3.11 wraps an exit in __set_name__
-                raise SystemExit from error
-            raise
 
     def _turn(self, *args: Any, **kwargs: Any) -> float:
         if self._is_to_end:
@@ -163,6 +159,11 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._adopt(successor, run)
         return successor
 
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """As the scheduler's own, which takes a wrapped exit for an entry that cannot be sent."""
+        with self._unwrapped_exit():
+            return super().apply_async(*args, **kwargs)
+
     def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Publish a task by name, deduplicated if the entry's options have `singleton={"key": ..., ...}`."""
         if "singleton" in options:
@@ -189,6 +190,16 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         """Do what the scheduler must not be closed under; an exit that may not be raised is noted."""
         with _noted_exits(self._note_end):
             return act(*args, **kwargs)
+
+    @contextmanager
+    def _unwrapped_exit(self) -> Iterator[None]:
+        """An exit that strikes in a `__set_name__` is one: up to 3.11, Python makes a RuntimeError of it."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_to_end:
+                raise SystemExit from error
+            raise
 
     def _note_end(self) -> None:
         self._is_to_end = True

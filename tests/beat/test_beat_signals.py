@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import shelve
@@ -43,6 +44,13 @@ class Dying:
     """The handler raises in a `__del__`, where Python swallows it."""
 
     def __del__(self) -> None:
+        strike()
+
+
+class Named:
+    """The handler raises in a `__set_name__`, where Python up to 3.11 makes a RuntimeError of it."""
+
+    def __set_name__(self, owner: Any, name: str) -> None:
         strike()
 
 
@@ -90,7 +98,7 @@ def hooked_beat(app: Celery, file: Path, strikes: dict[int, Callable[[], Any]], 
 
 
 @pytest.fixture
-def struck(server, locks, tmp_path, capfd) -> Callable[..., int]:
+def struck(server, locks, tmp_path, capfd, caplog) -> Callable[..., int]:
     """Runs a beat that is struck at these lines; it must end, say nothing, and lead no more."""
     app = Celery("beats", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", setnx_beat_lease=600, result_expires=None)
@@ -101,6 +109,7 @@ def struck(server, locks, tmp_path, capfd) -> Callable[..., int]:
     def struck(strikes: dict[int, Callable[[], Any]], *, whole: bool = False) -> int:
         lines = hooked_beat(app, tmp_path / f"schedule{next(runs)}", strikes, whole=whole)
         assert (locks.get(LOCK), capfd.readouterr().err) == (None, ""), strikes
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == [], strikes
         return lines
 
     return struck
@@ -116,6 +125,19 @@ def test_signal_may_strike_at_any_line(struck, how, whole):
     """The beat ends without an error, and gives its lead back."""
     for line in range(1 + random.randrange(EACH), LINES, EACH):
         struck({line: how}, whole=whole)
+
+
+def test_signal_may_strike_where_sending_makes_a_class(struck, monkeypatch):
+    """As the first message that an app sends does."""
+    sent = []
+
+    def send_task(_app: Celery, name: str, *_args: Any, **_options: Any) -> None:
+        sent.append(name)
+        type("Made", (), {"named": Named()})
+
+    monkeypatch.setattr(Celery, "send_task", send_task)
+    struck({})
+    assert sent == ["unknown"]
 
 
 def test_second_signal_may_strike_at_any_line_after_the_first(struck):
