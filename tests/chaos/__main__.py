@@ -46,6 +46,8 @@ def _chaos(names: list[str], scale: str, seed: int, lanes: int) -> int:
     print(f"\n{table(list(results.values()))}")
     print(f"\nseed {seed}, scale {scale}, {lanes} at a time, {took_s:.0f} s")
     print(f"scenarios that were late, and played a second time: {len(again)}, {RERUNS} may be")
+    for result in results.values():  # once more, where whoever looks at the end finds it
+        _tell(result)
     reports = [result.report for result in results.values()]
     return 1 if len(again) > RERUNS or any(report.violations or report.late for report in reports) else 0
 
@@ -54,12 +56,17 @@ def _played(names: list[str], scale: str, seed: int, lanes: int) -> Iterator[Res
     for result in side_by_side(play, [(name, scale, seed) for name in names], lanes):
         ends = {end: count for end, count in result.report.counts.items() if end not in ("tasks", "bodies")}
         print(f"{result.name}: {result.injected} times, {ends}", flush=True)
-        for kind, found in (("VIOLATION", result.report.violations), ("LATE", result.report.late)):
-            for what in found:
-                print(kind, what, flush=True)
-        if result.logs:
-            print("logs and history:", result.logs, flush=True)
+        _tell(result)
         yield result
+
+
+def _tell(result: Result) -> None:
+    """What it has found."""
+    for kind, found in (("VIOLATION", result.report.violations), ("LATE", result.report.late)):
+        for what in found:
+            print(kind, what, flush=True)
+    if result.logs:
+        print("logs and history:", result.logs, flush=True)
 
 
 RERUNS = 2
