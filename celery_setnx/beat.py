@@ -1,8 +1,8 @@
 """Beat on any number of hosts: one leads and ticks, the others stand by, and take over when it dies.
 
-Leading is a `SetnxLock` that is renewed. Every tick is one more script: it notes in Redis that an entry runs,
-only for the leader, and only if the entry has not run since the run because of which it is due. So a due
-time is met at most once, whatever stops, wakes or dies, and a new leader knows what the old one has sent.
+Leading is a `SetnxLock` that is renewed. Before an entry is sent, a script notes its run in Redis: only for
+the leader, and only if it has not run since the run because of which it is due. So a due time is met at most
+once, whatever stops, wakes or dies, and a new leader knows what the old one has sent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -44,7 +45,7 @@ LATE_S = 1.0
 
 _POLL_S = 1.0
 _AGAIN_S = 0.5
-_REMEMBER_S = 400 * DAY_S  # an entry that is due once a year is not forgotten
+_REMEMBER_MS = int(400 * DAY_S * 1000)  # an entry that is due once a year is not forgotten
 _MISSED_AT_MOST = 10_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _US = timedelta(microseconds=1)
@@ -58,12 +59,7 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     """The scheduler for `celery beat -S celery_setnx.beat:HotStandbyScheduler`, on any number of hosts.
 
     It is the class that the setting `setnx_beat_scheduler` names, made a `HotStandby`. Defaults to
-    `celery.beat:PersistentScheduler`.
-
-    Args:
-        app: The app.
-        args: As the scheduler class takes them.
-        kwargs: As the scheduler class takes them.
+    `celery.beat:PersistentScheduler`. The arguments are that class's own.
 
     Raises:
         OptionError: A setting is malformed, or none names a Redis for locks.
@@ -108,8 +104,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     Nothing is sent by a scheduler that does not lead. One that died or hangs keeps the lead for
     `setnx_beat_lease` seconds at most, 10 by default: nothing but its own loop renews it. A rival on its host
     that proves its death takes over within a second.
-    A signal that is to end it may strike anywhere, even where its handler must not raise: in a `__del__`, in
-    hiredis. So nothing is closed under a tick that goes on, and no tick begins once it is to end.
+    A signal that is to end it may strike where its handler must not raise: in a `__del__`, in hiredis. So
+    nothing is closed under a tick that goes on, and no tick begins once it is to end.
     While it leads, the app's `now()` is the lock server's time: hosts with different clocks tick alike.
     """
 
@@ -254,11 +250,10 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._lock.token = None
             self._say(logging.WARNING, f"Stands by; nobody can lead. {error}")
             return False
-        dead = outcome.taken_over_from
-        if dead is None:
-            self._say(logging.INFO, f"Leads now ({self._lock.name}).")
-        else:
+        if dead := outcome.taken_over_from:
             self._say(logging.WARNING, f"Leads now: took over {self._lock.name} from {dead}.")
+        else:
+            self._say(logging.INFO, f"Leads now ({self._lock.name}).")
         return True
 
     def _begin(self, held: HeldLock) -> None:
@@ -318,10 +313,10 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         late_s, missed = _lateness(entry, now)
         if self._noting.get(entry.name, (None, 0))[0] != before:
             self._noting[entry.name] = (before, max(_us(now), before + 1))
+        run = self._noting[entry.name][1]
+        about = {"entry": entry.name, "before": before, "run": run, "missed": missed}
         try:
             held.ensure()
-            run = self._noting[entry.name][1]
-            about = {"entry": entry.name, "before": before, "run": run, "missed": missed}
             word, last, runs = _tick(held, entries=self._entries, **about)
         except LockLost as error:
             self._stand_by(error.reason)
@@ -336,12 +331,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._adopt(entry, int(last), int(runs))
             logger.info("beat: %s is not sent: it was, at %s.", entry.name, entry.last_run_at)
         elif late_s > LATE_S:
-            logger.warning(
-                "beat: %s is sent %.1f s late; %d further due times have passed meanwhile.",
-                entry.name,
-                late_s,
-                missed,
-            )
+            text = "beat: %s is sent %.1f s late; %d further due times have passed meanwhile."
+            logger.warning(text, entry.name, late_s, missed)
             tick_late.send(sender=self, entry=entry.name, late_s=late_s, missed=missed)
         return bool(word == "ticked")
 
@@ -423,10 +414,10 @@ def _crontab_missed(schedule: crontab, last: datetime, now: datetime) -> int:
 
 def _tick(held: HeldLock, *, entries: str, entry: str, before: int, run: int, missed: int) -> list[Any]:
     """Run lua/tick.lua, with times in microseconds: [word, last run us, runs]."""
-    keys, remember_ms = (record_name(held.key), entries), int(_REMEMBER_S * 1000)
-    return _TICK(held.client, keys, held.token, entry, before, run, missed, remember_ms)
+    keys = (record_name(held.key), entries)
+    return _TICK(held.client, keys, held.token, entry, before, run, missed, _REMEMBER_MS)
 
 
 def _recall(client: Any, *, entries: str, seen: list[tuple[str, int]]) -> list[Any]:
     """Run lua/recall.lua: what is remembered of each entry."""
-    return _RECALL(client, (entries,), int(_REMEMBER_S * 1000), *(item for pair in seen for item in pair))
+    return _RECALL(client, (entries,), _REMEMBER_MS, *chain.from_iterable(seen))

@@ -439,8 +439,8 @@ def test_broker_is_killed_while_calls_run_and_wait(
 ):
     """The body runs on, its message is delivered again and does not run beside it; nothing is lost.
 
-    What was sent again, and not yet acknowledged, is there twice. A call that waits for its turn runs once all
-    the same; one that asks again by `retry` is two messages from then on, and may run for each.
+    What was sent again, and not yet acknowledged, is there twice. A call that waits for its turn runs once
+    all the same; one that asks again by `retry` is two messages from then on, and may run for each.
     """
     tasks = work_with(concurrency=4, **settings, **LATE)
     at_most, policy = (2 if policy is RETRY else 1), {**policy, "lease": 10}
