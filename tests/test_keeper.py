@@ -1,5 +1,6 @@
 """The keeper: what is renewed, when it stops, and how a loss is told."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,27 @@ def test_watched_lock_outlives_its_lease(locks, watch):
     watch.pass_time(LEASE_S)
     assert SetnxLock(locks, "a").acquire().acquired
     assert watch.losses == []
+
+
+def busy_for_ms() -> None:
+    """What keeps other threads from their turn: each wakes too late for a call that takes a microsecond."""
+    for _ in range(20_000):
+        pass
+    os.path.exists("nowhere")
+
+
+@pytest.mark.clock  # the lease is one of real time
+def test_body_that_asks_its_lock_lets_the_keeper_have_its_turn(locks):
+    """Without that a body lost its lock that never waits, and computes between brief system calls."""
+    held = SetnxLock(locks, "a", lease=1.0).acquire().lock
+    assert held is not None
+    keeper_for_process(time.monotonic).watch(held, lambda *_lost: None)
+    give_up = time.monotonic() + 3.0
+    while time.monotonic() < give_up:
+        busy_for_ms()
+        held.ensure()
+    assert keeper_for_process(time.monotonic).forget(held)
+    assert held.release() == "released"
 
 
 def test_many_locks_are_renewed_in_few_round_trips(watch, renewals):

@@ -74,6 +74,7 @@ class Keeper:
         stop_at = _NEVER if at_most_for is None else now + at_most_for
         watched = _Watched(held, _weak(on_lost), now + _pace(held), stop_at)
         self._watched[held.token] = watched
+        held.is_watched = True
         if self._thread is None:
             self._start()
         if watched.due < self._wakes_at:

@@ -52,6 +52,7 @@ _REMEMBER_RELEASE_MS = 60_000
 HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
+_TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 _ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
 _HOLD, _FREE, _LOOK, _SERVE = Script("hold"), Script("free"), Script("look"), Script("serve")
@@ -95,6 +96,7 @@ class HeldLock:
         lease_s: Seconds by which each renewal moves the deadline.
         retention_s: Seconds for which what is known of a dead holder is kept.
         lost: Why the lock counts as lost, or None while it does not.
+        is_watched: Whether a thread of this process renews it.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class HeldLock:
         self.lease_s = setnx_lock.lease_s
         self.retention_s = setnx_lock.retention_s
         self.lost: str | None = None
+        self.is_watched = False
         self.client = setnx_lock.client
         self._lock = setnx_lock
         self._since_us = since_us
@@ -128,11 +131,16 @@ class HeldLock:
         return 0.0 if self.lost else max(0.0, self._valid_until - self._lock.clock())
 
     def ensure(self) -> None:
-        """Do nothing while the lock is surely ours.
+        """Do nothing while the lock is surely ours; sleep for a millisecond if its renewal is late.
+
+        A body that computes between brief system calls, and never waits, may keep the thread that renews from
+        its turn for longer than a lease.
 
         Raises:
             LockLost: The server said so, or the lease may have ended.
         """
+        if self.is_watched and self.remaining_s() < self.lease_s / 2:
+            time.sleep(_TURN_S)
         if self.lost is None and self._lock.clock() >= self._valid_until:
             self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
         if self.lost is not None:

@@ -13,8 +13,8 @@ from celery_setnx.lock.keeper import keeper_for_process
 from tests.app import body, control, journal, make_app
 
 LEASE_S = 2.0
-# Tens of milliseconds. A body that lets the GIL go for a moment every 4 ms takes it back before another thread
-# has woken, and CPython, which forces a switch after 5 ms in which nobody let it go, never does.
+# Tens of milliseconds. A body that lets the GIL go for a moment every 4 ms takes it back before another
+# thread has woken, and CPython, which forces a switch after 5 ms in which nobody let it go, never does.
 _STEPS = 1_000_000
 
 app = make_app("exits")
