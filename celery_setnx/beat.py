@@ -126,7 +126,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """As the scheduler's own while this one leads; else see whether it can."""
-        with self._unwrapped_exit():
+        with _unwrapped_exit():
             return self._undisturbed(self._turn, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _turn(self, *args: Any, **kwargs: Any) -> float:
@@ -157,7 +157,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """As the scheduler's own, which takes a wrapped exit for an entry that cannot be sent."""
-        with self._unwrapped_exit():
+        with _unwrapped_exit():
             return super().apply_async(*args, **kwargs)
 
     def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
@@ -186,16 +186,6 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         """Do what the scheduler must not be closed under; an exit that may not be raised is noted."""
         with _noted_exits(self._note_end):
             return act(*args, **kwargs)
-
-    @contextmanager
-    def _unwrapped_exit(self) -> Iterator[None]:
-        """An exit that strikes in a `__set_name__` is one: up to 3.11, Python makes a RuntimeError of it."""
-        try:
-            yield
-        except Exception as error:
-            if self._is_to_end:
-                raise SystemExit from error
-            raise
 
     def _note_end(self) -> None:
         self._is_to_end = True
@@ -376,6 +366,20 @@ def _noted_exits(note: Callable[[], None]) -> Iterator[None]:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         sys.unraisablehook = hook
+
+
+@contextmanager
+def _unwrapped_exit() -> Iterator[None]:
+    """An exit is one, whatever it comes in: of one in a `__set_name__` Python 3.11 makes a RuntimeError."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, (SystemExit, KeyboardInterrupt)):
+                raise SystemExit from error
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def _row(entry: ScheduleEntry) -> Any:

@@ -19,10 +19,10 @@ from celery_setnx.call.guard import Guard, guard_of, is_singleton
 from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings
-from celery_setnx.request import SingletonRequest
 
 _LONG_LEASE_S = 600.0
 _SHORT_LEASE_S = 2 * SOCKET_TIMEOUT_S  # a renewal begins after a third; one lost reply takes a timeout
+_REQUEST = "celery_setnx.request:SingletonRequest"  # only a name: to import it connects a worker's signals
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
     except OptionError as error:
         yield fail("join", sentence(error), "Workers of this app do not start.")
     # A decorated function, under another base class, has Celery's own.
-    if is_singleton(task) and not issubclass(symbol_by_name(task.Request), SingletonRequest):
+    if is_singleton(task) and not issubclass(symbol_by_name(task.Request), symbol_by_name(_REQUEST)):
         yield warn(
             "request",
             f"{task.name} has a Request of its own, which is no celery_setnx.request.SingletonRequest.",

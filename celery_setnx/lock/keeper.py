@@ -82,6 +82,7 @@ class Keeper:
 
     def forget(self, held: HeldLock) -> bool:
         """Stop renewing a lock, before it is released. False if it is lost already."""
+        held.is_watched = False
         return self._watched.pop(held.token, None) is not None
 
     def try_again(self, release: Callable[[], None], until: float) -> None:

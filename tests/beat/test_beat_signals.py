@@ -97,19 +97,30 @@ def hooked_beat(app: Celery, file: Path, strikes: dict[int, Callable[[], Any]], 
     return lines
 
 
+def errors_in(caplog: Any) -> list[str]:
+    """What was logged as an error."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 @pytest.fixture
-def struck(server, locks, tmp_path, capfd, caplog) -> Callable[..., int]:
-    """Runs a beat that is struck at these lines; it must end, say nothing, and lead no more."""
+def app(server) -> Celery:
+    """An app with one entry, which is always due."""
     app = Celery("beats", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t", setnx_beat_lease=600, result_expires=None)
     app.conf.beat_schedule = {"every": {"task": "unknown", "schedule": 0.0}}
     app.finalize()
+    return app
+
+
+@pytest.fixture
+def struck(app, locks, tmp_path, capfd, caplog) -> Callable[..., int]:
+    """Runs a beat that is struck at these lines; it must end, say nothing, and lead no more."""
     runs = iter(range(10_000))
 
     def struck(strikes: dict[int, Callable[[], Any]], *, whole: bool = False) -> int:
         lines = hooked_beat(app, tmp_path / f"schedule{next(runs)}", strikes, whole=whole)
         assert (locks.get(LOCK), capfd.readouterr().err) == (None, ""), strikes
-        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == [], strikes
+        assert errors_in(caplog) == [], strikes
         return lines
 
     return struck
@@ -138,6 +149,19 @@ def test_signal_may_strike_where_sending_makes_a_class(struck, monkeypatch):
     monkeypatch.setattr(Celery, "send_task", send_task)
     struck({})
     assert sent == ["unknown"]
+
+
+def test_entry_that_cannot_be_sent_is_told_though_the_beat_is_to_end(app, tmp_path, monkeypatch, caplog):
+    """Only what an exit has caused is taken for one."""
+
+    def send_task(*_arguments: Any, **_options: Any) -> None:
+        Dying()
+        raise OSError("the broker refuses it")
+
+    monkeypatch.setattr(Celery, "send_task", send_task)
+    hooked_beat(app, tmp_path / "schedule", {}, whole=False)
+    (told,) = errors_in(caplog)
+    assert "the broker refuses it" in told
 
 
 def test_second_signal_may_strike_at_any_line_after_the_first(struck):
