@@ -7,33 +7,38 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps
+from celery.exceptions import Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
-from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE
+from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
-from celery_setnx.call.wake import leave_line, let_the_line_go_on, wake
+from celery_setnx.call.wake import let_the_line_go_on, wake
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import SetnxLock
-from celery_setnx.lock.marks import Mark, free_all
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.run.children import KEEP_S, LOOK_S, in_thread, survive, watch_of_process
+from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
 _PID_MAX = 2**22
+# What ends a child; `Ends` sees to its lock.
+_DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt, MemoryError)
+# What ends a delivery of ours, and not its call.
+_GOES_ON = (Waits, Dropped, ComesBack)
 
 
 class SingletonRequest(Request):  # type: ignore[misc]
@@ -43,6 +48,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
     task id, twice. It travels to the child in a copy of the message's properties, which no retry inherits,
     and with it whether this worker sends events.
     """
+
+    _timed_out = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,19 +76,33 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
-            watch_of_process().add(self)
+            ends_of_process().watch(self)
         return super().on_accepted(pid, time_accepted)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """Without `return_ok` the child has died, or is about to."""
+        """A call that ends with an error may do so before its run could begin, and see to what it has.
+
+        Without `return_ok` the child has died, or is about to, or could not begin.
+        """
+        error = exc_info.exception
+        error = error.exc if isinstance(error, ExceptionWithTraceback) else error
         if not return_ok:
-            watch_of_process().keep(self)
+            ends_of_process().keep(self)
+        if self._ends_with(error):
+            self._forget(is_sent_again=isinstance(error, Retry))
         return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def _ends_with(self, error: BaseException) -> bool:
+        """True if this attempt has ended with an error, in a child that lives."""
+        if isinstance(error, Reject):
+            return not (error.requeue and self.task.acks_late)
+        return not isinstance(error, _DEATHS + _GOES_ON)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
         if not soft:
-            watch_of_process().keep(self)
+            self._timed_out = True
+            ends_of_process().keep(self)
         return super().on_timeout(soft, timeout)
 
     def revoked(self) -> bool:
@@ -94,9 +115,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
         revoked = bool(super().revoked())
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
-                in_thread(self._free_held)
-            elif self.call.marked:
-                in_thread(self._free_mark)
+                ends_of_process().free_retry(self)
+            else:
+                self._forget()
         return revoked
 
     def free_dead(self) -> None:
@@ -109,31 +130,27 @@ class SingletonRequest(Request):  # type: ignore[misc]
             word = lock.free_dead(token)
             wake(self.app, lock.heir, lock.name)
             if word == "lost" and not self._comes_back:  # it died before it had the lock
-                self._free_mark()
+                self._forget()
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
 
-    def _free_held(self) -> None:
+    def free_held(self) -> None:
+        """Free what a retry has that will not run: the lock that is held for it, its mark and its place."""
+
         def free(lock: SetnxLock) -> bool:
-            self._free_mark()
+            self._forget()
             freed = lock.free_held(self.id)
             if freed:
                 let_the_line_go_on(self.app, self.task.name, lock.name)
             return freed
 
-        with suppress(SetnxError):  # what cannot be asked cannot be freed either, and that is said
-            self._await_attempt_before()
         self._free(free, "was revoked or has expired before its retry")
 
-    def _await_attempt_before(self) -> None:
-        """It has sent this one, and may not have ended yet: only its end holds or marks."""
-        lock = self._guard.lock(self.call, self.args, self.kwargs)
-        give_up = time.monotonic() + KEEP_S
-        while (holder := lock.holder()) and holder.task_id == self.id and holder.state == "running":
-            if time.monotonic() > give_up:
-                break
-            time.sleep(LOOK_S)
+    def attempt_before_runs(self) -> bool:
+        """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
+        holder = self._guard.lock(self.call, self.args, self.kwargs).holder()
+        return holder is not None and holder.task_id == self.id and holder.state == "running"
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -152,14 +169,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
 
-    def _free_mark(self) -> None:
-        if self.call.marked:
-            free_mark(self.app, self.call)
+    def _forget(self, *, is_sent_again: bool = False) -> None:
+        if self._guard is not None:
+            ends_of_process().forget(self.app, self.call, is_sent_again=is_sent_again)
 
     @property
     def _comes_back(self) -> bool:
         """True if Celery delivers the message again when its child has died."""
         task = self.task
+        if self._already_revoked:
+            return False
+        if self._timed_out:
+            return bool(task.acks_late and not task.acks_on_timeout)
         lost = getattr(task, "retry_on_worker_lost", False)
         return bool(lost or (task.acks_late and task.reject_on_worker_lost))
 
@@ -194,30 +215,13 @@ class SingletonRequest(Request):  # type: ignore[misc]
         return getattr(self.task, "_guard", None)
 
 
-def free_mark(app: Celery, call: Call) -> None:
-    """Free the mark of a message that will start no task."""
-    with between_forks:
-        error = free_all(client_for(app), [Mark(call.key, call.task_id)])
-        if error is not None:
-            logger.warning(
-                "%s will not run, and the mark of %s was not freed; it lapses by itself. %s",
-                call,
-                call.key,
-                error,
-            )
-
-
 def _leave_late(app: Celery, call: Call) -> bool:
     """Leave the line for a message that has been woken: True if another one has started its call."""
     try:
-        word = leave(client_for(app), call.place(BEGUN_S), copy=call.copy)
+        return leave(client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
         logger.warning("%s has not left its line: %s", call, error)
         return False
-    if word == "handed":
-        on = functools.partial(let_the_line_go_on, app, call.task, call.key, away=call.task_id)
-        in_thread(functools.partial(survive, on))
-    return word == "stale"
 
 
 @task_received.connect  # type: ignore[untyped-decorator]
@@ -232,8 +236,8 @@ def _let_go(request: Any, **_details: Any) -> None:
         if _leave_late(request.app, call):
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word
-    if call.marked:
-        in_thread(functools.partial(survive, functools.partial(free_mark, request.app, call)))
+            return
+    ends_of_process().forget(request.app, call)
 
 
 @task_unknown.connect  # type: ignore[untyped-decorator]
@@ -241,16 +245,7 @@ def _let_go(request: Any, **_details: Any) -> None:
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
     headers = message.headers or {}
-    call = Call.of(str(headers.get("task")), headers)
-    if call.marked or call.copy != ORIGINAL:
-        in_thread(functools.partial(survive, functools.partial(_forget, sender.app, call)))
-
-
-def _forget(app: Celery, call: Call) -> None:
-    """Free the mark and the place of a message that will start no task."""
-    word = "left" if call.copy == ORIGINAL else leave_line(app, call)
-    if call.marked and word != "stale":
-        free_mark(app, call)
+    ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -1,12 +1,22 @@
-"""The watch over a worker's children, without a worker."""
+"""What ends in a worker's parent, without a worker."""
 
 import subprocess
 import sys
 import threading
 from typing import Any
 
-from celery_setnx.run.children import ChildWatch
+import pytest
+from celery import Celery
+
+from celery_setnx.call.message import Call
+from celery_setnx.connection import client_for
+from celery_setnx.lock.marks import Mark, free_all, mark_all
+from celery_setnx.run import ends as ends_module
+from celery_setnx.run.ends import Ends
+from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
+
+MANY = 3000
 
 
 class Delivery:
@@ -19,12 +29,76 @@ class Delivery:
         self.free_dead = free
 
 
+@pytest.fixture
+def marked(locks, proxy) -> Any:
+    """An app whose way to its locks fails on demand, and many calls that it has marked."""
+    app = Celery("ends", set_as_current=False)
+    app.conf.setnx_url = proxy.url(LOCK_DB)
+    calls = [Call("t", f"id-{n}", key=f"t:{{t:{n:032x}}}", marked=True, bare=False) for n in range(MANY)]
+    mark_all(
+        client_for(app), [Mark(call.key, call.task_id) for call in calls], dedupe="until_started", lease=600
+    )
+    assert locks.dbsize() == MANY
+    yield app, calls
+    client_for(app).close()
+
+
 def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     """An error while one lock is freed is logged, and the next child's death is noticed all the same."""
-    watch, freed = ChildWatch(), threading.Event()
+    ends, freed = Ends(), threading.Event()
     first = Delivery(raising(ZeroDivisionError))
-    watch.add(first)  # type: ignore[arg-type]
+    ends.watch(first)
     wait_until(lambda: "was not freed" in caplog.text, "the trouble is logged")
     second = Delivery(freed.set)
-    watch.add(second)  # type: ignore[arg-type]
+    ends.watch(second)
     assert freed.wait(10)
+
+
+def threads() -> int:
+    """How many threads free what ended calls leave behind."""
+    return sum(thread.name == "celery_setnx-ends" for thread in threading.enumerate())
+
+
+def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkeypatch, locks, marked):
+    """3,000 calls that expire at once cost one thread, and some round trips."""
+    app, calls = marked
+    before, batches = threads(), []
+    monkeypatch.setattr(
+        ends_module, "free_all", lambda client, marks: batches.append(len(marks)) or free_all(client, marks)
+    )
+    ends = Ends()
+    for call in calls:
+        ends.forget(app, call)
+    wait_until(lambda: not locks.dbsize(), "all marks are freed")
+    assert threads() == before + 1
+    assert sum(batches) == MANY
+    assert len(batches) < MANY / 100
+
+
+def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(locks, proxy, marked, caplog):
+    """They are freed when it goes on; meanwhile there is one thread, and one line in the log."""
+    app, calls = marked
+    before = threads()
+    ends = Ends()
+    with proxy.black_hole():
+        for call in calls:
+            ends.forget(app, call)
+        wait_until(lambda: "their marks are not freed" in caplog.text, "the outage is logged")
+        assert threads() == before + 1
+    wait_until(lambda: not locks.dbsize(), "all marks are freed")
+    assert caplog.text.count("their marks are not freed") == 1
+
+
+def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, locks, proxy, marked, caplog):
+    """The marks of more lapse by themselves, which is said of each."""
+    monkeypatch.setattr(ends_module, "AT_MOST", 10)
+    app, calls = marked
+    ends = Ends()
+    with proxy.black_hole():
+        for call in calls[:12]:
+            ends.forget(app, call)
+        wait_until(lambda: "10 calls have ended" in caplog.text, "they are not freed")
+        for call in calls[12:14]:
+            ends.forget(app, call)
+    assert [call.task_id in caplog.text for call in calls[9:14]] == [False, *[True] * 4]
+    wait_until(lambda: locks.dbsize() == MANY - 10, "those that were kept are freed")

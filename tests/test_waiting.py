@@ -333,6 +333,23 @@ def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
     wait_until(lambda: 3600 < locks.ttl(ticket) <= 3605, "its courier has come")
 
 
+@pytest.mark.parametrize("bar", ["fail", "ignore", "reject", "init", "retry"])
+def test_woken_call_that_ends_before_its_body_leaves_the_line(stage, locks, bar):
+    """before_start or Celery's loader raises: the next one has its turn, and the call comes no more."""
+    task = stage.tasks.barred
+    holder = stage.held(task=task)
+    barred = task.apply_async([stage.key], {"bar": bar, "late": True})
+    stage.journal.reached("waiting", barred)
+    behind = stage.parked(task=task, singleton={"dedupe": None, "on_conflict": "wait"})
+    stage.open()
+    stage.has_run(holder)
+    stage.has_run(behind)
+    if bar == "retry":
+        stage.has_run(barred)
+    assert stage.starts().count(barred.id) == (bar == "retry")
+    wait_until(lambda: not locks.exists(*line_names(task.lock_key(stage.key))), "nobody is in the line")
+
+
 def test_flushed_lock_server_loses_no_waiter(stage, locks):
     """FLUSHDB while calls wait: those whose couriers a worker has are put back half a lease later, all.
 

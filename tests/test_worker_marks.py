@@ -300,6 +300,33 @@ def test_message_that_starts_nothing_frees_its_mark(
     assert journal.entries(what="start") == []
 
 
+@pytest.mark.parametrize("bar", ["fail", "ignore", "reject", "init"])
+def test_call_that_ends_before_its_body_frees_its_mark(stage, journal, locks, bar):
+    """before_start or Celery's loader raises: the call will not run, and its mark ends with it."""
+    task = stage.tasks.barred
+    result = task.apply_async([stage.key], {"bar": bar})
+    journal.wait_for("postrun", task_id=result.id)
+    wait_until_freed(locks, task, stage.key)
+    assert stage.starts() == []
+
+
+def test_call_that_retries_before_its_body_keeps_its_mark(stage, journal, locks):
+    """before_start retries: the call is queued until its retry has started."""
+    result = stage.tasks.barred.apply_async([stage.key], {"bar": "retry"})
+    stage.has_run(result)
+    wait_until_freed(locks, stage.tasks.barred, stage.key)
+    assert journal.entries(what="lapsed") == []
+
+
+def test_call_that_its_pool_process_cannot_read_frees_its_mark(stage, locks, start_worker):
+    """The worker's parent has read it, its child refuses it, and Celery stores a failure."""
+    start_worker(queues=stage.key, conf={"include": ["tests.waitapp"], "pool_accepts": ["yaml"]})
+    result = stage.tasks.barred.apply_async([stage.key], queue=stage.key)
+    with pytest.raises(Exception, match="Refusing to deserialize"):
+        result.get(timeout=60)
+    wait_until_freed(locks, stage.tasks.barred, stage.key)
+
+
 @pytest.mark.parametrize("has_header", [True, False])
 def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, has_header):
     """A retry that will not come is queued no more; nor is that of a call by name, which took no mark."""

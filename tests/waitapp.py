@@ -8,7 +8,10 @@ import signal
 from typing import Any
 
 from celery import Celery
+from celery.app import trace
+from celery.exceptions import Ignore, Reject
 from celery.signals import worker_process_init
+from kombu.serialization import prepare_accept_content
 
 from celery_setnx import Conflict, SingletonTask
 from celery_setnx.run import acquire
@@ -31,6 +34,42 @@ def die_before_wake(**_details: Any) -> None:
     if who:
         vars(acquire)["wake"] = die
 
+
+@worker_process_init.connect
+def accept_less(**_details: Any) -> None:
+    """Have the pool's processes refuse what the worker's parent has read (the setting `pool_accepts`)."""
+    if app.conf.get("pool_accepts"):
+        tasks, _accepted, hostname = trace._localized
+        trace._localized[:] = [tasks, prepare_accept_content(app.conf.pool_accepts), hostname]
+
+
+def is_barred(task_id: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is to end before its body: with `late`, only when it has waited."""
+    return not kwargs.get("late") or "waiting" in journal.words(task_id)
+
+
+class Barred(SingletonTask):
+    """A call with `bar=` ends before its body, in a way of that name; a retry does not."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        bar = "" if self.request.retries else kwargs.get("bar")
+        bars = {"fail": ZeroDivisionError(), "ignore": Ignore(), "reject": Reject()}
+        if bar == "retry" and is_barred(task_id, kwargs):
+            raise self.retry(countdown=0)
+        if bar in bars and is_barred(task_id, kwargs):
+            raise bars[bar]
+
+
+def bar_at_init(task_id: str, task: Any) -> None:
+    """Celery's loader is asked before every task."""
+    kwargs = task.request.kwargs or {}
+    if kwargs.get("bar") == "init" and is_barred(task_id, kwargs):
+        raise ZeroDivisionError
+
+
+app.loader.on_task_init = bar_at_init
 
 WAITS = {"key": "name", "on_conflict": "wait", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 600}
 JOINS = {**WAITS, "on_conflict": "join"}
@@ -66,7 +105,12 @@ def plainly(name: str, gate: str = "") -> str:
     return body(gate)
 
 
+def barrable(name: str, gate: str = "", bar: str = "", late: bool = False) -> str:
+    return body(gate)
+
+
 PENDING = {"key": "name", "lease": 600, "dedupe": "until_started"}
+barred = variant(barrable, "barred", base=Barred, singleton=PENDING)
 typed = {
     name: variant(types_of, f"typed_{name}", serializer=name, singleton=WAITS)
     for name in ("json", "yaml", "pickle")

@@ -77,6 +77,14 @@ class Waits(Ignore):  # type: ignore[misc]
         self.when = when
 
 
+class Dropped(Ignore):  # type: ignore[misc]
+    """A delivery has ended without its call: another message has started that, and has all that it has."""
+
+
+class ComesBack(Retry):  # type: ignore[misc]
+    """A delivery has ended, and its attempt comes back: no retry of the task's own."""
+
+
 class _AsTheyWere(dict[str, Any]):
     """Headers that no receiver of `before_task_publish` overwrites; it may add some."""
 
@@ -208,11 +216,11 @@ class Message:
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
     """Send the running call again, as it was but for its waiting time, and end this attempt.
 
-    With `Retry`; with `Waits` if it waits for another delivery of its `own`, whose state in the backend it
-    must not touch; or, if the broker does not take it, as `not_taken_back`.
+    With `ComesBack`; with `Waits` if it waits for another delivery of its `own`, whose state in the backend
+    it must not touch; or, if the broker does not take it, as `not_taken_back`.
     """
     if task.request.is_eager:  # it has no message
-        raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
+        raise ComesBack(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
     call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
     try:
@@ -223,7 +231,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     if own:
         logger.info("%s waits for another delivery of itself: %s.", call, message)
         raise Waits(message, countdown)
-    raise Retry(message, when=countdown)  # Celery logs this text, in its own line about the retry
+    raise ComesBack(message, when=countdown)  # Celery logs this text, in its own line about the retry
 
 
 def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:

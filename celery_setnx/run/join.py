@@ -7,10 +7,10 @@ from typing import Any
 
 from billiard.exceptions import WorkerLostError
 from celery import Task
-from celery.exceptions import Ignore, Retry
+from celery.exceptions import Retry
 from celery.states import FAILURE, RETRY, REVOKED, SUCCESS
 
-from celery_setnx.call.back import come_back
+from celery_setnx.call.back import Dropped, come_back
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import leave_line, let_the_line_go_on
 from celery_setnx.connection import client_for
@@ -57,7 +57,7 @@ def holders_result(
         reason = f"the result of {joined}, which it has waited for, is not stored"
         come_back(task, call._replace(asked=asked + 1), countdown, reason)
     if leave_line(task.app, call) == "stale":
-        raise Ignore("another message has started this call")
+        raise Dropped("another message has started this call")
     logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
     if state == FAILURE:
         raise meta["result"]

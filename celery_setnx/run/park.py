@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from celery import Celery, Task
-from celery.exceptions import Ignore
 
 from celery_setnx.call.back import (
+    Dropped,
     Message,
     Waits,
     come_back,
@@ -72,7 +72,7 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
 def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
     """Park the running call: it is woken when its turn has come.
 
-    Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with Ignore if another message has
+    Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with `Dropped` if another message has
     started the call; or, if the broker takes no courier, as `not_taken_back`.
     """
     parking = _Parking(task, call, options, outcome)
@@ -83,7 +83,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     except SetnxError as error:
         parking.go_without_place(error)
     if found.state == "stale":
-        raise Ignore("another message has started this call")
+        raise Dropped("another message has started this call")
     parking.note_holder(found)
     if parking.is_parked_first:
         parking.send_courier()

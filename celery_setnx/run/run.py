@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.call.back import EVENTS, Waits, known_state, seconds_until
+from celery_setnx.call.back import EVENTS, Dropped, Waits, known_state, seconds_until
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import report_take_over
@@ -89,7 +89,7 @@ class Run:
                 held, stale = outcome.lock, outcome.stale
                 if stale:
                     logger.info("%s has been started by another message; this one is dropped.", self)
-                    raise Ignore("another message has started this call")
+                    raise Dropped("another message has started this call")
                 if held is None:
                     with suppress(ItsTurn):
                         return resolve(asking.conflict(outcome))

@@ -1,0 +1,228 @@
+"""What ends in a worker's parent: children that die, and calls that end before their run could begin.
+
+One thread frees the locks, marks and places that they leave behind: the parent's event loop must wait neither
+for a child's end nor for Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from celery import Celery
+
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import leave_line
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.forks import between_forks
+from celery_setnx.lock.marks import Mark, free_all
+from celery_setnx.lock.process import has_ended
+from celery_setnx.lock.record import ORIGINAL
+
+logger = logging.getLogger("celery_setnx")
+
+LOOK_S = 0.2
+KEEP_S = 60.0
+AT_MOST = 10_000
+"""Calls that have ended and are not forgotten yet, at most: while Redis is away there may be more."""
+
+_BATCH = 500
+_AGAIN_S = 1.0
+
+
+class Ended(NamedTuple):
+    """A call that has ended, of a worker's app."""
+
+    app: Celery
+    call: Call
+    is_sent_again: bool  # as the task's own retry, which has its mark
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it may stand in line: another message of it may be on its way."""
+        return bool(self.call.key) and (self.call.copy != ORIGINAL or self.call.redelivered)
+
+    @property
+    def has_mark(self) -> bool:
+        """Whether its mark ends with it."""
+        return bool(self.call.marked and self.call.key) and not self.is_sent_again
+
+
+class Ends:
+    """Frees what is left behind by children that die, and by calls that end outside their run.
+
+    It notices a death within a fraction of a second, for which Celery may take seconds.
+    """
+
+    def __init__(self) -> None:
+        self._running: WeakSet[Any] = WeakSet()
+        self._kept: dict[Any, float] = {}
+        self._ended: deque[Ended] = deque()
+        self._retries: dict[Any, float] = {}
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._asks_again_at = 0.0
+        self._fails = False
+
+    def watch(self, request: Any) -> None:
+        """Watch the child of a request for as long as the request lives."""
+        self._running.add(request)
+        self._look_soon()
+
+    def keep(self, request: Any) -> None:
+        """Watch on although Celery has done with the request: its child has died, or is about to."""
+        if request in self._running:
+            self._kept[request] = time.monotonic() + KEEP_S
+
+    def forget(self, app: Celery, call: Call, *, is_sent_again: bool = False) -> None:
+        """Free the mark and the place that a call has which ended, soon; nothing if it has neither."""
+        ended = Ended(app, call, is_sent_again)
+        if not (ended.has_mark or ended.has_place):
+            return
+        if self._has_room(len(self._ended), call):
+            self._ended.append(ended)
+            self._look_soon()
+
+    def free_retry(self, request: Any) -> None:
+        """Free what a retry has that will not run, once the attempt that has sent it has ended."""
+        if self._has_room(len(self._retries), request.call):
+            self._retries[request] = time.monotonic() + KEEP_S
+            self._look_soon()
+
+    def _has_room(self, count: int, call: Call) -> bool:
+        if count < AT_MOST:
+            return True
+        text = "%s has ended, and its mark of %s is not freed: %d others wait for that. It lapses by itself."
+        logger.warning(text, call, call.key, count)
+        return False
+
+    def _look_soon(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="celery_setnx-ends", daemon=True)
+            self._thread.start()
+        if not self._changed.is_set():
+            self._changed.set()
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            # Sleep before the first look: a stream of short tasks wakes this thread five times a second.
+            time.sleep(LOOK_S)
+            while self._look():
+                time.sleep(LOOK_S)
+
+    def _look(self) -> bool:
+        """Free what is left behind; true while there is anything to look at."""
+        is_watching = self._look_at_children()
+        if time.monotonic() >= self._asks_again_at:
+            try:
+                self._forget_all()
+                self._free_retries()
+                self._fails = False
+            except LockUnavailable as error:
+                self._asks_again_at = time.monotonic() + _AGAIN_S
+                if not self._fails:  # it is said once
+                    text = "%d calls have ended, and their marks are not freed; tried again every %g s: %s"
+                    logger.warning(text, len(self._ended) + len(self._retries), _AGAIN_S, error)
+                self._fails = True
+            except Exception:
+                logger.exception("What ended calls have left behind was not freed; it lapses by itself.")
+        return bool(is_watching or self._ended or self._retries)
+
+    def _look_at_children(self) -> bool:
+        """Free the locks of the dead; true while there is anybody to look at."""
+        try:
+            requests = list(self._running)
+        except RuntimeError:  # changed by the main thread meanwhile
+            return True
+        for request in requests:
+            if request.worker_pid and has_ended(request.worker_pid):
+                self._running.discard(request)
+                self._kept.pop(request, None)
+                _survive(request.free_dead)
+        for request, until in list(self._kept.items()):
+            if time.monotonic() > until:
+                self._kept.pop(request, None)
+        return bool(requests)
+
+    def _forget_all(self) -> None:
+        """Free the marks and places of all that have ended, many marks in one round trip."""
+        while self._ended:
+            batch = [self._ended.popleft() for _ in range(min(len(self._ended), _BATCH))]
+            try:
+                with between_forks:
+                    _forget(batch)
+            except LockUnavailable:
+                self._ended.extend(batch)  # behind the others: it may be one node of a cluster
+                raise
+
+    def _free_retries(self) -> None:
+        for request, until in list(self._retries.items()):
+            if time.monotonic() > until or not _attempt_before_runs(request):
+                del self._retries[request]
+                _survive(request.free_held)
+
+
+def _attempt_before_runs(request: Any) -> bool:
+    try:
+        with between_forks:
+            return bool(request.attempt_before_runs())
+    except LockUnavailable:
+        raise
+    except SetnxError:  # which is said when it is freed
+        return False
+
+
+def _forget(batch: list[Ended]) -> None:
+    """Free the marks and places of some calls; only what Redis cannot do now is raised."""
+    marks: dict[Celery, list[Mark]] = {}
+    for ended in batch:
+        if ended.has_place and _leave(ended) == "stale":
+            continue  # another message has started it, and what there is may be that one's
+        if ended.has_mark:
+            marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
+    for app, of_app in marks.items():
+        error = free_all(client_for(app), of_app)
+        if isinstance(error, LockUnavailable):
+            raise error
+        if error is not None:
+            logger.warning("Marks of calls that have ended are not freed, and lapse by themselves: %s", error)
+
+
+def _leave(ended: Ended) -> str:
+    try:
+        return leave_line(ended.app, ended.call)
+    except LockUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
+        logger.warning("%s has ended, and has not left the line of %s: %s", ended.call, ended.call.key, error)
+        return ""
+
+
+def _survive(free: Callable[[], object]) -> None:
+    """One request's trouble must not end the watch over all the others."""
+    try:
+        with between_forks:
+            free()
+    except Exception:
+        logger.exception("The lock of a dead child was not freed; its lease ends it.")
+
+
+def ends_of_process() -> Ends:
+    """The one of this process, made at first use: threads do not survive a fork."""
+    pid = os.getpid()
+    ends = _of_process.get(pid)
+    if ends is None:
+        ends = _of_process.setdefault(pid, Ends())
+    return ends
+
+
+_of_process: dict[int, Ends] = {}
