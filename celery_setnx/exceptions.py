@@ -83,10 +83,8 @@ class LockTimeout(AlreadyRunning):
         self.waited_s = waited_s
 
     def __str__(self) -> str:
-        return (
-            f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): "
-            f"{self.key} is held by {self._who()}{self._until()}."
-        )
+        held = f"is held by {self._who()}{self._until()}" if self.holder else "came free too late"
+        return f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): {self.key} {held}."
 
 
 class DuplicateTask(SetnxError):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from celery import chain, chord
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
@@ -331,6 +332,54 @@ def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
     assert 6.9 * 86400 < locks.ttl(ticket) <= 7 * 86400
     (ticket,) = locks.keys(f"*:ticket:{third.id}*")
     wait_until(lambda: 3600 < locks.ttl(ticket) <= 3605, "its courier has come")
+
+
+def died_after_success(stage: Stage, doomed: Worker, adopt: Callable[[], None]) -> None:
+    """Wait until the worker has died, and have its messages delivered again to another."""
+    doomed.process.wait(timeout=60)
+    stage.redeliver()
+    adopt()
+
+
+def test_chord_member_that_died_before_it_was_counted_is_counted(stage, journal, start_worker, adopt):
+    """SUCCESS is stored, and the worker dies: its member, delivered again, does not run again, and counts."""
+    doomed = start_worker(APP, queues=stage.key, conf={"dies_before_count": True})
+    member = stage.tasks.tardy.s(stage.key, "member").set(queue=stage.key)
+    result = chord([member], stage.tasks.arrival.s())()
+    died_after_success(stage, doomed, adopt)
+    assert result.get(timeout=60) == [["member"]]
+    assert len(stage.starts()) == 1
+
+
+def test_step_of_a_chain_that_has_succeeded_sends_the_next_one_once(stage, journal, start_worker, adopt):
+    """SUCCESS is stored, and the worker dies: the next step was sent before, and is not sent again."""
+    doomed = start_worker(APP, queues=stage.key, conf={"dies_after_success": True})
+    step = stage.tasks.tardy.s(stage.key, stage.key).set(queue=stage.key)
+    result = chain(step, stage.tasks.arrival.s())()
+    died_after_success(stage, doomed, adopt)
+    assert result.get(timeout=60) == [stage.key]
+    journal.wait_for("postrun", task_id=result.parent.id)
+    stage.settle()
+    assert result.parent.get(timeout=60) == stage.key
+    assert (len(stage.starts()), len(journal.entries(what="arrival"))) == (1, 1)
+    assert [child.id for child in result.parent.children] == [result.id]
+
+
+@pytest.mark.parametrize("policy", ["wait", "retry"])
+def test_call_that_gets_its_slot_after_its_max_wait_fails_though_its_lock_is_free(
+    stage, parked, locks, policy
+):
+    """It may have stood in a queue for long; and what is behind it goes on."""
+    options = {"on_conflict": policy, "max_wait": 5}
+    late = stage.task.apply_async([stage.key], queue="parked", singleton=options)
+    met = locks.time()[0] - 60
+    parked.move(lambda message: message["headers"]["singleton"].update(since=met, waits=1))
+    with pytest.raises(
+        LockTimeout, match=r"gave up after waiting 6\d.\d s \(max_wait\): .* came free too late"
+    ):
+        late.get(timeout=60)
+    assert stage.starts() == []
+    stage.has_run(stage.task.delay(stage.key))
 
 
 @pytest.mark.parametrize("bar", ["fail", "ignore", "reject", "init", "retry"])

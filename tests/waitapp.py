@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 from celery.app import trace
 from celery.exceptions import Ignore, Reject
-from celery.signals import worker_process_init
+from celery.signals import task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import Conflict, SingletonTask
@@ -33,6 +33,27 @@ def die_before_wake(**_details: Any) -> None:
 
     if who:
         vars(acquire)["wake"] = die
+
+
+@worker_process_init.connect
+def die_before_count(**_details: Any) -> None:
+    """The first worker that is to count a chord's member dies (the setting `dies_before_count`)."""
+    count = type(app.backend).on_chord_part_return
+
+    def die(self: Any, *args: Any, **options: Any) -> Any:
+        if control.set("gate:died", "once", nx=True, ex=60):
+            os.kill(0, signal.SIGKILL)
+        return count(self, *args, **options)
+
+    if app.conf.get("dies_before_count"):
+        type(app.backend).on_chord_part_return = die
+
+
+@task_success.connect
+def die_after_success(sender: Any, **_details: Any) -> None:
+    """The first worker that has stored a success dies (the setting `dies_after_success`)."""
+    if app.conf.get("dies_after_success") and control.set("gate:died", "once", nx=True, ex=60):
+        os.kill(0, signal.SIGKILL)
 
 
 @worker_process_init.connect

@@ -272,15 +272,15 @@ def visibility_timeout_s(app: Celery) -> float | None:
     return float(options.get("visibility_timeout") or _VISIBILITY_S[scheme])
 
 
-def known_state(backend: Any, task_id: str, call: object) -> str:
-    """The state that a result backend has of a task; empty if it cannot say, and the call goes on."""
+def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
+    """What a result backend has of a task; nothing if it cannot say, and the call goes on."""
     if not backend.persistent:
-        return ""
+        return {}
     try:
-        return str(backend.get_task_meta(task_id)["status"])
+        return dict(backend.get_task_meta(task_id))
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning("%s goes on, though it may have ended: its result is not known (%s).", call, error)
-        return ""
+        return {}
 
 
 def seconds_until(app: Celery, when: Any) -> float:

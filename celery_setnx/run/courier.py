@@ -20,7 +20,7 @@ from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
 from celery.states import READY_STATES
 
-from celery_setnx.call.back import Message, deliverable, known_state
+from celery_setnx.call.back import Message, deliverable, known_result
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
     COURIER,
@@ -122,8 +122,7 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     found = park(client, order.place, since=call.since, call=order.message)
     if found.state == "stale":
         return None
-    # It may have ended before Redis forgot it.
-    if found.state == "new" and known_state(app.backend, call.task_id, call) in READY_STATES:
+    if found.state == "new" and _has_ended(app, call):  # before Redis forgot it
         leave(client, replace(order.place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
@@ -135,6 +134,10 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         send_again(app, order)
         return None
     return found, epoch
+
+
+def _has_ended(app: Celery, call: Call) -> bool:
+    return known_result(app.backend, call.task_id, call).get("status") in READY_STATES
 
 
 def may_be_woken(app: Celery, call: Call) -> bool:

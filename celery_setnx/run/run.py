@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
 from celery import Task
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Reject, Retry
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.call.back import EVENTS, Dropped, Waits, known_state, seconds_until
+from celery_setnx.call.back import EVENTS, Dropped, Waits, known_result, seconds_until
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import SetnxError
+from celery_setnx.exceptions import LockTimeout, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
@@ -41,6 +41,8 @@ from celery_setnx.signals import (
 )
 
 logger = logging.getLogger("celery_setnx")
+
+_LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
 
 def lock_of(task: Task) -> HeldLock | None:
@@ -94,12 +96,12 @@ class Run:
                     with suppress(ItsTurn):
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
+            self.acquired_at = self.lock.clock()
             if joins:  # the other may have had the lock when that was asked, and have given it back since
                 result = holders_result(self.task, self.call, self.options, None, held.server_time())
                 if result is not UNSET:
                     return result
-            self._begin(held, cast("Outcome", outcome))
-            return body()
+            return self._in_lock(held, cast("Outcome", outcome), body)
         except BaseException as error:
             back_in = self._comes_back_in(error)
             parked = isinstance(error, Parked)
@@ -139,9 +141,28 @@ class Run:
         except SetnxError:
             return False
 
+    def _check_max_wait(self, outcome: Outcome) -> None:
+        """A call whose turn comes later than it would wait ends, though it has the lock.
+
+        Not one that has waited for another delivery of itself, which may have begun.
+        """
+        max_wait, waited_s = self.options.max_wait, self.asking.waited_s(outcome)
+        if max_wait is not None and waited_s > max_wait + _LATE_S and not self.call.redelivered:
+            raise LockTimeout(self.task.name, self.lock.name, {}, None, waited_s)
+
+    def _in_lock(self, held: HeldLock, outcome: Outcome, body: Callable[[], Any]) -> Any:
+        """The body's result; the stored one, if the call has succeeded before."""
+        self._begin(held, outcome)
+        stored = self._success_before()
+        if stored is not None:
+            return self._answer_again(stored)
+        self._check_max_wait(outcome)
+        if outcome.mark != self.request.id and self.call.marked is True:
+            self._report_lapse(outcome.mark)
+        return body()
+
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
-        self.acquired_at = self.lock.clock()
         waited_s = self.asking.waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
@@ -151,11 +172,6 @@ class Run:
             logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
             lock_woken.send(sender=self.task, task_id=self.request.id, key=held.key, waited_s=waited_s)
         self._send(lock_acquired, held, waited_s=waited_s)
-        if self._has_succeeded_before():
-            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
-            raise Ignore("it has succeeded before")
-        if outcome.mark != self.request.id and self.call.marked is True:
-            self._report_lapse(outcome.mark)
 
     def _report_lapse(self, marked_by: str | None) -> None:
         logger.warning(
@@ -169,14 +185,27 @@ class Run:
             sender=self.task, task_id=self.request.id, key=self.lock.name, marked_by=marked_by
         )
 
-    def _has_succeeded_before(self) -> bool:
-        """True if this is another delivery of a call whose result is known. Release never means done."""
+    def _success_before(self) -> Mapping[str, Any] | None:
+        """What is stored of this call, if it is another delivery of one that has succeeded: release never
+        means done.
+        """
         # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
         has_waited = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
         has_twin = has_waited and self.task.acks_late
         if not (self.call.redelivered or has_twin):
-            return False
-        return bool(known_state(self.task.backend, self.request.id, self) == SUCCESS)
+            return None
+        stored = known_result(self.task.backend, self.request.id, self)
+        return stored if stored.get("status") == SUCCESS else None
+
+    def _answer_again(self, stored: Mapping[str, Any]) -> Any:
+        """The stored result: Celery may have died before it counted that for a chord.
+
+        What follows in a chain, and callbacks, were sent before it was stored.
+        """
+        logger.info("%s has succeeded before, and was delivered again: it ends with that result.", self)
+        self.request.chain = self.request.callbacks = None
+        self.request._children = stored.get("children")
+        return stored.get("result")
 
     def _end(self, held: HeldLock, back_in: float | None, *, hold: bool) -> None:
         """Forget, then release: a renewal that comes after the release could only do harm."""
@@ -211,7 +240,8 @@ class Run:
             return
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
-        self._send(lock_released, held, outcome=word, held_s=held_s)
+        if getattr(self.request, "setnx_lock", None) is held:  # else no body has had it
+            self._send(lock_released, held, outcome=word, held_s=held_s)
 
     def _give_back(self, held: HeldLock, back_in: float | None, *, hold: bool) -> Released:
         """Release the lock, or hold it for the retry that was sent."""
