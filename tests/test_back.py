@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -21,13 +22,20 @@ from celery_setnx.call.wake import COURIER
 from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
 
+CONTEXT: ContextVar[str] = ContextVar("what this process does")
 CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", bare=False)
 LINK = {"task": "after", "args": [], "kwargs": {}, "options": {}, "subtask_type": None, "immutable": True}
 SENT: dict[str, Any] = {
     "task_id": "id-1",
     "args": (1, {"password": "hunter2"}),
     "kwargs": {"since": datetime(2024, 5, 6, tzinfo=timezone.utc)},
-    "headers": {"tenant": "acme", "traceparent": "00-1-2-01", "headers": {"traceparent": "00-1-3-01"}},
+    "headers": {
+        "tenant": "acme",
+        "_schema": "acme",
+        "__context__": {"request": "7"},
+        "traceparent": "00-1-2-01",
+        "headers": {"traceparent": "00-1-3-01"},
+    },
     "argsrepr": "(1, <redacted>)",
     "kwargsrepr": "<redacted>",
     "shadow": "settling",
@@ -91,6 +99,7 @@ def run(app: Celery, message: Any) -> Message:
     request = SingletonRequest(message, app=app, task=task, hostname="here")
     args, kwargs, embedded = message.payload
     told = {**request.request_dict, **embedded, "args": args, "kwargs": kwargs, "called_directly": False}
+    told["_span"] = object()  # what a tracer keeps there
     task.request_stack.push(Context(told))
     try:
         return Message.of(task)
@@ -178,6 +187,26 @@ def test_receivers_add_headers_and_change_none(app):
         before_task_publish.disconnect(trace)
     headers = received(app).headers
     assert headers == {**first.headers, **CALL.as_headers(), "more": 1, "tracestate": "new"}
+
+
+@pytest.mark.parametrize("what", ["call", "courier"])
+def test_what_is_sent_again_is_sent_in_no_context(app, what):
+    """A tracer knows what a process does by its context: a call that is woken is no part of that."""
+    seen = []
+
+    def trace(**_details: Any) -> None:
+        seen.append(CONTEXT.get(None))
+
+    before_task_publish.connect(trace)
+    token = CONTEXT.set("the holder's")
+    try:
+        app.tasks["t"].apply_async(**SENT)
+        message = run(app, received(app))
+        message.send(app, CALL) if what == "call" else message.send_new(app, COURIER, {"key": "k"}, 0.0)
+    finally:
+        CONTEXT.reset(token)
+        before_task_publish.disconnect(trace)
+    assert seen == ["the holder's", None]
 
 
 def test_what_a_broker_or_a_delay_has_written_does_not_come_back(app):

@@ -334,6 +334,17 @@ def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
     wait_until(lambda: 3600 < locks.ttl(ticket) <= 3605, "its courier has come")
 
 
+def test_waiting_call_stays_in_its_callers_trace(stage, journal):
+    """Its courier and its wake-up, which another call's process sends, are in nobody's."""
+    task = stage.tasks.told
+    holder = stage.held(task=task, headers={"_trace": "the holder's"})
+    waiter = stage.parked(task=task, headers={"_trace": "its caller's"})
+    stage.open()
+    assert holder.get(timeout=60) == "the holder's"
+    assert waiter.get(timeout=60) == "its caller's"
+    assert journal.entries(what="traced") == []
+
+
 def died_after_success(stage: Stage, doomed: Worker, adopt: Callable[[], None]) -> None:
     """Wait until the worker has died, and have its messages delivered again to another."""
     doomed.process.wait(timeout=60)

@@ -5,12 +5,13 @@ A worker may die between a release and the wake-up (the setting `dies_before_wak
 
 import os
 import signal
+from contextvars import ContextVar
 from typing import Any
 
 from celery import Celery
-from celery.app import trace
+from celery.app import trace as tracing
 from celery.exceptions import Ignore, Reject
-from celery.signals import task_success, worker_process_init
+from celery.signals import before_task_publish, task_prerun, task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import Conflict, SingletonTask
@@ -56,12 +57,28 @@ def die_after_success(sender: Any, **_details: Any) -> None:
         os.kill(0, signal.SIGKILL)
 
 
+trace: ContextVar[str] = ContextVar("trace", default="")
+
+
+@before_task_publish.connect
+def inject(headers: dict[str, Any], **_details: Any) -> None:
+    """As tracers do: what is published in a call's trace is a part of it, and they know."""
+    if trace.get():
+        headers["_trace"] = trace.get()
+        journal.write("traced", task=headers["task"], trace=trace.get())
+
+
+@task_prerun.connect
+def extract(task: Any, **_details: Any) -> None:
+    trace.set(getattr(task.request, "_trace", ""))
+
+
 @worker_process_init.connect
 def accept_less(**_details: Any) -> None:
     """Have the pool's processes refuse what the worker's parent has read (the setting `pool_accepts`)."""
     if app.conf.get("pool_accepts"):
-        tasks, _accepted, hostname = trace._localized
-        trace._localized[:] = [tasks, prepare_accept_content(app.conf.pool_accepts), hostname]
+        tasks, _accepted, hostname = tracing._localized
+        tracing._localized[:] = [tasks, prepare_accept_content(app.conf.pool_accepts), hostname]
 
 
 def is_barred(task_id: str, kwargs: dict[str, Any]) -> bool:
@@ -131,6 +148,14 @@ def barrable(name: str, gate: str = "", bar: str = "", late: bool = False) -> st
 
 
 PENDING = {"key": "name", "lease": 600, "dedupe": "until_started"}
+
+
+def traced(name: str, gate: str = "") -> str:
+    body(gate)
+    return trace.get()
+
+
+told = variant(traced, "told", singleton=WAITS)
 barred = variant(barrable, "barred", base=Barred, singleton=PENDING)
 typed = {
     name: variant(types_of, f"typed_{name}", serializer=name, singleton=WAITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextvars
 import logging
 import re
 import time
@@ -57,8 +58,9 @@ _DELAYED = "celery_delayed_delivery"  # the exchange that a natively delayed mes
 _NO_HEADERS = frozenset(
     "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
-    f"taskset headers setnx_lock {HEADER}".split()
+    f"taskset headers setnx_lock _protected _children {HEADER}".split()
 )
+_DATA = (str, int, float, bytes, list, tuple, dict, type(None))
 _PACKED = ("headers", "properties", "route", "content_type")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
@@ -111,7 +113,7 @@ class Message:
         """The message that is running."""
         request = task.request
         own = vars(request).items()
-        headers = {name: v for name, v in own if name not in _NO_HEADERS and not name.startswith("_")}
+        headers = {name: value for name, value in own if _is_header(name, value)}
         if _has_headers_of_its_own(request):
             headers["headers"] = request.headers
         had, info = request.properties or {}, request.delivery_info or {}
@@ -190,7 +192,9 @@ class Message:
         if left_s > 0:
             properties["expiration"] = left_s
         with app.producer_or_acquire() as producer:
-            app.amqp.send_task_message(
+            # In no context: to a tracer it is no part of what the process does, be it another call's body.
+            contextvars.Context().run(
+                app.amqp.send_task_message,
                 producer,
                 headers["task"],
                 (headers, properties, body, None),
@@ -305,6 +309,11 @@ def _content_type_of(task: Task) -> str:
 
 def _serializer_of(content_type: str) -> str:
     return str(registry.type_to_name[content_type])
+
+
+def _is_header(name: str, value: Any) -> bool:
+    """True if a running request has this of its message. What others keep there in private is no data."""
+    return name not in _NO_HEADERS and (not name.startswith("_") or isinstance(value, _DATA))
 
 
 def _has_headers_of_its_own(request: Context) -> bool:
