@@ -318,8 +318,8 @@ def _is_header(name: str, value: Any) -> bool:
 
 def _has_headers_of_its_own(request: Context) -> bool:
     """True if the message has a header `headers`, as tracers send one; else Celery collects others there."""
-    collected, own = request.headers or {}, vars(request)
-    return HEADER not in collected and any(own.get(name) is not value for name, value in collected.items())
+    own = vars(request)
+    return any(own.get(name) is not value for name, value in (request.headers or {}).items())
 
 
 def _eta(countdown: float) -> dict[str, str | None]:
