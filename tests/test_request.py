@@ -35,11 +35,10 @@ def marked(locks, proxy) -> Any:
     app = Celery("ends", set_as_current=False)
     app.conf.setnx_url = proxy.url(LOCK_DB)
     calls = [Call("t", f"id-{n}", key=f"t:{{t:{n:032x}}}", marked=True, bare=False) for n in range(MANY)]
-    mark_all(
-        client_for(app), [Mark(call.key, call.task_id) for call in calls], dedupe="until_started", lease=600
-    )
-    assert locks.dbsize() == MANY
-    yield app, calls
+    marks = [Mark(call.key, call.task_id) for call in calls]
+    mark_all(client_for(app), marks, dedupe="until_started", lease=600)
+    names = [mark.name for mark in marks]
+    yield app, calls, lambda: locks.exists(*names)
     client_for(app).close()
 
 
@@ -59,9 +58,9 @@ def threads() -> int:
     return sum(thread.name == "celery_setnx-ends" for thread in threading.enumerate())
 
 
-def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkeypatch, locks, marked):
+def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkeypatch, marked):
     """3,000 calls that expire at once cost one thread, and some round trips."""
-    app, calls = marked
+    app, calls, marks_left = marked
     before, batches = threads(), []
     monkeypatch.setattr(
         ends_module, "free_all", lambda client, marks: batches.append(len(marks)) or free_all(client, marks)
@@ -69,15 +68,15 @@ def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkey
     ends = Ends()
     for call in calls:
         ends.forget(app, call)
-    wait_until(lambda: not locks.dbsize(), "all marks are freed")
+    wait_until(lambda: not marks_left(), "all marks are freed")
     assert threads() == before + 1
     assert sum(batches) == MANY
     assert len(batches) < MANY / 100
 
 
-def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(locks, proxy, marked, caplog):
+def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(proxy, marked, caplog):
     """They are freed when it goes on; meanwhile there is one thread, and one line in the log."""
-    app, calls = marked
+    app, calls, marks_left = marked
     before = threads()
     ends = Ends()
     with proxy.black_hole():
@@ -85,14 +84,14 @@ def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(locks, 
             ends.forget(app, call)
         wait_until(lambda: "their marks are not freed" in caplog.text, "the outage is logged")
         assert threads() == before + 1
-    wait_until(lambda: not locks.dbsize(), "all marks are freed")
+    wait_until(lambda: not marks_left(), "all marks are freed")
     assert caplog.text.count("their marks are not freed") == 1
 
 
-def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, locks, proxy, marked, caplog):
+def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, proxy, marked, caplog):
     """The marks of more lapse by themselves, which is said of each."""
     monkeypatch.setattr(ends_module, "AT_MOST", 10)
-    app, calls = marked
+    app, calls, marks_left = marked
     ends = Ends()
     with proxy.black_hole():
         for call in calls[:12]:
@@ -101,4 +100,4 @@ def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, locks, proxy, ma
         for call in calls[12:14]:
             ends.forget(app, call)
     assert [call.task_id in caplog.text for call in calls[9:14]] == [False, *[True] * 4]
-    wait_until(lambda: locks.dbsize() == MANY - 10, "those that were kept are freed")
+    wait_until(lambda: marks_left() == MANY - 10, "those that were kept are freed")

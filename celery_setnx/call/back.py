@@ -224,7 +224,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     it must not touch; or, if the broker does not take it, as `not_taken_back`.
     """
     if task.request.is_eager:  # it has no message
-        raise ComesBack(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
+        raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
     call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
     try:

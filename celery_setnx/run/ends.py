@@ -67,6 +67,7 @@ class Ends:
         self._ended: deque[Ended] = deque()
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._asks_again_at = 0.0
         self._fails = False
@@ -88,7 +89,7 @@ class Ends:
             return
         if self._has_room(len(self._ended), call):
             self._ended.append(ended)
-            self._look_soon()
+            self._look_soon(has_ended=True)
 
     def free_retry(self, request: Any) -> None:
         """Free what a retry has that will not run, once the attempt that has sent it has ended."""
@@ -103,10 +104,12 @@ class Ends:
         logger.warning(text, call, call.key, count)
         return False
 
-    def _look_soon(self) -> None:
+    def _look_soon(self, *, has_ended: bool = False) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="celery_setnx-ends", daemon=True)
             self._thread.start()
+        if has_ended:
+            self._has_ended.set()
         if not self._changed.is_set():
             self._changed.set()
 
@@ -114,10 +117,14 @@ class Ends:
         while True:
             self._changed.wait()
             self._changed.clear()
-            # Sleep before the first look: a stream of short tasks wakes this thread five times a second.
-            time.sleep(LOOK_S)
+            # Before the first look, too: a stream of short tasks wakes this thread five times a second.
+            self._pause()
             while self._look():
-                time.sleep(LOOK_S)
+                self._pause()
+
+    def _pause(self) -> None:
+        self._has_ended.wait(LOOK_S)
+        self._has_ended.clear()
 
     def _look(self) -> bool:
         """Free what is left behind; true while there is anything to look at."""
