@@ -66,7 +66,7 @@ class SingletonTask(Task):  # type: ignore[misc]
                 raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
             layers.append(decorated)
         cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
-        cls._guard = Guard(app, name, _signature(cls), layers, ignores_result=bool(cls.ignore_result))
+        cls._guard = _new_guard(app, cls, name, layers)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
@@ -293,8 +293,7 @@ def _guard_of(task: Task) -> Guard:
     """The guard of a decorated function under a base class that is not ours; made once per task."""
     guard: Guard | None = vars(task).get("_setnx_guard")
     if guard is None:
-        options = getattr(task.run, DECORATED)
-        guard = Guard(task.app, task.name, _signature(type(task)), [options])
+        guard = _new_guard(task.app, type(task), task.name, [getattr(task.run, DECORATED)])
         _prepare(task.app)
         needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
         if guard.options.on_conflict in ("wait", "join"):
@@ -306,6 +305,11 @@ def _guard_of(task: Task) -> Guard:
             task.throws = (*task.throws, AlreadyRunning)
         task._setnx_guard = guard
     return guard
+
+
+def _new_guard(app: Celery, task: type[Task], name: str, layers: list[Mapping[str, Any]]) -> Guard:
+    signature, ignores_result, typing = _signature(task), bool(task.ignore_result), bool(task.typing)
+    return Guard(app, name, signature, layers, ignores_result=ignores_result, typing=typing)
 
 
 def _prepare(app: Celery) -> None:

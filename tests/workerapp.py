@@ -80,6 +80,11 @@ decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton"
 started = variant(plainly, "started", singleton=STARTED)
 late = variant(plainly, "late", acks_late=True, singleton=STARTED)
 done = variant(plainly, "done", singleton=DONE)
+# Celery publishes their calls whatever the arguments are.
+untyped = variant(plainly, "untyped", typing=False, singleton=NAMED)
+untyped_all = variant(plainly, "untyped_all", typing=False, singleton=DONE | {"key": None})
+untyped_whole = variant(plainly, "untyped_whole", typing=False, singleton={"key": (), "lease": 6})
+untyped_decorated = variant(singleton(**KEYED)(plainly), "untyped_decorated", typing=False, base=Task)
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)
