@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,15 @@ import pytest
 from celery import Celery, Task, shared_task
 from celery.worker.request import Request
 
-from celery_setnx import AlreadyRunning, LockTimeout, OptionError, SingletonTask, UnkeyableCall, singleton
+from celery_setnx import (
+    AlreadyRunning,
+    LockTimeout,
+    OptionError,
+    SingletonTask,
+    UnkeyableCall,
+    send_task,
+    singleton,
+)
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.request import SingletonRequest
 from celery_setnx.testing import guarded
@@ -260,6 +269,17 @@ def test_task_that_comes_after_its_app_was_finalized_stops_the_worker(app, task)
         app.guarded(base=Task, **task)
     with pytest.raises(OptionError, match="add base=SingletonTask"):
         start_worker_of(app)
+
+
+@pytest.mark.parametrize("published", ["one", "many", "by name"])
+def test_options_of_a_call_outside_of_singleton_are_refused(app, published):
+    """Celery would send them as properties of the message, which nobody reads."""
+    task = app.guarded()
+    publish = {"one": task.apply_async, "many": task.fan_out, "by name": partial(send_task, app, task.name)}
+    with pytest.raises(
+        OptionError, match=r"a call of tasks.t has key, dedupe .* write singleton={'key': 'a', 'd"
+    ):
+        publish[published]([], dedupe="until_done", key="a")
 
 
 class Locked(Task):  # type: ignore[misc]

@@ -23,6 +23,7 @@ REQUEST = "celery_setnx.request:SingletonRequest"
 _STRATEGY = "celery.worker.strategy:default"
 # Options with names that a task may well have for itself.
 PLAIN_WORDS = ("key", "scope", "lease", "retry_delay", "retry_delay_max", "max_wait", "on_duplicate")
+_OURS_ALONE = frozenset(NAMES) - frozenset(PLAIN_WORDS)
 
 
 def refuse_own_request(task: type[Task], name: str) -> None:
@@ -74,14 +75,18 @@ def has_run(name: str, result: Any) -> Any:
 
 def refuse_misplaced(task: type[Task], name: str) -> None:
     """Refuse options that a guarded task has beside `singleton`, where nobody reads them."""
-    found = [option for option in NAMES if option not in PLAIN_WORDS and _is_given(task, option)]
-    if found:
-        found = sorted([*found, *set(PLAIN_WORDS) & set(vars(task))], key=NAMES.index)
+    ours = {option for option in _OURS_ALONE if _is_given(task, option)}
+    if ours:
+        found = sorted(ours | set(PLAIN_WORDS) & set(vars(task)), key=NAMES.index)
         options = {option: getattr(task, option) for option in found}
-        raise OptionError(
-            f"{name} has {', '.join(found)} outside of singleton={{...}}, where nobody reads that; "
-            f"write singleton={options!r}, or give the same to @singleton(...)"
-        )
+        raise OptionError(f"{_misplaced(name, options)}, or give the same to @singleton(...)")
+
+
+def refuse_misplaced_in_call(options: Mapping[str, Any], name: str) -> None:
+    """Refuse options of ours among those of `apply_async`: they would be properties of the message."""
+    if not _OURS_ALONE.isdisjoint(options):
+        found = {option: options[option] for option in NAMES if option in options}
+        raise OptionError(_misplaced(f"a call of {name}", found))
 
 
 def refuse_forgotten_base(task: type[Task], name: str) -> None:
@@ -112,6 +117,13 @@ def leads_on(method: Any, name: str) -> bool:
     """Whether a method calls the one of this name that it replaces; True too if it has no code to look at."""
     code = getattr(method, "__code__", None)
     return code is None or name in code.co_names
+
+
+def _misplaced(who: str, options: Mapping[str, Any]) -> str:
+    return (
+        f"{who} has {', '.join(options)} outside of singleton={{...}}, where nobody reads that; "
+        f"write singleton={options!r}"
+    )
 
 
 def _is_given(task: type[Task], option: str) -> bool:
