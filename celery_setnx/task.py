@@ -356,12 +356,15 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
 
 
 def refusals(app: Celery) -> Iterator[OptionError]:
-    """Settle the tasks of other base classes, and the names of the settings: what is refused of them."""
+    """Settle the names of the settings, and the tasks that no bind has settled: what is refused of them."""
     settlers: list[Callable[[], Any]] = [partial(refuse_unknown_settings, app.conf, app.namespace)]
     for task in app._tasks.values():
-        if hasattr(task.run, DECORATED) and not isinstance(task, SingletonTask):
+        if isinstance(task, SingletonTask):
+            if task._guard is None:  # Celery's own; or refused before, and whoever was told has gone on
+                settlers.append(partial(task.bind, app))
+        elif hasattr(task.run, DECORATED):
             settlers.append(partial(_guard_of, task))
-        elif not isinstance(task, SingletonTask):
+        else:
             settlers.append(partial(refuse_forgotten_base, type(task), task.name))
     for settle in settlers:
         try:

@@ -20,12 +20,13 @@ from celery_setnx import (
     OptionError,
     SingletonTask,
     UnkeyableCall,
+    current_lock,
     send_task,
     singleton,
 )
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.request import SingletonRequest
-from celery_setnx.testing import guarded
+from celery_setnx.testing import assert_released, guarded
 
 NOWHERE = "redis://localhost:1/0"
 
@@ -205,6 +206,25 @@ def test_task_that_may_be_meant_so_is_bound(app, task):
     """Nothing is refused that works, or that may be another's."""
     app.guarded(**task)
     app.finalize()
+
+
+def test_coroutine_that_a_base_class_runs_has_its_lock(app, server):
+    """As that class stands below ours: the lock is given back when it has run."""
+    app.conf.setnx_url = server.url(1)
+    base = type("Both", (SingletonTask, Awaiting), {"abstract": True})
+    held: list[Any] = []
+
+    async def body(a: Any) -> str:
+        await asyncio.sleep(0)
+        held.append(current_lock())
+        return "awaited"
+
+    task = app.guarded(body, base=base)
+    app.finalize()
+    with guarded(app):
+        assert task.apply([1]).get() == "awaited"
+    assert [lock.key for lock in held] == [task.lock_key(1)]
+    assert_released(app)
 
 
 def test_binding_imports_no_request():

@@ -270,6 +270,16 @@ def test_what_nobody_reads_of_a_task_is_told(app, task, said, do):
     assert do in found.do
 
 
+def test_task_that_is_refused_is_told_once(app):
+    """Its error names all that nobody reads. So it is when Celery has told of it before."""
+    app.task(name="odd", base=SingletonTask, key="user_id", on_conflict="wait", shared=False)(one_name)
+    add(app, "typo", leese=5)
+    first, second = (found.what for found in problems(app) if found.subject == "options")
+    assert first.startswith("odd has key, on_conflict outside of singleton={...}, where nobody reads that;")
+    assert second.endswith("did you mean 'lease'?")
+    assert {found.subject for found in problems(app)} == {"options"}
+
+
 def test_what_a_base_class_reads_is_left_alone(app):
     """Nor is a method taken for an option."""
     add(app, "sound")

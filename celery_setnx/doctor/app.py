@@ -96,12 +96,18 @@ def check_tasks(app: Celery) -> list[Finding]:
 
 def refused(error: SetnxError) -> Finding:
     """The finding for options that were refused, when a module was imported or a task was bound."""
-    return fail("options", sentence(error), "Celery does not start with it.", "Do as the message says.")
+    return fail(
+        "options",
+        sentence(error),
+        "An app that imports celery_setnx does not start with it.",
+        "Do as the message says.",
+    )
 
 
 def sentence(error: Exception) -> str:
-    """An error's message, with a full stop."""
-    return f"{str(error).removesuffix('.')}."
+    """An error's message, with a full stop, or its question mark."""
+    text = str(error)
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _bind(app: Celery) -> list[Finding]:
@@ -150,8 +156,9 @@ def _unread_findings(app: Celery) -> Iterator[Finding]:
     for written, name in unread_settings(app):
         yield warn("unread", f"The setting {written} is not read.", do=f"Write {name}.")
     for task in _tasks(app):
-        is_guarded = isinstance(task, SingletonTask) or guard_of(task) is not None
-        for what, do in unread_of_task(task, is_guarded=is_guarded):
+        is_guarded = guard_of(task) is not None
+        is_refused = isinstance(task, SingletonTask) and not is_guarded
+        for what, do in () if is_refused else unread_of_task(task, is_guarded=is_guarded):
             yield warn("unread", f"{task.name} has {what}, which nobody reads.", do=do)
 
 
