@@ -113,6 +113,11 @@ def is_known(task: type[Task], attribute: str) -> bool:
     return any(attribute in vars(base) for base in task.__mro__[1:])
 
 
+def is_code(value: Any) -> bool:
+    """Whether an attribute of a class is a method, a property or the like."""
+    return callable(value) or hasattr(value, "__get__")
+
+
 def leads_on(method: Any, name: str) -> bool:
     """Whether a method calls the one of this name that it replaces; True too if it has no code to look at."""
     code = getattr(method, "__code__", None)
@@ -129,9 +134,7 @@ def _misplaced(who: str, options: Mapping[str, Any]) -> str:
 def _is_given(task: type[Task], option: str) -> bool:
     """A method of such a name is not meant as an option, but for `on_conflict`."""
     value = getattr(task, option, None)
-    return value is not None and (
-        option == "on_conflict" or not (callable(value) or isinstance(value, property))
-    )
+    return value is not None and (option == "on_conflict" or not is_code(value))
 
 
 def _below_wrappers(function: Any) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery, Task
 
-from celery_setnx.call.binding import PLAIN_WORDS, is_known, is_options
+from celery_setnx.call.binding import PLAIN_WORDS, is_code, is_known, is_options
 from celery_setnx.options import NAMES, SETTINGS
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
@@ -52,8 +52,7 @@ def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
     """What a task has of its own, and no base class knows. Methods of a class are not meant as options."""
     decorated = "_decorated" in vars(kind)
     for name, value in vars(kind).items():
-        is_code = callable(value) or isinstance(value, (property, staticmethod, classmethod))
-        if value is not None and (decorated or not is_code) and not is_known(kind, name):
+        if value is not None and (decorated or not is_code(value)) and not is_known(kind, name):
             yield name, value
 
 
