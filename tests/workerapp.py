@@ -93,10 +93,11 @@ own_request = variant(plainly, "own_request", Request=Noting, singleton=STARTED)
 late = variant(plainly, "late", acks_late=True, singleton=STARTED)
 done = variant(plainly, "done", singleton=DONE)
 # Celery publishes their calls whatever the arguments are.
-untyped = variant(plainly, "untyped", typing=False, singleton=NAMED)
+LONG = {"key": "name", "lease": 600, "retry_delay": 0.1}
+untyped = variant(plainly, "untyped", typing=False, singleton=LONG)
 untyped_all = variant(plainly, "untyped_all", typing=False, singleton=DONE | {"key": None})
-untyped_whole = variant(plainly, "untyped_whole", typing=False, singleton={"key": (), "lease": 6})
-untyped_decorated = variant(singleton(**KEYED)(plainly), "untyped_decorated", typing=False, base=Task)
+untyped_whole = variant(plainly, "untyped_whole", typing=False, singleton=LONG | {"key": ()})
+untyped_decorated = variant(singleton(**LONG)(plainly), "untyped_decorated", typing=False, base=Task)
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)
