@@ -21,6 +21,7 @@ from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+socket", "sentinel", "redis+cluster", "rediss+cluster")
+_EXAMPLE = "redis://localhost:6379/1"
 _PARAMS = (
     "host",
     "port",
@@ -92,7 +93,7 @@ def lock_url(app: Celery) -> tuple[str, str]:
     raise OptionError(
         f"no Redis for locks: setnx_url is not set, and neither result_backend ({_scheme(backend) or None}) "
         f"nor broker_url ({_scheme(urls[0])}) is one of {', '.join(SCHEMES)}. Set setnx_url, "
-        'such as "redis://localhost:6379/1"'
+        f"such as {_EXAMPLE!r}"
     )
 
 
@@ -232,14 +233,23 @@ def _params(app: Celery, url: str, setting: str) -> dict[str, Any]:
     return _with_requirement(params)
 
 
-def _supported(url: str, setting: str) -> str:
-    scheme = _scheme(url)
-    if scheme not in SCHEMES:
+def _supported(url: Any, setting: str) -> str:
+    if not isinstance(url, str):
         raise OptionError(
-            f"{setting} has the scheme {scheme!r}; this version keeps locks on {', '.join(SCHEMES)}"
+            f"{setting} must be one URL as a text, such as {_EXAMPLE!r}, not a {type(url).__name__}"
+        )
+    if "://" not in url:
+        shown = masked(re.sub(r"^.*@", "**@", url))
+        raise OptionError(
+            f"{setting} has no scheme: it is {shown!r}; write it as an URL, such as {_EXAMPLE!r}. "
+            f"The schemes are {', '.join(SCHEMES)}"
+        )
+    if _scheme(url) not in SCHEMES:
+        raise OptionError(
+            f"{setting} has the scheme {_scheme(url)!r}; this version keeps locks on {', '.join(SCHEMES)}"
         )
     return url
 
 
 def _scheme(url: Any) -> str:
-    return url.partition("://")[0] if isinstance(url, str) and "://" in url else str(url or "")
+    return url.partition("://")[0] if isinstance(url, str) and "://" in url else masked(str(url or ""))

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -37,12 +38,16 @@ class KeyFunction:
     The option is None, for all bound arguments; a parameter's name; a list of names; a template such as
     `"user:{user.id}"`, where a dot tries the item first, then the attribute, and typed values count, not the
     joined text; a callable taking the call's arguments; or `()`, one lock for the whole task.
-    The signature is that of the task's function, without a bound `self`.
+    The signature is that of the task's function, without a bound `self`. With `typing=False`, Celery's own, a
+    call that does not fit it has a key all the same: it is to fail in the worker.
     """
 
-    def __init__(self, key: KeyOption, signature: inspect.Signature, task: str) -> None:
+    def __init__(
+        self, key: KeyOption, signature: inspect.Signature, task: str, *, typing: bool = True
+    ) -> None:
         self._signature = signature
         self._task = task
+        self._key, self._typing = key, typing
         self._select = _selector(key, signature, task)
         parameters = signature.parameters
         self._names = tuple(parameters)
@@ -51,14 +56,49 @@ class KeyFunction:
 
     def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
         """The digest of a call's key; empty for the lock of the whole task."""
-        bound = self._bound(args, kwargs)
-        chosen = self._select(bound)
+        try:
+            bound = self._bound(args, kwargs)
+        except UnkeyableCall:
+            if self._typing:
+                raise
+            bound = self._as_far_as_it_fits(args, kwargs)
+            chosen = self._chosen_of_what_does_not_fit(bound, args, kwargs)
+        else:
+            chosen = self._select(bound)
         if chosen is _WHOLE_TASK:
             return ""
         try:
             return digest(chosen)
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
+
+    def _as_far_as_it_fits(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """What a call that does not fit the signature gives to its parameters."""
+        places, named = list(args), dict(kwargs)
+        arguments: dict[str, Any] = {}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                arguments[name], places = tuple(places), []
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                arguments[name] = named
+            elif places and parameter.kind is not parameter.KEYWORD_ONLY:
+                arguments[name] = places.pop(0)
+            elif name in named:
+                arguments[name] = named.pop(name)
+            elif name in self._defaults:
+                arguments[name] = self._defaults[name]
+        return inspect.BoundArguments(self._signature, arguments)
+
+    def _chosen_of_what_does_not_fit(
+        self, bound: inspect.BoundArguments, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What the key names, if the call gives it; else all that it gives, as it gives it."""
+        with suppress(UnkeyableCall):
+            if callable(self._key):
+                return _called(self._key, args, kwargs, self._task)
+            if self._key is not None:
+                return self._select(bound)
+        return {"args": list(args), "kwargs": dict(kwargs)}
 
     def _bound(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         if self._is_plain and len(args) <= len(self._names):  # as `bind` does it, in a third of the time
@@ -74,7 +114,9 @@ class KeyFunction:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise UnkeyableCall(self._task, f"{error}; its signature is {_bare(self._signature)}") from error
+            hint = ": is bind=True missing?" if self._names[:1] == ("self",) else ""
+            reason = f"{error}; its signature is {_bare(self._signature)}{hint}"
+            raise UnkeyableCall(self._task, reason) from error
         bound.apply_defaults()
         return bound
 
@@ -212,7 +254,7 @@ def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selec
             _known(name, signature, task)
         return lambda bound: [_argument(name, bound, task) for name in names] if names else _WHOLE_TASK
     if callable(key):
-        return lambda bound: _called(key, bound, task)
+        return lambda bound: _called(key, bound.args, bound.kwargs, task)
     raise OptionError(
         f"key of {task} must be a parameter name, a list of names, a template, a callable or (), "
         f"not {key!r} of type {type(key).__name__}"
@@ -283,9 +325,9 @@ def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:
     return value
 
 
-def _called(function: Callable[..., Any], bound: inspect.BoundArguments, task: str) -> Any:
+def _called(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], task: str) -> Any:
     try:
-        value = function(*bound.args, **bound.kwargs)
+        value = function(*args, **kwargs)
     except Exception as error:
         raise UnkeyableCall(task, f"its key function raised {type(error).__name__}: {error}") from error
     if value is None:

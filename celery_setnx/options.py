@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
+from inspect import ismodule
 from typing import Any, Literal, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
@@ -174,6 +175,27 @@ class Settings:
     same_host: bool
     beat_scheduler: str
     beat_lease: float
+
+
+SETTINGS = ("setnx_url", "setnx_transport_options", *(f"setnx_{field.name}" for field in fields(Settings)))
+
+
+def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
+    """Refuse a setting that is named as ours are, and that nobody reads.
+
+    With the namespace of `config_from_object`, Celery reads a name both with it and without.
+    """
+    prefix = f"{namespace.rstrip('_')}_" if namespace else ""
+    for written in list(conf):
+        name = written.removeprefix(prefix).lower() if prefix and written.startswith(prefix) else written
+        if not name.startswith("setnx_") or name in SETTINGS:
+            continue
+        if callable(conf[written]) or ismodule(conf[written]):  # a name that a module of settings imports
+            continue
+        known = {setting.removeprefix("setnx_"): setting for setting in SETTINGS}
+        close = difflib.get_close_matches(name.removeprefix("setnx_"), known, n=1)
+        hint = f"did you mean {known[close[0]]!r}?" if close else f"the settings are {', '.join(SETTINGS)}."
+        raise OptionError(f"there is no setting {written!r}; {hint}")
 
 
 def settings(conf: Any) -> Settings:

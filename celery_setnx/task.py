@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from celery import Celery, Task, current_task
@@ -12,6 +12,16 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
+from celery_setnx.call.binding import (
+    REQUEST,
+    has_run,
+    leads_on,
+    refuse_forgotten_base,
+    refuse_misplaced,
+    refuse_own_request,
+    refuse_own_strategy,
+    refuse_unrun,
+)
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
 from celery_setnx.call.guard import DECORATED, Guard
 from celery_setnx.call.message import Call
@@ -20,7 +30,7 @@ from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
-from celery_setnx.options import Options, SingletonOptions, checked
+from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, lock_of
 from celery_setnx.run.sweep import sweep_in_workers
@@ -47,7 +57,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     """
 
     abstract = True
-    Request = "celery_setnx.request:SingletonRequest"
+    Request = REQUEST
     singleton: SingletonOptions = {}
     _guard: Guard | None = None
     _calls_run = True
@@ -66,7 +76,12 @@ class SingletonTask(Task):  # type: ignore[misc]
                 raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
             layers.append(decorated)
         cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
-        cls._guard = Guard(app, name, _signature(cls), layers, ignores_result=bool(cls.ignore_result))
+        refuse_own_request(cls, name)
+        refuse_own_strategy(cls, name)
+        refuse_misplaced(cls, name)
+        if cls._calls_run:  # else a base class may run the coroutine, under the lock
+            refuse_unrun(inspect.getattr_static(cls, "run"), name)
+        cls._guard = _new_guard(app, cls, name, layers)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
@@ -77,7 +92,9 @@ class SingletonTask(Task):  # type: ignore[misc]
     def lock(self) -> HeldLock | None:
         """The lock that the running call holds, with its `fence`, `ensure()` and `remaining_s()`.
 
-        None where a call is not guarded: direct, eager, or under `on_redis_error="run"`.
+        None where a call is not guarded: direct, eager, or under `on_redis_error="run"`. A body that is also
+        called like that asks first: `fence = self.lock.fence if self.lock else None`. In a test,
+        `celery_setnx.testing.guarded` has `.apply()` take the lock.
         """
         return lock_of(self)
 
@@ -204,9 +221,10 @@ class SingletonTask(Task):  # type: ignore[misc]
             return super().__call__(*args, **kwargs)
         run = Run(self, guard, request, args, kwargs)
         if not self._calls_run:
-            return run.execute(lambda: super(SingletonTask, self).__call__(*args, **kwargs))
-        request._protected = 1  # as Celery's own __call__ does in a worker: the request is used up
-        return run.execute(lambda: self.run(*args, **kwargs))
+            body: Callable[..., Any] = super().__call__
+        else:
+            body, request._protected = self.run, 1  # as Celery's own __call__: the request is used up
+        return run.execute(lambda: has_run(self.name, body(*args, **kwargs)))
 
 
 @overload
@@ -224,8 +242,8 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
         options: See `Options`.
 
     Raises:
-        OptionError: An option is unknown or malformed, needs the base class, or the decorator stands
-            above `@app.task`.
+        OptionError: An option is unknown or malformed, needs the base class, the decorator stands above
+            `@app.task`, or the function is an `async def` or a generator.
 
     Example:
         >>> @app.task   # doctest: +SKIP
@@ -233,7 +251,7 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
         ... def settle(account_id): ...
     """
     if function is None:
-        return functools.partial(_decorated, options=options)
+        return partial(_decorated, options=options)
     return _decorated(function, options=options)
 
 
@@ -245,6 +263,8 @@ def current_lock() -> HeldLock | None:
 
 def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
     """The lock of a call with these arguments, of a `SingletonTask` or of a task with `@singleton`."""
+    if not isinstance(task, Task):
+        raise TypeError(f"expected a task that is guarded, and the arguments of a call, not {task!r}")
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
     return guard_for(task).lock(Call(task.name, ""), args, kwargs)
@@ -269,8 +289,9 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         raise OptionError(f"@singleton guards a task's function, not {function!r}")
     where = f"@singleton on {function.__qualname__}"
     own = checked(where, options)
+    refuse_unrun(function, function.__qualname__)
 
-    @functools.wraps(function)
+    @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         task = current_task._get_current_object() if current_task else None
         if (
@@ -283,7 +304,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         run = Run(task, _guard_of(task), task.request, own_args, kwargs)
-        return run.execute(lambda: function(*args, **kwargs))
+        return run.execute(lambda: has_run(task.name, function(*args, **kwargs)))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -293,8 +314,9 @@ def _guard_of(task: Task) -> Guard:
     """The guard of a decorated function under a base class that is not ours; made once per task."""
     guard: Guard | None = vars(task).get("_setnx_guard")
     if guard is None:
-        options = getattr(task.run, DECORATED)
-        guard = Guard(task.app, task.name, _signature(type(task)), [options])
+        refuse_own_strategy(type(task), task.name)
+        refuse_misplaced(type(task), task.name)
+        guard = _new_guard(task.app, type(task), task.name, [getattr(task.run, DECORATED)])
         _prepare(task.app)
         needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
         if guard.options.on_conflict in ("wait", "join"):
@@ -306,6 +328,11 @@ def _guard_of(task: Task) -> Guard:
             task.throws = (*task.throws, AlreadyRunning)
         task._setnx_guard = guard
     return guard
+
+
+def _new_guard(app: Celery, task: type[Task], name: str, layers: list[Mapping[str, Any]]) -> Guard:
+    signature, ignores_result, typing = _signature(task), bool(task.ignore_result), bool(task.typing)
+    return Guard(app, name, signature, layers, ignores_result=ignores_result, typing=typing)
 
 
 def _prepare(app: Celery) -> None:
@@ -328,21 +355,38 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
         )
 
 
-class _DecoratedTasks:
+def refusals(app: Celery) -> Iterator[OptionError]:
+    """Settle the names of the settings, and the tasks that no bind has settled: what is refused of them."""
+    settlers: list[Callable[[], Any]] = [partial(refuse_unknown_settings, app.conf, app.namespace)]
+    for task in app._tasks.values():
+        if isinstance(task, SingletonTask):
+            if task._guard is None:  # Celery's own; or refused before, and whoever was told has gone on
+                settlers.append(partial(task.bind, app))
+        elif hasattr(task.run, DECORATED):
+            settlers.append(partial(_guard_of, task))
+        else:
+            settlers.append(partial(refuse_forgotten_base, type(task), task.name))
+    for settle in settlers:
+        try:
+            settle()
+        except OptionError as error:
+            yield error
+
+
+class _OtherTasks:
     """Celery evaluates this when all tasks of an app exist: bad options then stop the app, not a run."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
 
     def __maybe_evaluate__(self) -> None:
-        for task in list(self._app._tasks.values()):
-            if not isinstance(task, SingletonTask) and hasattr(task.run, DECORATED):
-                _guard_of(task)
+        for error in refusals(self._app):
+            raise error
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
-def _settle_decorated_tasks(app: Celery) -> None:
-    app._pending.append(_DecoratedTasks(app))
+def _settle_at_the_end(app: Celery) -> None:
+    app._pending.append(_OtherTasks(app))
 
 
 def _is_guarded(app: Celery, request: Context | None) -> bool:
@@ -380,8 +424,7 @@ def _next_call(task_class: type[Task]) -> Any:
     mro = task_class.__mro__
     own = mro.index(SingletonTask)
     for base in mro[:own]:
-        code = getattr(vars(base).get("__call__"), "__code__", None)
-        if code is not None and "__call__" not in code.co_names:
+        if not leads_on(vars(base).get("__call__"), "__call__"):
             raise OptionError(
                 f"{base.__qualname__}.__call__ does not call super().__call__(), so its tasks would run "
                 "without their lock"

@@ -163,6 +163,7 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
 
     Raises:
         AlreadyRunning: The lock is held already.
+        TypeError: This is no task.
         OptionError: The task has no lock.
         UnkeyableCall: The key cannot be computed.
         LockUnavailable: Redis did not answer.
@@ -194,6 +195,8 @@ def crash(held: Held) -> None:
         ...     pass_time(60, held)
         ...     assert settle.apply([7]).get() == "settled"   # it took the lock over
     """
+    if not isinstance(held, Held):
+        raise TypeError(f"expected a holder, as `with hold(...) as held` gives it, not {held!r}")
     if held.lives:
         held._end()
 
@@ -304,7 +307,7 @@ def _app_of(what: Any) -> Celery:
         return guard_for(what).app
     if isinstance(what, Celery):
         return getattr(what, "_get_current_object", lambda: what)()
-    raise TypeError(f"expected a task or an app, not {what!r}")
+    raise TypeError(f"expected a task or an app (or, to pass time, a holder), not {what!r}")
 
 
 def _sightings(client: Any, what: Any, args: Any, kwargs: Any) -> Iterator[Sighting]:

@@ -1,16 +1,32 @@
 """Binding a task: options are settled, bad ones refused, before anything runs."""
 
+import asyncio
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery, shared_task
+from celery import Celery, Task, shared_task
+from celery.worker.request import Request
 
-from celery_setnx import AlreadyRunning, LockTimeout, OptionError, SingletonTask, UnkeyableCall, singleton
+from celery_setnx import (
+    AlreadyRunning,
+    LockTimeout,
+    OptionError,
+    SingletonTask,
+    UnkeyableCall,
+    current_lock,
+    send_task,
+    singleton,
+)
 from celery_setnx.doctor.trial import LockServerCheck
+from celery_setnx.request import SingletonRequest
+from celery_setnx.testing import assert_released, guarded
 
 NOWHERE = "redis://localhost:1/0"
 
@@ -41,6 +57,11 @@ def app() -> App:
     return App()
 
 
+def start_worker_of(app: Celery) -> None:
+    """What a worker of the app does first with its tasks; its lock server does not answer."""
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+
+
 def options_of(task: Any) -> Any:
     return task.app.tasks[task.name]._guard.options
 
@@ -54,6 +75,75 @@ class CallsTheBody(SingletonTask):
         return self.run(*args, **kwargs)
 
 
+class OwnRequest(Request):  # type: ignore[misc]
+    """Not derived from ours: nobody frees what a revoked call or a dead child leaves behind."""
+
+
+class BesideOurs(SingletonRequest, OwnRequest):
+    """Another library's Request, with ours before it."""
+
+
+class Batching(Task):  # type: ignore[misc]
+    """As celery-batches has it: a Strategy that hands the pool a function of its own."""
+
+    abstract = True
+
+    def Strategy(self, task: Any, app: Any, consumer: Any) -> Any:
+        return consumer.pool.apply_async
+
+
+class Starting(Task):  # type: ignore[misc]
+    """The same by another hook."""
+
+    abstract = True
+
+    def start_strategy(self, app: Any, consumer: Any, **options: Any) -> Any:
+        return consumer.pool.apply_async
+
+
+class Counting(Task):  # type: ignore[misc]
+    """Goes Celery's own way in the end."""
+
+    abstract = True
+
+    def start_strategy(self, app: Any, consumer: Any, **options: Any) -> Any:
+        return super().start_strategy(app, consumer, **options)
+
+
+class Awaiting(Task):  # type: ignore[misc]
+    """Runs the coroutine, below our `__call__` and so under the lock."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return asyncio.run(super().__call__(*args, **kwargs))
+
+
+def of(*bases: type, **attributes: Any) -> type:
+    """An abstract SingletonTask that is also these."""
+    return type("Mixed", (*bases, SingletonTask), {"abstract": True, **attributes})
+
+
+async def awaitable(a: Any = 1, b: Any = 2) -> str:
+    """A body that somebody must await."""
+    return "awaited"
+
+
+async def stream(a: Any = 1, b: Any = 2) -> Any:
+    yield a
+
+
+def generator(a: Any = 1, b: Any = 2) -> Any:
+    yield a
+
+
+@functools.wraps(awaitable)
+def awaiting(*args: Any, **kwargs: Any) -> Any:
+    """What runs the coroutine is an ordinary function, whatever it wraps."""
+    return asyncio.run(awaitable(*args, **kwargs))
+
+
+UNRUN = {"async": awaitable, "stream": stream, "generator": generator}
 JOIN = {"on_conflict": "join"}
 IGNORED = r"on_conflict='join' and ignore_result.*use on_conflict='wait'"
 REFUSED = [
@@ -69,6 +159,20 @@ REFUSED = [
     (JOIN, {"conf": {"task_ignore_result": True}}, IGNORED),
     ({}, {"name": "odd{name}"}, "needs a scope of its own"),  # braces mark the cluster slot
     ({}, {"base": CallsTheBody}, r"CallsTheBody.__call__ does not call super\(\).__call__"),
+    # Its worker would look after nothing that a call leaves behind.
+    ({}, {"Request": OwnRequest}, "has a Request of its own .*OwnRequest.*; derive it from SingletonRequest"),
+    ({}, {"Request": "celery.worker.request:Request"}, "a Request of its own .celery.worker.request:Request"),
+    # Nobody would lock.
+    ({}, {"base": of(Batching)}, "has a Strategy of its own .*Batching.Strategy.* without their lock"),
+    ({}, {"Strategy": "celery.worker.strategy:hybrid_to_proto2"}, "a Strategy of its own"),
+    ({}, {"base": of(Starting)}, "has a start_strategy of its own .*Starting.start_strategy"),
+    *(({}, {"function": function}, "tasks.t is an? (async def|generator)") for function in UNRUN.values()),
+    ({}, {"function": awaitable, "pydantic": True}, "is an async def"),
+    # Nobody would read them.
+    ({}, {"on_conflict": "wait", "key": "a"}, r"write singleton={'key': 'a', 'on_conflict': 'wait'}"),
+    ({"key": "a"}, {"dedupe": "until_done"}, "has dedupe outside of singleton={...}, where nobody reads"),
+    ({}, {"base": of(on_conflict=print)}, "has on_conflict outside of"),
+    ({}, {"conf": {"setnx_ulr": NOWHERE}}, "there is no setting 'setnx_ulr'; did you mean 'setnx_url'"),
 ]
 
 
@@ -79,6 +183,153 @@ def test_bad_task_is_refused_when_bound(app, options, task, message):
     app.guarded(singleton=options, **task)
     with pytest.raises(OptionError, match=message):
         app.finalize()
+
+
+FINE = [
+    {"Request": SingletonRequest},
+    {"Request": BesideOurs},
+    {"Request": "celery_setnx.request:SingletonRequest"},
+    {"Strategy": "celery.worker.strategy:default"},
+    {"base": of(Counting)},
+    {"function": awaiting},
+    # The base class that stands below ours runs the coroutine.
+    {"base": type("Both", (SingletonTask, Awaiting), {"abstract": True}), "function": awaitable},
+    # Celery's own, and what a task may have for itself.
+    {"rate_limit": "5/s", "max_retries": 3, "default_retry_delay": 5},
+    {"key": "a", "lease": 5, "once": {}, "unique_on": "a"},
+    *({"base": of(dedupe=code)} for code in (nothing, property(nothing), functools.cached_property(nothing))),
+]
+
+
+@pytest.mark.parametrize("task", FINE)
+def test_task_that_may_be_meant_so_is_bound(app, task):
+    """Nothing is refused that works, or that may be another's."""
+    app.guarded(**task)
+    app.finalize()
+
+
+def test_coroutine_that_a_base_class_runs_has_its_lock(app, server):
+    """As that class stands below ours: the lock is given back when it has run."""
+    app.conf.setnx_url = server.url(1)
+    base = type("Both", (SingletonTask, Awaiting), {"abstract": True})
+    held: list[Any] = []
+
+    async def body(a: Any) -> str:
+        await asyncio.sleep(0)
+        held.append(current_lock())
+        return "awaited"
+
+    task = app.guarded(body, base=base)
+    app.finalize()
+    with guarded(app):
+        assert task.apply([1]).get() == "awaited"
+    assert [lock.key for lock in held] == [task.lock_key(1)]
+    assert_released(app)
+
+
+def test_binding_imports_no_request():
+    """Who only publishes does not pay for it, and has no receivers of a worker's signals."""
+    code = (
+        "import sys, celery, celery_setnx\n"
+        "app = celery.Celery('lean', broker='memory://', set_as_current=False)\n"
+        "def body(): pass\n"
+        "app.task(name='lean', base=celery_setnx.SingletonTask)(body)\n"
+        "app.finalize()\n"
+        "print(app.tasks['lean'].Request, 'celery_setnx.request' in sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "celery_setnx.request:SingletonRequest False\n", found.stderr
+
+
+@pytest.mark.parametrize("base", [Batching, Starting])
+def test_decorated_function_needs_celerys_own_strategy(app, base):
+    """Its body is called with other arguments, and outside of any call."""
+    app.decorated(task={"base": base})
+    with pytest.raises(OptionError, match="trategy of its own"):
+        app.finalize()
+
+
+@pytest.mark.parametrize("function", UNRUN.values(), ids=UNRUN)
+def test_decorator_refuses_what_has_not_run_when_it_returns(function):
+    """At the line that has it."""
+    with pytest.raises(OptionError, match=r"is an? (async def|generator)"):
+        singleton(key="a")(function)
+
+
+def test_coroutine_that_a_body_returns_fails_the_task(app, server):
+    """A decorator that only hands on what an `async def` gives cannot be told from one that runs it."""
+    app.conf.setnx_url = server.url(1)
+    handed_on = functools.wraps(awaitable)(lambda *args: awaitable(*args))
+    tasks = [app.guarded(handed_on, name="own"), app.task(singleton(handed_on), shared=False, name="other")]
+    app.finalize()
+    with guarded(app):
+        for task in tasks:
+            with pytest.raises(OptionError, match=f"{task.name} returns a coroutine"):
+                task.apply(throw=True)
+
+
+FORGOTTEN = "tasks.t has singleton={'key': 'a'}, but is no SingletonTask: .* add base=SingletonTask"
+
+
+def test_options_without_the_base_class_are_refused(app):
+    """Nobody would read them, and nothing would be locked."""
+    app.guarded(base=Task, singleton={"key": "a"})
+    with pytest.raises(OptionError, match=FORGOTTEN):
+        app.finalize()
+
+
+@pytest.mark.parametrize("task", [{"singleton": {"key": "a"}}, {"decorated": {"dedupe": "until_done"}}])
+def test_task_that_comes_after_its_app_was_finalized_stops_the_worker(app, task):
+    """Celery binds such a task at once, and looks at no other."""
+    app.guarded(name="sound")
+    app.finalize()
+    if "decorated" in task:
+        app.decorated(**task["decorated"])
+    else:
+        app.guarded(base=Task, **task)
+    with pytest.raises(OptionError, match="add base=SingletonTask"):
+        start_worker_of(app)
+
+
+@pytest.mark.parametrize("published", ["one", "many", "by name"])
+def test_options_of_a_call_outside_of_singleton_are_refused(app, published):
+    """Celery would send them as properties of the message, which nobody reads."""
+    task = app.guarded()
+    publish = {"one": task.apply_async, "many": task.fan_out, "by name": partial(send_task, app, task.name)}
+    with pytest.raises(
+        OptionError, match=r"a call of tasks.t has key, dedupe .* write singleton={'key': 'a', 'd"
+    ):
+        publish[published]([], dedupe="until_done", key="a")
+
+
+class Locked(Task):  # type: ignore[misc]
+    """Another library's, with an attribute of the same name."""
+
+    abstract = True
+    singleton = None
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"base": Locked, "singleton": {"key": "a"}},
+        {"singleton": True},
+        {"singleton": {"key": "a", "ttl": 5}},
+        {"singleton": {}},
+        {"on_conflict": "wait"},
+    ],
+)
+def test_attribute_of_a_plain_task_may_be_anothers(app, task):
+    """Only a mapping of nothing but our options, that no base class knows, can be meant for us alone."""
+    app.guarded(**{"base": Task, **task})
+    app.finalize()
+
+
+@pytest.mark.parametrize("run", [awaitable, staticmethod(functools.partial(awaitable, b=3))])
+def test_class_whose_run_must_be_awaited_is_refused(app, run):
+    """As a function is."""
+    with pytest.raises(OptionError, match="is an async def"):
+        app.register_task(of(run=run, name="tasks.t")())
 
 
 def test_layers_are_merged_from_app_to_task(app):
@@ -189,7 +440,7 @@ def test_join_without_a_lasting_result_stops_the_worker(app, backend):
     app.guarded(singleton={"on_conflict": "join"})
     app.finalize()  # a producer needs no results
     with pytest.raises(OptionError, match="needs a result backend that all workers can read"):
-        LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+        start_worker_of(app)
 
 
 def test_single_call_cannot_join_what_is_not_stored(app):

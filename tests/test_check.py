@@ -1,16 +1,18 @@
 """What the static check finds in an app's settings and its tasks' options, and what it leaves alone."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
-from celery.worker.request import Request
+from celery import Celery, Task
 
-from celery_setnx import SingletonTask, singleton
+from celery_setnx import SingletonTask, UnkeyableCall, singleton
 from celery_setnx.doctor import check
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import examine
+from celery_setnx.options import settings
 from celery_setnx.request import SingletonRequest
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -28,10 +30,6 @@ def one_name(user_id: int) -> None: ...
 
 
 def other_name(account_id: int) -> None: ...
-
-
-class OwnRequest(Request):  # type: ignore[misc]
-    """Not derived from ours."""
 
 
 class DerivedRequest(SingletonRequest):
@@ -80,7 +78,6 @@ SOUND = [
     ({"at_least_for": 3600, "at_most_for": 7200}, {}),
     ({"task": {"acks_late": True, "time_limit": 1800}}, {}),
     ({"task": {"Request": DerivedRequest}}, {}),
-    ({"task": {"Request": "celery_setnx.request:SingletonRequest"}}, {}),
     ({"lease": 4}, {}),
     ({"on_conflict": "retry", "task": {"serializer": "pickle"}}, {}),
     ({"lease": 600}, {}),
@@ -111,8 +108,6 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
 @pytest.mark.parametrize(
     ("subject", "options", "conf", "said"),
     [
-        # It frees nothing when a child dies.
-        ("request", {"task": {"Request": OwnRequest}}, {}, ""),
         # Too short for one lost reply, or so long that a dead host blocks its keys.
         ("lease", {"lease": 3.9}, {}, ""),
         ("lease", {"lease": 601}, {}, ""),
@@ -154,6 +149,211 @@ def test_what_does_not_go_together_is_told(app, subject, options, conf, said):
     assert subjects(app) == [("error" if subject == "join" else "warning", subject)]
     (found,) = problems(app)
     assert said in f"{found.what} {found.why}"
+
+
+def test_task_whose_self_is_an_argument_is_told(app):
+    """Every call would have to give it; an error at a call asks the same."""
+
+    def work(self: Any, user_id: int) -> None: ...
+
+    add(app, function=work)
+    assert subjects(app) == [("warning", "bind")]
+    with pytest.raises(UnkeyableCall, match=r"signature is \(self, user_id\): is bind=True missing\?"):
+        app.tasks["work"].delay(7)
+
+
+def test_task_that_has_its_self_is_fine(app):
+    """bind=True takes it out of the arguments."""
+
+    def work(self: Any, user_id: int) -> None: ...
+
+    add(app, function=work, task={"bind": True})
+    assert not problems(app)
+
+
+@pytest.mark.parametrize(
+    ("conf", "said"),
+    [
+        ({"broker_url": "amqp://host", "result_backend": None}, "no Redis for locks: setnx_url is not set"),
+        ({"setnx_url": "localhost:6379/1"}, "setnx_url has no scheme: it is 'localhost:6379/1'"),
+        ({"setnx_url": "sentinel://host"}, "names Sentinels, but not their master"),
+        ({"setnx_url": "redis://host:port/0"}, "port"),
+    ],
+)
+def test_guarded_tasks_without_a_lock_server_are_an_error(app, conf, said):
+    """Their workers do not start. Nothing is asked; the rest is checked all the same."""
+    app.conf.update(conf)
+    add(app)
+    lost, tasks = check(app)
+    assert [(found.level, found.subject) for found in (lost, tasks)] == [
+        ("error", "connection"),
+        ("ok", "tasks"),
+    ]
+    assert said in lost.what
+
+
+def test_app_without_guarded_tasks_needs_no_lock_server(app):
+    """It may only publish."""
+    app.conf.update(broker_url="amqp://host", result_backend=None)
+    app.task(one_name, name="plain", shared=False)
+    assert subjects(app) == [("warning", "tasks")]
+
+
+class Once(Task):  # type: ignore[misc]
+    """As the base class of celery-once: it reads `once`."""
+
+    abstract = True
+    once: Any = {}
+
+
+class Forgotten(Task):  # type: ignore[misc]
+    """A base class of one's own, for which SingletonTask was forgotten."""
+
+    abstract = True
+    singleton = {"scope": "users"}
+
+
+class Methodical(SingletonTask):
+    """What is code in a class is no option."""
+
+    name = "methodical"
+
+    @property
+    def scope(self) -> str:
+        return "local"
+
+    def lease(self) -> None: ...
+
+    def run(self, user_id: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "do"),
+    [
+        (
+            {"base": SingletonTask, "key": "user_id"},
+            "has key='user_id', which",
+            "write singleton={'key': ...}",
+        ),
+        (
+            {"base": SingletonTask, "max_wait": 5},
+            "has max_wait=5, which nobody",
+            "write singleton={'max_wait'",
+        ),
+        ({"base": SingletonTask, "once": {"keys": []}}, "has once={'keys': []}", "from-celery-once.md"),
+        ({"base": SingletonTask, "unique_on": "a"}, "has unique_on='a'", "from-celery-singleton.md"),
+        ({"base": SingletonTask, "lock_expiry": 5}, "has lock_expiry=5", "from-celery-singleton.md"),
+        ({"base": SingletonTask, "raise_on_duplicate": True}, "has raise_on_duplicate", "singleton.md"),
+        (
+            {"base": SingletonTask, "singelton": {"key": "user_id"}},
+            "has singelton={",
+            "Write singleton={...}",
+        ),
+        ({"once": {"graceful": True}}, "has once={'graceful': True}", "from-celery-once.md"),
+        ({"singleton": True}, "has singleton=True", "add base=SingletonTask"),
+        ({"singleton": {"key": "user_id", "ttl": 5}}, "has singleton={", "add base=SingletonTask"),
+        ({"base": Forgotten}, "has singleton={'scope': 'users'}", "add base=SingletonTask"),
+        (
+            {"dedupe": "until_done"},
+            "has dedupe='until_done'",
+            "write base=SingletonTask, singleton={'dedupe'",
+        ),
+    ],
+)
+def test_what_nobody_reads_of_a_task_is_told(app, task, said, do):
+    """It may be meant for us, or for another: that is what a warning is for."""
+    add(app, "sound")
+    app.task(**{"name": "odd", "shared": False, **task})(one_name)
+    (found,) = problems(app)
+    assert (found.level, found.subject) == ("warning", "unread")
+    assert found.what.startswith(f"odd {said}")
+    assert do in found.do
+
+
+def test_task_that_is_refused_is_told_once(app):
+    """Its error names all that nobody reads. So it is when Celery has told of it before."""
+    app.task(name="odd", base=SingletonTask, key="user_id", on_conflict="wait", shared=False)(one_name)
+    add(app, "typo", leese=5)
+    first, second = (found.what for found in problems(app) if found.subject == "options")
+    assert first.startswith("odd has key, on_conflict outside of singleton={...}, where nobody reads that;")
+    assert second.endswith("did you mean 'lease'?")
+    assert {found.subject for found in problems(app)} == {"options"}
+
+
+def test_what_a_base_class_reads_is_left_alone(app):
+    """Nor is a method taken for an option."""
+    add(app, "sound")
+    app.task(base=Once, once={"keys": []}, name="old", shared=False)(one_name)
+    app.task(
+        base=type("Leaving", (SingletonTask, Once), {"abstract": True}), once={}, name="b", shared=False
+    )(other_name)
+    app.register_task(Methodical())
+    assert not problems(app)
+
+
+def test_options_of_a_task_without_the_base_class_are_an_error(app):
+    """Of every such task, and also of one that was declared after its app was finalized."""
+    add(app, "sound")
+    for name in ("first", "second"):
+        app.task(one_name, name=name, singleton={"key": "user_id"}, shared=False)
+    found = problems(app)
+    assert [(one.level, one.subject) for one in found] == [("error", "options")] * 2
+    app.task(one_name, name="third", singleton={"key": "user_id"}, shared=False)
+    assert [one.what.partition(" ")[0] for one in problems(app)] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("source", "namespace", "said"),
+    [
+        ({"setnx_ulr": "redis://host"}, None, "there is no setting 'setnx_ulr'; did you mean 'setnx_url'?"),
+        ({"setnx_same_hosts": True}, "CELERY", "there is no setting 'setnx_same_hosts'"),
+        ({"CELERY_SETNX_ULR": "redis://host"}, "CELERY", "'CELERY_SETNX_ULR'; did you mean 'setnx_url'?"),
+        (SimpleNamespace(setnx_lease=5), None, "'setnx_lease'; did you mean 'setnx_beat_lease'?"),
+        ({"setnx_quux": 5}, None, "the settings are setnx_url, setnx_transport_options, setnx_prefix,"),
+    ],
+)
+def test_setting_that_there_is_not_is_an_error(source, namespace, said):
+    """From wherever Celery has it: nobody else's name begins with setnx_."""
+    app = Celery("misspelt", set_as_current=False)
+    app.config_from_object(source, namespace=namespace)
+    (found,) = [found for found in problems(app) if found.subject == "options"]
+    assert (found.level, said in found.what) == ("error", True)
+    app.close()
+
+
+def test_setting_that_is_made_by_attribute_is_looked_at_too(app):
+    """Also by a default that is laid below."""
+    app.conf.setnx_prefx = "a"
+    app.add_defaults({"setnx_defautls": {}})
+    (found,) = [found for found in problems(app) if found.subject == "options"]
+    assert "did you mean 'setnx_" in found.what
+
+
+ALL = {"setnx_url": "redis://host", "setnx_transport_options": {}}
+ALL |= {f"setnx_{name}": value for name, value in asdict(settings({})).items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "namespace", "unread"),
+    [
+        ({"SETNX_URL": "redis://host"}, None, ["The setting SETNX_URL is not read."]),
+        ({"SETNX_URL": "redis://host"}, "CELERY", ["The setting SETNX_URL is not read."]),
+        ({"SETNX_URL": "redis://host", "CELERY_SETNX_URL": "redis://host"}, "CELERY", []),
+        (
+            {"SETNX_HOST": "host", "MY_SETNX_ULR": 5, "setnx_maker": len, "CELERY_SETNX_URL": "x"},
+            "CELERY",
+            [],
+        ),
+        ({f"CELERY_{name.upper()}": value for name, value in ALL.items()}, "CELERY", []),
+        (ALL, None, []),
+    ],
+)
+def test_setting_in_capitals_is_a_warning_unless_it_is_read(source, namespace, unread):
+    """A project may have such names for itself, and give their values on."""
+    app = Celery("capital", set_as_current=False)
+    app.config_from_object(source, namespace=namespace)
+    assert [found.what for found in problems(app) if found.subject in ("unread", "options")] == unread
+    app.close()
 
 
 def test_default_retry_delay_that_is_cut_is_not_worth_a_word(app):

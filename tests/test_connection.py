@@ -51,6 +51,13 @@ def test_first_redis_of_the_settings_holds_the_locks(conf, url, setting):
         ({"broker_url": "amqp://x"}, "no Redis for locks: setnx_url is not set"),
         ({"broker_url": "redis://a;redis://b"}, "broker_url names several servers"),
         ({"setnx_url": "memcached://a"}, "setnx_url has the scheme 'memcached'"),
+        (
+            {"setnx_url": "a:6379/1"},
+            r"no scheme: it is 'a:6379/1'; write .* such as 'redis://localhost:6379/1'",
+        ),
+        ({"setnx_url": "me:s3cret@a"}, r"no scheme: it is '\*\*@a'"),
+        ({"setnx_url": "//:s3cr@t@a?password=b"}, r"no scheme: it is '\*\*@a\?password=\*\*'"),
+        ({"setnx_url": ["redis://:s3cret@a"]}, "must be one URL as a text, .*, not a list$"),
         ({"setnx_url": "sentinel://a"}, "set setnx_transport_options = .*master_name"),
         ({"broker_url": "sentinel://a;sentinel://b"}, "set broker_transport_options = .*master_name"),
         ({"setnx_url": "redis+cluster://a/1"}, "no databases but 0"),

@@ -53,8 +53,8 @@ def call(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **more: Any) -> None:
     """The signature under test."""
 
 
-def key(option: Any = None, function: Callable[..., Any] = call) -> Callable[..., str]:
-    made = KeyFunction(option, inspect.signature(function), "proj.call")
+def key(option: Any = None, function: Callable[..., Any] = call, **typing: bool) -> Callable[..., str]:
+    made = KeyFunction(option, inspect.signature(function), "proj.call", **typing)
     return lambda *args, **kwargs: made.digest(args, kwargs)
 
 
@@ -107,6 +107,45 @@ def test_positional_keyword_and_default_are_one_call():
     assert len(same) == 1
     different = [key()("x_b-y", "z"), key()("x", "y_b-z"), key()("x", "y", "z"), key()("x", "y", z="z")]
     assert len(set(different)) == len(different)
+
+
+def placed(a: Any, /, b: Any, *, c: Any, d: Any = 4) -> None:
+    """A signature of all kinds but those that catch."""
+
+
+@pytest.mark.parametrize(
+    ("option", "function", "misfit", "fit"),
+    [
+        ("b", placed, {"args": [1, 2, 3]}, {"args": [1, 2], "kwargs": {"c": 3}}),
+        ("c", placed, {"kwargs": {"c": 3}}, {"args": [1, 2], "kwargs": {"c": 3}}),
+        ("d", placed, {}, {"args": [1, 2], "kwargs": {"c": 3}}),
+        (["a", "c"], placed, {"args": [1], "kwargs": {"c": 3}}, {"args": [1, 2], "kwargs": {"c": 3}}),
+        ("x:{b.id}", placed, {"kwargs": {"b": {"id": 7}}}, {"args": [1, {"id": 7}], "kwargs": {"c": 3}}),
+        ("more", call, {"kwargs": {"b": 1, "x": 5}}, {"args": [1], "kwargs": {"x": 5}}),
+        ("x", call, {"kwargs": {"x": 5}}, {"args": [1], "kwargs": {"x": 5}}),
+        ("a", call, {"args": [1, 2, 3], "kwargs": {"a": 4}}, {"args": [1]}),
+        ("rest", call, {"args": [1, 2, 3], "kwargs": {"a": 4}}, {"args": [0, 0, 3]}),
+        ((), placed, {}, {"args": [1, 2], "kwargs": {"c": 3}}),
+        (lambda a, *_rest, **_named: a, placed, {"args": [1]}, {"args": [1, 2], "kwargs": {"c": 3}}),
+    ],
+)
+def test_call_that_does_not_fit_has_the_key_of_one_that_does(option, function, misfit, fit):
+    """If it gives what the key names, and nobody checks its arguments."""
+    made = key(option, function, typing=False)
+
+    def of(given: Any) -> str:
+        return made(*given.get("args", ()), **given.get("kwargs", {}))
+
+    assert of(misfit) == of(fit)
+
+
+@pytest.mark.parametrize("option", [None, "a", "{a.id}", ["a", "b"], lambda a, **_: a, lambda **_: None])
+def test_call_that_does_not_fit_and_names_no_key_is_keyed_by_all_that_it_gives(option):
+    """By place and by name are two things then, as no signature says that they are one."""
+    made = key(option, lambda a, b: None, typing=False)
+    keys = [made(), made(b=1), made(b=2), made(b=1, c=1), made(c=1, b=1)]
+    assert len(set(keys)) == 4
+    assert keys[3] == keys[4]
 
 
 def test_every_way_to_give_arguments_is_bound_as_python_binds_it():

@@ -1,11 +1,13 @@
 """The test kit: eager calls that take their locks, busy locks, crashed holders, time that passes."""
 
 import logging
+import re
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -535,6 +537,26 @@ def test_released_may_be_asked_of_one_task_or_call(app, work, whole):
             with pytest.raises(AssertionError, match="1 left of task work:") as failure:
                 assert_released(work, *call)
             assert held.key in str(failure.value)
+
+
+@pytest.mark.parametrize("thing", [print, "work", 7])
+def test_what_is_no_task_has_no_lock_to_hold(thing):
+    """The error says what was expected, and what came."""
+    with pytest.raises(TypeError, match=rf"expected a task .*, not {re.escape(repr(thing))}"), hold(thing, 1):
+        pytest.fail("nothing can hold it")
+
+
+def test_what_is_of_another_kind_is_refused_by_what_it_is(app, work):
+    """A holder is what `with hold()` gives; an app has no call, and so no arguments."""
+    with pytest.raises(TypeError, match="expected a holder, as `with hold"):
+        crash(work)
+    with pytest.raises(TypeError, match="expected a holder, as `with hold"):
+        crash(hold(work, "a"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"to pass time, a holder\), not <contextlib"):
+        pass_time(1, hold(work, "a"))  # type: ignore[arg-type]
+    for ask in (assert_released, partial(pass_time, 1)):
+        with pytest.raises(TypeError, match=r"expected a task that is guarded, .* not <Celery"):
+            ask(app, "a")
 
 
 def test_released_waits_for_a_worker_to_end(app, work):

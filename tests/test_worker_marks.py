@@ -327,6 +327,16 @@ def test_call_that_its_pool_process_cannot_read_frees_its_mark(stage, locks, sta
     wait_until_freed(locks, stage.tasks.barred, stage.key)
 
 
+def test_request_of_ones_own_does_its_part_beside_ours(tasks, journal, locks, parked):
+    """A class that is derived from SingletonRequest frees the mark of a revoked call, as ours does."""
+    result = tasks.own_request.apply_async(["a"], queue="parked")
+    assert locks.get(mark_of(tasks.own_request, "a")) == result.id
+    revoke(tasks.app, result)
+    parked.move()
+    wait_until_freed(locks, tasks.own_request)
+    journal.wait_for("discarded", task_id=result.id)
+
+
 @pytest.mark.parametrize("has_header", [True, False])
 def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, has_header):
     """A retry that will not come is queued no more; nor is that of a call by name, which took no mark."""

@@ -6,6 +6,7 @@ from celery import Task, current_task, shared_task
 from celery.signals import task_prerun
 
 from celery_setnx import Conflict, SingletonTask, current_lock, singleton
+from celery_setnx.request import SingletonRequest
 from tests.app import body, control, journal, make_app  # for the app beside
 
 __all__ = ["app", "body", "control", "journal"]
@@ -59,6 +60,16 @@ class Choosy(Task):
         return self.AsyncResult(task_id)
 
 
+class Noting(SingletonRequest):
+    """A Request of one's own, with ours."""
+
+    def revoked(self) -> bool:
+        revoked = super().revoked()
+        if revoked:
+            journal.write("discarded", task_id=self.id)
+        return revoked
+
+
 class Classy(SingletonTask):
     """A class-based task."""
 
@@ -78,8 +89,15 @@ decorated = variant(singleton(**KEYED)(plainly), "decorated", base=Task)  # Cele
 choosy = variant(singleton(**KEYED, on_conflict="retry")(plainly), "choosy", base=Choosy)
 decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton")  # ours
 started = variant(plainly, "started", singleton=STARTED)
+own_request = variant(plainly, "own_request", Request=Noting, singleton=STARTED)
 late = variant(plainly, "late", acks_late=True, singleton=STARTED)
 done = variant(plainly, "done", singleton=DONE)
+# Celery publishes their calls whatever the arguments are.
+LONG = {"key": "name", "lease": 600, "retry_delay": 0.1}
+untyped = variant(plainly, "untyped", typing=False, singleton=LONG)
+untyped_all = variant(plainly, "untyped_all", typing=False, singleton=DONE | {"key": None})
+untyped_whole = variant(plainly, "untyped_whole", typing=False, singleton=LONG | {"key": ()})
+untyped_decorated = variant(singleton(**LONG)(plainly), "untyped_decorated", typing=False, base=Task)
 
 
 @app.task(base=SingletonTask, bind=True, singleton=KEYED)

@@ -17,6 +17,7 @@ from typing import Any
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
+from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.message import Call
 from celery_setnx.call.publish import AWAITED, Send, mark_lease_s, serve_stalled
 from celery_setnx.call.switches import DISABLED
@@ -126,6 +127,7 @@ class FanningOut:
             raise OptionError(
                 f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
             )
+        refuse_misplaced_in_call(options, task.name)
         guard = task._guard
         self.task = task
         self.send = send

@@ -36,21 +36,23 @@ class Guard:
         layers: list[Mapping[str, Any]],
         *,
         ignores_result: bool = False,
+        typing: bool = True,
     ) -> None:
         self.app = app
         self.ignores_result = ignores_result
+        self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
         self.task = task
         self.signature = signature
         self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
-        self.key_function = KeyFunction(self.options.key, signature, task)
+        self.key_function = KeyFunction(self.options.key, signature, task, typing=typing)
         check_name(f"scope of {task}", self.options.scope or task)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""
-        layers = [*self.layers[1:], call]
-        return Guard(self.app, self.task, self.signature, layers, ignores_result=self.ignores_result)
+        layers, own = [*self.layers[1:], call], {"ignores_result": self.ignores_result, "typing": self.typing}
+        return Guard(self.app, self.task, self.signature, layers, **own)
 
     def call(
         self,
@@ -99,7 +101,8 @@ class Guard:
         """The Redis key of a call's lock."""
         function = self.key_function
         if "key" in call:
-            function = KeyFunction(self.options_of(call).key, self.signature, self.task)
+            key = self.options_of(call).key
+            function = KeyFunction(key, self.signature, self.task, typing=self.typing)
         return key_name(self.settings.prefix, self.scope_of(call), function.digest(args, kwargs))
 
     def scope_of(self, call: Mapping[str, Any]) -> str:

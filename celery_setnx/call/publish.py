@@ -17,6 +17,7 @@ from typing import Any
 from celery import Celery, uuid
 
 from celery_setnx.call.back import seconds_until, without_deaths
+from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.message import Call, attempt_of
 from celery_setnx.call.switches import DISABLED
@@ -100,6 +101,7 @@ def publish(
     `arguments` are positional and by name, `call` are options of this call alone, `options` those of
     `celery.Task.apply_async`; without its `task` the arguments are taken for what the worker will see.
     """
+    refuse_misplaced_in_call(options, guard.task)
     given_id = options.get("task_id")
     told = _told(guard, arguments, call, options, task)
     settled = _settled(guard, told, call, options)

@@ -12,17 +12,17 @@ from typing import Any, Literal
 from celery import Celery, Task
 from celery._state import _announce_app_finalized
 from celery.local import maybe_evaluate
-from celery.utils.imports import symbol_by_name
 
 from celery_setnx.call.back import visibility_timeout_s
-from celery_setnx.call.guard import Guard, guard_of, is_singleton
-from celery_setnx.connection import SOCKET_TIMEOUT_S
+from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
+from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings
+from celery_setnx.task import SingletonTask, refusals
 
 _LONG_LEASE_S = 600.0
 _SHORT_LEASE_S = 2 * SOCKET_TIMEOUT_S  # a renewal begins after a third; one lost reply takes a timeout
-_REQUEST = "celery_setnx.request:SingletonRequest"  # only a name: to import it connects a worker's signals
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,14 @@ def check(app: Celery) -> list[Finding]:
     Args:
         app: The app, with its tasks imported, and better not finalized: that would raise the first refusal.
     """
+    found = check_tasks(app)
+    return [*_lock_server_findings(app), *found]
+
+
+def check_tasks(app: Celery) -> list[Finding]:
+    """What `check` finds, but for the settings of the lock server."""
     found = _bind(app)
+    found += _unread_findings(app)
     guarded = guarded_tasks(app)
     for task, guard in guarded:
         found += _task_findings(app, task, guard)
@@ -89,40 +96,75 @@ def check(app: Celery) -> list[Finding]:
 
 def refused(error: SetnxError) -> Finding:
     """The finding for options that were refused, when a module was imported or a task was bound."""
-    return fail("options", sentence(error), "Celery does not start with it.", "Do as the message says.")
+    return fail(
+        "options",
+        sentence(error),
+        "An app that imports celery_setnx does not start with it.",
+        "Do as the message says.",
+    )
 
 
 def sentence(error: Exception) -> str:
-    """An error's message, with a full stop."""
-    return f"{str(error).removesuffix('.')}."
+    """An error's message, with a full stop, or its question mark."""
+    text = str(error)
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _bind(app: Celery) -> list[Finding]:
     """Bind every task; the refusals. Celery itself stops at the first one."""
-    refusals: dict[str, Finding] = {}
+    told: dict[str, Finding] = {}
     try:
         settings(app.conf)
     except OptionError as error:
-        refusals[str(error)] = refused(error)
+        told[str(error)] = refused(error)
     while True:
         try:
             app.finalize()
-            if refusals:  # what comes after the task that was refused
+            if told:  # what comes after the task that was refused
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # Celery's own tasks are announced again, too
                     _announce_app_finalized(app)
                 while app._pending:
                     maybe_evaluate(app._pending.popleft())
-            return list(refusals.values())
+            break
         except SetnxError as error:
-            if str(error) in refusals:
-                return list(refusals.values())
-            refusals[str(error)] = refused(error)
+            if str(error) in told:
+                break
+            told[str(error)] = refused(error)
+    for refusal in refusals(app):  # that of an app which was finalized before this package was imported, too
+        told[str(refusal)] = refused(refusal)
+    return list(told.values())
 
 
 def guarded_tasks(app: Celery) -> list[tuple[Task, Guard]]:
     """The app's guarded tasks and their guards, by name."""
-    return [(task, guard) for _name, task in sorted(app.tasks.items()) if (guard := guard_of(task))]
+    return [(task, guard) for task in _tasks(app) if (guard := guard_of(task))]
+
+
+def _lock_server_findings(app: Celery) -> Iterator[Finding]:
+    """Settings that lead to no lock server, where one is needed. Nothing connects."""
+    if not guarded_tasks(app):
+        return
+    try:
+        new_client(app)
+    except (OptionError, ValueError) as error:
+        yield fail("connection", sentence(error), "Without a lock server no guarded task can run.")
+
+
+def _unread_findings(app: Celery) -> Iterator[Finding]:
+    """What nobody reads, and may be meant for us."""
+    for written, name in unread_settings(app):
+        yield warn("unread", f"The setting {written} is not read.", do=f"Write {name}.")
+    for task in _tasks(app):
+        is_guarded = guard_of(task) is not None
+        is_refused = isinstance(task, SingletonTask) and not is_guarded
+        for what, do in () if is_refused else unread_of_task(task, is_guarded=is_guarded):
+            yield warn("unread", f"{task.name} has {what}, which nobody reads.", do=do)
+
+
+def _tasks(app: Celery) -> list[Task]:
+    """The app's tasks by name, but for Celery's own."""
+    return [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]
 
 
 def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
@@ -132,13 +174,12 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         guard.check_backend(guard.options)
     except OptionError as error:
         yield fail("join", sentence(error), "Workers of this app do not start.")
-    # A decorated function, under another base class, has Celery's own.
-    if is_singleton(task) and not issubclass(symbol_by_name(task.Request), symbol_by_name(_REQUEST)):
+    if next(iter(guard.signature.parameters), None) == "self":
         yield warn(
-            "request",
-            f"{task.name} has a Request of its own, which is no celery_setnx.request.SingletonRequest.",
-            "Then the worker frees neither the lock of a child that died nor the mark of a revoked call.",
-            "Derive it from SingletonRequest.",
+            "bind",
+            f"{task.name} has a first parameter self, and is declared without bind=True.",
+            "Then self is an argument that callers must give, and a part of the key.",
+            "Add bind=True, or rename the parameter.",
         )
     if lease < _SHORT_LEASE_S:
         yield warn(

@@ -20,6 +20,7 @@ from celery_setnx.connection import client_for, lock_url, masked
 from celery_setnx.doctor.app import (
     Finding,
     check,
+    check_tasks,
     fail,
     guarded_tasks,
     ok,
@@ -50,7 +51,7 @@ def examine(app: Celery) -> Iterator[Finding]:
         app: The app, with its tasks imported.
     """
     yield from _lock_server(app)
-    yield from check(app)
+    yield from check_tasks(app)
     yield from _redeliveries(app)
 
 

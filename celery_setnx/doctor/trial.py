@@ -20,6 +20,7 @@ from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import is_cluster
 from celery_setnx.options import settings
+from celery_setnx.task import refusals
 
 logger = logging.getLogger("celery_setnx")
 
@@ -34,6 +35,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         app = worker.app
         if DISABLED.is_on(app):
             return
+        for error in refusals(app):  # also of tasks that were declared after the app was finalized
+            raise error
         for task in app.tasks.values():
             guard = getattr(task, "_guard", None)
             if guard is not None:

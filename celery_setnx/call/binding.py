@@ -1,0 +1,160 @@
+"""What a task may not be, because its lock would not hold or nobody would read its options.
+
+Refused when the task is bound, or when its app is finalized. What may be meant otherwise is a warning of
+`check` (see `doctor.unread`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import AsyncGeneratorType, CoroutineType
+from typing import Any
+
+from celery import Task
+from celery.utils.imports import symbol_by_name
+
+from celery_setnx.exceptions import OptionError
+from celery_setnx.options import NAMES
+
+REQUEST = "celery_setnx.request:SingletonRequest"
+"""Only a name: to import it connects a worker's signals, and costs those who only publish."""
+
+_STRATEGY = "celery.worker.strategy:default"
+# Options with names that a task may well have for itself.
+PLAIN_WORDS = ("key", "scope", "lease", "retry_delay", "retry_delay_max", "max_wait", "on_duplicate")
+_OURS_ALONE = frozenset(NAMES) - frozenset(PLAIN_WORDS)
+
+
+def refuse_own_request(task: type[Task], name: str) -> None:
+    """Refuse a Request that does not look after our calls. Its default is compared by name."""
+    if task.Request == REQUEST or issubclass(symbol_by_name(task.Request), symbol_by_name(REQUEST)):
+        return
+    raise OptionError(
+        f"{name} has a Request of its own ({_shown(task.Request)}), which is no "
+        "celery_setnx.request.SingletonRequest: a worker would free neither the marks of its revoked calls "
+        "nor the lock of a child that died; derive it from SingletonRequest"
+    )
+
+
+def refuse_own_strategy(task: type[Task], name: str) -> None:
+    """Refuse a task whose messages do not go Celery's own way to the pool."""
+    own = None
+    if task.Strategy != _STRATEGY and symbol_by_name(task.Strategy) is not symbol_by_name(_STRATEGY):
+        own = f"a Strategy of its own ({_shown(task.Strategy)})"
+    elif task.start_strategy != Task.start_strategy and not leads_on(task.start_strategy, "start_strategy"):
+        own = f"a start_strategy of its own ({_shown(task.start_strategy)})"
+    if own:
+        raise OptionError(
+            f"{name} has {own}: it hands calls to the pool in its own way, as celery-batches does, and they "
+            "would run without their lock. Lock in the body with SetnxLock, or have it publish calls of "
+            "another task that is guarded"
+        )
+
+
+def refuse_unrun(function: Any, name: str) -> None:
+    """Refuse a function whose body has not run when it returns: its lock would be given back before."""
+    function = _below_wrappers(function)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise OptionError(_unawaited(name, "is an async def"))
+    if inspect.isgeneratorfunction(function):
+        raise OptionError(
+            f"{name} is a generator function: Celery only calls it, which runs nothing of its body; "
+            "let it do its work, and return"
+        )
+
+
+def has_run(name: str, result: Any) -> Any:
+    """What a body returned; a coroutine has not begun, and would run without the lock, if at all."""
+    if isinstance(result, (CoroutineType, AsyncGeneratorType)):
+        if isinstance(result, CoroutineType):
+            result.close()
+        raise OptionError(_unawaited(name, "returns a coroutine"))
+    return result
+
+
+def refuse_misplaced(task: type[Task], name: str) -> None:
+    """Refuse options that a guarded task has beside `singleton`, where nobody reads them."""
+    ours = {option for option in _OURS_ALONE if _is_given(task, option)}
+    if ours:
+        found = sorted(ours | set(PLAIN_WORDS) & set(vars(task)), key=NAMES.index)
+        options = {option: getattr(task, option) for option in found}
+        raise OptionError(f"{_misplaced(name, options)}, or give the same to @singleton(...)")
+
+
+def refuse_misplaced_in_call(options: Mapping[str, Any], name: str) -> None:
+    """Refuse options of ours among those of `apply_async`: they would be properties of the message."""
+    if not _OURS_ALONE.isdisjoint(options):
+        found = {option: options[option] for option in NAMES if option in options}
+        raise OptionError(_misplaced(f"a call of {name}", found))
+
+
+def refuse_forgotten_base(task: type[Task], name: str) -> None:
+    """Refuse a plain task that has options of ours."""
+    options = vars(task).get("singleton")
+    if (
+        is_options(options)
+        and not is_known(task, "singleton")
+        and not name.startswith(("celery.", "celery_setnx."))
+    ):
+        raise OptionError(
+            f"{name} has singleton={options!r}, but is no SingletonTask: nobody reads that, and its calls "
+            "would run without a lock; add base=SingletonTask, or use @singleton(...) below @app.task"
+        )
+
+
+def is_options(value: Any) -> bool:
+    """Whether this is a mapping of options of ours, and not an empty one."""
+    return isinstance(value, Mapping) and bool(value) and set(value) <= set(NAMES)
+
+
+def is_known(task: type[Task], attribute: str) -> bool:
+    """Whether a base class of a task has an attribute too: then that is who reads it."""
+    return any(attribute in vars(base) for base in task.__mro__[1:])
+
+
+def is_code(value: Any) -> bool:
+    """Whether an attribute of a class is a method, a property or the like."""
+    return callable(value) or hasattr(value, "__get__")
+
+
+def leads_on(method: Any, name: str) -> bool:
+    """Whether a method calls the one of this name that it replaces; True too if it has no code to look at."""
+    code = getattr(method, "__code__", None)
+    return code is None or name in code.co_names
+
+
+def _misplaced(who: str, options: Mapping[str, Any]) -> str:
+    return (
+        f"{who} has {', '.join(options)} outside of singleton={{...}}, where nobody reads that; "
+        f"write singleton={options!r}"
+    )
+
+
+def _is_given(task: type[Task], option: str) -> bool:
+    """A method of such a name is not meant as an option, but for `on_conflict`."""
+    value = getattr(task, option, None)
+    return value is not None and (option == "on_conflict" or not is_code(value))
+
+
+def _below_wrappers(function: Any) -> Callable[..., Any]:
+    """A task's function, below what Celery puts around it; a user's own decorator may run the coroutine."""
+    function = getattr(function, "__func__", function)
+    while hasattr(function, "__wrapped__"):
+        module = str(getattr(function, "__globals__", {}).get("__name__"))
+        if module.partition(".")[0] != "celery":
+            break
+        function = function.__wrapped__
+    return function  # type: ignore[no-any-return]
+
+
+def _unawaited(name: str, what: str) -> str:
+    return (
+        f"{name} {what}: Celery does not await it, and its lock would be given back before its body runs; "
+        "make it an ordinary def that runs the coroutine: return asyncio.run(your_coroutine(...)), or with "
+        "asgiref return async_to_sync(your_coroutine)(...)"
+    )
+
+
+def _shown(thing: Any) -> str:
+    return thing if isinstance(thing, str) else f"{thing.__module__}.{getattr(thing, '__qualname__', thing)}"

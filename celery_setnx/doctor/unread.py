@@ -1,0 +1,60 @@
+"""What a task has, or the settings, that nobody reads, and that may be meant for us: warnings of `check`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from celery import Celery, Task
+
+from celery_setnx.call.binding import PLAIN_WORDS, is_code, is_known, is_options
+from celery_setnx.options import NAMES, SETTINGS
+
+# What celery-once and celery-singleton read of a task, and where that is said here.
+_LEFT_OVER = {
+    "once": "from-celery-once",
+    "unique_on": "from-celery-singleton",
+    "raise_on_duplicate": "from-celery-singleton",
+    "lock_expiry": "from-celery-singleton",
+}
+
+
+def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]:
+    """What nobody reads of a task, and what to do, in words."""
+    kind = type(task)
+    for name, value in _own(kind):
+        if name in _LEFT_OVER:
+            yield f"{name}={value!r}", f"Remove it; docs/{_LEFT_OVER[name]}.md has what to write."
+        elif is_options(value) and _is_like(name, "singleton"):
+            yield f"{name}={value!r}", "Write singleton={...}."
+        elif name in (PLAIN_WORDS if is_guarded else set(NAMES) - set(PLAIN_WORDS)):
+            base = "" if is_guarded else "base=SingletonTask, "
+            yield (
+                f"{name}={value!r}",
+                f"If it is meant as an option, write {base}singleton={{{name!r}: ...}}.",
+            )
+    options = getattr(kind, "singleton", None)
+    is_own = "singleton" in vars(kind) and not is_known(kind, "singleton") and options not in ({}, None)
+    if not is_guarded and is_own != is_options(options):  # with both it is refused
+        yield f"singleton={options!r}", "If it is meant as options, add base=SingletonTask."
+
+
+def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
+    """Settings of ours in capitals, and how they are read; Celery knows only its own in capitals."""
+    for written in list(app.conf):
+        name = written.lower()
+        if written != name and name in SETTINGS and app.conf.get(name) is None:
+            yield written, f"{app.namespace.rstrip('_')}_{written}" if app.namespace else name
+
+
+def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
+    """What a task has of its own, and no base class knows. Methods of a class are not meant as options."""
+    decorated = "_decorated" in vars(kind)
+    for name, value in vars(kind).items():
+        if value is not None and (decorated or not is_code(value)) and not is_known(kind, name):
+            yield name, value
+
+
+def _is_like(name: str, other: str) -> bool:
+    return name != other and bool(difflib.get_close_matches(name, [other], cutoff=0.7))
