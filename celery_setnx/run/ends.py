@@ -65,6 +65,7 @@ class Ends:
         self._running: WeakSet[Any] = WeakSet()
         self._kept: dict[Any, float] = {}
         self._ended: deque[Ended] = deque()
+        self._at_work = 0  # how many more of them are being freed
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
         self._has_ended = threading.Event()
@@ -87,7 +88,7 @@ class Ends:
         ended = Ended(app, call, is_sent_again)
         if not (ended.has_mark or ended.has_place):
             return
-        if self._has_room(len(self._ended), call):
+        if self._has_room(len(self._ended) + self._at_work, call):
             self._ended.append(ended)
             self._look_soon(has_ended=True)
 
@@ -163,13 +164,16 @@ class Ends:
     def _forget_all(self) -> None:
         """Free the marks and places of all that have ended, many marks in one round trip."""
         while self._ended:
-            batch = [self._ended.popleft() for _ in range(min(len(self._ended), _BATCH))]
+            self._at_work = min(len(self._ended), _BATCH)
+            batch = [self._ended.popleft() for _ in range(self._at_work)]
             try:
                 with between_forks:
                     _forget(batch)
             except LockUnavailable:
                 self._ended.extend(batch)  # behind the others: it may be one node of a cluster
                 raise
+            finally:
+                self._at_work = 0
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
