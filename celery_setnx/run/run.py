@@ -154,7 +154,9 @@ class Run:
         if self._has_succeeded_before():
             logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
             raise Ignore("it has succeeded before")
-        if outcome.mark != self.request.id and self.call.marked is True:
+        # The first start of what is delivered again has ended the mark; but another's was set since.
+        has_begun = self.call.redelivered and outcome.mark is None
+        if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
             self._report_lapse(outcome.mark)
 
     def _report_lapse(self, marked_by: str | None) -> None:
