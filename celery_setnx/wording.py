@@ -64,5 +64,5 @@ def _quoted(argument: object, follows: str) -> object:
     return quoted
 
 
-for _name in ("celery_setnx", "celery_setnx.beat"):
-    logging.getLogger(_name).addFilter(_Wording())
+logging.getLogger("celery_setnx").addFilter(_Wording())
+logging.getLogger("celery_setnx.beat").addFilter(_Wording())

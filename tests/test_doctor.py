@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,6 +301,15 @@ def test_lock_that_never_ends_is_an_error(app, locks, foreign_keys):
     assert not findings(app, "ttl")
     locks.set("setnx:{examined.work}", "mine")
     finding(app, "foreign", "error", what="value 'mine'", do="release")
+
+
+def test_advice_about_a_foreign_key_can_be_pasted_into_a_shell(app, locks, foreign_keys):
+    """Whoever names a key there runs nothing here."""
+    evil = "setnx:{a'; touch /tmp/owned; '}"
+    foreign_keys.add(evil)
+    locks.set(evil, "mine")
+    advice = finding(app, "foreign", "error").do
+    assert shlex.split(advice.partition(": ")[2]) == ["celery", "setnx", "release", evil]
 
 
 def test_key_without_a_ttl_is_a_warning(app, locks, foreign_keys):

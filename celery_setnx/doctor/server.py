@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -354,7 +355,7 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
                 "foreign",
                 f"{seen.key} is held by {holder}.",
                 "No task with this key will run before somebody deletes it.",
-                f"If nobody needs it: celery setnx release '{seen.key}'",
+                f"If nobody needs it: celery setnx release {shlex.quote(seen.key)}",
             )
         elif not seen.is_stale:
             held += 1

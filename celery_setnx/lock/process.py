@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def identity() -> dict[str, Any]:
@@ -30,6 +30,15 @@ def is_surely_dead(process: Mapping[str, Any]) -> bool:
         return False
     pid = process.get("pid")
     return isinstance(pid, int) and pid > 0 and has_ended(pid, process.get("start"))
+
+
+def fate_of(process: Mapping[str, Any]) -> Literal["alive", "dead", "unknown"]:
+    """What can be known from here of a process, known by its `identity`."""
+    if is_surely_dead(process):
+        return "dead"
+    own = identity()
+    ours = own.get("boot") and all(process.get(name) == own[name] for name in ("boot", "host"))
+    return "alive" if ours and process.get("pid") else "unknown"
 
 
 def has_ended(pid: int, start: int | None = None) -> bool:
