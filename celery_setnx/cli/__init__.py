@@ -98,12 +98,15 @@ def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_js
     if as_json:
         count = _print_json(map(mark_row if queued else row, found))
     else:
-        seen = list(found)
-        count = len(seen)
-        if seen:
-            columns, as_cells = (MARK_COLUMNS, mark_cells) if queued else (COLUMNS, cells)
-            heading, *lines = table(columns, list(map(as_cells, seen)), width())
-            say(heading, *(Line(line, {} if queued else style(one)) for line, one in zip(lines, seen)))
+        columns, as_cells = (MARK_COLUMNS, mark_cells) if queued else (COLUMNS, cells)
+        rows, looks = [], []
+        for one in found:
+            rows.append(as_cells(one))
+            looks.append({} if queued else style(one))
+        count = len(rows)
+        if rows:
+            heading, *lines = table(columns, rows, width())
+            say(heading, *(Line(line, look) if look else line for line, look in zip(lines, looks)))
     what = "mark" if queued else "stale lock" if stale else "lock"
     what = many(count, what) if count else f"No {what}s"
     of = f" of {task}" if task else ""

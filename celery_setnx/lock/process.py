@@ -25,20 +25,17 @@ def is_surely_dead(process: Mapping[str, Any]) -> bool:
     The boot, the pid namespace and the hostname must be ours, and the pid absent, or a zombie without
     other threads, or that of a process which started at another time.
     """
-    own = identity()
-    if not own.get("boot") or any(process.get(name) != own.get(name) for name in ("boot", "host")):
-        return False
-    pid = process.get("pid")
-    return isinstance(pid, int) and pid > 0 and has_ended(pid, process.get("start"))
+    return fate_of(process) == "dead"
 
 
 def fate_of(process: Mapping[str, Any]) -> Literal["alive", "dead", "unknown"]:
     """What can be known from here of a process, known by its `identity`."""
-    if is_surely_dead(process):
-        return "dead"
-    own = identity()
-    ours = own.get("boot") and all(process.get(name) == own[name] for name in ("boot", "host"))
-    return "alive" if ours and process.get("pid") else "unknown"
+    own, pid = identity(), process.get("pid")
+    if not own.get("boot") or any(process.get(name) != own.get(name) for name in ("boot", "host")):
+        return "unknown"
+    if not isinstance(pid, int) or pid <= 0:
+        return "unknown"
+    return "dead" if has_ended(pid, process.get("start")) else "alive"
 
 
 def has_ended(pid: int, start: int | None = None) -> bool:
