@@ -34,8 +34,9 @@ _TEMPORARY = re.compile(
 )
 
 # Redis 7.0 says where in a script the user was refused, but not which command.
-_UNNAMED = re.compile(r"can't run this command.*@user_script: ?(\d+)", re.DOTALL)
+_UNNAMED = re.compile(r"can't run this command(?:.*@user_script: ?(\d+))?", re.DOTALL)
 _CALLED = re.compile(r"redis\.call\('(\w+)'")
+_TRIED = re.compile(r"redis\.pcall\('(\w+)'")
 
 REDIS_ERRORS = (RedisError, RedisClusterException)
 """What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
@@ -114,8 +115,11 @@ class Script:
         refused = _UNNAMED.search(str(error))
         if refused is None:
             return _translated(name, error)
-        line = self.text.splitlines()[int(refused[1]) - 1]
-        return LockRefused(name, f"{type(error).__name__}: {error} ({' or '.join(_CALLED.findall(line))})")
+        if refused[1]:
+            commands = _CALLED.findall(self.text.splitlines()[int(refused[1]) - 1])
+        else:  # an error that the script has caught, and handed back
+            commands = _TRIED.findall(self.text)
+        return LockRefused(name, f"{type(error).__name__}: {error} ({' or '.join(dict.fromkeys(commands))})")
 
     def _once(self, client: Any, keys: Keys, arguments: tuple[Any, ...]) -> Settled:
         try:
