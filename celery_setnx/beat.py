@@ -37,6 +37,7 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
 from celery_setnx.options import settings
 from celery_setnx.signals import tick_late
+from celery_setnx.wording import sentence
 
 logger = logging.getLogger("celery_setnx.beat")
 
@@ -224,7 +225,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     def _stand_by(self, reason: str) -> None:
         self._lock.token = self._leads_by = None
         self._noting.clear()
-        self._say(logging.WARNING, f"Leads no more, and stands by: {reason}.")
+        self._say(logging.WARNING, f"Leads no more, and stands by: {sentence(reason)}")
 
     def _takes_the_lead(self) -> bool:
         # Known before the server knows it: close() gives back what a signal has kept us from seeing.
@@ -233,7 +234,9 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             outcome = self._lock.acquire_at_death(same_host=self._same_host, token=token)
             if outcome.lock is None:
                 self._lock.token = None
-                self._say(logging.INFO, f"Stands by; the leader is {outcome.holder}.")
+                self._say(
+                    logging.INFO, f"Stands by; the leader is {outcome.holder}{_itself(outcome.holder)}."
+                )
                 return False
             self._begin(outcome.lock)
         except LockUnavailable as error:
@@ -270,7 +273,9 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             logger.log(level, "beat: %s", what)
 
     def _say_unavailable(self, error: LockUnavailable) -> None:
-        self._say(logging.WARNING, f"Leads, but sends nothing while Redis does not answer: {error.reason}")
+        self._say(
+            logging.WARNING, f"Leads, but sends nothing while Redis does not answer: {sentence(error.reason)}"
+        )
 
     def _recall(self) -> None:
         """Give the entries the last runs that Redis knows."""
@@ -380,6 +385,16 @@ def _unwrapped_exit() -> Iterator[None]:
                 raise SystemExit from error
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+def _itself(leader: Holder | None) -> str:
+    """What to say of a leader that is the very process that stands by, or was before a restart."""
+    own, info = identity(), leader.info if leader else {}
+    if any(info.get(name) != own[name] for name in ("host", "pid")):
+        return ""
+    if all(info.get(name) == value for name, value in own.items()):
+        return ": this very process, to which an answer of Redis was lost. Its lease ends the lead"
+    return ": most likely this one, before it was started again. Its lease ends the lead"
 
 
 def _row(entry: ScheduleEntry) -> Any:

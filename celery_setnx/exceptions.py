@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from celery_setnx.wording import sentence, unstopped
 
 
 class SetnxError(Exception):
     """Root of all errors raised by celery_setnx."""
+
+    def __str__(self) -> str:
+        message = self._message()
+        return super().__str__() if message is None else sentence(message)
+
+    def _message(self) -> str | None:
+        """What it says of its attributes, which may be anybody's words; None if it was given its message."""
+        return None
 
 
 class OptionError(SetnxError, ValueError):
@@ -27,7 +38,7 @@ class UnkeyableCall(SetnxError, TypeError):
         self.task = task
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return f"Cannot compute the lock key of a call of {self.task}: {self.reason}"
 
 
@@ -51,7 +62,7 @@ class AlreadyRunning(SetnxError):
         self.holder = dict(holder)
         self.remaining_s = remaining_s
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return f"{self.task} is already running: {self.key} is held by {self._who()}{self._until()}."
 
     def _who(self) -> str:
@@ -82,7 +93,7 @@ class LockTimeout(AlreadyRunning):
         self.args = (*self.args, waited_s)
         self.waited_s = waited_s
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         held = f"is held by {self._who()}{self._until()}" if self.holder else "came free too late"
         return f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): {self.key} {held}."
 
@@ -104,7 +115,7 @@ class DuplicateTask(SetnxError):
         self.task_id = task_id
         self.state = state
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return (
             f"A call of {self.task} was not published: the same call is {self.state} already, as "
             f"{self.task_id} (key {self.key}). Its result is AsyncResult({self.task_id!r})."
@@ -137,7 +148,7 @@ class FanOutFailed(SetnxError):
         self.uncertain = uncertain
         self.not_sent = not_sent
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         uncertain = f", {self.uncertain} were on their way and may have arrived" if self.uncertain else ""
         failed = f", {self.failed} failed by themselves" if self.failed else ""
         return (
@@ -160,9 +171,9 @@ class LockLost(SetnxError):
         self.key = key
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return (
-            f"The lock {self.key} is lost: {self.reason}. Stop what it protects; "
+            f"The lock {self.key} is lost: {unstopped(self.reason)}. Stop what it protects; "
             "a new holder may be at work, and has a larger fence."
         )
 
@@ -180,12 +191,12 @@ class LockUnavailable(SetnxError):
         self.key = key
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return f"Redis does not serve the lock {self.key} now: {self.reason}"
 
 
 class LockRefused(SetnxError):
-    """Redis refuses a lock command for good: a missing permission, an unknown command, a foreign key.
+    """Redis refuses a lock command for good: a wrong password, a missing permission, a foreign key.
 
     Attributes:
         key: The lock's Redis key.
@@ -197,11 +208,41 @@ class LockRefused(SetnxError):
         self.key = key
         self.reason = reason
 
-    def __str__(self) -> str:
-        return (
-            f"Redis refuses to serve the lock {self.key}: {self.reason}. celery_setnx needs EVAL, EVALSHA "
-            "and, inside scripts, TIME, GET, EXISTS, SET, GETSET, DEL, PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, "
-            "ZRANGE, ZRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, "
-            ":queued, :line, :calls, :ticket:* and :instead:*, and on <prefix>:lines:*. Grant them, or point "
-            "setnx_url at a server that has them."
-        )
+    def _message(self) -> str:
+        return f"Redis refuses to serve the lock {self.key}: {unstopped(self.reason)}. {remedy(self.reason)}"
+
+
+def remedy(reason: str) -> str:
+    """What to do about a server that refuses, by its own words."""
+    return next(do for words, do in _REMEDIES if words.search(reason))
+
+
+_URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
+_NEEDED = (
+    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, EXISTS, SET, GETSET, DEL, PTTL, "
+    "PEXPIRE, PEXPIREAT, ZADD, ZREM, ZRANGE, ZRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on "
+    "this key, its :holder, :queued, :line, :calls, :ticket:* and :instead:*, and on <prefix>:lines:*; "
+    "SELECT for a database other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
+)
+_DO = {
+    "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH": (
+        f"Check the user and the password of {_URL}"
+    ),
+    "DB index|invalid database|MOVED|Cluster mode is not enabled|SELECT is not allowed in cluster": (
+        f"Check {_URL}: the number of its database, which the server must have, and its scheme, which is "
+        "redis+cluster:// for a cluster and for nothing else"
+    ),
+    "permission|NOPERM|ACL failure|can't (run this command|access at least one)|is forbidden": (
+        f"{_NEEDED}. Grant its user what is missing, or point setnx_url at a server that has it"
+    ),
+    "unknown (redis )?(sub)?command|syntax error": (
+        "The server is too old, is no Redis, or has commands under other names. Use Redis 6.2, Valkey 7.2 or "
+        "later, where all commands have their own names"
+    ),
+    "WRONGTYPE|wrong kind of value": (
+        "Another program has this key, or one beside it: delete it if nobody needs it, and give each program "
+        "and each environment a prefix of its own (setnx_prefix)"
+    ),
+    "": "The server's log may say more, and so may `celery setnx doctor`",
+}
+_REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in _DO.items()]

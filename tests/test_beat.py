@@ -15,6 +15,7 @@ from celery.schedules import BaseSchedule, crontab, schedstate, schedule
 
 from celery_setnx import LockRefused, OptionError, SetnxLock, signals
 from celery_setnx.beat import HotStandbyScheduler, _lateness, _recall, _tick
+from celery_setnx.lock.process import identity
 from tests import forks
 from tests.harness import server_us, wait_until
 
@@ -104,6 +105,29 @@ def test_one_of_two_schedulers_sends(beat):
     wait_until(both_tick, "ticks")
     assert standby.sent == []
     assert standby._said.startswith("Stands by; the leader is celery beat[clock] on beat@")
+
+
+@pytest.mark.parametrize(
+    ("process", "says"),
+    [
+        ({}, "this very process, to which an answer of Redis was lost. Its lease ends the lead."),
+        (
+            {"boot": "another", "start": 0},
+            "most likely this one, before it was started again. Its lease ends",
+        ),
+        ({"host": "other"}, ""),
+    ],
+    ids=["itself", "its former self", "another"],
+)
+def test_standby_says_when_it_stands_by_for_itself(beat, locks, process, says):
+    """Nobody is to look for another beat where there is none."""
+    standby = beat({"a": 60})
+    info = {**identity(), **process, "task": "celery beat", "task_id": "clock", "worker": "beat@here"}
+    assert SetnxLock(locks, standby._lock.name, lease=600, info=info).acquire().acquired
+    standby.tick()
+    leader, _, more = standby._said.partition(" UTC")
+    assert leader.startswith("Stands by; the leader is celery beat[clock] on beat@here")
+    assert more.startswith(f": {says}" if says else ".")
 
 
 def test_closing_the_leader_lets_another_lead_at_once(beat, locks):

@@ -467,5 +467,5 @@ def test_late_acknowledgement_is_explained_by_the_doctor_only(app):
     add(app, task={"acks_late": True})
     assert not problems(app)
     (found,) = [found for found in examine(app) if found.subject == "visibility"]
-    assert found.level == "ok"
+    assert found.level == "note"
     assert "what runs for more than 3600 s with acks_late: work." in found.what

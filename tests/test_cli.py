@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,41 @@ import pytest
 import redis
 from celery.bin.celery import celery
 from click.testing import CliRunner, Result
+from rich.console import ConsoleDimensions
 
 from celery_setnx import HeldLock, SetnxLock
-from celery_setnx.cli import setnx
+from celery_setnx.cli import _picture, screen, setnx
+from celery_setnx.cli.describe import COLUMNS, MARK_COLUMNS
+from celery_setnx.cli.screen import table
+from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import mark_name, record_name
+from celery_setnx.lock.names import key_name, mark_name, record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.signals import lock_released
 from celery_setnx.testing import locks_on, pass_time
 from tests.docs.pages import DOCS, sections
-from tests.harness import CONF, wait_until
+from tests.harness import CONF, age, wait_until
+from tests.test_wording import EVIL, controls
 
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 PAGE = (DOCS / "cli.md").read_text()
 TASK = "tests.cliapp."
+SHOWN_MORE = {"token", "last_holder", "last_take_over", "line"}
 ELSEWHERE = {**identity(), "host": "other", "boot": "another", "pid": 77}
 DEAD = {**identity(), "start": 0}  # of this host; its pid is that of a later process
 
 
 def ask(
-    *arguments: str, app: str = "tests.cliapp", answer: str | None = None, ends: int | None = None
+    *arguments: str,
+    app: str = "tests.cliapp",
+    answer: str | None = None,
+    ends: int | None = None,
+    color: bool = False,
 ) -> Result:
     """Run `celery -A app setnx ...` in this process; it ends by itself, or with an exit code (`ends`)."""
-    result = CliRunner().invoke(celery, ["-A", app, "setnx", *arguments], input=answer)
+    result = CliRunner().invoke(celery, ["-A", app, "setnx", *arguments], input=answer, color=color)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     assert ends in (None, result.exit_code), result.output
     return result
@@ -85,11 +96,13 @@ class Stage:
     def key(self, name: str = "sync", customer: int = 7) -> str:
         return str(self.task(name).lock_key(customer))
 
-    def hold(self, name: str = "sync", customer: int = 7, where: Any = None) -> HeldLock:
+    def hold(
+        self, name: str = "sync", customer: int = 7, where: Any = None, task_id: str = "t-1"
+    ) -> HeldLock:
         """The held lock of a call."""
-        info = {**(where or identity()), "task": TASK + name, "task_id": "t-1", "worker": "w1@host"}
+        info = {**(where or identity()), "task": TASK + name, "task_id": task_id, "worker": "w1@host"}
         own = SetnxLock(self.locks, self.key(name, customer), info=info, lease=600)
-        held = own.acquire(token="t-1|0|ab").lock
+        held = own.acquire(token=f"{task_id}|0|ab").lock
         assert held is not None
         return held
 
@@ -148,9 +161,9 @@ def test_list_prints_a_table(cli):
     cli.stale("retrying")
     result = ask("list")
     heading, *lines = result.stdout.splitlines()
-    assert heading.split() == ["TASK", "STATE", "AGE", "DEADLINE", "WAITING", "TASK", "ID", "WORKER", "KEY"]
+    assert re.split("  +", heading) == list(COLUMNS)
     assert re.fullmatch(
-        r"tests\.cliapp\.retrying  running  10 min[ \w]* +expired [\d.]+ s ago +-        t-1      "
+        r"tests\.cliapp\.retrying  running  10 min[ \w]* +[\d.]+ s ago +unknown  -        t-1      "
         r"w1@host \(pid 77\) +t:\{tests\.cliapp\.retrying:\w{32}\}",
         lines[0],
     )
@@ -175,6 +188,50 @@ def test_list_chooses_by_task_and_by_deadline(cli):
     assert "The app has no task tests.cliapp.snyc; did you mean tests.cliapp.sync?" in said
 
 
+@pytest.mark.parametrize(
+    ("scene", "process", "stale", "listed"),
+    [
+        ("held", "alive", False, False),
+        ("held elsewhere", "unknown", False, False),
+        ("held by the dead", "dead", False, True),
+        ("past its lease", "unknown", True, True),
+        ("resting", None, False, False),
+        ("held for a retry of the dead", None, False, False),
+        ("foreign", None, False, False),
+    ],
+)
+def test_list_says_whether_the_process_lives(cli, scene, process, stale, listed):
+    """In a column and in the JSON; --stale lists it too if it is surely dead, though its lease runs."""
+    SCENES[scene](cli, "sync")
+    (row,) = ask_json("list")
+    assert (row["process"], row["stale"]) == (process, stale)
+    heading, line = ask("list").stdout.splitlines()
+    assert line[heading.index("PROCESS") :].split()[0] == (process or "-")
+    assert len(ask_json("list", "--stale")) == listed
+
+
+@pytest.mark.parametrize(
+    ("scene", "painted"),
+    [
+        ("held", ""),
+        ("resting", "\x1b[2m"),
+        ("held by the dead", "\x1b[31m"),
+        ("past its lease", "\x1b[31m"),
+        ("foreign", "\x1b[31m"),
+    ],
+)
+def test_list_is_coloured_where_there_are_colours(cli, scene, painted):
+    """What nobody will release is red, what nobody runs under is dim; --no-color and a pipe have neither."""
+    SCENES[scene](cli, "sync")
+    line = ask("list", color=True).stdout.splitlines()[1]
+    assert line.startswith(f"{painted}tests.cliapp.sync")
+    assert line.endswith("\x1b[0m" if painted else cli.key())
+    assert "\x1b" not in ask("list").stdout
+    plain = CliRunner().invoke(celery, ["--no-color", "-A", "tests.cliapp", "setnx", "list"], color=True)
+    assert "tests.cliapp.sync" in plain.stdout
+    assert "\x1b" not in plain.stdout
+
+
 def test_list_json_has_the_documented_fields(cli):
     """Names and types of the fields are part of the interface. A free lock with a line is listed as free."""
     cli.hold()
@@ -182,11 +239,11 @@ def test_list_json_has_the_documented_fields(cli):
     cli.park("waiting")
     rows = {row["state"]: row for row in ask_json("list")}
     assert types(rows["running"]) == (
-        "key:str task:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int fence:int "
-        "since:float age_s:float deadline:float remaining_s:float waiting:int value:str"
+        "key:str task:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int process:str "
+        "fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str"
     )
     unknown = [name for name, value in rows["foreign"].items() if value is None]
-    assert " ".join(unknown) == "task_id worker host pid since age_s deadline remaining_s"
+    assert " ".join(unknown) == "task_id worker host pid process since age_s deadline remaining_s"
     assert (rows["free"]["waiting"], rows["free"]["task"]) == (1, TASK + "waiting")
     assert documented_fields("list --json") == set(rows["running"])
 
@@ -283,9 +340,10 @@ def test_show_json_has_the_documented_fields(cli):
     held = cli.hold()
     cli.park()
     shown = ask_json("show", held.key)
-    more = {"token", "process", "last_holder", "last_take_over", "mark", "mark_lapses_in_s", "line"}
+    more = {*SHOWN_MORE, "mark", "mark_lapses_in_s"}
     assert set(shown) == {*ask_json("list")[0], *more}
     assert documented_fields("show --json") == more
+    assert documented_fields("list --json") == set(ask_json("list")[0])
     assert (shown["process"], shown["last_holder"], shown["mark"]) == ("alive", None, None)
     (waiter,) = shown["line"]
     assert types(waiter) == "task_id:str place:int since:float age_s:float"
@@ -310,9 +368,17 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["show", "tests.cliapp.sync", "--kwargs", "{"], "is no JSON"),
         (["why", "tests.cliapp.nothing"], "The app has no task tests.cliapp.nothing"),
         (["why", "tests.cliapp.plain", "7"], "neither a SingletonTask nor a @singleton"),
-        (["release"], "give a KEY, or --queued and --task NAME"),
+        (["release"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
         (["release", "t:{a}", "--queued", "--task", "a"], "give a KEY"),
-        (["release", "--queued"], "give a KEY, or --queued and --task NAME"),
+        (["release", "--queued"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
+        # What is neither a task nor a lock is no lock that is free.
+        (["release", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
+        (
+            ["release", "tests.cliapp.snyc"],
+            "did you mean tests.cliapp.sync? Nor is there a lock of that name.",
+        ),
+        (["release", "tests.cliapp.plain", "7"], "has no lock"),
+        (["release", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
         (["watch", "--interval", "0"], "--interval"),
     ],
 )
@@ -387,7 +453,35 @@ def test_why_says_yes_or_no_and_why(cli, scene, task, answer, says):
     assert re.match(f"{answer}: {says}", result.stdout), result.stdout
 
 
+@pytest.mark.parametrize("scene", SCENES)
+def test_why_json_says_the_same(cli, scene):
+    """The answer, its reasons and the lock, under documented names; the exit code is the same."""
+    SCENES[scene](cli, "pending")
+    told = ask("why", TASK + "pending", "7")
+    result = ask("why", TASK + "pending", "7", "--json", ends=told.exit_code)
+    answer = json.loads(result.stdout)
+    assert answer["runs"] == (told.exit_code == 0)
+    assert answer["reason"] == told.stdout.splitlines()[0].partition(": ")[2]
+    about = [re.sub(r"[\d.]+ (s|min)\b", "", line) for line in answer["details"]]
+    assert about == [re.sub(r"[\d.]+ (s|min)\b", "", line[2:]) for line in told.stdout.splitlines()[1:-1]]
+    more = {"runs", "reason", "details", "mark", "mark_lapses_in_s"}
+    assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
+    assert documented_fields("why --json") == more
+    assert answer["key"] == cli.key("pending")
+
+
 # release
+
+
+@pytest.mark.parametrize(
+    "call", [["7"], ["customer=7"], ["--args", "[7]"], ["--kwargs", '{"customer": 7}']], ids=str
+)
+def test_release_takes_a_task_and_its_arguments(cli, locks, call):
+    """As show and why do: a key need not be copied."""
+    held = cli.stale()
+    assert f"Released {held.key}.\n" in ask("release", TASK + "sync", *call, "--yes", ends=0).stdout
+    assert not locks.exists(held.key)
+    assert ask("release", TASK + "sync", *call, ends=1).stderr == f"Nothing to release: {held.key} is free.\n"
 
 
 def test_release_asks_and_leaves_a_log_line_and_a_signal(cli, locks, caplog):
@@ -485,6 +579,154 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
+
+
+# what is not to reach a terminal
+
+COMMANDS = {
+    "list": [],
+    "list --queued": [],
+    "list --stale": [],
+    "list --task": ["EVIL"],
+    "show": ["KEY"],
+    "show --json": ["KEY"],
+    "show tests.cliapp.pending": ["7"],
+    "why tests.cliapp.pending": ["7"],
+    "why tests.cliapp.unique": ["7"],
+    "why tests.cliapp.waiting": ["7"],
+    "why --json tests.cliapp.waiting": ["7"],
+    "release": ["KEY"],
+    "release --yes": ["KEY"],
+    "release --yes --force": ["KEY"],
+    "release tests.cliapp.pending": ["7"],
+    "release --yes --queued --task": ["tests.cliapp.pending"],
+    "release --yes --queued --task ": ["EVIL"],
+    "doctor": [],
+    "doctor --json": [],
+}
+
+
+@pytest.fixture
+def poisoned(cli, locks, foreign_keys) -> str:
+    """Whatever a holder, a caller or another program can write there is full of escapes; one such key."""
+    word = EVIL.replace("\r\n", "")  # a token and an id are of one line
+    about = {"task": EVIL, "worker": EVIL, "host": EVIL, "pid": 7}
+    evil = key_name("t", EVIL, digest([7]))
+    for key in (evil, *map(cli.key, ("unique", "waiting"))):
+        lock = SetnxLock(locks, key, info=about, line=True, lease=600)
+        assert lock.acquire(token=f"{word}|0|ab").acquired
+        dead = lock.holder()
+        assert dead is not None
+        note_take_over(locks, key, TakeOver(time.time(), EVIL, {**dead.as_dict(), "description": EVIL}), 60)
+        park(locks, Place(key, word, 0, 60), since=time.time(), call="")
+    for key in (evil, cli.key("pending")):
+        mark_all(locks, [Mark(key, word)], dedupe="until_started", lease=600)
+    for key in (cli.key("pending"), key_name("t", EVIL, digest([8]))):
+        foreign_keys.add(key)
+        locks.set(key, EVIL)
+    foreign_keys.add(f"{evil}:more")
+    locks.set(f"{evil}:more", EVIL)
+    stale = SetnxLock(locks, key_name("t", EVIL, digest([9])), info=about, lease=600)
+    assert stale.acquire(token=f"{word}|0|ab").acquired
+    age(locks, stale.name, 601)
+    return evil
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_that_is_not_printable_reaches_the_terminal(poisoned, caplog, command):
+    """Neither an escape nor a line of its own, on stdout, stderr or in the log, as text or as JSON."""
+    given = [{"KEY": poisoned, "EVIL": EVIL}.get(word, word) for word in COMMANDS[command]]
+    result = ask(*command.split(), *given, answer="y\n", color=True)
+    ours = re.sub(r"\x1b\[\d+m", "", result.stdout + result.stderr)
+    assert controls(ours) <= {"\n"}
+    assert controls("".join(caplog.messages)) == set()
+    assert "OWNED" in ours
+    assert not any(line.startswith("INFO all is well") for line in ours.splitlines())
+
+
+def test_nothing_that_is_not_printable_reaches_the_screen_of_watch(poisoned, cli):
+    """Nor there, where rich writes; and what Redis says when it does not answer."""
+    pictures = [_picture(cli.app, None, ConsoleDimensions(width, 40)) for width in (80, 300)]
+    with locks_on(cli.app, "redis://127.0.0.1:1/1"):
+        pictures.append(_picture(cli.app, None, ConsoleDimensions(80, 40)))
+    for picture in pictures:
+        assert controls(picture.plain) <= {"\n"}
+    assert "OWNED" in pictures[1].plain
+    assert "ConnectionError" in pictures[2].plain
+
+
+# tables that fit
+
+
+def lock_row(**cells: str) -> list[str]:
+    """The cells of a lock, of the usual width."""
+    usual = dict(zip(COLUMNS, ["proj.billing.settle", "running", "4.1 s", "in 26 s", "alive", "12"]))
+    usual |= {"TASK ID": str(uuid.uuid4()), "WORKER": "w1@shop (pid 23344)", "KEY": f"t:{{proj:{'d' * 32}}}"}
+    return list({**usual, **{name.replace("_", " "): cell for name, cell in cells.items()}}.values())
+
+
+ROWS = [
+    lock_row(),
+    lock_row(STATE="held_for_retry", AGE="23 h 59 min", DEADLINE="23 h 59 min ago", PROCESS="unknown"),
+    lock_row(TASK="京都.任務", WORKER="müller@häuschen (pid 1)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("room", "gone", "cut"),
+    [
+        (None, [], []),
+        (300, [], []),
+        (160, ["KEY"], []),
+        (140, ["KEY"], ["WORKER"]),
+        (120, ["KEY", "WORKER"], ["TASK ID"]),
+        (80, ["KEY", "WORKER", "TASK ID"], ["TASK"]),
+    ],
+)
+def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
+    """State, age, deadline, process and who waits are always whole; first the key goes, then the worker."""
+    heading, *lines = table(COLUMNS, ROWS, room)
+    left = [name for name in COLUMNS if name not in gone]
+    assert re.split("  +", heading) == left
+    for line, row in zip(lines, ROWS):
+        assert screen._width(line) <= (room or 1000)
+        for name, cell in zip(COLUMNS, row):
+            assert (cell in line) or name in (*gone, *cut), name
+        assert ("…" in line) == (bool(cut) and (cut != ["TASK"] or row[0] == "proj.billing.settle"))
+
+
+@pytest.mark.parametrize("room", range(10, 200, 7))
+def test_table_is_never_wider_than_its_room(room):
+    """However little that is."""
+    assert max(map(screen._width, table(COLUMNS, ROWS, room))) <= room
+    marks = [["proj.billing.reindex", "in 1 h 9 min", str(uuid.uuid4()), "t:{proj.billing.reindex:d66aba8f}"]]
+    assert max(map(screen._width, table(MARK_COLUMNS, marks, room))) <= room
+
+
+def test_name_of_a_task_is_cut_at_its_beginning():
+    """The end of a dotted name says most; other cells are cut at theirs."""
+    _heading, line = table(COLUMNS, [lock_row(TASK="proj." + "deep." * 20 + "settle")], 80)
+    assert re.match(r"…[a-z.]*\.settle  running  4\.1 s  in 26 s   alive    12", line)
+    _heading, line = table(COLUMNS, [lock_row(TASK_ID="6c33b3ee-ec29-4d6d-a778-06f166cc7d45")], 90)
+    assert re.search(r"  12       6c33b3ee-[-0-9a-f]*…$", line)
+
+
+def test_watch_shows_trouble_first(cli):
+    """Stale locks and those of the dead, then those for which most wait, then the oldest."""
+    for customer in range(20):
+        cli.hold(customer=customer)
+    cli.stale("retrying")
+    cli.hold("raising", where=DEAD)
+    cli.foreign("deciding")
+    cli.hold("waiting")
+    cli.park("waiting")
+    cli.hold("joining")
+    pass_time(300, cli.task("joining"), 7)
+    picture = _picture(cli.app, None, ConsoleDimensions(120, 9)).plain.splitlines()
+    tasks = [line.split()[0].removeprefix(TASK) for line in picture[1:-1]]
+    assert sorted(tasks[:3]) == ["deciding", "raising", "retrying"]
+    assert tasks[3:] == ["waiting", "joining", "sync"]
+    assert picture[-1].startswith("25 locks, 19 of them not shown, ")
 
 
 # errors

@@ -15,7 +15,7 @@ from celery_setnx.doctor import trial
 from celery_setnx.doctor.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.harness import exit_code_of_fork, lock_keys
+from tests.harness import exit_code_of_fork, wait_until
 
 pytestmark = pytest.mark.usefixtures("alone")  # a worker's start looks at every task of its app
 
@@ -161,11 +161,10 @@ def start_worker_check(app: Celery) -> None:
 
 
 def test_worker_start_leaves_nothing_behind(locks, server, caplog):
-    """A good server: no word, and no lock, mark or line stays; what does lapses by itself."""
+    """A good server: no word, and no key stays."""
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
-    left = sorted(key.partition("}")[2] for key in lock_keys(locks))
-    assert left == [":holder", ":instead:check", ":ticket:check"]
+    assert list(locks.scan_iter()) == []
 
 
 NEEDED = [
@@ -178,15 +177,41 @@ NEEDED = [
 def test_worker_does_not_start_where_the_acl_forbids_a_command(limited, command, caplog):
     """The missing permission is named before the first task needs it, a take-over's included."""
     app = app_with(setnx_url=limited("~*", "+@all", *[f"-{name}" for name in command.split("|")]))
-    with pytest.raises(LockRefused, match="Redis refuses to serve the lock"):
+    with pytest.raises(LockRefused, match="Redis refuses to serve the lock") as refused:
         start_worker_check(app)
     assert "This worker cannot lock" in caplog.text
-    assert command.split("|")[-1] in caplog.text.lower()
+    assert command.split("|")[-1] in refused.value.reason.lower()
+    assert ".." not in caplog.text
+
+
+@pytest.mark.parametrize("command", ["getset", "zadd", "hset", "pexpireat", "del", "zcount"])
+def test_worker_start_that_is_refused_leaves_nothing_that_stays(limited, locks, command):
+    """What the trial had written is deleted; where DEL is forbidden it lapses at once."""
+    with pytest.raises(LockRefused):
+        start_worker_check(app_with(setnx_url=limited("~*", "+@all", f"-{command}")))
+    wait_until(lambda: not list(locks.scan_iter()), "no key is left", 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "do"),
+    [
+        (lambda url: url.replace("redis://", "redis://nobody:wrong@"), "Check the user and the password"),
+        (lambda url: f"{url}99", "the number of its database"),
+    ],
+    ids=["password", "database"],
+)
+def test_worker_that_is_not_let_in_is_told_what_is_wrong_with_its_url(server, change, do, caplog):
+    """No permission is asked for that would not help."""
+    with pytest.raises(LockRefused):
+        start_worker_check(app_with(setnx_url=change(server.url(1))))
+    assert do in caplog.text
+    assert "EVAL" not in caplog.text
+    assert ".." not in caplog.text
 
 
 def test_worker_starts_with_only_the_needed_commands(limited):
     """The permissions that the error message asks for are enough; INFO is not among them."""
-    assert all(name.upper() in str(LockRefused("k", "")) for name in NEEDED)
+    assert all(name.upper() in str(LockRefused("k", "NOPERM")) for name in NEEDED)
     rules = [f"+{name}" for name in NEEDED]
     start_worker_check(app_with(setnx_url=limited("~setnx:*", *rules, db=0)))
 

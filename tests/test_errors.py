@@ -440,6 +440,21 @@ def test_server_that_is_gone_is_unavailable(admin, proxy, far, verb):
         attempt()
 
 
+def test_command_that_redis_7_0_forbids_in_a_script_is_named():
+    """That server says in which line, and not which command."""
+    acquire = lock_module._ACQUIRE
+    (line,) = [n for n, text in enumerate(acquire.text.splitlines(), 1) if "redis.call('GETSET'" in text]
+    said = (
+        "The user executing the script can't run this command or subcommand script: e977b3, on @user_script:"
+    )
+    refused = acquire._translated(NAME, redis.ResponseError(f"{said}{line}."))
+    assert isinstance(refused, LockRefused)
+    assert refused.reason == f"ResponseError: {said}{line}. (GETSET)"
+    assert "Grant its user what is missing" in str(refused)
+    caught = acquire._translated(NAME, redis.ResponseError(said.partition(" script:")[0]))
+    assert "PEXPIREAT" in caught.reason
+
+
 def test_wrong_password_is_an_error_of_ours(own, admin):
     """A server that does not let us in gives no lock, and no error but the documented ones."""
     with (

@@ -20,6 +20,7 @@ from celery_setnx import (
     SetnxError,
     UnkeyableCall,
 )
+from tests.test_wording import EVIL, controls
 
 HOLDER = {"task_id": "id-1", "description": "proj.t[id-1] on w (pid 1), running since now"}
 ALL = [
@@ -64,4 +65,54 @@ def test_messages_name_task_key_holder_and_remedy():
     assert str(ALL[4]).endswith("held by an unknown holder, with no deadline.")
     assert "gave up after waiting 7.2 s (max_wait)" in str(ALL[5])
     assert "Stop what it protects" in str(ALL[6])
-    assert "Grant them, or point setnx_url" in str(ALL[8])
+    assert "Grant its user what is missing, or point setnx_url" in str(ALL[8])
+
+
+@pytest.mark.parametrize("error", ALL[2:], ids=lambda e: type(e).__name__)
+def test_message_of_ours_has_one_full_stop_to_a_sentence(error):
+    """Whatever it quotes of a server or of another error, which may bring its own."""
+    reason = getattr(error, "reason", "no reason")
+    again = type(error)(*(f"{part}." if part == reason else part for part in error.args))
+    assert str(again) == str(error)
+    assert str(error).endswith(".")
+    assert ".." not in str(error)
+
+
+@pytest.mark.parametrize("error", ALL[2:], ids=lambda e: type(e).__name__)
+def test_message_of_ours_is_printable(error):
+    """What it quotes may be anybody's words."""
+    evil = (f"{part}{EVIL}" if isinstance(part, str) else part for part in error.args)
+    assert controls(str(type(error)(*evil))) == set()
+
+
+@pytest.mark.parametrize(
+    ("reason", "do"),
+    [
+        (
+            "AuthenticationError: invalid username-password pair or user is disabled.",
+            "Check the user and the",
+        ),
+        ("AuthenticationError: WRONGPASS invalid username-password pair", "Check the user and the password"),
+        ("AuthenticationError: HELLO must be called with the client already authenticated", "Check the user"),
+        ("ResponseError: DB index is out of range", "the number of its database"),
+        ("RedisClusterException: Cluster mode is not enabled on this node", "redis+cluster:// for a cluster"),
+        ("MovedError: 5061 127.0.0.1:7002", "redis+cluster:// for a cluster"),
+        ("NoPermissionError: User x has no permissions to run the 'eval' command", "Grant its user"),
+        ("ResponseError: The user executing the script can't run this command (SET)", "Grant its user"),
+        ("NoPermissionError: No permissions to access a key", "Grant its user what is missing"),
+        ("nobody is seen to wait for it: ZCOUNT is forbidden", "Grant its user what is missing"),
+        ("ResponseError: unknown command 'EVALSHA', with args beginning with:", "too old"),
+        ("ResponseError: Unknown Redis command called from script", "too old"),
+        (
+            "ResponseError: WRONGTYPE Operation against a key holding the wrong kind of value",
+            "Another program",
+        ),
+        ("ResponseError: user_script:4: attempt to compare nil with number", "The server's log may say more"),
+    ],
+)
+def test_remedy_of_a_refusal_fits_the_servers_words(reason, do):
+    """Only a missing permission asks for one."""
+    message = str(LockRefused("k", reason))
+    assert reason.removesuffix(".") in message
+    assert do in message
+    assert ("Grant" in message) == ("Grant" in do)

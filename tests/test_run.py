@@ -16,6 +16,7 @@ from celery.exceptions import Retry, SoftTimeLimitExceeded
 from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
@@ -109,6 +110,27 @@ def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeyp
         monkeypatch.setattr(redelivered.backend, "get_task_meta", raising(OSError("gone")))
     assert execute(redelivered, lambda: "ran") == "ran"
     assert ("its result is not known (gone)" in caplog.text) == (backend == "failing")
+
+
+@pytest.mark.parametrize("backend", ["disabled://", "rpc://"])
+def test_repeated_delivery_without_stored_results_is_no_trouble(redelivered, backend, caplog):
+    """Where no results are stored, or others cannot read them: it runs again, and nothing is warned of."""
+    redelivered.app.conf.result_backend = backend
+    redelivered.backend = redelivered.app._get_backend()
+    assert execute(redelivered, lambda: "ran") == "ran"
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
+
+
+@pytest.mark.parametrize(("marked_by", "told"), [(None, False), ("t-2", True)], ids=["gone", "another's"])
+def test_repeated_delivery_whose_mark_is_gone_has_not_lapsed(redelivered, locks, caplog, marked_by, told):
+    """Its first start has ended the mark; one of another call was set since, which is told."""
+    if marked_by:
+        mark_all(locks, [Mark(KEY, marked_by)], dedupe="until_started", lease=60)
+    call = Call(redelivered.name, redelivered.request.id, key=KEY, marked=True)
+    vars(redelivered.request).update(call.as_headers())
+    run = Run(redelivered, redelivered._guard, redelivered.request, (), {})
+    assert run.execute(lambda: "ran") == "ran"
+    assert ("was the only one queued" in caplog.text) == told
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ SCENES = {
     ),
     "take_over": (
         "WARNING {call} took over {key} from tests.watchapp.work[dead] on gone@host (pid 7), running since "
-        "{when}: its lease ended {s} s ago and was not renewed. That process died, or stood still for longer "
-        "than its lease."
+        "{when}: its lease ended {s} s ago, neither renewed nor released in time; its process died, stood "
+        "still, or could not reach Redis."
     ),
     "lose": (
         "WARNING {call} lost its lock {key}: its key has vanished from Redis (deleted, evicted, or the data "

@@ -11,6 +11,7 @@ from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import key_name, line_names, mark_name, record_name, take_over_name
+from celery_setnx.lock.process import identity
 from celery_setnx.lock.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
 from examples.embedded import EmbeddedServer
@@ -44,6 +45,27 @@ def fill(locks: redis.Redis, count: int) -> set[str]:
     locks.mset(dict.fromkeys(keys, -(-deadline_us // 1_000_000)))
     locks.mset(dict.fromkeys(map(record_name, keys), record))
     return set(keys)
+
+
+@pytest.mark.parametrize(
+    ("where", "process", "abandoned"),
+    [
+        (identity(), "alive", False),
+        ({**identity(), "start": 0}, "dead", True),
+        ({"host": "other", "pid": 7}, "unknown", False),
+    ],
+    ids=["alive", "dead", "elsewhere"],
+)
+def test_process_of_a_running_holder_is_known_on_its_own_host(locks, where, process, abandoned):
+    """One that is surely dead has left its lock, though the lease runs; a lock that rests is not left."""
+    held = hold(locks, **where)
+    assert held is not None
+    seen = look(locks, KEY)
+    assert (seen.process, seen.is_abandoned, seen.is_stale) == (process, abandoned, False)
+    assert (seen.holder.pid, seen.holder.as_dict()["pid"]) == (where["pid"], where["pid"])
+    held.release(at_least_for=60)
+    resting = look(locks, KEY)
+    assert (resting.holder.state, resting.process, resting.is_abandoned) == ("resting", None, False)
 
 
 def test_survey_sees_all_parts_of_a_lock_once(locks):

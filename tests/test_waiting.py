@@ -205,7 +205,9 @@ def test_killed_holder_that_is_delivered_again_stops_nobody(stage):
 def test_killed_worker_of_the_holder_is_taken_over(stage, journal, doomed, worker, second, proof):
     """kill -9 of the holder's worker, and no call comes: a worker's sweep finds that the lease has ended, or
     proves the holder dead."""
-    said = {"deadline": "and was not renewed", "death": "its process on this host is dead"}[proof]
+    said = {"deadline": "neither renewed nor released in time", "death": "its process on this host is dead"}[
+        proof
+    ]
     first = stage.held(queue=stage.key)
     results = stage.line_up(3, queue="second" if proof == "deadline" else "first")
     doomed.kill()

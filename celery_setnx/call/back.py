@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from celery import Celery
 from celery.app.task import Context, Task
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.entity import Exchange, Queue
@@ -24,6 +25,7 @@ from kombu.utils import json
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.connection import SCHEMES
 from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.wording import unstopped
 
 try:
     from celery.utils.quorum_queues import detect_quorum_queues
@@ -223,6 +225,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     With `ComesBack`; with `Waits` if it waits for another delivery of its `own`, whose state in the backend
     it must not touch; or, if the broker does not take it, as `not_taken_back`.
     """
+    reason = unstopped(reason)
     if task.request.is_eager:  # it has no message
         raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
@@ -278,7 +281,7 @@ def visibility_timeout_s(app: Celery) -> float | None:
 
 def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
     """What a result backend has of a task; nothing if it cannot say, and the call goes on."""
-    if not backend.persistent:
+    if isinstance(backend, DisabledBackend) or not backend.persistent:
         return {}
     try:
         return dict(backend.get_task_meta(task_id))

@@ -122,12 +122,14 @@ def next_look(served: Served) -> float | None:
 def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
+    fate = (
+        "on this host is dead" if is_surely_dead(dead.info) else "died, stood still, or could not reach Redis"
+    )
     if dead.state == "foreign":
         why = f"it ended {ended_s:.1f} s ago, and was not released."
     elif ended_s >= 0:
         why = (
-            f"its lease ended {ended_s:.1f} s ago and was not renewed. "
-            "That process died, or stood still for longer than its lease."
+            f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
         )
     else:
         why = "its process on this host is dead."

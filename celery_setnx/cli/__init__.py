@@ -17,14 +17,15 @@ from celery.bin.base import handle_preload_options
 
 if TYPE_CHECKING:
     from celery import Celery
-    from rich.console import RenderableType
+    from rich.console import ConsoleDimensions
+    from rich.text import Text
 
     from celery_setnx.doctor.app import Finding
 
 NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
 
-_LEVELS = {"ok": "green", "warning": "yellow", "error": "red"}
+_LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
 class _Group(click.Group):
@@ -34,15 +35,17 @@ class _Group(click.Group):
         """Run a command."""
         try:
             return super().invoke(ctx)
-        except (click.exceptions.Exit, click.Abort, click.ClickException):
+        except (click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             from celery_setnx.cli.asked import told
+            from celery_setnx.wording import printable
 
-            in_one_line = told(ctx.obj.app, error)
+            in_one_line = error if isinstance(error, click.ClickException) else told(ctx.obj.app, error)
             if in_one_line is None:
                 raise
-            raise in_one_line from error
+            vars(in_one_line)["message"] = printable(in_one_line.message)
+            raise in_one_line from (error.__cause__ if in_one_line is error else error)
 
 
 def _handling_preload_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -73,19 +76,21 @@ def _of_call(function: Any) -> Any:
 
 @setnx.command("list")
 @click.option("--task", metavar="NAME", help="Only those of this task.")
-@click.option("--stale", is_flag=True, help="Only locks whose deadline has passed: their holders have died.")
+@click.option("--stale", is_flag=True, help="Only locks whose deadline has passed, or whose process is dead.")
 @click.option("--queued", is_flag=True, help="Marks instead of locks: the calls that are queued.")
 @_as_json
 @click.pass_context
 def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_json: bool) -> None:
-    """List the locks: task, state, age, deadline, who waits, holder.
+    """List the locks: task, state, age, deadline, process, who waits, holder.
 
-    A task is the one that the lock's record names, or the scope. Reads by SCAN, so it may run in production.
+    A task is the one that the lock's record names, or the scope. Whether a process is dead is known on its
+    own host. Reads by SCAN, so it may run in production. A terminal gets what fits its width.
     """
     if stale and queued:
         raise click.UsageError("--stale is about locks, --queued about marks; give one of them")
     from celery_setnx.cli.asked import find, loaded, prefix, unknown
-    from celery_setnx.cli.describe import COLUMNS, MARK_COLUMNS, cells, many, mark_cells, mark_row, row, table
+    from celery_setnx.cli.describe import COLUMNS, MARK_COLUMNS, cells, many, mark_cells, mark_row, row, style
+    from celery_setnx.cli.screen import Line, say, table, width
 
     app = loaded(ctx.obj.app)
     gc.freeze()  # else, of 100,000 locks, a fourth of the time is spent on cycles in what is loaded
@@ -93,15 +98,20 @@ def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_js
     if as_json:
         count = _print_json(map(mark_row if queued else row, found))
     else:
-        rows = list(map(mark_cells if queued else cells, found))
+        columns, as_cells = (MARK_COLUMNS, mark_cells) if queued else (COLUMNS, cells)
+        rows, looks = [], []
+        for one in found:
+            rows.append(as_cells(one))
+            looks.append({} if queued else style(one))
         count = len(rows)
         if rows:
-            click.echo("\n".join(table(MARK_COLUMNS if queued else COLUMNS, rows)))
+            heading, *lines = table(columns, rows, width())
+            say(heading, *(Line(line, look) if look else line for line, look in zip(lines, looks)))
     what = "mark" if queued else "stale lock" if stale else "lock"
     what = many(count, what) if count else f"No {what}s"
     of = f" of {task}" if task else ""
     hint = f" {unknown(app, task)}" if task and not count and task not in app.tasks else ""
-    click.echo(f"{what}{of} under {prefix(app)}:{{...}}.{hint}", err=True)
+    say(f"{what}{of} under {prefix(app)}:{{...}}.{hint}", err=True)
 
 
 @setnx.command()
@@ -125,37 +135,36 @@ def show(
     keyword argument. Put -- before arguments that begin with a dash. What this leaves ambiguous, give by
     --args and --kwargs.
     """
-    from celery_setnx.cli.asked import key_of, loaded, look_at, unknown
+    from celery_setnx.cli.asked import loaded, sight
     from celery_setnx.cli.describe import all_of, page
+    from celery_setnx.cli.screen import say
     from celery_setnx.connection import client_for
     from celery_setnx.lock.survey import waiters
     from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
-    if target in app.tasks:
-        key = key_of(app.tasks[target], arguments, args_json, kwargs)
-    elif arguments or args_json or kwargs:
-        raise click.UsageError(unknown(app, target))
-    else:
-        key = target
-    sighting = look_at(app, key)
-    if "{" not in key and sighting.raw == (None, None):
-        raise click.UsageError(f"{unknown(app, key)} Nor is there a lock of that name.")
+    sighting = sight(app, target, arguments, args_json, kwargs)
     client = client_for(app)
-    line = waiters(client, key, sighting.server_time)
-    details = all_of(sighting, last_take_over(client, key), line)
+    line = waiters(client, sighting.key, sighting.server_time)
+    details = all_of(sighting, last_take_over(client, sighting.key), line)
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
-        click.echo("\n".join(page(details, sighting)))
+        say(*page(details, sighting))
 
 
 @setnx.command()
 @click.argument("task")
 @_of_call
+@_as_json
 @click.pass_context
 def why(
-    ctx: click.Context, task: str, arguments: tuple[str, ...], args_json: str | None, kwargs: str | None
+    ctx: click.Context,
+    task: str,
+    arguments: tuple[str, ...],
+    args_json: str | None,
+    kwargs: str | None,
+    as_json: bool,
 ) -> None:
     """Say whether a call would run now, and who is in the way.
 
@@ -164,45 +173,52 @@ def why(
     ARGS are read as `show` reads them. Exit code 0: it would run. 1: it would not.
     """
     from celery_setnx.cli.asked import key_of, loaded, look_at, the_guard_of, unknown
-    from celery_setnx.cli.describe import verdict
+    from celery_setnx.cli.describe import answer, verdict
+    from celery_setnx.cli.screen import say
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
-    key = key_of(app.tasks[task], arguments, args_json, kwargs)
-    runs, (reason, *more) = verdict(the_guard_of(app.tasks[task]), look_at(app, key))
-    click.echo(f"{'Yes' if runs else 'No'}: {reason}")
-    for line in (*more, f"The key is {key}"):
-        click.echo(f"  {line}")
+    sighting = look_at(app, key_of(app.tasks[task], arguments, args_json, kwargs))
+    runs, because = verdict(the_guard_of(app.tasks[task]), sighting)
+    if as_json:
+        click.echo(json.dumps(answer(runs, because, sighting), indent=2))
+    else:
+        reason, *more = because
+        more.append(f"The key is {sighting.key}")
+        say(f"{'Yes' if runs else 'No'}: {reason}", *(f"  {line}" for line in more))
     ctx.exit(0 if runs else NO)
 
 
 @setnx.command()
-@click.argument("key", required=False)
+@click.argument("target", required=False, metavar="[KEY|TASK]")
+@_of_call
 @click.option("--queued", is_flag=True, help="Free the marks of a task, as a purge leaves them behind.")
 @click.option("--task", metavar="NAME", help="The task whose marks --queued frees.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Release even what a living process may hold.")
 @click.pass_context
-def release(
-    ctx: click.Context, key: str | None, queued: bool, task: str | None, yes: bool, force: bool
-) -> None:
+def release(ctx: click.Context, /, target: str | None, queued: bool, task: str | None, **given: Any) -> None:
     """Release a lock by hand, or free the marks of a task.
+
+    The lock is named as for `show`: by its key, or by a task and a call's arguments.
 
     What is shown is what is deleted: if it has changed meanwhile, nothing is touched. A lock whose deadline
     has not passed, and whose process is not surely dead, is only released with --force. The first who waits
     in line has its turn.
     """
-    if (key is None) != queued or queued != (task is not None):
-        raise click.UsageError("give a KEY, or --queued and --task NAME")
-    from celery_setnx.cli.asked import loaded
+    if (target is None) != queued or queued != (task is not None):
+        raise click.UsageError("give a KEY, or a TASK and its ARGS, or --queued and --task NAME")
+    from celery_setnx.cli.asked import loaded, sight
     from celery_setnx.cli.byhand import free_marks, release_lock
 
     app = loaded(ctx.obj.app)
-    if key is not None:
-        release_lock(app, key, yes=yes, force=force)
-    else:
+    yes, force = given.pop("yes"), given.pop("force")
+    if target is None:
         free_marks(app, str(task), yes=yes)
+    else:
+        sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
+        release_lock(app, sighting, yes=yes, force=force)
 
 
 @setnx.command()
@@ -231,7 +247,7 @@ def watch(ctx: click.Context, task: str | None, interval: float) -> None:
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(_picture(app, task, console.height), refresh=True)
+                live.update(_picture(app, task, console.size), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         ctx.exit(0)
@@ -271,6 +287,7 @@ def _report(
     """Print what is found of the app, as it comes; the exit code says whether any of it is bad."""
     from celery_setnx.cli.asked import imported
     from celery_setnx.cli.describe import many
+    from celery_setnx.cli.screen import Line, say
     from celery_setnx.doctor.app import refused
     from celery_setnx.exceptions import OptionError
 
@@ -289,12 +306,12 @@ def _report(
         _print_json(finding.as_dict() for finding in seen())
     else:
         for finding in seen():
-            level = ctx.obj.style(f"{finding.level:8}", fg=_LEVELS[finding.level])
-            click.echo(f"{level} {finding.subject}: {finding.what}")
-            for more in filter(None, (finding.why, finding.do)):
-                click.echo(f"{'':9}{more}")
-    total = f"{counts['ok']} ok, {many(counts['warning'], 'warning')}, {many(counts['error'], 'error')}."
-    click.echo(total, err=True)
+            what = f"{finding.level:8} {finding.subject}: {finding.what}"
+            more = [f"{'':9}{text}" for text in (finding.why, finding.do) if text]
+            say(Line(what, {"fg": _LEVELS[finding.level]}, first=8), *more)
+    notes = f"{many(counts['note'], 'note')}, " if counts["note"] else ""
+    wrong = f"{many(counts['warning'], 'warning')}, {many(counts['error'], 'error')}"
+    say(f"{counts['ok']} ok, {notes}{wrong}.", err=True)
     ctx.exit(NO if counts["error"] or (strict and counts["warning"]) else 0)
 
 
@@ -308,26 +325,29 @@ def _print_json(rows: Iterable[dict[str, Any]]) -> int:
     return count
 
 
-def _picture(app: Celery, task: str | None, height: int) -> RenderableType:
-    """The locks as a table that fits the screen; what is wrong, while Redis does not answer."""
-    from rich.markup import escape
-    from rich.table import Table
+def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
+    """The locks in a table that fits the screen, trouble first; or why Redis does not answer."""
+    from rich.style import Style
     from rich.text import Text
 
     from celery_setnx.cli.asked import find, server
-    from celery_setnx.cli.describe import COLUMNS, cells, many
+    from celery_setnx.cli.describe import COLUMNS, cells, many, style, worst_first
+    from celery_setnx.cli.screen import table
     from celery_setnx.lock.scripts import REDIS_ERRORS
+    from celery_setnx.wording import printable
 
     try:
-        found = list(find(app, task, stale=False, queued=False))
+        found = sorted(find(app, task, stale=False, queued=False), key=worst_first)
     except REDIS_ERRORS as error:
-        return Text(f"{server(app)}: {type(error).__name__}: {error}\nAsked again; Ctrl-C ends.", "red")
-    table = Table(caption_justify="left")
-    for heading in COLUMNS.values():
-        table.add_column(heading, no_wrap=True)
-    room = max(1, height - 6)
-    for sighting in found[:room]:
-        table.add_row(*map(escape, cells(sighting)), style="red" if sighting.is_stale else None)
+        what = printable(f"{server(app)}: {type(error).__name__}: {error}")
+        return Text(f"{what}\nAsked again; Ctrl-C ends.", "red")
+    room = max(1, size.height - 3)
+    shown = found[:room]
+    heading, *lines = table(COLUMNS, list(map(cells, shown)), size.width)
     hidden = f", {len(found) - room} of them not shown" if len(found) > room else ""
-    table.caption = f"{many(len(found), 'lock')}{hidden}, {time.strftime('%H:%M:%S')}. Ctrl-C ends."
-    return table
+    picture = Text(f"{heading}\n", "bold", no_wrap=True, overflow="crop")
+    for line, sighting in zip(lines, shown):
+        look = style(sighting)
+        picture.append(f"{line}\n", Style(color=look.get("fg"), dim=look.get("dim"), bold=False))
+    count = f"{many(len(found), 'lock')}{hidden}, {time.strftime('%H:%M:%S')}. Ctrl-C ends."
+    return picture.append(count, Style(bold=False))

@@ -12,14 +12,15 @@ from typing import Any
 
 import click
 from celery import Celery, Task
-from redis.exceptions import NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url, masked
-from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall
+from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, look, survey
 from celery_setnx.options import settings
+from celery_setnx.wording import sentence
 
 
 class NoRedis(click.ClickException):
@@ -53,13 +54,17 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
     if isinstance(error, (LockRefused, LockUnavailable)):
         return NoRedis(str(error))
     if isinstance(error, SetnxError):
-        hint = " No app was given: celery -A app setnx ..." if app.main == "default" else ""
-        return click.ClickException(f"{error}{hint}")
+        text = " ".join(str(error).split())
+        if app.main == "default":
+            text = f"{sentence(text)} No app was given: celery -A app setnx ..."
+        return click.ClickException(text)
     if not isinstance(error, REDIS_ERRORS):
         return None
-    text = f"{server(app)}: {type(error).__name__}: {error}"
+    text = f"{server(app)}: {type(error).__name__}: {sentence(error)}"
     if isinstance(error, NoPermissionError):
-        text += f". celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*"
+        text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
+    elif isinstance(error, (AuthenticationError, ResponseError)):
+        text += f" {remedy(text)}"
     return NoRedis(text)
 
 
@@ -82,6 +87,20 @@ def look_at(app: Celery, key: str) -> Sighting:
         raise click.UsageError(str(error)) from None
 
 
+def sight(
+    app: Celery, target: str, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None
+) -> Sighting:
+    """What there is of the lock that a command line names, by its key, or by a task and its arguments."""
+    if target in app.tasks:
+        return look_at(app, key_of(app.tasks[target], arguments, args_json, kwargs_json))
+    if arguments or args_json or kwargs_json:
+        raise click.UsageError(unknown(app, target))
+    sighting = look_at(app, target)
+    if "{" not in target and sighting.raw == (None, None):
+        raise click.UsageError(f"{unknown(app, target)} Nor is there a lock of that name.")
+    return sighting
+
+
 def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterator[Sighting]:
     """The locks, or the marks, that a command is about."""
     scope = _scope(app, task)
@@ -89,7 +108,7 @@ def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterato
         if task is not None and sighting.scope != scope and (queued or sighting.task != task):
             continue
         is_lock = sighting.holder is not None or sighting.waiting > 0
-        if sighting.mark is not None if queued else is_lock and (sighting.is_stale or not stale):
+        if sighting.mark is not None if queued else is_lock and (sighting.is_abandoned or not stale):
             yield sighting
 
 

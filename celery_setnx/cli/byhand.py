@@ -13,7 +13,8 @@ from celery import Celery
 
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.cli.asked import also_under, find, look_at, prefix, unknown
-from celery_setnx.cli.describe import fate, many, process_of, until
+from celery_setnx.cli.describe import fate, many, until
+from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.marks import Mark, free_all
 from celery_setnx.lock.record import Holder
@@ -30,27 +31,25 @@ class NotReleased(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Print it; it is an answer, and no error."""
-        click.echo(self.message, file=file, err=True)
+        say(self.message, err=True)
 
 
-def release_lock(app: Celery, key: str, *, yes: bool, force: bool) -> None:
+def release_lock(app: Celery, sighting: Sighting, *, yes: bool, force: bool) -> None:
     """Show a lock, ask, and drop it if it is still what was shown."""
-    sighting = look_at(app, key)
-    holder = sighting.holder
+    key, holder = sighting.key, sighting.holder
     if holder is None:
         marked = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
         raise NotReleased(f"Nothing to release: {key} is free.{marked}")
     if not key.startswith(f"{prefix(app)}:{{") and sighting.raw[1] is None:
         raise click.UsageError(f"{key} is no lock of this app's tasks, and has no record beside it.")
-    click.echo(f"{key} is held by {holder}.\n  {until(sighting)}\n  {fate(holder)}")
-    is_dead = holder.state == "running" and process_of(holder) == "dead"
-    if not (force or is_dead or sighting.is_stale):
+    say(f"{key} is held by {holder}.", f"  {until(sighting)}", f"  {fate(holder)}")
+    if not (force or sighting.is_abandoned):
         raise NotReleased("Not released: it is not known to be abandoned. --force releases it all the same.")
     if not yes and not click.confirm("Release it?"):
         raise NotReleased("Not released.")
     if not drop(client_for(app), sighting):
         raise NotReleased(f"Not released: {key} has changed meanwhile, or is no text. Look again.")
-    click.echo(f"Released {key}.")
+    say(f"Released {key}.")
     _after_drop(app, sighting, holder)
 
 
@@ -68,7 +67,7 @@ def _after_drop(app: Celery, sighting: Sighting, holder: Holder) -> None:
     )
     if look_at(app, key).waiting:  # else a call that comes just now would meet us
         let_the_line_go_on(app, sighting.task, key)
-        click.echo("Others wait in line; the first has its turn.")
+        say("Others wait in line; the first has its turn.")
 
 
 def free_marks(app: Celery, task: str, *, yes: bool) -> None:
@@ -78,11 +77,11 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
         hint = "" if task in app.tasks else f" {unknown(app, task)}"
         raise NotReleased(f"Nothing to free: no call of {task} is marked as queued.{hint}")
     are = "is" if len(shown) == 1 else "are"
-    click.echo(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
-    click.echo("  A call that is queued after all runs all the same; it may only be published twice.")
+    say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
+    say("  A call that is queued after all runs all the same; it may only be published twice.")
     others = also_under(app, task)
     if others:
-        click.echo(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
+        say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
     if not yes and not click.confirm("Free the marks?"):
         raise NotReleased("Not freed.")
     marks = [Mark(sighting.key, str(sighting.mark)) for sighting in shown]
@@ -91,7 +90,7 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
         if error is not None:
             raise error
     _note(app, "%d marks of %s were freed by hand, by %s.", len(marks), task, _user())
-    click.echo(f"Freed {many(len(marks), 'mark')} of {task}.")
+    say(f"Freed {many(len(marks), 'mark')} of {task}.")
 
 
 def _note(app: Celery, text: str, *details: Any) -> None:

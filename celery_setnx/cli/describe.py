@@ -7,26 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from celery_setnx.call.guard import Guard
-from celery_setnx.lock.process import identity, is_surely_dead
+from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder, Waiter
 from celery_setnx.lock.survey import Sighting, last_holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
 
-COLUMNS = {
-    "task": "TASK",
-    "state": "STATE",
-    "age": "AGE",
-    "deadline": "DEADLINE",
-    "waiting": "WAITING",
-    "task_id": "TASK ID",
-    "where": "WORKER",
-    "key": "KEY",
-}
-MARK_COLUMNS = {"task": "TASK", "lapses": "LAPSES", "task_id": "QUEUED TASK ID", "key": "KEY"}
+COLUMNS = ("TASK", "STATE", "AGE", "DEADLINE", "PROCESS", "WAITING", "TASK ID", "WORKER", "KEY")
+MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
 
 _ON_CONFLICT = {
     "skip": "it would be skipped: it succeeds with its skip_result, and does nothing",
@@ -51,7 +42,8 @@ def row(sighting: Sighting) -> dict[str, Any]:
         "task_id": info.get("task_id"),
         "worker": info.get("worker"),
         "host": info.get("host"),
-        "pid": info.get("pid"),
+        "pid": holder and holder.pid,
+        "process": sighting.process,
         "fence": holder.fence if holder else None,
         "since": holder.since if holder else None,
         "age_s": rounded(sighting.age_s),
@@ -76,25 +68,30 @@ def cells(sighting: Sighting) -> list[str]:
     """A lock as the cells of a table, one for each of `COLUMNS`."""
     holder = sighting.holder
     state = holder.state if holder else "free"
-    task_id = (holder and holder.task_id) or "-"
-    waiting = str(sighting.waiting or "-")
+    task_id = str((holder and holder.task_id) or "-")
+    waiting, process = str(sighting.waiting or "-"), sighting.process or "-"
     return [
-        *(sighting.task, state, span(sighting.age_s), _deadline(sighting), waiting),
+        *(sighting.task, state, span(sighting.age_s), _deadline(sighting), process, waiting),
         *(task_id, _where(holder), sighting.key),
     ]
+
+
+def style(sighting: Sighting) -> dict[str, Any]:
+    """How a lock's row looks: red if its holder will not come back, or never ends; dim if nobody runs."""
+    holder = sighting.holder
+    if _is_trouble(sighting):
+        return {"fg": "red"}
+    return {"dim": True} if holder is None or holder.state not in ("running", "foreign") else {}
+
+
+def worst_first(sighting: Sighting) -> tuple[bool, int, float]:
+    """The order in which to look at locks: trouble, then who keeps many waiting, then the oldest."""
+    return not _is_trouble(sighting), -sighting.waiting, -(sighting.age_s or 0.0)
 
 
 def mark_cells(sighting: Sighting) -> list[str]:
     """A mark as the cells of a table, one for each of `MARK_COLUMNS`."""
     return [sighting.scope, f"in {span(sighting.mark_ends_s)}", str(sighting.mark), sighting.key]
-
-
-def table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table in plain text; every column is as wide as its widest cell."""
-    lines = [list(columns.values()), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
 
 
 def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter]) -> dict[str, Any]:
@@ -103,7 +100,6 @@ def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waite
     return {
         **row(sighting),
         "token": holder and holder.token,
-        "process": holder and process_of(holder),
         "last_holder": last and last.as_dict(),
         "last_take_over": taken_over and asdict(taken_over),
         "mark": sighting.mark,
@@ -143,6 +139,18 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
         yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
 
 
+def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, Any]:
+    """A verdict as plain JSON values, and the lock that it is about."""
+    return {
+        "runs": runs,
+        "reason": because[0],
+        "details": list(because[1:]),
+        **row(sighting),
+        "mark": sighting.mark,
+        "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+    }
+
+
 def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would run now, and why, the main reason first."""
     options, holder = guard.options, sighting.holder
@@ -162,12 +170,7 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     if options.dedupe == "until_done" and held_by_call:
         because = f"the same call runs already, as {holder.task_id}; a new one would not be published."
         return False, [because, _duplicate(options, str(holder.task_id)), *_who(sighting)]
-    if (
-        not in_line
-        and holder.state == "running"
-        and guard.settings.same_host
-        and process_of(holder) == "dead"
-    ):
+    if not in_line and guard.settings.same_host and sighting.process == "dead":
         because = "its holder is dead; a worker on this host takes the lock over at once."
         return True, [because, *_who(sighting), "Workers on other hosts wait until its lease ends."]
     return False, [
@@ -177,21 +180,12 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     ]
 
 
-def process_of(holder: Holder) -> Literal["alive", "dead", "unknown"]:
-    """What can be known from here of the process that holds a lock."""
-    if is_surely_dead(holder.info):
-        return "dead"
-    own = identity()
-    ours = own.get("boot") and all(holder.info.get(name) == own[name] for name in ("boot", "host"))
-    return "alive" if ours and holder.info.get("pid") else "unknown"
-
-
 def fate(holder: Holder) -> str:
     """What can be known from here of the holder's process, as a sentence."""
-    pid, host = holder.info.get("pid"), holder.info.get("host")
+    pid, host = holder.pid, holder.info.get("host")
     if pid is None:
         return "Its process is not known."
-    found = process_of(holder)
+    found = fate_of(holder.info)
     if found == "unknown":
         return (
             f"Its process is pid {pid} on {host}, which cannot be looked at from here; if it is dead, its "
@@ -243,17 +237,21 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
+def _is_trouble(sighting: Sighting) -> bool:
+    return sighting.is_abandoned or (sighting.holder is not None and sighting.remaining_s is None)
+
+
 def _deadline(sighting: Sighting) -> str:
     remaining_s = sighting.remaining_s
     if remaining_s is None:
         return "never" if sighting.holder else "-"
-    return f"in {span(remaining_s)}" if remaining_s > 0 else f"expired {span(-remaining_s)} ago"
+    return f"in {span(remaining_s)}" if remaining_s > 0 else f"{span(-remaining_s)} ago"
 
 
 def _where(holder: Holder | None) -> str:
     info = holder.info if holder else {}
     where = info.get("worker") or info.get("host")
-    return f"{where} (pid {info.get('pid')})" if where else "-"
+    return f"{where} (pid {holder and holder.pid})" if where else "-"
 
 
 def _who(sighting: Sighting) -> list[str]:

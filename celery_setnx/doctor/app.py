@@ -20,6 +20,7 @@ from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.options import Options, settings
 from celery_setnx.task import SingletonTask, refusals
+from celery_setnx.wording import sentence
 
 _LONG_LEASE_S = 600.0
 _SHORT_LEASE_S = 2 * SOCKET_TIMEOUT_S  # a renewal begins after a third; one lost reply takes a timeout
@@ -30,14 +31,15 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        level: `ok`, `warning`, or `error`: locks do not hold, or a task cannot work.
+        level: `ok`, `note` (fine, and there is something to do), `warning`, or `error`: locks do not hold,
+            or a task cannot work.
         subject: What was looked at; docs/doctor.md lists all.
         what: What was found.
         why: Why it matters. Defaults to nothing.
         do: What to do. Defaults to nothing.
     """
 
-    level: Literal["ok", "warning", "error"]
+    level: Literal["ok", "note", "warning", "error"]
     subject: str
     what: str
     why: str = ""
@@ -48,7 +50,7 @@ class Finding:
         return asdict(self)
 
 
-ok, warn, fail = (partial(Finding, level) for level in ("ok", "warning", "error"))
+ok, note, warn, fail = (partial(Finding, level) for level in ("ok", "note", "warning", "error"))
 
 
 def check(app: Celery) -> list[Finding]:
@@ -102,12 +104,6 @@ def refused(error: SetnxError) -> Finding:
         "An app that imports celery_setnx does not start with it.",
         "Do as the message says.",
     )
-
-
-def sentence(error: Exception) -> str:
-    """An error's message, with a full stop, or its question mark."""
-    text = str(error)
-    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _bind(app: Celery) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,16 +24,17 @@ from celery_setnx.doctor.app import (
     check_tasks,
     fail,
     guarded_tasks,
+    note,
     ok,
     refused,
-    sentence,
     warn,
 )
-from celery_setnx.doctor.trial import trial_name, try_lock
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.lock.survey import BATCH, survey
 from celery_setnx.options import Settings, settings
+from celery_setnx.wording import sentence
 
 __all__ = ["Finding", "check", "examine", "refused"]
 
@@ -45,7 +47,7 @@ _CLOCK_S = 1.0  # clocks that are this near each other do no harm
 def examine(app: Celery) -> Iterator[Finding]:
     """Examine the lock server, then everything that `check` does; each finding as soon as it is known.
 
-    Writes nothing but the keys of its own trials, which lapse within a day.
+    Writes nothing but the keys of its own trials, and deletes those.
 
     Args:
         app: The app, with its tasks imported.
@@ -93,7 +95,7 @@ def _locks(client: Any, own: Settings) -> Iterator[Finding]:
     except redis.ResponseError as error:
         yield warn(
             "commands",
-            f"The locks cannot be listed: {error}",
+            f"The locks cannot be listed: {sentence(error)}",
             "`celery setnx list`, `watch` and `release --queued` need SCAN, MGET, TYPE, PTTL and ZCOUNT.",
             "Grant them to the user that operators use. Tasks do without.",
         )
@@ -107,11 +109,14 @@ def _each_server(client: Any) -> list[tuple[str, Any]]:
 
 
 def _no_answer(who: str, error: Exception) -> Finding:
+    said = f"{type(error).__name__}: {sentence(error)}"
+    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
+        return fail("connection", f"{who} refuses us: {said}", "No guarded task can run.", remedy(said))
     return fail(
         "connection",
-        f"{who} does not answer: {type(error).__name__}: {error}",
+        f"{who} does not answer: {said}",
         "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
-        "Check that the server runs, and the setting's host, port, user and TLS.",
+        "Check that the server runs, and the setting's host, port and TLS.",
     )
 
 
@@ -128,7 +133,7 @@ def _shared_with_broker(app: Celery, url: str) -> Iterator[Finding]:
     brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or ""
     urls = brokers.split(";") if isinstance(brokers, str) else brokers
     if url in urls:
-        yield ok(
+        yield note(
             "broker",
             "Locks and the broker's queues share one database.",
             "A FLUSHDB frees every lock, and a long backlog fills the memory that locks need.",
@@ -247,7 +252,7 @@ def _replication(name: str, info: Mapping[str, Any], server: Any) -> Finding:
             why,
             "Set min-replicas-to-write 1 and min-replicas-max-lag 10, and let resources check the fence.",
         )
-    return ok("replication", what, why, "Let the protected resources check the fence.")
+    return note("replication", what, why, "Let the protected resources check the fence.")
 
 
 def _cluster(name: str, server: Any, *, in_cluster: bool) -> Finding:
@@ -312,7 +317,7 @@ def _permissions(client: Any, prefix: str) -> Iterator[Finding]:
             failed = True
             yield fail(
                 "permissions",
-                f"A lock was tried, and failed. {error}",
+                f"A lock was tried, and failed. {sentence(error)}",
                 "Until it succeeds, tasks do as their on_redis_error says.",
                 "Look at the server's log.",
             )
@@ -324,7 +329,7 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
     limit_s = visibility_timeout_s(app)
     late = [task.name for task, _ in guarded_tasks(app) if task.acks_late] if limit_s else []
     if late:
-        yield ok(
+        yield note(
             "visibility",
             f"The broker delivers again what runs for more than {limit_s:g} s with acks_late: "
             f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}.",
@@ -339,6 +344,8 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     dead, lapses_s = [], 0.0
     for seen in survey(client, own.prefix):
         holder = seen.holder
+        if seen.scope == TRIAL:  # another's, that runs now, or was killed
+            continue
         waiting += seen.waiting
         if seen.mark is not None:
             marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
@@ -349,7 +356,7 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
                 "foreign",
                 f"{seen.key} is held by {holder}.",
                 "No task with this key will run before somebody deletes it.",
-                f"If nobody needs it: celery setnx release '{seen.key}'",
+                f"If nobody needs it: celery setnx release {shlex.quote(seen.key)}",
             )
         elif not seen.is_stale:
             held += 1
@@ -365,7 +372,7 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
         )
     if marks:
-        yield ok(
+        yield note(
             "marks",
             f"Calls marked as queued: {marks}; the last mark lapses in {lapses_s:.0f} s.",
             "A mark cannot tell whether its message is still with the broker; after a purge it is not.",
@@ -395,9 +402,12 @@ def _endless_keys(client: Any, prefix: str) -> Iterator[Finding]:
 
 def _asked(ask: Callable[[], Any]) -> Any:
     """The reply, or None if the command is forbidden or unknown."""
-    with suppress(redis.ResponseError):
+    try:
         return ask()
-    return None
+    except redis.ResponseError as error:
+        if "DB index" in str(error):  # of the SELECT before it: nothing is answered there
+            raise
+        return None
 
 
 def _config(server: Any, name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -17,12 +18,16 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.lock.names import instead_name, line_names, mark_name, record_name, ticket_name
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.lock.scripts import is_cluster
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.options import settings
 from celery_setnx.task import refusals
 
 logger = logging.getLogger("celery_setnx")
+
+TRIAL = "celery_setnx.check"
+"""The scope of the locks that are only tried."""
 
 
 class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -61,11 +66,24 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
 
 def trial_name(prefix: str) -> str:
     """The name of a lock that nobody else uses."""
-    return f"{prefix}:{{check:{uuid.uuid4().hex}}}"
+    return f"{prefix}:{{{TRIAL}:{uuid.uuid4().hex}}}"
 
 
 def try_lock(client: redis.Redis, name: str) -> None:
-    """Try what a task does with its lock: a take-over, a renewal, a line, a mark."""
+    """Try what a task does with its lock: a take-over, a renewal, a line, a mark. Nothing of it stays."""
+    lines = f"{name.partition(':{')[0]}:lines:check"
+    try:
+        _try_verbs(client, name)
+        _try_sweep(client, lines, name)
+    except LockUnavailable:  # nor would it delete anything: what there is lapses
+        raise
+    except Exception:
+        _clean_up(client, name, lines)
+        raise
+    _clean_up(client, name, lines)
+
+
+def _try_verbs(client: redis.Redis, name: str) -> None:
     # To be taken over. Nobody relies on it, so no time passes here: its reply may be later than its lease.
     SetnxLock(client, name, lease=0.1, clock=lambda: 0.0).acquire()
     lock = SetnxLock(client, name, line=True)
@@ -74,7 +92,6 @@ def try_lock(client: redis.Redis, name: str) -> None:
         outcome.lock.renew()
         _try_line(client, lock, outcome.lock)
     _try_marks(client, name)
-    _try_sweep(client, name)
 
 
 def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
@@ -94,13 +111,11 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     leave(client, first, copy=ORIGINAL)
 
 
-def _try_sweep(client: redis.Redis, key: str) -> None:
+def _try_sweep(client: redis.Redis, lines: str, key: str) -> None:
     """Note a line, and look at it."""
-    lines = f"{key.partition(':{')[0]}:lines:check"
     note_due(client, lines, "check", key, within=0.0)
     claimed = claim(client, lines, ["check"])
     settle(client, lines, "check", key, claimed, within=None)
-    client.delete(lines)
     runs_instead(client, Place(key, "check", 0, remember=5.0), of="check")
 
 
@@ -111,6 +126,17 @@ def _try_marks(client: redis.Redis, key: str) -> None:
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
         if isinstance(error, (LockUnavailable, LockRefused)):
             raise error
+
+
+def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
+    """Delete what a trial has left, or let it lapse at once where that is forbidden."""
+    beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
+    with suppress(*REDIS_ERRORS):
+        for name in (key, *beside, *line_names(key), lines):
+            try:
+                client.delete(name)
+            except redis.ResponseError:
+                client.pexpire(name, 1)
 
 
 def _memory_of_each(client: Any) -> list[dict[str, Any]]:

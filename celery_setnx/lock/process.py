@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def identity() -> dict[str, Any]:
@@ -25,11 +25,17 @@ def is_surely_dead(process: Mapping[str, Any]) -> bool:
     The boot, the pid namespace and the hostname must be ours, and the pid absent, or a zombie without
     other threads, or that of a process which started at another time.
     """
-    own = identity()
+    return fate_of(process) == "dead"
+
+
+def fate_of(process: Mapping[str, Any]) -> Literal["alive", "dead", "unknown"]:
+    """What can be known from here of a process, known by its `identity`."""
+    own, pid = identity(), process.get("pid")
     if not own.get("boot") or any(process.get(name) != own.get(name) for name in ("boot", "host")):
-        return False
-    pid = process.get("pid")
-    return isinstance(pid, int) and pid > 0 and has_ended(pid, process.get("start"))
+        return "unknown"
+    if not isinstance(pid, int) or pid <= 0:
+        return "unknown"
+    return "dead" if has_ended(pid, process.get("start")) else "alive"
 
 
 def has_ended(pid: int, start: int | None = None) -> bool:

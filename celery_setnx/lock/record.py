@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from celery_setnx.wording import printable
+
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 US = 1_000_000
 
@@ -114,10 +116,17 @@ class Holder:
         """The holding task's id, or None if no task holds the lock."""
         return self.info.get("task_id")
 
+    @property
+    def pid(self) -> int | None:
+        """The holding process's id on its host, or None if the holder has not said it."""
+        pid = self.info.get("pid")
+        return pid if isinstance(pid, int) else None
+
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return {
-            **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host", "pid")},
+            **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host")},
+            "pid": self.pid,
             "state": self.state,
             "fence": self.fence,
             "since": self.since,
@@ -127,6 +136,10 @@ class Holder:
         }
 
     def __str__(self) -> str:
+        return printable(self._description())
+
+    def _description(self) -> str:
+        """Who it is, in words."""
         if self.state == "handed":
             return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
         if self.state == "foreign":

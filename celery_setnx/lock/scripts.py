@@ -33,6 +33,11 @@ _TEMPORARY = re.compile(
     r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
 
+# Redis 7.0 says where in a script the user was refused, but not which command.
+_UNNAMED = re.compile(r"can't run this command(?:.*@user_script: ?(\d+))?", re.DOTALL)
+_CALLED = re.compile(r"redis\.call\('(\w+)'")
+_TRIED = re.compile(r"redis\.pcall\('(\w+)'")
+
 REDIS_ERRORS = (RedisError, RedisClusterException)
 """What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
 
@@ -56,7 +61,7 @@ class Script:
             except NoScriptError:
                 reply = ask(client, ("EVAL", self.text, len(keys), *keys, *arguments))
         except REDIS_ERRORS as error:
-            raise _translated(keys[0], error) from error
+            raise self._translated(keys[0], error) from error
         return _texts(reply)
 
     def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
@@ -103,8 +108,18 @@ class Script:
         if moved or isinstance(reply, NoScriptError):
             return self._once(client, *call)
         if isinstance(reply, REDIS_ERRORS):
-            return _translated(call[0][0], reply)
+            return self._translated(call[0][0], reply)
         return _texts(reply)
+
+    def _translated(self, name: str, error: Exception) -> LockUnavailable | LockRefused:
+        refused = _UNNAMED.search(str(error))
+        if refused is None:
+            return _translated(name, error)
+        if refused[1]:
+            commands = _CALLED.findall(self.text.splitlines()[int(refused[1]) - 1])
+        else:  # an error that the script has caught, and handed back
+            commands = _TRIED.findall(self.text)
+        return LockRefused(name, f"{type(error).__name__}: {error} ({' or '.join(dict.fromkeys(commands))})")
 
     def _once(self, client: Any, keys: Keys, arguments: tuple[Any, ...]) -> Settled:
         try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
 from celery_setnx.lock.line import IN_LINE
 from celery_setnx.lock.names import line_names, mark_name, record_name, scope_and_digest
+from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder, Waiter, parse_holder
 from celery_setnx.lock.scripts import Script, is_cluster
 
@@ -77,6 +79,16 @@ class Sighting:
         """True if the deadline has passed and the lock is still there: the next call takes it over."""
         remaining_s = self.remaining_s
         return remaining_s is not None and remaining_s <= 0
+
+    @cached_property
+    def process(self) -> Literal["alive", "dead", "unknown"] | None:
+        """What is known from here of the process that runs under the lock; None if nobody does."""
+        return fate_of(self.holder.info) if self.holder and self.holder.state == "running" else None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if its holder will not come back: it is stale, or who runs under it is surely dead."""
+        return self.is_stale or self.process == "dead"
 
 
 def survey(client: Any, prefix: str) -> Iterator[Sighting]:

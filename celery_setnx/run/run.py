@@ -157,7 +157,9 @@ class Run:
         if stored is not None:
             return self._answer_again(stored)
         self._check_max_wait(outcome)
-        if outcome.mark != self.request.id and self.call.marked is True:
+        # The first start of what is delivered again has ended the mark; but another's was set since.
+        has_begun = self.call.redelivered and outcome.mark is None
+        if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
             self._report_lapse(outcome.mark)
         return body()
 

@@ -1,6 +1,7 @@
 """`celery setnx` in a real terminal: what a person sees, types, and ends with Ctrl-C. Needs tmux."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from celery_setnx import SetnxLock
 from examples.embedded import EmbeddedServer
 from tests import forks
 from tests.harness import CONF, wait_until
@@ -22,11 +24,11 @@ WIDTH, HEIGHT = 200, 30
 class Terminal:
     """A terminal with a shell in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, height: int = HEIGHT) -> None:
         tmux = shutil.which("tmux")
         assert tmux is not None, "these tests need tmux"
         self._tmux = [tmux, "-f", "/dev/null", "-L", f"setnx-{uuid.uuid4().hex[:8]}"]
-        size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
+        size = ["-x", str(width), "-y", str(height)]
         shell = f"PS1='$ ' TERM=screen-256color PYTHONPATH={shlex.quote(str(Path.cwd()))} sh"
         self._do("new-session", "-d", *size, "env -u NO_COLOR -u COLUMNS -u LINES " + shell)
         wait_until(lambda: "$" in self.screen(), "a prompt")
@@ -50,9 +52,17 @@ class Terminal:
         self._do("send-keys", "C-c")
         return self.shows("code=0")
 
-    def screen(self) -> str:
-        """What is to be seen."""
-        return self._do("capture-pane", "-p")
+    def screen(self, *how: str) -> str:
+        """What is to be seen; with `-e`, in its colours."""
+        return self._do("capture-pane", "-p", *how)
+
+    def title(self) -> str:
+        """What its title is."""
+        return self._do("display-message", "-p", "#{pane_title}")
+
+    def close(self) -> None:
+        """End it, and what runs there."""
+        self._do("kill-server")
 
     def shows(self, *parts: str) -> str:
         """The screen, once all of this is to be seen."""
@@ -72,7 +82,16 @@ def terminal() -> Iterator[Terminal]:
     """A terminal of the test's own."""
     terminal = Terminal()
     yield terminal
-    terminal._do("kill-server")
+    terminal.close()
+
+
+@pytest.fixture(params=[(80, 24), (120, 30)], ids=["80x24", "120x30"])
+def narrow(request) -> Iterator[tuple[Terminal, int, int]]:
+    """A terminal as most are, its width and its height."""
+    width, height = request.param
+    terminal = Terminal(width, height)
+    yield terminal, width, height
+    terminal.close()
 
 
 def test_list_in_a_terminal(terminal, cli):
@@ -97,6 +116,82 @@ def test_watch_shows_locks_as_they_come_and_go(terminal, cli):
     assert "Traceback" not in terminal.interrupt()
 
 
+WHOLE = ["STATE", "AGE", "DEADLINE", "PROCESS", "WAITING"]
+ROW = r"(\S+) +running +[\w. ]+ s +(?:in )?[\w. ]+ s(?: ago)? +(?:alive|unknown) +(-|\d+)(?:  |$)"
+ID = "6c33b3ee-ec29-4d6d-a778-06f166cc7d45"
+
+
+def shown_rows(screen: str, width: int) -> list[tuple[str, str]]:
+    """The locks on a screen, by task and by who waits; each in one line, with all that matters in full."""
+    heading, *lines = screen.splitlines()
+    assert heading.split()[1:6] == WHOLE
+    assert max(map(len, screen.splitlines())) <= width
+    return [(found[1], found[2]) for found in map(re.compile(ROW).match, lines) if found]
+
+
+def test_list_fits_a_narrow_terminal(narrow, cli):
+    """No row is broken, and state, age, deadline, process and who waits are whole."""
+    terminal, width, _height = narrow
+    for customer in range(5):
+        cli.hold(customer=customer, task_id=ID)
+    cli.hold("waiting")
+    cli.park("waiting")
+    terminal.run("list")
+    screen = terminal.shows("6 locks under t:{...}.", "code=0")
+    rows = shown_rows(screen, width)
+    assert sorted(rows) == [("tests.cliapp.sync", "-")] * 5 + [("tests.cliapp.waiting", "1")]
+    assert len(screen.split("6 locks")[0].splitlines()) == 7
+    assert screen.count(ID) == (5 if width == 120 else 0)
+
+
+def test_watch_fits_a_narrow_terminal(narrow, cli):
+    """As many locks as there are lines, all that matters of each in full; trouble, then the longest line."""
+    terminal, width, height = narrow
+    for customer in range(height):
+        cli.hold(customer=customer, task_id=ID)
+    cli.hold("waiting")
+    cli.park("waiting")
+    cli.stale("retrying")
+    terminal.run("watch")
+    screen = terminal.shows("TASK", f"{height + 2} locks, 5 of them not shown")
+    rows = shown_rows(screen, width)
+    assert rows[:2] == [("tests.cliapp.retrying", "-"), ("tests.cliapp.waiting", "1")]
+    assert len(rows) == height - 3
+    coloured = terminal.screen("-e").splitlines()
+    assert [n for n, line in enumerate(coloured) if "\x1b[31m" in line] == [1]
+    terminal.interrupt()
+
+
+def test_terminal_gets_nothing_but_text_of_what_others_wrote(terminal, cli, locks):
+    """Neither its title nor its screen is another's to set, who can write to Redis or send a task."""
+    evil = "\x1b]2;OWNED\x07\x1b[2J\x1b[31m\x9b31mall fine\x1b[0m\u202e"
+    lock = SetnxLock(locks, cli.key(), info={"task": evil, "worker": evil, "pid": 1}, line=True, lease=600)
+    assert lock.acquire(token=f"{evil}|0|ab").acquired
+    for command in (["list"], ["show", cli.key()], ["why", "tests.cliapp.sync", "7"], ["watch"]):
+        terminal.run(*command)
+        if command == ["watch"]:
+            terminal.shows("1 lock,")
+            terminal.interrupt()
+        screen = terminal.shows(r"\x1b]2;OWNED\x07\x1b[2J", "code=")
+        assert "\u202e" not in screen
+        assert "\x1b[31m" not in terminal.screen("-e")
+        assert "OWNED" not in terminal.title()
+
+
+def test_list_has_its_colours_in_a_terminal(terminal, cli):
+    """What nobody will release is red, what nobody runs under is dim; --no-color has neither."""
+    cli.stale("retrying")
+    cli.hold("sync").release(at_least_for=600)
+    terminal.run("list")
+    terminal.shows("2 locks under", "code=0")
+    _heading, dead, resting, *_ = terminal.screen("-e").splitlines()
+    assert re.match(r"(\x1b\[\d*m)*\x1b\[31mtests\.cliapp\.retrying", dead)
+    assert re.match(r"(\x1b\[\d*m)*\x1b\[2m(\x1b\[39m)?tests\.cliapp\.sync", resting)
+    terminal.type(f"clear; {CELERY} --no-color -A tests.cliapp setnx list; echo code=$?")
+    terminal.shows("2 locks under", "code=0")
+    assert "\x1b[" not in terminal.screen("-e").replace("\x1b[39m", "")
+
+
 def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
     """An operator who watches an outage sees it begin and end."""
     with EmbeddedServer() as server:
@@ -115,7 +210,7 @@ def test_watch_shows_what_fits_the_screen(terminal, cli):
     for customer in range(HEIGHT + 10):
         cli.hold(customer=customer)
     terminal.run("watch", "--task", "tests.cliapp.sync")
-    terminal.shows("TASK", f"{HEIGHT + 10} locks, 16 of them not shown")
+    terminal.shows("TASK", f"{HEIGHT + 10} locks, 13 of them not shown")
     terminal.interrupt()
 
 

@@ -1,0 +1,68 @@
+"""How words get out: what comes from Redis or a message is escaped, and a sentence has one full stop."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+_DIRECTIVE = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
+_SENTENCE_ENDS = re.compile(r"$|\s+[A-Z]")
+_STOPS = (".", "?", "!")
+
+
+class _Wording(logging.Filter):
+    """Makes what a log line quotes printable, and gives its sentences one full stop each."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Reword what is quoted; the line is always logged, and its template stays: services group by it."""
+        if isinstance(record.args, tuple):
+            text = str(record.msg).replace("%%", "  ")
+            follow = [text[found.end() :] for found in _DIRECTIVE.finditer(text)]
+            if len(follow) == len(record.args):  # else logging itself says what is wrong
+                record.args = tuple(map(_quoted, record.args, follow))
+        return True
+
+
+class _Quoted(str):
+    """Words as `%s` has them; `%r` has the thing's own, which are escaped anyway."""
+
+    __slots__ = ("of",)
+    of: object
+
+    def __repr__(self) -> str:
+        return repr(self.of)
+
+
+def printable(text: str) -> str:
+    """The text with all escaped that is not printable: controls, newlines, what changes its direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def unstopped(error: object) -> str:
+    """The words of an error, to be quoted within a sentence: printable, and without their full stop."""
+    return printable(str(error)).removesuffix(".")
+
+
+def sentence(error: object) -> str:
+    """The words of an error as a sentence: printable, and with one full stop."""
+    words = printable(str(error))
+    return words if words.endswith(_STOPS) else f"{words}."
+
+
+def _quoted(argument: object, follows: str) -> object:
+    """What a log line quotes, before what follows there."""
+    if argument is None or isinstance(argument, (int, float)):
+        return argument
+    if not isinstance(argument, Exception):
+        words = unstopped(argument) if follows.startswith(".") else printable(str(argument))
+    else:
+        words = sentence(argument) if _SENTENCE_ENDS.match(follows) else unstopped(argument)
+    quoted = _Quoted(words)
+    quoted.of = argument
+    return quoted
+
+
+logging.getLogger("celery_setnx").addFilter(_Wording())
+logging.getLogger("celery_setnx.beat").addFilter(_Wording())
