@@ -43,7 +43,9 @@ class Terminal:
         self._do("send-keys", "Enter")
 
     def run(self, *arguments: str, environment: str = "") -> None:
-        """Type a command; the shell prints its exit code after it."""
+        """Type a command on a clear screen; the shell prints its exit code after it."""
+        self.type("clear")
+        wait_until(lambda: "code=" not in self.screen(), "a clear screen")
         command = f"{environment} {CELERY} -A tests.cliapp setnx {shlex.join(arguments)}"
         self.type(f"clear; {command}; echo code=$?")
 
@@ -157,8 +159,11 @@ def test_watch_fits_a_narrow_terminal(narrow, cli):
     rows = shown_rows(screen, width)
     assert rows[:2] == [("tests.cliapp.retrying", "-"), ("tests.cliapp.waiting", "1")]
     assert len(rows) == height - 3
-    coloured = terminal.screen("-e").splitlines()
-    assert [n for n, line in enumerate(coloured) if "\x1b[31m" in line] == [1]
+
+    def red() -> list[int]:
+        return [n for n, line in enumerate(terminal.screen("-e").splitlines()) if "\x1b[31m" in line]
+
+    wait_until(lambda: red() == [1], "the stale lock, and no other, is red")
     terminal.interrupt()
 
 
@@ -179,7 +184,7 @@ def test_terminal_gets_nothing_but_text_of_what_others_wrote(terminal, cli, lock
 
 
 def test_list_has_its_colours_in_a_terminal(terminal, cli):
-    """What nobody will release is red, what nobody runs under is dim; --no-color has neither."""
+    """What nobody will release is red, what nobody runs under is dim; NO_COLOR has neither."""
     cli.stale("retrying")
     cli.hold("sync").release(at_least_for=600)
     terminal.run("list")
@@ -187,7 +192,7 @@ def test_list_has_its_colours_in_a_terminal(terminal, cli):
     _heading, dead, resting, *_ = terminal.screen("-e").splitlines()
     assert re.match(r"(\x1b\[\d*m)*\x1b\[31mtests\.cliapp\.retrying", dead)
     assert re.match(r"(\x1b\[\d*m)*\x1b\[2m(\x1b\[39m)?tests\.cliapp\.sync", resting)
-    terminal.type(f"clear; {CELERY} --no-color -A tests.cliapp setnx list; echo code=$?")
+    terminal.run("list", environment="NO_COLOR=1")
     terminal.shows("2 locks under", "code=0")
     assert "\x1b[" not in terminal.screen("-e").replace("\x1b[39m", "")
 
