@@ -15,7 +15,7 @@ from celery_setnx.doctor import trial
 from celery_setnx.doctor.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.harness import exit_code_of_fork, wait_until
+from tests.harness import exit_code_of_fork, lock_keys, wait_until
 
 pytestmark = pytest.mark.usefixtures("alone")  # a worker's start looks at every task of its app
 
@@ -164,7 +164,7 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     """A good server: no word, and no key stays."""
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
-    assert list(locks.scan_iter()) == []
+    assert lock_keys(locks) == set()
 
 
 NEEDED = [
