@@ -51,8 +51,8 @@ def test_labels_of_the_picture_cross_nothing():
     assert len(words()) > 8
     assert [(a.what, b.what) for a, b in combinations(words(), 2) if a.crosses(b)] == []
     assert [word.what for word in words() for line in lines() if word.crosses(line)] == []
-    assert [word.what for word in words() if not (0 < word.left and word.right < width)] == []
-    assert [word.what for word in words() if not (0 < word.top and word.bottom < height)] == []
+    assert [word.what for word in words() if not (word.left > 0 and word.right < width)] == []
+    assert [word.what for word in words() if not (word.top > 0 and word.bottom < height)] == []
 
 
 def test_picture_says_why_it_takes_that_long():

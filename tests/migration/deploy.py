@@ -126,7 +126,7 @@ class Deploy:
         """
         try:
             task_id: str | None = self.settle(stage).apply_async((account, stage), **options).id
-        except AlreadyQueuedError:  # of heimdall: the lock that it has met was freed before it asked whose it is
+        except AlreadyQueuedError:  # of heimdall: the lock was freed before it asked whose it is
             return None
         if task_id is not None:
             self.handed.add(task_id)

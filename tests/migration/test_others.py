@@ -1,7 +1,6 @@
 """Where others are ahead of us, and what people use without a package for unique tasks: docs/others.md."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,9 +19,7 @@ from celery_singleton import Singleton, clear_locks
 
 from celery_setnx import SingletonTask, is_skipped
 from celery_setnx.testing import guarded, pass_time
-from tests.docs.pages import text_of
 from tests.harness import wait_until
-from tests.migration import test_troubles
 from tests.migration.deploy import shop_url
 
 
@@ -144,10 +141,3 @@ def test_redbeat_that_is_killed_keeps_its_lock_for_25_minutes(shop, redbeat):
     redbeat.send_signal(signal.SIGKILL)
     redbeat.wait()
     assert 1_400_000 < shop.pttl("redbeat::lock") <= 1_500_000
-
-
-def test_every_test_that_the_page_names_is_here():
-    """What docs/others.md says is shown is shown."""
-    named = set(re.findall(r"`(test_\w+)`", text_of("docs/others.md")))
-    assert named
-    assert named <= {*globals(), *vars(test_troubles)}

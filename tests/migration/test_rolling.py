@@ -128,7 +128,7 @@ def test_old_producers_are_refused_without_leaving(page, deploy_of):
 
 
 def test_old_worker_of_heimdall_drops_new_calls_without_both(deploy_of):
-    """It skips a call of a new producer, for the lock of one that is queued; the mark of the skipped stays."""
+    """It skips a call of a new producer, for the lock of one that is queued; the mark of that stays."""
     deploy = deploy_of(pages.HEIMDALL, ("base=Both", "base=HeimdallTask"))
     deploy.worker("step-1")
     queued = deploy.publish("before", "7", queue="nobody's")
