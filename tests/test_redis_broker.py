@@ -16,6 +16,8 @@ from kombu.transport.redis import Channel
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, redelivery, wait_until
 
+pytestmark = pytest.mark.slow
+
 ENDS = (5, 7) <= celery.VERSION < (5, 8)
 """Whether a worker may end with its broker: Celery 5.7.0's does, 5.6.3's does not."""
 
