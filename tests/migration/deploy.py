@@ -20,7 +20,7 @@ from tests.migration import pages
 
 DB = 4
 RETRY_DELAY_S = 0.2
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 ACCOUNTS = ("1", "2")
 
 _OLD = ("qo_*", "SINGLETONLOCK_*", "h-lock:*", "*settle-lock-*")

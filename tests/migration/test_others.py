@@ -110,11 +110,11 @@ def test_clear_locks_of_singleton_frees_those_of_the_living(app, shop):
 @pytest.mark.clock
 def test_redis_lock_renews_itself(shop):
     """python-redis-lock with `auto_renewal` is held for longer than its `expire`."""
-    lock = redis_lock.Lock(shop, "report", expire=1, auto_renewal=True)
+    lock = redis_lock.Lock(shop, "report", expire=6, auto_renewal=True)
     assert lock.acquire(blocking=False)
-    ends = time.monotonic() + 2.5
-    wait_until(lambda: time.monotonic() > ends, "two and a half times its time to live")
-    assert not redis_lock.Lock(shop, "report", expire=1).acquire(blocking=False)
+    ends = time.monotonic() + 7  # it renews after 4
+    wait_until(lambda: time.monotonic() > ends, "more than its time to live")
+    assert not redis_lock.Lock(shop, "report", expire=6).acquire(blocking=False)
     lock.release()
 
 
