@@ -1,6 +1,7 @@
 """All benchmarks one after the other: their tables, a list of all promises, JSON and plots.
 
-python -m benchmarks [--rounds 7] [--quick] [--check] [--only NAME ...] [--out docs/performance]
+python -m benchmarks [--rounds 7] [--quick] [--check] [--server PATH] [--only NAME ...]
+                     [--out docs/performance]
 
 What was found is written to results.json, with all samples, and the machine and the date of each benchmark.
 With `--only` the others' results stay as they are.
@@ -20,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import QUICK_ROUNDS, ROUNDS, show
+from benchmarks.figures import QUICK_ROUNDS, ROUNDS, SERVER_HELP, show, use_server
 from benchmarks.machine import awake, machine
 from benchmarks.plot import draw
 from examples.embedded import EmbeddedServer
@@ -75,7 +76,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail unless every promise is kept")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="only these")
     parser.add_argument("--out", type=Path, default=Path("docs/performance"), help="where the results go")
+    parser.add_argument("--server", help=SERVER_HELP)
     chosen = parser.parse_args()
+    use_server(chosen.server)
     rounds = chosen.rounds or (QUICK_ROUNDS if chosen.quick else ROUNDS)
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / RESULTS

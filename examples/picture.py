@@ -15,10 +15,10 @@ from rich.console import Console
 
 from examples.demo import Demo, TakeOver, stage
 
-WIDTH, LEFT, RIGHT = 880, 96, 28
-ALPHA, LOCK, BETA, AXIS = 66, 116, 166, 214
-HEIGHT = AXIS + 34
-RUNS, HELD, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#6e7781", "#d1242f", "#24292f"
+WIDTH, HEIGHT, LEFT, RIGHT, FONT = 600, 282, 20, 20, 15
+DEAD_ROW, LOCK_ROW, HEIR_ROW, AXIS = 20, 96, 172, 252
+"""Where each row's name stands; its bar is below that. Narrow, so that it can be read on a phone."""
+RUNS, RENEWED, LEASE, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#f6e3a8", "#6e7781", "#d1242f", "#24292f"
 LIVES_S = 1.2
 
 
@@ -29,15 +29,16 @@ class Drawing:
         self._scale = (WIDTH - LEFT - RIGHT) / seconds
         self._shapes: list[str] = []
         for second in range(int(seconds) + 1):
-            self.line(second, AXIS - 14, AXIS - 8, TRIED)
-            self.text(self.x(second), AXIS + 4, f"{second} s", TRIED, "middle")
+            self.line(second, AXIS - 6, AXIS, TRIED)
+            self.text(self.x(second), AXIS + 12, f"{second} s", TRIED, "middle")
 
     def x(self, second: float) -> float:
         """Where a time is."""
         return LEFT + second * self._scale
 
-    def bar(self, y: int, begins: float, ends: float, colour: str, height: int = 22) -> None:
+    def bar(self, row: int, begins: float, ends: float, colour: str, height: int = 24) -> None:
         """Something that lasts; at least two pixels of it."""
+        y = row + 26
         width = max(2.0, (ends - begins) * self._scale)
         where = f'x="{self.x(begins):.1f}" y="{y - height // 2}" width="{width:.1f}" height="{height}"'
         self._shapes.append(f'<rect {where} rx="3" fill="{colour}"/>')
@@ -52,7 +53,7 @@ class Drawing:
     def text(self, x: float, y: int, text: str, colour: str = INK, anchor: str = "start") -> None:
         """Words, with their middle line at y."""
         self._shapes.append(
-            f'<text x="{x:.1f}" y="{y + 4}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
+            f'<text x="{x:.1f}" y="{y + 5}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def svg(self, title: str) -> str:
@@ -60,7 +61,8 @@ class Drawing:
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-                'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="12">',
+                'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
+                f'font-size="{FONT}">',
                 f"<title>{escape(title)}</title>",
                 f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
                 *self._shapes,
@@ -80,29 +82,29 @@ def drawn(demo: Demo, scene: TakeOver) -> str:
     resumed, ended = taken["at"] - start["at"], end["at"] - start["at"]
     late_ms = (resumed - deadline) * 1000
 
-    picture = Drawing(ended + 1.5)
-    for y, row in ((ALPHA, "worker alpha"), (LOCK, "lock"), (BETA, "worker beta")):
-        picture.text(LEFT - 8, y, row, INK, "end")
-    picture.bar(ALPHA, 0.0, killed, RUNS)
-    picture.line(killed, ALPHA - 22, ALPHA + 14, DEAD)
-    picture.text(picture.x(killed) + 6, ALPHA, "kill -9: nobody is left to release the lock", DEAD)
-    picture.bar(LOCK, 0.0, deadline, HELD)
-    picture.text(picture.x(0.05), LOCK, f"held by alpha's task, fence {start['fence']}; renewed while it ran")
-    picture.bar(LOCK, resumed, ended, RUNS)
+    picture = Drawing(ended + 1.7)
+    lease_s = demo.app.settle.singleton["lease"]
+    for y, row in ((DEAD_ROW, "a worker"), (LOCK_ROW, "its lock"), (HEIR_ROW, "a worker on another host")):
+        picture.text(LEFT, y, row)
+    picture.bar(DEAD_ROW, 0.0, killed, RUNS)
+    picture.line(killed, DEAD_ROW + 10, DEAD_ROW + 42, DEAD)
+    picture.text(picture.x(killed) + 8, DEAD_ROW + 26, "kill -9", DEAD)
+    picture.bar(LOCK_ROW, 0.0, killed, RENEWED)
+    picture.text(picture.x(0.0) + 6, LOCK_ROW + 26, "renewed")
+    picture.bar(LOCK_ROW, killed, deadline, LEASE)
+    picture.text(picture.x(killed) + 8, LOCK_ROW + 26, f"its lease ({lease_s} s) ends")
+    picture.bar(LOCK_ROW, resumed, ended, RUNS)
     for moment in conflicts:
-        picture.bar(BETA, moment, moment, TRIED, 14)
-    picture.text(
-        picture.x(conflicts[0]) + 6,
-        BETA - 16,
-        "the same call: is told who has the lock, and comes back",
-        TRIED,
+        picture.bar(HEIR_ROW, moment, moment, TRIED, 14)
+    picture.text(picture.x(conflicts[0]), HEIR_ROW + 50, "asks, and is told: held", TRIED)
+    picture.line(resumed, LOCK_ROW + 10, HEIR_ROW + 42, RUNS, "4 3")
+    picture.bar(HEIR_ROW, resumed, ended, RUNS)
+    picture.text(picture.x(resumed) + 10, LOCK_ROW + 26, "takes it over", RUNS)
+    picture.text(picture.x(resumed) + 10, LOCK_ROW + 46, f"{late_ms:.0f} ms later", RUNS)
+    picture.text(picture.x(resumed) + 10, HEIR_ROW + 26, "runs", RUNS)
+    return picture.svg(
+        "A worker is killed. A worker on another host takes its lock over when the lease has ended"
     )
-    picture.line(resumed, ALPHA - 6, BETA + 18, RUNS, "4 3")
-    picture.bar(BETA, resumed, ended, RUNS)
-    picture.text(picture.x(resumed) + 6, ALPHA, "the lease has ended:", RUNS)
-    picture.text(picture.x(resumed) + 6, ALPHA + 16, f"taken over {late_ms:.0f} ms later", RUNS)
-    picture.text(picture.x(ended) + 6, BETA, f"runs, fence {taken['fence']}", RUNS)
-    return picture.svg("A worker is killed; another one takes its lock over when the lease has ended")
 
 
 def main() -> int:

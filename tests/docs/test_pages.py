@@ -17,6 +17,12 @@ LANGUAGES = {
 # Pages whose blocks are the files of a project: the test that makes that project, and runs it.
 PROJECTS = {"docs/testing.md": ("tests/test_pytest_plugin.py", "test_examples_of_the_docs_pass")}
 
+TESTS = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in (path.stem, *re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE))
+}
+
 
 def has_python(page: str) -> bool:
     return any(block.language == "python" for block in blocks(text_of(page)))
@@ -69,6 +75,13 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page} links to {link}"
         if anchor:
             assert anchor in anchors(target.read_text()), f"{page} links to {link}"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_tests_that_a_page_names_exist(page):
+    """What it says is shown is shown; a module is named as well."""
+    text = text_of(page)
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if name not in TESTS] == []
 
 
 def test_every_page_stands_on_the_site_once():

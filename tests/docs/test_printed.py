@@ -15,12 +15,12 @@ import pytest
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.docs.pages import Block, blocks, commands, text_of
+from tests.docs.pages import ROOT, Block, blocks, commands, text_of
 from tests.harness import wait_until
 
 TUTORIAL, OPERATORS = "docs/tutorial.md", "docs/operators-lock.md"
-# With a wheel the tutorial's virtual environment is made as printed; else the suite's own plays its part.
-WHEEL = os.environ.get("TUTORIAL_WHEEL")
+# Installed as printed, from a clone of its own; else the suite's own virtual environment plays its part.
+INSTALL = bool(os.environ.get("TUTORIAL_INSTALL"))
 INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
 # What differs from run to run, the longest first: a list's columns are as wide as what is in them.
 VARIES = (
@@ -62,8 +62,6 @@ class Reader:
             "REDIS_URL": server,
             "PATH": f"{_tools(directory / 'tools')}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        if WHEEL:
-            self.environment["PIP_FIND_LINKS"] = str(Path(WHEEL).resolve().parent)
 
     def read(self, page: str) -> None:
         """Do what the page says, from top to bottom."""
@@ -100,7 +98,10 @@ class Reader:
     def run(self, command: str, where: str = "beside the page") -> None:
         """Run one command line; a worker is left running."""
         self.ran.append(command)
-        if command.startswith(INSTALLS) and not WHEEL:
+        if command.startswith(INSTALLS) and not INSTALL:
+            return
+        if command.startswith("cd "):
+            self.directory /= command.removeprefix("cd ")
             return
         if " worker " in command:
             self._start(command)
@@ -205,10 +206,21 @@ def asked(shop) -> Iterator[redis.Redis]:
         yield client
 
 
-@pytest.mark.timeout(400)  # with the wheel it makes an environment of its own
-def test_tutorial_goes_as_printed(tmp_path):
-    """From an empty directory to a deduplicated fan-out: every file, every command, every answer."""
-    with followed(TUTORIAL, tmp_path) as reader:
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """The root of a clone; an empty directory, if nothing is installed from it."""
+    root = tmp_path / "clone"
+    if INSTALL:
+        subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
+    else:
+        root.mkdir()
+    return root
+
+
+@pytest.mark.timeout(400)  # it may make an environment of its own
+def test_tutorial_goes_as_printed(clone):
+    """From a clone to a deduplicated fan-out: every file, every command, every answer."""
+    with followed(TUTORIAL, clone) as reader:
         assert reader.ran == commands(blocks(text_of(TUTORIAL)))
 
 

@@ -16,7 +16,12 @@ STAGES = {
 }
 """The blocks of a page that make up the code of each stage of a deploy."""
 
-ONCE, SINGLETON, CACHE = PAGES = ("from-celery-once", "from-celery-singleton", "from-cache-add")
+ONCE, SINGLETON, HEIMDALL, CACHE = PAGES = (
+    "from-celery-once",
+    "from-celery-singleton",
+    "from-celery-heimdall",
+    "from-cache-add",
+)
 
 
 def text(page: str) -> str:

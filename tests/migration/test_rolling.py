@@ -11,7 +11,7 @@ from tests.harness import wait_until
 from tests.migration import pages
 from tests.migration.deploy import Deploy, Overlap, overlaps
 
-PEERS = [pages.ONCE, pages.SINGLETON]
+PEERS = [pages.ONCE, pages.SINGLETON, pages.HEIMDALL]
 each_page = pytest.mark.parametrize("page", pages.PAGES, scope="module")
 each_peer = pytest.mark.parametrize("page", PEERS, scope="module")
 
@@ -108,11 +108,12 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
     assert not [worker for worker in workers[:-1] if "Skipped shop.settle" in worker.log_text()]
     if page == pages.ONCE:
         assert any(entry["what"] == "failed" for entry in entries), "no call has retried"
-    deploy.shop.mset({"qo_shop.settle_account_id-7": "crashed", "SINGLETONLOCK_7": "crashed"})
+    theirs = ("qo_shop.settle_account_id-7", "SINGLETONLOCK_7", "h-lock:settle-7")
+    deploy.shop.mset(dict.fromkeys(theirs, "crashed"))
     clear: dict[str, Any] = {}
     exec(pages.code(page, "clear"), clear)
     clear["delete_old_locks"](deploy.shop)
-    assert len(deploy.old_locks()) == 1, "that of the other package"
+    assert len(deploy.old_locks()) == len(PEERS) - 1, "those of the other packages"
 
 
 @each_peer
@@ -124,6 +125,17 @@ def test_old_producers_are_refused_without_leaving(page, deploy_of):
     assert deploy.result(first).get(timeout=60) is None
     assert deploy.publish_to("step-2", "before", "7") in (None, first)
     assert len(deploy.old_locks()) == 1
+
+
+def test_old_worker_of_heimdall_drops_new_calls_without_both(deploy_of):
+    """It skips a call of a new producer, for the lock of one that is queued; the mark of that stays."""
+    deploy = deploy_of(pages.HEIMDALL, ("base=Both", "base=HeimdallTask"))
+    deploy.worker("step-1")
+    queued = deploy.publish("before", "7", queue="nobody's")
+    dropped = deploy.publish_to("step-1", "step-2", "7")
+    assert deploy.result(dropped).get(timeout=60) is None
+    assert deploy.journal.entries(what="start", task_id=dropped) == []
+    assert deploy.publish("step-2", "7", queue="nobody's") == dropped != queued
 
 
 def test_unlock_before_run_through_the_deploy(deploy_of, gates):

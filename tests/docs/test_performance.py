@@ -1,0 +1,88 @@
+"""What docs/performance.md says in figures is what results.json has: medians, and medians of ratios."""
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import table, text_of
+
+PAGE, RESULTS = "docs/performance.md", json.loads(text_of("docs/performance/results.json"))
+FLOOR, REDIS_PY = "SET + DEL, raw Connection", "redis-py Lock"
+LOCKS = {
+    "the floor: `SET NX PX` and `DEL`, raw `redis.Connection`": FLOOR,
+    "`SetnxLock`": "ours",
+    "the lock of a task": "ours, a task's",
+    "redis-py `Lock`": REDIS_PY,
+    "python-redis-lock": "python-redis-lock",
+    "the two commands, redis-py": "SET + DEL, redis-py",
+}
+LOCK_COLUMNS = (
+    "wall",
+    "beside the floor",
+    "beside redis-py",
+    "processor",
+    "beside the floor",
+    "beside redis-py",
+)
+WORKER_COLUMNS = {
+    1: ("solo", "CPU per task"),
+    2: ("prefork -c 2", "CPU per task"),
+    3: ("solo", "rate"),
+    4: ("prefork -c 2", "rate"),
+    5: ("solo", "CPU per task with its publication"),
+    6: ("prefork -c 2", "CPU per task with its publication"),
+}
+WORKER_HEAD = (
+    "",
+    "CPU per task, solo",
+    "prefork -c 2",
+    "tasks/s, solo",
+    "prefork -c 2",
+    "CPU with publication, solo",
+    "prefork -c 2",
+)
+
+
+def samples(benchmark: str, title: str) -> dict[str, list[float]]:
+    """What was found, by way."""
+    (found,) = [figure for figure in RESULTS[benchmark]["figures"] if figure["title"] == title]
+    return dict(found["samples"])
+
+
+def ratio(of: dict[str, list[float]], name: str, to: str) -> str:
+    """The median of the ratios within a round."""
+    return f"{statistics.median(one / other for one, other in zip(of[name], of[to])):.2f}"
+
+
+def test_lock_cycles_are_those_of_the_results():
+    """Beside the floor, and beside redis-py's lock."""
+    rows = table(text_of(PAGE), "", *LOCK_COLUMNS)
+    assert [row[0] for row in rows] == list(LOCKS)
+    for label, *shown in rows:
+        expected = []
+        for title in ("Lock cycle: wall time", "Lock cycle: processor time"):
+            found = samples("lock_cycle", title)
+            us = f"{statistics.median(found[LOCKS[label]]):.0f}"
+            expected += [us, *(ratio(found, LOCKS[label], to) for to in (FLOOR, REDIS_PY))]
+        assert [cell.strip("*") for cell in shown] == expected, label
+
+
+@pytest.mark.parametrize("row", table(text_of(PAGE), *WORKER_HEAD)[1:], ids=lambda row: row[0])
+def test_workers_are_those_of_the_results(row: list[str]):
+    """Beside plain Celery."""
+    for place, (pool, title) in WORKER_COLUMNS.items():
+        found: Any = samples("worker", f"worker, {pool}: {title}")
+        assert row[place].strip("*x") == ratio(found, row[0], "plain Celery"), (row[0], pool, title)
+
+
+def test_rates_of_the_readme_are_those_of_the_results():
+    """And those of the page that compares us with others."""
+    for name, *_rest in table(text_of(PAGE), *WORKER_HEAD)[1:]:
+        if name in ("two bare commands", "celery-heimdall"):
+            continue
+        rates = [samples("worker", f"worker, {pool}: rate") for pool in ("solo", "prefork -c 2")]
+        shown = [ratio(found, name, "plain Celery") for found in rates]
+        assert ", ".join(shown) in text_of("docs/others.md"), name
+        assert all(figure in text_of("README.md") for figure in shown), name
