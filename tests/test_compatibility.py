@@ -1,4 +1,4 @@
-"""The README's compatibility table: it agrees with the package's bounds, and with what runs here."""
+"""The compatibility table of the docs: it agrees with the package's bounds, and with what runs here."""
 
 from importlib import metadata
 
@@ -6,9 +6,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.versions.table import PACKAGES, README, Cell, Row, cells, installed, minor, rows
+from tests.versions.table import PACKAGES, PAGE, Cell, Row, cells, installed, minor, rows
 
-ROWS = rows(README.read_text())
+ROWS = rows(PAGE.read_text())
 BOUNDS = {
     found.name: found.specifier
     for found in map(Requirement, metadata.requires("celery_setnx") or [])
@@ -85,7 +85,7 @@ def test_environment_differs_unless_the_newest_has_grown(edge, redis, differs):
 @pytest.mark.parametrize("line", ["| 5.8 | 5.8.0 |", "| 5.8.0 - 5.8.1 | 5.8.0 | 9.0.0 |"])
 def test_line_that_is_no_row_is_refused(line):
     """No row is left out in silence."""
-    readme = README.read_text()
-    last = next(text for text in readme.splitlines() if text.startswith(f"| {ROWS[-1].lowest['celery']} "))
+    page = PAGE.read_text()
+    last = next(text for text in page.splitlines() if text.startswith(f"| {ROWS[-1].lowest['celery']} "))
     with pytest.raises(ValueError, match="not a row"):
-        rows(readme.replace(last, f"{last}\n{line}"))
+        rows(page.replace(last, f"{last}\n{line}"))

@@ -1,4 +1,4 @@
-"""`python -m tests.versions`: the compatibility table of the README, each cell in an environment of its own.
+"""`python -m tests.versions`: the table of docs/compatibility.md, each cell in an environment of its own.
 
 uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (built if not given).
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
@@ -25,9 +25,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from tests.versions.table import PACKAGES, README, Cell, cells, rows
+from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, rows
 
-ROOT = README.parent
 # What depends on the versions of Celery, kombu, redis-py and the server.
 SUBSET = (
     "tests/test_compatibility.py",
@@ -94,12 +93,12 @@ class Broken(Exception):
 
 
 def main() -> int:
-    """Print the table; the status says whether every cell is what the README says and passed."""
+    """Print the table; the status says whether every cell is what the page says and passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--cells", default="*", metavar="GLOB", help="such as '5.5-*' or '*-lowest'")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
-    every = cells(rows(README.read_text()))
+    every = cells(rows(PAGE.read_text()))
     chosen = [cell for cell in every if fnmatch(str(cell), options.cells)]
     if not chosen:
         parser.error(f"no {options.cells} among {', '.join(map(str, every))}")

@@ -1,4 +1,4 @@
-"""The README's compatibility table as data: its rows, their cells, and whether an environment is one."""
+"""The compatibility table of the docs as data: its rows, their cells, and whether an environment is one."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from packaging.version import Version
 
 Edge = Literal["lowest", "newest"]
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
 PACKAGES = ("celery", "kombu", "redis")
 _SPAN = r"([\d.]+)(?: to ([\d.]+))?"
 _ROW = re.compile(rf"\| {_SPAN} \| {_SPAN} \| {_SPAN} \| (3\.\d+) \|")
@@ -64,14 +65,13 @@ class Cell:
         ]
 
 
-def rows(readme: str) -> list[Row]:
+def rows(page: str) -> list[Row]:
     """The rows of the table.
 
     Raises:
         ValueError: A line of the table is not a row of three spans.
     """
-    section = readme.partition("\n## Compatibility\n")[2].partition("\n[")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in page.splitlines() if line.startswith("|")]
     return [_row(line) for line in lines[2:]]
 
 
