@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def test_record_is_readable_text_beside_the_lock(locks):
     assert (token, int(fence), state, info) == (held.token, held.fence, "running", '{"task":"t"}')
     assert int(deadline) - int(since) == 10_000_000
     assert int(locks.get(NAME)) == -(-int(deadline) // 1_000_000)
+
+
+def test_lock_named_by_an_enum_has_its_record_beside_it(locks):
+    """Lock and record are named by the member's text, and not by its value."""
+    member = Enum("Name", {"REPORT": "report"}, type=str).REPORT
+    assert SetnxLock(locks, member).acquire().acquired
+    assert set(locks.keys()) == {"Name.REPORT", "{Name.REPORT}:holder"}
 
 
 def test_release_frees_the_lock_and_is_answered_alike_twice(locks):

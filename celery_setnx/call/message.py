@@ -51,12 +51,12 @@ class Call(NamedTuple):
         attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
         redelivered = bool((message.get("delivery_info") or _NOTHING).get("redelivered"))
         said = _header_in(message)
-        plain = cls(task, task_id, attempt, redelivered=redelivered)
-        if said is None:
-            return plain
-        if wrong := _what_is_wrong(said, task, task_id):
-            text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
-            logger.warning(text, HEADER, plain, wrong)
+        wrong = "" if said is None else _what_is_wrong(said, task, task_id)
+        if said is None or wrong:
+            plain = cls(task, task_id, attempt, redelivered=redelivered)
+            if wrong:
+                text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
+                logger.warning(text, HEADER, plain, wrong)
             return plain
         told = {name: said[name] for name in said if name in _OPTIONAL}
         if said["attempt"] != attempt:  # Celery hands a retry the headers of the attempt before
@@ -111,16 +111,18 @@ def attempt_of(retries: Any, replaced: Any) -> int:
     return nested * REPLACED + (retries if isinstance(retries, int) else 0)
 
 
-_SHAPE: Mapping[str, Any] = {
-    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), str),
-    **dict.fromkeys(("attempt", "waits", "asked"), int),
-    "since": (int, float),
-    "options": dict,
-    "marked": (bool, str),
-    "redelivered": bool,
+# Of what kind each of its words is, and for numbers how large at most: exact numbers for Lua.
+_SHAPE: Mapping[str, tuple[Any, float | None]] = {
+    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), (str, None)),
+    **dict.fromkeys(("waits", "asked"), (int, 10**9)),
+    "attempt": (int, 10**15),
+    "since": ((int, float), 1e11),
+    "options": (dict, None),
+    "marked": ((bool, str), None),
+    "redelivered": (bool, None),
 }
+_UNKNOWN = (object, None)
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
-_MOST = {"attempt": 10**15, "waits": 10**9, "asked": 10**9, "since": 1e11}  # exact numbers for Lua
 
 
 def _header_in(message: Mapping[str, Any]) -> Any:
@@ -135,12 +137,13 @@ def _what_is_wrong(said: Any, task: str, task_id: str) -> str:
     if not isinstance(said, dict):
         return "it is no mapping"
     for name, value in said.items():
-        kinds, most = _SHAPE.get(name, object), _MOST.get(name)
-        if not isinstance(value, kinds) or (most is not None and not 0 <= value <= most):
+        kind, most = _SHAPE.get(name, _UNKNOWN)
+        if not isinstance(value, kind) or (most is not None and not 0 <= value <= most):
             return f"its {name!r} is {value!r}"
-    for name, ours in (("task", task), ("id", task_id)):
-        if said.get(name) != ours:
-            return f"its {name!r} is {said.get(name)!r}"
+    if said.get("task") != task:
+        return f"its 'task' is {said.get('task')!r}"
+    if said.get("id") != task_id:
+        return f"its 'id' is {said.get('id')!r}"
     if "attempt" not in said:
         return "it names no 'attempt'"
     if "key" not in said:

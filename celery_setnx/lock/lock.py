@@ -52,6 +52,7 @@ _REMEMBER_RELEASE_MS = 60_000
 HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
+_HAND_OVER_US = round(HAND_OVER_S * US)
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 _ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
@@ -265,7 +266,7 @@ class SetnxLock:
         line: bool = False,
     ) -> None:
         self.client = client
-        self.name = name
+        self.name = name = str(name)  # as an Enum's member may be one
         self.record = record_name(name)
         self.lease_s = _seconds(lease)
         self.wait_s = _seconds(wait)
@@ -621,14 +622,14 @@ def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> 
         keys += lock.line
         if lock.mark and mark_s:
             keys, mark_ms = (*keys, lock.mark), _ms(mark_s)
-    hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
+    hand_over_us = min(_HAND_OVER_US, lock._lease_us)
     return _RELEASE(lock.client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
 
 
 def _serve(lock: SetnxLock, dead: str, away: str, unsent: str) -> list[Any]:
     """Run lua/serve.lua: [word, now us, lock value, record, heir, call, next us]."""
     keys = (lock.name, lock.record, *line_names(lock.name))
-    hand_over_us = _us(min(HAND_OVER_S, lock.lease_s))
+    hand_over_us = min(_HAND_OVER_US, lock._lease_us)
     token = os.urandom(16).hex()
     about = (token, hand_over_us, _REMEMBER_RELEASE_MS, lock._lease_us, dead, away or unsent)
     return _SERVE(lock.client, keys, *about, "unsent" if unsent else "")

@@ -57,9 +57,9 @@ class Script:
         """Run it: the reply's words as text."""
         try:
             try:
-                reply = ask(client, ("EVALSHA", self.sha, len(keys), *keys, *arguments))
+                reply = ask(client, ("EVALSHA", self.sha, str(len(keys)), *keys, *_in_text(arguments)))
             except NoScriptError:
-                reply = ask(client, ("EVAL", self.text, len(keys), *keys, *arguments))
+                reply = ask(client, ("EVAL", self.text, str(len(keys)), *keys, *_in_text(arguments)))
         except REDIS_ERRORS as error:
             raise self._translated(keys[0], error) from error
         return _texts(reply)
@@ -90,13 +90,14 @@ class Script:
         return settled
 
     def _in_one_go(self, client: Any, server: Any, calls: Sequence[Call]) -> list[Settled]:
-        commands = [("EVALSHA", self.sha, len(keys), *keys, *arguments) for keys, arguments in calls]
+        commands = [
+            ("EVALSHA", self.sha, str(len(keys)), *keys, *_in_text(arguments)) for keys, arguments in calls
+        ]
         try:
             replies = ask_many(server, commands)
             if isinstance(replies[0], NoScriptError):
                 # Forgotten, as by a new master: EVAL makes it known again, and all others go in one go again.
-                ((keys, arguments), *_) = calls
-                first = ask_many(server, [("EVAL", self.text, len(keys), *keys, *arguments)])
+                first = ask_many(server, [("EVAL", self.text, *commands[0][2:])])
                 replies = first + (ask_many(server, commands[1:]) if commands[1:] else [])
         except REDIS_ERRORS as error:
             replies = [error] * len(calls)
@@ -155,6 +156,11 @@ def _translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
     return (
         LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)
     )
+
+
+def _in_text(arguments: tuple[Any, ...]) -> list[str | bytes]:
+    """A call's arguments without numbers, of which its keys have none; see `wire.Command`."""
+    return [each if type(each) is str or type(each) is bytes else str(each) for each in arguments]
 
 
 def _texts(reply: Any) -> list[Any]:

@@ -26,6 +26,7 @@ except ImportError:
     pack_command = None  # type: ignore[assignment]
 
 Command = tuple[Any, ...]
+"""Text: hiredis (3.5) crashes if a signal's handler raises while it makes text of a number."""
 
 _POOLS = (redis.ConnectionPool, SentinelConnectionPool)
 _DEAD = (redis.ConnectionError, redis.TimeoutError)
@@ -35,7 +36,7 @@ def ask(client: Any, command: Command) -> Any:
     """A command's reply."""
     wire = _wire_of(client)
     if wire is not None:
-        return wire.ask(_text(command))
+        return wire.ask(command)
     with _closed_if_struck(client):
         return client.execute_command(*_with_count(command))
 
@@ -44,7 +45,7 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
     """The replies to many commands, sent in one go to one server; for what it refuses, a ResponseError."""
     wire = _wire_of(client)
     if wire is not None:
-        return wire.ask_many([_text(command) for command in commands])
+        return wire.ask_many(commands)
     with _closed_if_struck(client), client.pipeline(transaction=False) as pipe:
         for command in commands:
             pipe.execute_command(*_with_count(command))
@@ -186,14 +187,9 @@ def _is_dead(connection: Any) -> bool:
         return True
 
 
-def _text(command: Command) -> Command:
-    """Without numbers: hiredis (3.5) crashes if a signal's handler raises while it makes text of one."""
-    return tuple([part if type(part) is str or type(part) is bytes else str(part) for part in command])
-
-
 def _with_count(command: Command) -> Command:
-    """As text, but for a script's number of keys: with it redis-py 5.0 finds the node of a cluster."""
-    return *command[:3], *_text(command[3:])
+    """With a number for a script's number of keys: by it redis-py 5.0 finds the node of a cluster."""
+    return *command[:2], int(command[2]), *command[3:]
 
 
 def _packed(connection: Any, command: Command) -> list[bytes]:
