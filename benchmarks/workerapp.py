@@ -29,7 +29,7 @@ class Bare(Task):  # type: ignore[misc]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body between the two."""
         client, name = client_for(self.app), f"bare:{self.request.id}"
-        ask(client, ("SET", name, 1, "NX", "PX", EXPIRY_S * 1000))
+        ask(client, ("SET", name, "1", "NX", "PX", str(EXPIRY_S * 1000)))
         try:
             return self.run(*args, **kwargs)
         finally:

@@ -5,6 +5,7 @@ argument begins with `gated` waits for its gate while it holds its lock.
 """
 
 import json
+import sqlite3
 from typing import Any
 
 from celery import Celery, _state
@@ -73,6 +74,7 @@ def defined(page: str, app: Celery) -> dict[str, Any]:
         "touched_accounts": lambda: iter(TOUCHED),
         "accounts": Table("accounts"),
         "search": Table("search"),
+        "database": sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False),
     }
     others = set(_state._on_app_finalizers)
     for block in python_blocks(page):

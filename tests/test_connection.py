@@ -189,7 +189,7 @@ def test_worker_start_that_is_refused_leaves_nothing_that_stays(limited, locks, 
     """What the trial had written is deleted; where DEL is forbidden it lapses at once."""
     with pytest.raises(LockRefused):
         start_worker_check(app_with(setnx_url=limited("~*", "+@all", f"-{command}")))
-    wait_until(lambda: not list(locks.scan_iter()), "no key is left", 10)
+    wait_until(lambda: not lock_keys(locks), "no key is left", 10)
 
 
 @pytest.mark.parametrize(
