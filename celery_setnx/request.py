@@ -179,8 +179,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
         task = self.task
         if self._already_revoked:
             return False
-        if self._timed_out:
-            return bool(task.acks_late and not task.acks_on_timeout)
+        if self._timed_out:  # Celery before 5.7 has one setting for both
+            acknowledges = getattr(task, "acks_on_timeout", task.acks_on_failure_or_timeout)
+            return bool(task.acks_late and not acknowledges)
         lost = getattr(task, "retry_on_worker_lost", False)
         return bool(lost or (task.acks_late and task.reject_on_worker_lost))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from celery import uuid
-from celery.exceptions import WorkerLostError
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 from celery.signals import after_task_publish
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
@@ -394,6 +394,17 @@ def test_call_lost_with_its_pool_process_frees_its_mark(tasks, journal, locks):
     with pytest.raises(WorkerLostError):
         result.get(timeout=60)
     wait_until_freed(locks, tasks.started)
+
+
+@pytest.mark.parametrize("end", ["time limit", "terminated"])
+def test_call_that_celery_ends_before_its_start_frees_its_mark(tasks, journal, locks, end):
+    """Its message is not delivered again, though that of a call whose process was lost would be."""
+    result = stands(journal, tasks.tardy, time_limit=1 if end == "time limit" else 60)
+    if end == "terminated":
+        tasks.app.control.revoke(result.id, terminate=True, signal="SIGKILL")
+    with pytest.raises((TimeLimitExceeded, TaskRevokedError)):
+        result.get(timeout=60)
+    wait_until_freed(locks, tasks.tardy)
 
 
 def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(

@@ -91,6 +91,7 @@ decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton"
 started = variant(plainly, "started", singleton=STARTED)
 own_request = variant(plainly, "own_request", Request=Noting, singleton=STARTED)
 late = variant(plainly, "late", acks_late=True, singleton=STARTED)
+tardy = variant(plainly, "tardy", acks_late=True, reject_on_worker_lost=True, singleton=STARTED)
 done = variant(plainly, "done", singleton=DONE)
 # Celery publishes their calls whatever the arguments are.
 LONG = {"key": "name", "lease": 600, "retry_delay": 0.1}
