@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
@@ -181,7 +181,14 @@ SETTINGS = ("setnx_url", "setnx_transport_options", *(f"setnx_{field.name}" for 
 
 
 def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
-    """Refuse a setting that is named as ours are, and that nobody reads.
+    """Refuse a setting that is surely one of ours, misspelt."""
+    for written, meant in unknown_settings(conf, namespace):
+        if meant is not None:
+            raise OptionError(f"there is no setting {written!r}; did you mean {meant!r}?")
+
+
+def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, str | None]]:
+    """Settings that are named as ours are, and that nobody reads; and which of ours is meant, if it is plain.
 
     With the namespace of `config_from_object`, Celery reads a name both with it and without.
     """
@@ -192,10 +199,8 @@ def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
             continue
         if callable(conf[written]) or ismodule(conf[written]):  # a name that a module of settings imports
             continue
-        known = {setting.removeprefix("setnx_"): setting for setting in SETTINGS}
-        close = difflib.get_close_matches(name.removeprefix("setnx_"), known, n=1)
-        hint = f"did you mean {known[close[0]]!r}?" if close else f"the settings are {', '.join(SETTINGS)}."
-        raise OptionError(f"there is no setting {written!r}; {hint}")
+        close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
+        yield written, close[0] if close else None
 
 
 def settings(conf: Any) -> Settings:

@@ -171,7 +171,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _forget(self, *, is_sent_again: bool = False) -> None:
         if self._guard is not None:
-            ends_of_process().forget(self.app, self.call, is_sent_again=is_sent_again)
+            may_wait = self._guard.options_of(self.call.options).may_wait
+            ends_of_process().forget(self.app, self.call, may_wait=may_wait, is_sent_again=is_sent_again)
 
     @property
     def _comes_back(self) -> bool:
@@ -238,7 +239,7 @@ def _let_go(request: Any, **_details: Any) -> None:
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word
             return
-    ends_of_process().forget(request.app, call)
+    ends_of_process().forget(request.app, call, may_wait=True)
 
 
 @task_unknown.connect  # type: ignore[untyped-decorator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 
 _DIRECTIVE = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
 _SENTENCE_ENDS = re.compile(r"$|\s+[A-Z]")
@@ -18,8 +19,10 @@ class _Wording(logging.Filter):
         if isinstance(record.args, tuple):
             text = str(record.msg).replace("%%", "  ")
             follow = [text[found.end() :] for found in _DIRECTIVE.finditer(text)]
-            if len(follow) == len(record.args):  # else logging itself says what is wrong
-                record.args = tuple(map(_quoted, record.args, follow))
+            # Else, or if an argument has no words, logging itself says what is wrong.
+            if len(follow) == len(record.args):
+                with suppress(Exception):
+                    record.args = tuple(map(_quoted, record.args, follow))
         return True
 
 

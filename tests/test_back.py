@@ -99,7 +99,7 @@ def run(app: Celery, message: Any) -> Message:
     request = SingletonRequest(message, app=app, task=task, hostname="here")
     args, kwargs, embedded = message.payload
     told = {**request.request_dict, **embedded, "args": args, "kwargs": kwargs, "called_directly": False}
-    told["_span"] = object()  # what a tracer keeps there
+    told |= {"_span": object(), "_trace": {"span": object()}}  # what a tracer keeps there
     task.request_stack.push(Context(told))
     try:
         return Message.of(task)

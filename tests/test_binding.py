@@ -197,6 +197,7 @@ FINE = [
     # Celery's own, and what a task may have for itself.
     {"rate_limit": "5/s", "max_retries": 3, "default_retry_delay": 5},
     {"key": "a", "lease": 5, "once": {}, "unique_on": "a"},
+    {"base": of(type("Deduping", (Task,), {"abstract": True, "dedupe": True}))},  # which reads that itself
     *({"base": of(dedupe=code)} for code in (nothing, property(nothing), functools.cached_property(nothing))),
 ]
 

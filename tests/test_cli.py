@@ -708,6 +708,11 @@ def test_table_is_never_wider_than_its_room(room):
     assert max(map(screen._width, table(MARK_COLUMNS, marks, room))) <= room
 
 
+def test_screen_without_width_shows_something():
+    """COLUMNS=0 is no reason to hang."""
+    assert list(table(COLUMNS, ROWS, 0))
+
+
 def test_name_of_a_task_is_cut_at_its_beginning():
     """The end of a dotted name says most; other cells are cut at theirs."""
     _heading, line = table(COLUMNS, [lock_row(TASK="proj." + "deep." * 20 + "settle")], 80)

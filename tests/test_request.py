@@ -53,6 +53,28 @@ def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     assert freed.wait(10)
 
 
+def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):
+    """There are no more processes for now: the worker's parent goes on, and nothing is forgotten."""
+    app, calls, marks_left = marked
+    ends = Ends()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        ends.forget(app, calls[0])
+    assert "can't start new thread" in caplog.text
+    ends.forget(app, calls[1])
+    wait_until(lambda: marks_left() == MANY - 2, "both are freed")
+
+
+def test_call_that_never_waits_leaves_no_ticket(locks, marked):
+    """A redelivered one that fails has no place to leave; one that may wait has."""
+    app, calls, marks_left = marked
+    ends, first, second = Ends(), *(call._replace(redelivered=True) for call in calls[:2])
+    ends.forget(app, first)
+    ends.forget(app, second, may_wait=True)
+    wait_until(lambda: marks_left() == MANY - 2, "both are freed")
+    assert len(list(locks.scan_iter("*:ticket:*"))) == 1
+
+
 def threads() -> int:
     """How many threads free what ended calls leave behind."""
     return sum(thread.name == "celery_setnx-ends" for thread in threading.enumerate())

@@ -13,7 +13,8 @@ import pytest
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
-from celery_setnx import LockLost, SetnxError, SetnxLock, SingletonTask
+from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask
+from celery_setnx.call.back import Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.marks import Mark, mark_all
@@ -95,11 +96,31 @@ def redelivered(task) -> Any:
     return task
 
 
-def test_repeated_delivery_of_a_finished_call_ends_with_its_result(redelivered, locks):
-    """A redelivered message whose result says SUCCESS does not run again, and disturbs nothing."""
+@pytest.mark.parametrize("chord", [None, {"task": "body"}], ids=["alone", "member"])
+def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks, chord):
+    """A redelivered message whose result says SUCCESS does not run again, and disturbs nothing.
+
+    Nor is it counted again for a chord by a backend that has a counter.
+    """
     redelivered.backend.mark_as_done(redelivered.request.id, "result")
-    assert execute(redelivered, lambda: pytest.fail("the body ran")) == "result"
+    redelivered.request.chord = chord
+    with pytest.raises(Dropped):
+        execute(redelivered, lambda: pytest.fail("the body ran"))
     assert SetnxLock(locks, KEY).acquire().acquired
+
+
+@pytest.mark.parametrize(("broker", "runs"), [("memory://", False), ("sqs://", True)])
+def test_call_that_may_have_begun_runs_after_its_max_wait(task, monkeypatch, broker, runs):
+    """A broker that does not flag what it delivers again: it waited, ran, and its worker died."""
+    monkeypatch.setattr("celery_setnx.call.back.broker_url", lambda app: broker)
+    task.acks_late, since = True, time.time() - 60
+    call = Call(task.name, task.request.id, key=KEY, options={"max_wait": 5}, since=since)
+    vars(task.request).update(call.as_headers())
+    if runs:
+        assert execute(task, lambda: "ran") == "ran"
+    else:
+        with pytest.raises(LockTimeout, match="came free too late"):
+            execute(task, lambda: pytest.fail("the body ran"))
 
 
 @pytest.mark.parametrize("backend", ["persistent", "not persistent", "failing"])

@@ -357,11 +357,13 @@ def died_after_success(stage: Stage, doomed: Worker, adopt: Callable[[], None]) 
 def test_chord_member_that_died_before_it_was_counted_is_counted(stage, journal, start_worker, adopt):
     """SUCCESS is stored, and the worker dies: its member, delivered again, does not run again, and counts."""
     doomed = start_worker(APP, queues=stage.key, conf={"dies_before_count": True})
-    member = stage.tasks.tardy.s(stage.key, "member").set(queue=stage.key)
+    member = stage.tasks.parent.s(stage.key, "member").set(queue=stage.key)
     result = chord([member], stage.tasks.arrival.s())()
     died_after_success(stage, doomed, adopt)
     assert result.get(timeout=60) == [["member"]]
     assert len(stage.starts()) == 1
+    (child,) = result.parent.results[0].children  # what it had published
+    assert child.get(timeout=60) == "member"
 
 
 def test_step_of_a_chain_that_has_succeeded_sends_the_next_one_once(stage, journal, start_worker, adopt):

@@ -7,6 +7,7 @@ import pytest
 
 from celery_setnx.exceptions import LockLost, LockRefused
 from celery_setnx.wording import printable, sentence, unstopped
+from tests.harness import raising
 
 EVIL = "\x1b]0;OWNED\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\u2028\x7f\r\nINFO all is well"
 """Escapes of a terminal, C1 controls, what turns the direction of text, and a line of its own."""
@@ -50,6 +51,17 @@ def test_log_line_keeps_its_template_and_its_numbers(caplog):
     logging.getLogger("celery_setnx").warning("%d of %s in %.1f s", 2, "work", 0.25)
     (record,) = caplog.records
     assert (record.msg, record.args) == ("%d of %s in %.1f s", (2, "work", 0.25))
+
+
+def test_thing_without_words_is_left_to_logging():
+    """That says so, and does not fail who logs."""
+
+    class Broken:
+        __str__ = raising(ZeroDivisionError)
+
+    record = logging.makeLogRecord({"msg": "%s goes on.", "args": (Broken(),)})
+    assert logging.getLogger("celery_setnx").filter(record)
+    assert isinstance(record.args[0], Broken)
 
 
 @pytest.mark.parametrize(

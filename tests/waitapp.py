@@ -150,11 +150,17 @@ def barrable(name: str, gate: str = "", bar: str = "", late: bool = False) -> st
 PENDING = {"key": "name", "lease": 600, "dedupe": "until_started"}
 
 
+def publishing(name: str, gate: str = "") -> str:
+    plain.delay(gate)
+    return body(gate)
+
+
 def traced(name: str, gate: str = "") -> str:
     body(gate)
     return trace.get()
 
 
+parent = variant(publishing, "parent", acks_late=True, reject_on_worker_lost=True, singleton=WAITS)
 told = variant(traced, "told", singleton=WAITS)
 barred = variant(barrable, "barred", base=Barred, singleton=PENDING)
 typed = {

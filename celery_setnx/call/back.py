@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from celery import Celery
 from celery.app.task import Context, Task
 from celery.backends.base import DisabledBackend
+from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.entity import Exchange, Queue
@@ -62,7 +63,6 @@ _NO_HEADERS = frozenset(
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
     f"taskset headers setnx_lock _protected _children {HEADER}".split()
 )
-_DATA = (str, int, float, bytes, list, tuple, dict, type(None))
 _PACKED = ("headers", "properties", "route", "content_type")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
@@ -279,6 +279,19 @@ def visibility_timeout_s(app: Celery) -> float | None:
     return float(options.get("visibility_timeout") or _VISIBILITY_S[scheme])
 
 
+def tells_redelivery(app: Celery) -> bool:
+    """Whether the broker flags what it delivers again; SQS does not."""
+    return broker_url(app).partition(":")[0] != "sqs"
+
+
+def counts_once(backend: Any) -> bool:
+    """Whether a chord's member that is counted twice counts as one: Redis keeps them in a set.
+
+    Others have a counter, or ask for all results, and wait for no count.
+    """
+    return isinstance(backend, RedisBackend) and bool(backend._chord_zset)
+
+
 def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
     """What a result backend has of a task; nothing if it cannot say, and the call goes on."""
     if isinstance(backend, DisabledBackend) or not backend.persistent:
@@ -316,7 +329,15 @@ def _serializer_of(content_type: str) -> str:
 
 def _is_header(name: str, value: Any) -> bool:
     """True if a running request has this of its message. What others keep there in private is no data."""
-    return name not in _NO_HEADERS and (not name.startswith("_") or isinstance(value, _DATA))
+    return name not in _NO_HEADERS and (not name.startswith("_") or _is_data(value))
+
+
+def _is_data(value: Any) -> bool:
+    try:
+        json.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception:  # noqa: BLE001 - whatever the thing raises, it came in no message
+        return False
+    return True
 
 
 def _has_headers_of_its_own(request: Context) -> bool:

@@ -75,7 +75,7 @@ def has_run(name: str, result: Any) -> Any:
 
 def refuse_misplaced(task: type[Task], name: str) -> None:
     """Refuse options that a guarded task has beside `singleton`, where nobody reads them."""
-    ours = {option for option in _OURS_ALONE if _is_given(task, option)}
+    ours = {o for o in _OURS_ALONE if _is_given(task, o) and not _is_anothers(task, o)}
     if ours:
         found = sorted(ours | set(PLAIN_WORDS) & set(vars(task)), key=NAMES.index)
         options = {option: getattr(task, option) for option in found}
@@ -135,6 +135,11 @@ def _is_given(task: type[Task], option: str) -> bool:
     """A method of such a name is not meant as an option, but for `on_conflict`."""
     value = getattr(task, option, None)
     return value is not None and (option == "on_conflict" or not is_code(value))
+
+
+def _is_anothers(task: type[Task], option: str) -> bool:
+    """Whether a base class that is no SingletonTask has an attribute of that name, and so reads it."""
+    return any(option in vars(base) for base in task.__mro__[1:] if not hasattr(base, "_guard"))
 
 
 def _below_wrappers(function: Any) -> Callable[..., Any]:

@@ -96,6 +96,7 @@ def _said(line: str | Line) -> str:
 def _cut(text: str, room: int, *, keep_end: bool = False) -> str:
     if _width(text) <= room:
         return text
+    room = max(room, 1)
     kept = text[-room:] if keep_end else text[:room]
     while _width(kept) >= room:
         kept = kept[1:] if keep_end else kept[:-1]

@@ -149,8 +149,8 @@ def _lock_server_findings(app: Celery) -> Iterator[Finding]:
 
 def _unread_findings(app: Celery) -> Iterator[Finding]:
     """What nobody reads, and may be meant for us."""
-    for written, name in unread_settings(app):
-        yield warn("unread", f"The setting {written} is not read.", do=f"Write {name}.")
+    for written, do in unread_settings(app):
+        yield warn("unread", f"The setting {written} is not read.", do=do)
     for task in _tasks(app):
         is_guarded = guard_of(task) is not None
         is_refused = isinstance(task, SingletonTask) and not is_guarded

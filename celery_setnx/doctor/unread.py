@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery, Task
 
 from celery_setnx.call.binding import PLAIN_WORDS, is_code, is_known, is_options
-from celery_setnx.options import NAMES, SETTINGS
+from celery_setnx.options import NAMES, SETTINGS, unknown_settings
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
 _LEFT_OVER = {
@@ -41,11 +41,17 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
 
 
 def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
-    """Settings of ours in capitals, and how they are read; Celery knows only its own in capitals."""
+    """Settings that nobody reads, and what to do: ours in capitals, as Celery knows only its own in capitals,
+    and those that only begin as ours do.
+    """
     for written in list(app.conf):
         name = written.lower()
         if written != name and name in SETTINGS and app.conf.get(name) is None:
-            yield written, f"{app.namespace.rstrip('_')}_{written}" if app.namespace else name
+            meant = f"{app.namespace.rstrip('_')}_{written}" if app.namespace else name
+            yield written, f"Write {meant}."
+    for written, plainly_meant in unknown_settings(app.conf, app.namespace):
+        if plainly_meant is None:
+            yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, name it otherwise."
 
 
 def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:

@@ -42,12 +42,14 @@ class Ended(NamedTuple):
 
     app: Celery
     call: Call
+    may_wait: bool  # in line
     is_sent_again: bool  # as the task's own retry, which has its mark
 
     @property
     def has_place(self) -> bool:
         """Whether it may stand in line: another message of it may be on its way."""
-        return bool(self.call.key) and (self.call.copy != ORIGINAL or self.call.redelivered)
+        call = self.call
+        return bool(call.key) and (call.copy != ORIGINAL or (call.redelivered and self.may_wait))
 
     @property
     def has_mark(self) -> bool:
@@ -70,6 +72,7 @@ class Ends:
         self._changed = threading.Event()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._asks_again_at = 0.0
         self._fails = False
 
@@ -83,9 +86,9 @@ class Ends:
         if request in self._running:
             self._kept[request] = time.monotonic() + KEEP_S
 
-    def forget(self, app: Celery, call: Call, *, is_sent_again: bool = False) -> None:
+    def forget(self, app: Celery, call: Call, *, may_wait: bool = False, is_sent_again: bool = False) -> None:
         """Free the mark and the place that a call has which ended, soon; nothing if it has neither."""
-        ended = Ended(app, call, is_sent_again)
+        ended = Ended(app, call, may_wait, is_sent_again)
         if not (ended.has_mark or ended.has_place):
             return
         if self._has_room(len(self._ended) + self._at_work, call):
@@ -107,12 +110,23 @@ class Ends:
 
     def _look_soon(self, *, has_ended: bool = False) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="celery_setnx-ends", daemon=True)
-            self._thread.start()
+            self._start()
         if has_ended:
             self._has_ended.set()
         if not self._changed.is_set():
             self._changed.set()
+
+    def _start(self) -> None:
+        """Start the thread; where that cannot be, it is tried again with whatever ends next."""
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="celery_setnx-ends", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    logger.warning("What ended calls leave behind is not freed now: %s", error)
+                else:
+                    self._thread = thread
 
     def _run(self) -> None:
         while True:
@@ -167,8 +181,7 @@ class Ends:
             self._at_work = min(len(self._ended), _BATCH)
             batch = [self._ended.popleft() for _ in range(self._at_work)]
             try:
-                with between_forks:
-                    _forget(batch)
+                _forget(batch)
             except LockUnavailable:
                 self._ended.extend(batch)  # behind the others: it may be one node of a cluster
                 raise
@@ -201,7 +214,8 @@ def _forget(batch: list[Ended]) -> None:
         if ended.has_mark:
             marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
     for app, of_app in marks.items():
-        error = free_all(client_for(app), of_app)
+        with between_forks:
+            error = free_all(client_for(app), of_app)
         if isinstance(error, LockUnavailable):
             raise error
         if error is not None:
@@ -210,7 +224,8 @@ def _forget(batch: list[Ended]) -> None:
 
 def _leave(ended: Ended) -> str:
     try:
-        return leave_line(ended.app, ended.call)
+        with between_forks:
+            return leave_line(ended.app, ended.call)
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
@@ -224,7 +239,7 @@ def _survive(free: Callable[[], object]) -> None:
         with between_forks:
             free()
     except Exception:
-        logger.exception("The lock of a dead child was not freed; its lease ends it.")
+        logger.exception("The lock of a call that has ended was not freed; its lease ends it.")
 
 
 def ends_of_process() -> Ends:

@@ -11,10 +11,19 @@ from typing import Any, cast
 from celery import Task
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry
+from celery.result import result_from_tuple
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.call.back import EVENTS, Dropped, Waits, known_result, seconds_until
+from celery_setnx.call.back import (
+    EVENTS,
+    Dropped,
+    Waits,
+    counts_once,
+    known_result,
+    seconds_until,
+    tells_redelivery,
+)
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import report_take_over
@@ -147,7 +156,10 @@ class Run:
         Not one that has waited for another delivery of itself, which may have begun.
         """
         max_wait, waited_s = self.options.max_wait, self.asking.waited_s(outcome)
-        if max_wait is not None and waited_s > max_wait + _LATE_S and not self.call.redelivered:
+        may_have_begun = self.call.redelivered or (
+            self.task.acks_late and not tells_redelivery(self.task.app)
+        )
+        if max_wait is not None and waited_s > max_wait + _LATE_S and not may_have_begun:
             raise LockTimeout(self.task.name, self.lock.name, {}, None, waited_s)
 
     def _in_lock(self, held: HeldLock, outcome: Outcome, body: Callable[[], Any]) -> Any:
@@ -155,7 +167,7 @@ class Run:
         self._begin(held, outcome)
         stored = self._success_before()
         if stored is not None:
-            return self._answer_again(stored)
+            return self._count_again(stored)
         self._check_max_wait(outcome)
         # The first start of what is delivered again has ended the mark; but another's was set since.
         has_begun = self.call.redelivered and outcome.mark is None
@@ -199,14 +211,19 @@ class Run:
         stored = known_result(self.task.backend, self.request.id, self)
         return stored if stored.get("status") == SUCCESS else None
 
-    def _answer_again(self, stored: Mapping[str, Any]) -> Any:
-        """The stored result: Celery may have died before it counted that for a chord.
+    def _count_again(self, stored: Mapping[str, Any]) -> Any:
+        """The stored result of a chord's member: Celery may have died before it counted that.
 
-        What follows in a chain, and callbacks, were sent before it was stored.
+        Callbacks, and what follows in a chain, were sent before it was stored. So nothing is left to be done
+        for other calls, nor where a member that is counted twice would be two.
         """
-        logger.info("%s has succeeded before, and was delivered again: it ends with that result.", self)
+        if not (self.request.chord and counts_once(self.task.backend)):
+            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
+            raise Dropped("it has succeeded before")
+        logger.info("%s has succeeded before, and is counted again for its chord.", self)
         self.request.chain = self.request.callbacks = None
-        self.request._children = stored.get("children")
+        children = stored.get("children") or ()
+        self.request._children = [result_from_tuple(child, self.task.app) for child in children]
         return stored.get("result")
 
     def _end(self, held: HeldLock, back_in: float | None, *, hold: bool) -> None:
