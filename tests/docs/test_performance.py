@@ -45,9 +45,9 @@ WORKER_HEAD = (
 )
 
 
-def samples(benchmark: str, title: str) -> dict[str, list[float]]:
+def samples(benchmark: str, title: str, results: Any = RESULTS) -> dict[str, list[float]]:
     """What was found, by way."""
-    (found,) = [figure for figure in RESULTS[benchmark]["figures"] if figure["title"] == title]
+    (found,) = [figure for figure in results[benchmark]["figures"] if figure["title"] == title]
     return dict(found["samples"])
 
 
@@ -67,6 +67,21 @@ def test_lock_cycles_are_those_of_the_results():
             us = f"{statistics.median(found[LOCKS[label]]):.0f}"
             expected += [us, *(ratio(found, LOCKS[label], to) for to in (FLOOR, REDIS_PY))]
         assert [cell.strip("*") for cell in shown] == expected, label
+
+
+def test_servers_are_compared_as_their_results_say():
+    """Redis 7.0 beside Valkey, each beside the floor on the same server."""
+    head = ("", "Valkey 9.1.2: wall", "processor", "Redis 7.0.15: wall", "processor")
+    rows = table(text_of(PAGE), *head)
+    assert len(rows) == 4
+    for label, *shown in rows:
+        expected = []
+        for name, server in (("valkey", "valkey 9.1.2"), ("redis-7.0", "redis 7.0.15")):
+            results = json.loads(text_of(f"docs/performance/{name}.json"))
+            assert results["lock_cycle"]["machine"][1].startswith(server)
+            for title in ("Lock cycle: wall time", "Lock cycle: processor time"):
+                expected.append(ratio(samples("lock_cycle", title, results), LOCKS[label], FLOOR))
+        assert shown == expected, label
 
 
 @pytest.mark.parametrize("row", table(text_of(PAGE), *WORKER_HEAD)[1:], ids=lambda row: row[0])
