@@ -75,7 +75,7 @@ class AlreadyRunning(SetnxError):
 
 
 class LockTimeout(AlreadyRunning):
-    """A task waited for its lock for longer than `max_wait`.
+    """A task waited for its lock for longer than `max_wait`. If that came free, too late, `holder` is empty.
 
     Attributes:
         waited_s: Seconds since the first conflict of this attempt.
