@@ -122,12 +122,11 @@ def next_look(served: Served) -> float | None:
 def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
-    fate = (
-        "on this host is dead" if is_surely_dead(dead.info) else "died, stood still, or could not reach Redis"
-    )
     if dead.state == "foreign":
         why = f"it ended {ended_s:.1f} s ago, and was not released."
     elif ended_s >= 0:
+        is_dead = is_surely_dead(dead.info)
+        fate = "on this host is dead" if is_dead else "died, stood still, or could not reach Redis"
         why = (
             f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
         )

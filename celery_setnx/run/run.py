@@ -156,11 +156,11 @@ class Run:
         Not one that has waited for another delivery of itself, which may have begun.
         """
         max_wait, waited_s = self.options.max_wait, self.asking.waited_s(outcome)
-        may_have_begun = self.call.redelivered or (
-            self.task.acks_late and not tells_redelivery(self.task.app)
-        )
-        if max_wait is not None and waited_s > max_wait + _LATE_S and not may_have_begun:
-            raise LockTimeout(self.task.name, self.lock.name, {}, None, waited_s)
+        if max_wait is None or waited_s <= max_wait + _LATE_S or self.call.redelivered:
+            return
+        if self.task.acks_late and not tells_redelivery(self.task.app):
+            return
+        raise LockTimeout(self.task.name, self.lock.name, {}, None, waited_s)
 
     def _in_lock(self, held: HeldLock, outcome: Outcome, body: Callable[[], Any]) -> Any:
         """The body's result; the stored one, if the call has succeeded before."""
