@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,25 +79,36 @@ def grow_old(asked: redis.Redis) -> None:
     asked.zadd("unacked_index", dict.fromkeys(asked.zrange("unacked_index", 0, -1), 1))
 
 
-@pytest.mark.parametrize("held", ["nothing", "delayed", "prefetched", "late"])
-def test_worker_that_holds_messages_when_its_broker_goes(broker, asked, app, start, held):
-    """Celery 5.7: it ends, with code 1, if it has not acknowledged some; else it tries to connect again."""
-    worker, ends = start(), ENDS and held != "nothing"
+def ends_with_its_broker(broker, asked, app, worker: Worker, held: str) -> bool:
+    """Whether a worker that has such messages ends as its broker goes, or tries to connect again."""
     if held == "prefetched":
         started(asked, app.send_task("plain.early").id)
     options = {"countdown": 600} if held == "delayed" else {}
     count = 0 if held == "nothing" else 3
     for _ in range(count):
         app.send_task("plain.late" if held == "late" else "plain.early", **options)
-    wait_until(lambda: in_redis(asked) == (0, count), "the worker has them")
-    wait_until(lambda: worker.log_text().count(" received") >= count, "it knows them")
+    known = count + (held == "prefetched")
+    wait_until(lambda: worker.log_text().count(" received") >= known, "it knows them")
+    wait_until(lambda: in_redis(asked) == (0, count), "it has acknowledged no other")
     broker.stop()
-    wait_until(
-        lambda: worker.process.poll() is not None or "Trying again in" in worker.log_text(),
-        f"the worker ends, or tries again: {worker.log}",
-    )
-    assert worker.process.poll() == (1 if ends else None)
-    assert ("Unrecoverable error" in worker.log_text()) == ends
+    either = re.compile("(Unrecoverable error: AttributeError)|Trying again in")
+    said = wait_until(lambda: either.search(worker.log_text()), f"it ends, or tries again: {worker.log}")
+    return said[1] is not None
+
+
+@pytest.mark.parametrize("held", ["nothing", "delayed", "prefetched", "late"])
+def test_worker_that_holds_messages_when_its_broker_goes(broker, asked, app, start, held):
+    """Celery 5.7: it ends, but now and then, for it matters which of its connections it finds cut first."""
+    may_end = ENDS and held != "nothing"
+    for _ in range(10 if may_end else 1):
+        worker = start()
+        if ends := ends_with_its_broker(broker, asked, app, worker, held):
+            break
+        worker.kill()
+        broker.restart()
+    assert ends == may_end
+    if ends and held == "delayed":
+        assert wait_until(lambda: worker.process.poll(), "the worker ends") == 1
 
 
 def test_message_acknowledged_early_is_lost_with_its_worker(asked, app, start):
