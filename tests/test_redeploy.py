@@ -86,8 +86,7 @@ def test_calls_of_two_releases_side_by_side(start, journal, gates, before, after
     if after == "other server":  # where the locks are is said by the worker's code, not by the message
         queue = NEXT
         start(before, queue)
-    first = publish(before, "x", queue=queue)
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", publish(before, "x", queue=queue))
     second = publish(after, "x")
     if after == "skips":
         assert is_skipped(second.get(timeout=60))
@@ -115,8 +114,7 @@ def test_changed_key_in_two_steps_runs_nothing_side_by_side(start, journal, gate
 def test_queued_call_obeys_the_options_of_the_workers_code(start, journal, gates):
     """Published by code that would wait, it is skipped by a worker whose code skips."""
     start("skips")
-    first = publish("coarse", "x")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", publish("coarse", "x"))
     assert is_skipped(publish("coarse", "y").get(timeout=60))
     gates(ACCOUNT)
     assert first.get(timeout=60) == ACCOUNT
@@ -125,8 +123,7 @@ def test_queued_call_obeys_the_options_of_the_workers_code(start, journal, gates
 def test_renamed_task_that_keeps_scope_and_old_name_excludes_the_old_calls(start, journal, gates):
     """One lock for both names: a call by the new one waits for a call by the old one."""
     start("renamed")
-    first = publish("coarse", "x")
-    journal.wait_for("start", task_id=first.id)
+    first = journal.reached("start", publish("coarse", "x"))
     second = publish("renamed", "x", task="redeploy.book")
     assert not beside(journal, first, second)
     gates(ACCOUNT, 2)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import celery
@@ -44,19 +43,14 @@ def app(broker) -> Celery:
 
 
 @pytest.fixture
-def start(broker, tmp_path) -> Iterator[Callable[..., Worker]]:
-    """Starts a plain worker; what still runs is killed."""
-    workers: list[Worker] = []
+def start(broker, start_worker) -> Callable[..., Worker]:
+    """Starts a plain worker of one process."""
 
-    def start(conf: dict[str, Any] | None = None, concurrency: int = 1) -> Worker:
-        about = {"environment": {"PLAIN_URL": broker.url()}, "conf": conf, "concurrency": concurrency}
-        workers.append(Worker(Path(tmp_path), "tests.plainapp", **about))
-        return workers[-1]
+    def start(conf: dict[str, Any] | None = None) -> Worker:
+        environment = {"PLAIN_URL": broker.url()}
+        return start_worker("tests.plainapp", concurrency=1, conf=conf, environment=environment)
 
-    yield start
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.kill()
+    return start
 
 
 def started(asked: redis.Redis, task_id: str, times: int = 1) -> int:
