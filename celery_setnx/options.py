@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
-from celery_setnx.lock.lock import DAY_S
+from celery_setnx.lock.lock import DAY_S, MOST_PERMITS
 
 ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
 RedisErrorPolicy = Literal["retry", "run", "raise"]
@@ -40,6 +40,8 @@ class Options:
         key: What makes two calls the same; see `celery_setnx.keys.KeyFunction`. Defaults to all arguments.
         scope: The name the key lives under; tasks with the same scope and key exclude each other.
             Defaults to the task's name.
+        limit: How many calls of a key may run at a time, 1 to 100, each under a permit of its own. It is the
+            task's, not a single call's. Defaults to 1.
         on_conflict: At run time, the lock held by another: `"skip"`, `"retry"` (comes back after a while),
             `"wait"` (is woken when its turn has come, first come first served), `"join"` (waits, and ends
             with the holder's result), `"raise"`, `"auto"` (a task with `dedupe="until_started"` waits, a step
@@ -68,6 +70,7 @@ class Options:
 
     key: KeyOption = None
     scope: str | None = None
+    limit: int = 1
     on_conflict: str | Callable[[Any], Any] = "auto"
     skip_result: Any = UNSET
     lease: float = 30.0
@@ -97,6 +100,7 @@ class SingletonOptions(TypedDict, total=False):
 
     key: KeyOption
     scope: str | None
+    limit: int
     on_conflict: ConflictPolicy | Callable[[Any], Any]
     skip_result: Any
     lease: Duration
@@ -116,6 +120,8 @@ NAMES = tuple(option.name for option in fields(Options))
 # It acts when a call is published, so its message need not carry it. Key, scope, dedupe and queue_lease do
 # travel: the call's own retry computes its key again, and the worker marks it as queued.
 PUBLISH_ONLY = frozenset({"on_duplicate"})
+OF_THE_TASK = frozenset({"limit"})
+"""What all calls of a task have in common: the calls of a key must agree on it."""
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",
@@ -144,14 +150,18 @@ def checked(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(where, name, value) for name, value in layer.items()}
 
 
-def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one call that travel in its message."""
+def plain(where: str, layer: Mapping[str, Any], *, knows_task: bool = True) -> dict[str, Any]:
+    """The options of one call that travel in its message; its sender may know the task's own options."""
     values = checked(where, layer)
     for name, value in values.items():
         if callable(value) and name not in PUBLISH_ONLY:
             cause = "is a callable, which cannot travel in a message; give it to the task"
             raise OptionError(f"option {name!r} of {where} {cause}")
-    return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
+        if knows_task and name in OF_THE_TASK:
+            raise OptionError(
+                f"option {name!r} of {where} is one for all calls of the task; give it to the task"
+            )
+    return {name: value for name, value in values.items() if name not in PUBLISH_ONLY | OF_THE_TASK}
 
 
 @dataclass(frozen=True)
@@ -250,6 +260,10 @@ def _value(where: str, name: str, value: Any) -> Any:
         _one_of(where, name, value, DEDUPE_MODES)
     elif name == "on_duplicate" and not callable(value):
         _one_of(where, name, value, DUPLICATE_POLICIES)
+    elif name == "limit":
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or not 1 <= value <= MOST_PERMITS:
+            raise OptionError(f"limit of {where} must be a whole number from 1 to 100, not {value!r}")
     elif name == "hold_on_retry":
         _flag(f"hold_on_retry of {where}", value)
     return value
@@ -277,6 +291,13 @@ def _check_together(where: str, options: Options) -> None:
         most_s, least_s = getattr(options, most), getattr(options, least)
         if most_s is not None and most_s < least_s:
             raise OptionError(f"{most} ({most_s:g} s) of {where} is shorter than its {least} ({least_s:g} s)")
+    if options.limit > 1 and (options.on_conflict == "join" or options.dedupe == "until_done"):
+        other = "on_conflict='join'" if options.on_conflict == "join" else "dedupe='until_done'"
+        raise OptionError(
+            f"{where} has limit={options.limit} and {other}: with several calls that run at a time there is "
+            "not the one whose result the others get; leave the limit at 1, or use on_conflict='wait' and "
+            "dedupe='until_started'"
+        )
     if options.dedupe == "until_started" and options.on_conflict in ("skip", "join"):
         raise OptionError(
             f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call that was "

@@ -149,8 +149,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def attempt_before_runs(self) -> bool:
         """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
-        holder = self._guard.lock(self.call, self.args, self.kwargs).holder()
-        return holder is not None and holder.task_id == self.id and holder.state == "running"
+        holders = self._guard.lock(self.call, self.args, self.kwargs).holders()
+        return any(holder.task_id == self.id and holder.state == "running" for holder in holders)
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.

@@ -201,6 +201,16 @@ class SingletonTask(Task):  # type: ignore[misc]
         """
         return self._lock(args, kwargs).holder_and_waiters()
 
+    def holders(self, *args: Any, **kwargs: Any) -> list[Holder]:
+        """Who holds the permits of a call with these arguments now: as many as run, `limit` of them at most.
+
+        Raises:
+            UnkeyableCall: The arguments have no key.
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        return self._lock(args, kwargs).holders()
+
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         if self._guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")

@@ -30,17 +30,17 @@ SHAS = {verb: sha1(text.encode()).hexdigest() for verb, text in RIGHT.items()}
 EVERY_ANSWER = {
     f"{verb}: {word}"
     for verb, answers in {
-        "acquire": "acquired again resumed taken_over held stale line FOREIGNRECORD",
+        "acquire": "acquired again resumed taken_over held stale line more FOREIGNRECORD",
         "renew": "renewed repaired gone lost",
         "release": "released resting repaired held_for_retry gone lost",
         "hold": "held_for_retry released resting handed gone lost",
-        "park": "new parked handed stale",
-        "leave": "left handed stale",
-        "serve": "handed taken_over held empty FOREIGNRECORD",
+        "park": "new parked handed stale more",
+        "leave": "left handed stale more",
+        "serve": "handed taken_over held empty more FOREIGNRECORD",
         "due": "noted",
         "sweep": "claimed nothing",
         "settle": "settled changed",
-        "free": "released repaired gone lost",
+        "free": "released repaired gone lost more",
         "look": "found nothing waiters",
         "mark": "marked queued stalled running WRONGTYPE",
         "extend": "extended lost WRONGTYPE",
@@ -79,16 +79,16 @@ MISTAKES = [
     ("free", "state ~= 'held_for_retry' or", ""),
     ("free", "~= task_id then", "== '' then"),
     ("acquire", "and waiters == '0' and not mark", "and not mark", "and waiters == '0'"),
-    ("acquire", "unpack(KEYS, 5)) > 0", "KEYS[5]) > 0"),
+    ("acquire", "unpack(KEYS, 5, 7)) > 0", "KEYS[5]) > 0", "unpack(KEYS, 5, 6)) > 0",
+        "KEYS[5], KEYS[7]) > 0"),
     ("acquire", "fence == now and since or int(fence)", "since"),
     ("acquire", "'00000' .. time[2]", "time[2]"),
     ("acquire", "if mark and mark == task then", "if mark and task then"),
     ("acquire", "then redis.call('DEL', KEYS[5]) end", "then redis.call('GET', KEYS[5]) end"),
-    ("acquire", "if type(mark) ~= 'string' then mark = false end", ""),
     ("acquire", "if linger > 0 and", "redis.call('DEL', KEYS[#KEYS]) if linger > 0 and"),
     ("acquire", "if linger > 0 and not string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then",
         "if linger > 0 then"),
-    ("acquire", "old, record, mark, waiters}\n  end", "old, record, false, waiters}\n  end"),
+    ("acquire", "now, old, record, mark, waiters}", "now, old, record, false, waiters}"),
     ("release", "if again ~= '0' then", "if KEYS[5] then", "if false then", "if value and again ~= '0' then"),
     ("release", "task_id, 'NX', 'PX', again)", "task_id, 'PX', again)", "task_id, 'NX')",
         "token, 'NX', 'PX', again)"),
@@ -143,7 +143,7 @@ MISTAKES = [
     ("acquire", "remember == '0' and {'KEEPTTL'}", "remember == '0' and {'PX', 1000}",
         "ticket and {'KEEPTTL'}"),
     ("acquire", "'|' .. copy .. '|' .. vain", "'||' .. vain", "'|' .. copy .. '|0'"),
-    ("acquire", "if ticket or KEYS[6] and remember ~= '0' then", "if ticket then"),
+    ("acquire", "if ticket or KEYS[7] and remember ~= '0' then", "if ticket then"),
     ("acquire", "'@' .. int(now + linger)", "'@' .. int(now)"),
     ("acquire", "ARGV[9] == '0' and int(now) or ARGV[9]", "int(now)", "ARGV[9]"),
     ("acquire", "if redis.call('PTTL', key) < 60000 then", "if true then"),
@@ -223,8 +223,8 @@ MISTAKES = [
     ("serve", "elseif recorded then", "elseif true then", "elseif false then"),
     ("serve", "died = state ~= 'resting' and not h_heir", "died = true", "died = not h_heir",
         "died = state ~= 'resting'"),
-    ("serve", "(math.min(tonumber(value), 1e11) + 1)", "math.min(tonumber(value), 1e11)",
-        "(tonumber(value) + 1)"),
+    ("serve", "local till = (math.min(tonumber(value), 1e11) + 1)", "local till = math.min(tonumber(value), 1e11)",
+        "local till = (tonumber(value) + 1)"),
     ("serve", "if now < till then", "if now <= till then"),
     ("serve", "    died = true\n", ""),
     ("serve", "redis.call('HDEL', KEYS[4], h_heir) --", "--"),
@@ -233,7 +233,7 @@ MISTAKES = [
     ("serve", "int(h_vain + 1)", "h_vain", "int(h_vain + 1) .. '+'"),
     ("serve", "h_since = int(4000000000000000 + now + math", "h_since = int(now + math"),
     ("serve", "if not unsent then", "if true then", "if false then"),
-    ("serve", "unsent and {} or redis", "redis"),
+    ("serve", "(unsent or drains) and {} or redis", "redis", "unsent and {} or redis", "drains and {} or redis"),
     ("serve", "    last_as_calls() --", "--"),
     ("serve", "'-inf', '(4000000000000000', 'LIMIT', 0, 10}", "'-inf', '+inf', 'LIMIT', 0, 10}",
         "'-inf', '(4000000000000000', 'LIMIT', 0, 1}", "'-inf', '(4000000000000000', 'LIMIT', 0, 11}"),
@@ -267,6 +267,50 @@ MISTAKES = [
     ("settle", "if within == '' then", "if false then", "if true then"),
     ("settle", "redis.call('ZREM', KEYS[1], entry)", ""),
     ("settle", "+ tonumber(within)", ""),
+    # Several permits: what all these scripts have in front is changed in one of them.
+    ("acquire", "if highest <= 1 then", "if false then"),
+    ("acquire", "elseif new ~= text or left < ms then", "elseif new ~= text then", "elseif left < ms then"),
+    ("acquire", "int(math.max(left, ms))", "int(ms)"),
+    ("acquire", "(now < deadline or deadline > 0 and value == int(math.ceil(deadline / 1000000)))",
+        "now < deadline"),
+    ("acquire", "fits(state, token, text, now < deadline)", "fits(state, token, text, true)"),
+    ("acquire", "    till = (math.min(tonumber(value), 1e11) + 1)", "    till = math.min(tonumber(value), 1e11)"),
+    ("acquire", "number < limit, now >= till", "true, now >= till", "number < limit, now > till"),
+    ("acquire", "free, till = false, 1e17 --", "--"),
+    ("acquire", "if value then best.top = number + 1 end", ""),
+    ("acquire", "if within and free then best.spare", "if free then best.spare"),
+    ("acquire", "if best.free then best.spare = best.spare - 1 end", ""),
+    ("acquire", "if not free and tonumber(since or 1e17) < oldest then", "if tonumber(since or 1e17) < oldest then"),
+    ("acquire", "(within or rank < 4) and", "within and", "true and"),
+    ("acquire", "or rank == best.rank and till < best.till)", ")", "or rank == best.rank)"),
+    ("acquire", "if highest > others + 1 then", "if false then", "if highest ~= others + 1 then"),
+    ("acquire", "text == task and 2 or live and woken and 6 or nil", "live and woken and 6 or nil",
+        "text == task and 2 or nil", "text == task and 2 or live and 6 or nil"),
+    ("acquire", "if live and own then", "if own then", "if false then"),
+    ("acquire", "return state == 'resting' and 3 or 1 end", "return 3 end"),
+    ("acquire", "return live and dead ~= '' and", "return false and"),
+    ("acquire", "math.max(limit, permit.top), limit, math", "limit, limit, math",
+        "math.max(limit, permit.top), permit.top, math"),
+    ("acquire", "  record = redis.call('GET', KEYS[2])\nend", "end"),
+    ("renew", "if KEYS[3] and redis", "if false and redis"),
+    ("hold", "if KEYS[3] and redis", "if false and redis"),
+    ("release", "KEYS[3] and hand_over and redis", "KEYS[3] and redis"),
+    ("mark", "for place = 5, #KEYS do", "for place = 5, 4 do"),
+    ("mark", "stalled or not other or now >=", "stalled or now >=", "stalled or not other or now >"),
+    ("serve", "if within and not free then held", "if not free then held"),
+    ("serve", "if number ~= best.number and (best.next", "if (best.next"),
+    ("serve", "(best.next == 0 or till < best.next)", "true"),
+    ("serve", "(h_token == token or text == absent)", "h_token == token", "text == absent"),
+    ("serve", "permit and permit.number >= limit", "false"),
+    ("serve", "if permit and permit.next > 0 and word ~= 'empty' then", "if false then",
+        "if permit and permit.next > 0 then"),
+    ("serve", "if permit and permit.spare > 0 and heir and redis", "if false and redis",
+        "if permit and heir and redis"),
+    ("park", "tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit", "limit", "tonumber(ARGV[7])"),
+    ("park", "state == 'handed' and text == task and 1", "state == 'handed' and 1", "nil"),
+    ("park", "  note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, remember)\n", ""),
+    ("leave", "state == 'handed' and text == task and 1", "nil"),
+    ("free", "return state == 'held_for_retry' and", "return"),
 ]  # fmt: skip
 MUTANTS = [(verb, right, wrong) for verb, right, *wrongs in MISTAKES for wrong in wrongs]
 
@@ -339,9 +383,10 @@ def _in_full(step: Step, reply: Any) -> tuple[Any, ...]:
     words = reply.split(b" ") if isinstance(reply, bytes) else reply
     found = [item.decode() if isinstance(item, bytes) else item for item in words]
     full = tuple(str(item) if isinstance(item, int) else item for item in found)
-    if verb == "acquire" and len(full) == 3:
-        word, now, fence = full
-        return (word, model[1], fence, now, None, model[5], None, "0")  # the record is compared by itself
+    if verb == "acquire" and len(full) < 5 and full[0] == "acquired":
+        word, now, fence, *permit = full  # the records are compared by themselves
+        rest = (*permit, *model[9:]) if permit else ()
+        return (word, model[1], fence, now, None, model[5], None, "0", *rest)
     if verb == "release":
         word, now, value, *heir = full if len(full) > 1 else (*full, None, model[2])
         return (word, now or model[1], value, *(heir or (None, None)))

@@ -258,6 +258,7 @@ class FanningOut:
             [call.mark for call in batch],
             dedupe=str(self.guard.options.dedupe),
             lease=grace_s(lease),
+            limit=self.guard.options.limit,
         )
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and not marked.is_duplicate:

@@ -17,7 +17,7 @@ from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name
-from celery_setnx.options import NAMES, Options, check_name, merged, plain, settings
+from celery_setnx.options import NAMES, OF_THE_TASK, Options, check_name, merged, plain, settings
 
 logger = logging.getLogger("celery_setnx")
 
@@ -37,8 +37,10 @@ class Guard:
         *,
         ignores_result: bool = False,
         typing: bool = True,
+        knows_task: bool = True,
     ) -> None:
         self.app = app
+        self.knows_task = knows_task  # else only what a sender without the task's code says of it
         self.ignores_result = ignores_result
         self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
         self.task = task
@@ -67,7 +69,7 @@ class Guard:
         """A call that is to be published: its finished key, its own options, and what a retry brings."""
         options = dict(before.options) if before else {}
         if own:
-            options.update(plain(f"a call of {self.task}", own))
+            options.update(plain(f"a call of {self.task}", own, knows_task=self.knows_task))
         key = self.key(args or (), kwargs or {}, options)
         # A call stays the one that it was; that of another attempt under its id is another.
         call_id = before.call_id if before else os.urandom(6).hex()
@@ -89,7 +91,9 @@ class Guard:
         """The call without options of its own that this task does not take, since a deploy has changed it."""
         if not call.options:
             return call
-        known = {name: value for name, value in call.options.items() if name in NAMES}
+        known = {
+            name: call.options[name] for name in NAMES if name in call.options and name not in OF_THE_TASK
+        }
         try:
             self.check_backend(self.options_of(known))
         except OptionError as error:
@@ -142,9 +146,15 @@ class Guard:
         options = self.options_of(call.options)
         key = call.key or self.key(args, kwargs, call.options)
         mark = mark_name(key) if options.dedupe or call.marked else None
-        client, retention = client_for(self.app), self.settings.retention
         return SetnxLock(
-            client, key, lease=options.lease, retention=retention, info=info, mark=mark, line=True
+            client_for(self.app),
+            key,
+            lease=options.lease,
+            retention=self.settings.retention,
+            info=info,
+            mark=mark,
+            line=True,
+            limit=options.limit,
         )
 
 

@@ -174,7 +174,7 @@ def send_task(
             f"send_task of {name} does not know the task's signature, so it needs to be told the key: "
             'singleton={"key": ...}, as the task has it'
         )
-    guard = Guard(app, name, _ANY_ARGUMENTS, [])
+    guard = Guard(app, name, _ANY_ARGUMENTS, [], knows_task=False)
 
     def send(args: Any, kwargs: Any, **options: Any) -> Any:
         return app.send_task(name, args, kwargs, **options)
@@ -224,7 +224,8 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    (found,) = mark_all(client_for(guard.app), [mark], dedupe=str(options.dedupe), lease=grace_s(lease))
+    about = {"dedupe": str(options.dedupe), "lease": grace_s(lease), "limit": options.limit}
+    (found,) = mark_all(client_for(guard.app), [mark], **about)
     if isinstance(found, LockRefused):
         raise found
     if isinstance(found, LockUnavailable):

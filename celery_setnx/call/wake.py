@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
+from dataclasses import replace
 
 import redis
 from celery import Celery
@@ -17,8 +18,8 @@ from celery_setnx.call.back import Message, broker_url, deliverable
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock.line import BEGUN_S, Found, leave, note_due
-from celery_setnx.lock.lock import HAND_OVER_S, SetnxLock
+from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, note_due
+from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import lines_name, scope_and_digest
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
@@ -71,7 +72,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
 
 def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
     """Let a call leave the line that need not run, and the next one have its turn."""
-    word = leave(client_for(app), call.place(remember), copy=call.copy)
+    word = leave(client_for(app), place_of(app, call, remember), copy=call.copy)
     if word == "handed":
         let_the_line_go_on(app, call.task, call.key, away=call.task_id)
     return word
@@ -86,13 +87,23 @@ def let_the_line_go_on(
     lock is kept for it.
     """
     guard = getattr(app.tasks.get(task), "_guard", None)
-    lease = HAND_OVER_S if guard is None else guard.options.lease
-    lock = SetnxLock(client or client_for(app), key, lease=lease, line=True)
-    served = lock.serve(away=away)
-    if served.holder is not None and _is_dead(app, served.holder):
-        served = lock.serve(dead=served.holder.token)
-    wake(app, served.heir, key)
+    lease, limit = (HAND_OVER_S, 1) if guard is None else (guard.options.lease, guard.options.limit)
+    lock = SetnxLock(client or client_for(app), key, lease=lease, line=True, limit=limit)
+    for _ in range(MOST_PERMITS):
+        served = lock.serve(away=away)
+        if served.holder is not None and _is_dead(app, served.holder):
+            served = lock.serve(dead=served.holder.token)
+        wake(app, served.heir, key)
+        if served.heir is None or served.look_in != 0:  # else another permit is free, and somebody waits
+            break
     return served
+
+
+def place_of(app: Celery, call: Call, remember: float) -> Place:
+    """A call's place in the line, if its task is known here with how many there may run at a time."""
+    guard = getattr(app.tasks.get(call.task), "_guard", None)
+    place = call.place(remember)
+    return place if guard is None else replace(place, limit=guard.options.limit)
 
 
 def lines_of(app: Celery) -> str:

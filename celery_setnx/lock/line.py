@@ -11,16 +11,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 
 from celery_setnx.lock.lock import DAY_S
-from celery_setnx.lock.names import instead_name, line_names, record_name, ticket_name
+from celery_setnx.lock.names import (
+    instead_name,
+    line_names,
+    other_permits,
+    permits_name,
+    record_name,
+    ticket_name,
+)
 from celery_setnx.lock.record import Holder, current_holder
 from celery_setnx.lock.scripts import Script
 
-_PARK, _LEAVE, _INSTEAD = Script("park"), Script("leave"), Script("instead")
+_PARK, _LEAVE, _INSTEAD = Script("permits", "park"), Script("permits", "leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 
 _LINES_MS = int(8 * DAY_S * 1000)
@@ -46,6 +53,7 @@ class Place:
         attempt: Number of its attempt; a later one is larger.
         remember: Seconds for which Redis remembers it unless it is asked again.
         call_id: What tells the call from others that were given the same task id. Defaults to nothing.
+        limit: How many may hold the lock at a time. Defaults to 0: that is not known here.
     """
 
     key: str
@@ -53,6 +61,7 @@ class Place:
     attempt: int
     remember: float
     call_id: str = ""
+    limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,8 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    word, now_us, value, record, rank = _PARK(client, _keys(place), *waiter, _remember_ms(place))
+    about = (*waiter, _remember_ms(place), place.limit)
+    word, now_us, value, record, rank = _of_permits(_PARK, client, place, *about)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -91,7 +101,7 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     started, in which case nothing was changed.
     """
     about = (place.task_id, place.attempt, copy)
-    return str(_LEAVE(client, _keys(place), *about, _remember_ms(place))[0])
+    return str(_of_permits(_LEAVE, client, place, *about, _remember_ms(place))[0])
 
 
 def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
@@ -137,9 +147,16 @@ def _new_epoch() -> int:
     return random.randrange(1, 2**48)
 
 
-def _keys(place: Place) -> tuple[str, ...]:
-    ticket = ticket_name(place.key, place.task_id, place.call_id)
-    return (place.key, record_name(place.key), *line_names(place.key), ticket)
+def _of_permits(script: Script, client: redis.Redis, place: Place, *arguments: Any) -> list[Any]:
+    """Run a script that may be about any of the lock's permits: told of more, if more are in use."""
+    key, count = place.key, place.limit
+    ticket = ticket_name(key, place.task_id, place.call_id)
+    keys = (key, record_name(key), *line_names(key), ticket, permits_name(key))
+    while True:
+        reply = script(client, keys + other_permits(key, count), *arguments)
+        if reply[0] != "more":
+            return reply
+        count = int(reply[1])
 
 
 def _remember_ms(place: Place) -> int:

@@ -29,7 +29,15 @@ from celery_setnx.exceptions import (
     LockUnavailable,
     SetnxError,
 )
-from celery_setnx.lock.names import line_names, mark_name, record_name, ticket_name
+from celery_setnx.lock.names import (
+    line_names,
+    mark_name,
+    other_permits,
+    permit_names,
+    permits_name,
+    record_name,
+    ticket_name,
+)
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import (
     ORIGINAL,
@@ -53,10 +61,13 @@ HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
 _HAND_OVER_US = round(HAND_OVER_S * US)
+_NO_WAITER = (ORIGINAL, 0, 0, 0, 0)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-_ACQUIRE, _RENEW, _RELEASE = Script("acquire"), Script("renew"), Script("release")
-_HOLD, _FREE, _LOOK, _SERVE = Script("hold"), Script("free"), Script("look"), Script("serve")
+_ACQUIRE, _RENEW, _RELEASE = Script("permits", "acquire"), Script("renew"), Script("release")
+_HOLD, _FREE = Script("hold"), Script("permits", "free")
+_LOOK, _SERVE = Script("permits", "look"), Script("permits", "serve")
+MOST_PERMITS = 100
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
 
@@ -67,13 +78,15 @@ class Outcome(NamedTuple):
         acquired: True if the caller now holds the lock.
         lock: The held lock, to be released once; None if another holds it.
         taken_over_from: The dead holder's record, if its lock was taken over.
-        holder: The holder's record, if another holds the lock.
-        remaining_s: Seconds until the holder's deadline; None if unknown.
+        holder: The holder's record, if another holds the lock; of several, that of who has held it for
+            longest.
+        remaining_s: Seconds until the holder's deadline, of several the first one's; None if unknown.
         server_time: The server's clock (Unix seconds) when it decided.
         mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
             is not used with marks; a mark of the task's own ends when it acquires.
         waiters: How many tasks wait in line.
         stale: True if another message has started this very call: it is not to be run again.
+        ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
     """
 
     acquired: bool
@@ -85,6 +98,25 @@ class Outcome(NamedTuple):
     mark: str | None = None
     waiters: int = 0
     stale: bool = False
+    ends_first: Holder | None = None
+
+
+class Seen(NamedTuple):
+    """What was seen of a lock.
+
+    Attributes:
+        holder: Who holds it; of several who has for longest. None while a permit is free.
+        holders: Who holds its permits, in their order.
+        server_time: The server's clock (Unix seconds).
+        waiters: Who waits in line, the first hundred.
+        waiting: How many do.
+    """
+
+    holder: Holder | None
+    holders: list[Holder]
+    server_time: float
+    waiters: tuple[Waiter, ...]
+    waiting: int
 
 
 class HeldLock:
@@ -93,7 +125,9 @@ class HeldLock:
     Attributes:
         key: The lock's Redis key.
         token: Proof of being the holder.
-        fence: A number that only grows per lock; hand it to the resource that you protect.
+        fence: A number that only grows per lock, and with several permits per permit; hand it to the resource
+            that you protect.
+        permit: Which of the lock's permits it is; the first is 0.
         lease_s: Seconds by which each renewal moves the deadline.
         retention_s: Seconds for which what is known of a dead holder is kept.
         lost: Why the lock counts as lost, or None while it does not.
@@ -109,8 +143,10 @@ class HeldLock:
         since_us: int,
         valid_until: float,
         ahead_s: float,
+        permit: int = 0,
     ) -> None:
         self.key = setnx_lock.name
+        self.permit = permit
         self.token = token
         self.fence = fence
         self.lease_s = setnx_lock.lease_s
@@ -178,7 +214,7 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * US) if at_least_for else 0
-        return self._lock._release(self.token, rest_until, mark_for)[0]  # type: ignore[no-any-return]
+        return self._lock._release(self.token, self.permit, rest_until, mark_for)[0]  # type: ignore[no-any-return]
 
     def hold(self, lease: float) -> Released:
         """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
@@ -194,15 +230,8 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         lock = self._lock
-        reply = _hold(
-            self.client,
-            lock=lock.name,
-            record=lock.record,
-            token=self.token,
-            lease_s=lease,
-            retention_s=lock.retention_s,
-        )
-        return reply[0]  # type: ignore[no-any-return]
+        keys, retention_ms = lock._permit_keys(self.permit), lock._retention_ms
+        return _HOLD(self.client, keys, self.token, _us(lease), retention_ms)[0]  # type: ignore[no-any-return]
 
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
@@ -238,14 +267,15 @@ class SetnxLock:
         mark: Redis key of the mark beside the lock: a task's own ends when it acquires. Defaults to none.
         line: Whether tasks may wait in line for it, as they do for a task's lock: a release hands it to the
             first. Defaults to False.
+        limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
 
     Attributes:
         heir: To whom the lock was handed through this object, last; None if nobody is to be woken.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
-        ValueError: A lease that is not positive, a negative retention, or a name whose record would live
-            in another slot.
+        ValueError: A lease that is not positive, a negative retention, a limit out of range, or a name whose
+            record would live in another slot.
 
     Example:
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
@@ -264,6 +294,7 @@ class SetnxLock:
         clock: Callable[[], float] = time.monotonic,
         mark: str | None = None,
         line: bool = False,
+        limit: int = 1,
     ) -> None:
         self.client = client
         self.name = name = str(name)  # as an Enum's member may be one
@@ -274,15 +305,20 @@ class SetnxLock:
         self.retention_s = _seconds(retention)
         self.clock = clock
         self.mark = mark
-        self.line = line_names(name) if line or mark is not None else ()
+        self.limit = limit
+        self.line = line_names(name) if line or mark is not None or limit > 1 else ()
+        self._declared = limit  # how many permits a script is told of: those in use, if they are more
+        self._permit = 0  # the one that was acquired last
         self.heir: Heir | None = None
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
-        self._entered: dict[int, list[str]] = {}
+        self._entered: dict[int, list[tuple[str, int]]] = {}
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
+            raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
         self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
     def acquire(
@@ -337,7 +373,7 @@ class SetnxLock:
             except BaseException:
                 # A signal or time limit in mid-call: the server may have given us the lock unseen.
                 with suppress(SetnxError):
-                    self._release(token)
+                    self._release_any(token)
                 raise
             if outcome.acquired or outcome.stale or not wait:
                 return outcome
@@ -367,7 +403,7 @@ class SetnxLock:
         """
         token = token or os.urandom(16).hex()
         outcome = self.acquire(token=token, **details)
-        holder = outcome.holder
+        holder = outcome.ends_first
         if holder is None or not same_host or holder.state != "running" or not is_surely_dead(holder.info):
             return outcome
         # The script compares the dead token, so that nobody else's lock is meant.
@@ -386,7 +422,11 @@ class SetnxLock:
             LockUnavailable: Redis did not decide.
             LockRefused: Redis refuses a command.
         """
-        word, now_us, value, record, heir, call, next_us = _serve(self, dead, away, unsent)
+        keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
+        hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
+        about = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us, dead, away or unsent)
+        reply = self._of_permits(_SERVE, keys, *about, "unsent" if unsent else "")
+        word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
         if not heir:
@@ -403,7 +443,7 @@ class SetnxLock:
         """
         if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        return self._release(self.token)[0]  # type: ignore[no-any-return]
+        return self._release(self.token, self._permit)[0]  # type: ignore[no-any-return]
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -419,7 +459,7 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, *found = self._release(token)
+        word, *found = self._release_any(token)
         if word in ("released", "repaired") and (not found or found[1] is not None):
             return "freed"
         return "lost" if word == "lost" else "ended"
@@ -437,22 +477,29 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        reply = _free(self.client, lock=self.name, record=self.record, task_id=task_id)
+        keys = (self.name, self.record, permits_name(self.name))
+        reply = self._of_permits(_FREE, keys, task_id, _REMEMBER_RELEASE_MS)
         return reply[0] in ("released", "repaired")
 
     def holder(self) -> Holder | None:
         """Who holds the lock now, without touching it: None if it is free, or its deadline has passed.
 
+        With several permits: who has held one for longest, or None while one of them is free.
+
         Raises:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        return self.holder_and_time()[0]
+        return self.look().holder
 
-    def holder_and_time(self) -> tuple[Holder | None, float]:
-        """Who holds the lock now, as `holder()`, and the server's clock (Unix seconds)."""
-        now, value, record = _look(self.client, lock=self.name, record=self.record)[:3]
-        return current_holder(now, value, record), int(now) / US
+    def holders(self) -> list[Holder]:
+        """Who holds the lock's permits now, in their order.
+
+        Raises:
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        return self.look().holders
 
     def holder_and_waiters(self) -> Holder | None:
         """Who holds the lock now, as `holder()`, and who waits in line for it.
@@ -461,16 +508,32 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        (line, _calls) = line_names(self.name)
-        now, value, record, waiting, *pairs = _look(
-            self.client, lock=self.name, record=self.record, line=line
-        )
-        found = current_holder(now, value, record)
+        seen = self.look(with_waiters=True)
+        return seen.holder and replace(seen.holder, waiters=seen.waiters, waiting=seen.waiting)
+
+    def look(self, *, with_waiters: bool = False) -> Seen:
+        """What there is of the lock now, and, if it is asked, of those who wait in line for it.
+
+        Raises:
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses a command.
+        """
+        keys: tuple[str, ...] = (self.name, self.record)
+        if with_waiters or self.line:
+            reply = self._of_permits(_LOOK, (*keys, line_names(self.name)[0], permits_name(self.name)))
+        else:
+            reply = _LOOK(self.client, keys)
+        now, waiting, count, *found = reply
+        values, line = found[: 2 * int(count)], found[2 * int(count) :]
+        permits = [current_holder(now, *pair) for pair in zip(values[::2], values[1::2])]
+        held = [replace(holder, permit=n) for n, holder in enumerate(permits) if holder is not None]
+        longest = min(held, key=lambda holder: holder.since or 0.0) if all(permits[: self.limit]) else None
+        server_time = int(now) / US
         waiters = []
-        for place, (task_id, since_us) in enumerate(zip(pairs[::2], pairs[1::2]), 1):
+        for place, (task_id, since_us) in enumerate(zip(line[::2], line[1::2]), 1):
             since_s = float(since_us) / US
-            waiters.append(Waiter(task_id, place, since_s, max(0.0, int(now) / US - since_s)))
-        return found and replace(found, waiters=tuple(waiters), waiting=int(waiting))
+            waiters.append(Waiter(task_id, place, since_s, max(0.0, server_time - since_s)))
+        return Seen(longest, held, server_time, tuple(waiters), int(waiting))
 
     def __enter__(self) -> HeldLock:
         outcome = self.acquire(self.wait_s)
@@ -478,13 +541,14 @@ class SetnxLock:
             holder = outcome.holder.as_dict() if outcome.holder else {}
             raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s)
         # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
-        self._entered.setdefault(threading.get_ident(), []).append(outcome.lock.token)
-        return outcome.lock
+        held = outcome.lock
+        self._entered.setdefault(threading.get_ident(), []).append((held.token, held.permit))
+        return held
 
     def __exit__(self, *_exc: object) -> None:
         tokens = self._entered.get(threading.get_ident())
         try:
-            word = self._release(tokens.pop())[0] if tokens else self.release()
+            word = self._release(*tokens.pop())[0] if tokens else self.release()
         except SetnxError as error:
             logger.warning("%s It was not released; its lease of %g s ends it.", error, self.lease_s)
         else:
@@ -502,28 +566,37 @@ class SetnxLock:
             self.heir = self.serve(dead=dead).heir or self.heir
             before = self.clock()
             reply = _acquire(self, token, "", call_id, waiter)
-        if len(reply) == 3:  # it was free, and nobody waits
+        if len(reply) < 5:  # it was free, and nobody waits
             now_us = int(reply[1])
-            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us)
+            permit = int(reply[3]) if len(reply) > 3 else 0
+            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us, permit)
             return Outcome(True, held, server_time=now_us / US)
-        word, deadline_us, fence, now_us, value, record, mark, waiters = reply
+        word, deadline_us, fence, now_us, value, record, mark, waiters, *several = reply
+        permit, spare, *longest = several or (0, 0)
         server_time, remaining_us = now_us / US, deadline_us - now_us
         if word == "stale":
             return Outcome(False, server_time=server_time, mark=mark, stale=True)
         found = parse_holder(record, value, now_us)
         if word == "held":
+            of_several = parse_holder(longest[1], longest[0], now_us) if longest else None
+            is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
             return Outcome(
                 False,
-                holder=found,
+                holder=found if is_own else of_several or found,
+                ends_first=found,
                 remaining_s=remaining_us / US if deadline_us else None,
                 server_time=server_time,
                 mark=mark,
                 waiters=int(waiters),
             )
         since_us = int(record.split("\n")[4]) if word == "again" else now_us
+        held = self._now_held(token, before, int(fence), since_us, now_us, remaining_us, permit)
+        if spare and waiters != "0":  # the limit was raised: the line has not heard of it
+            with suppress(SetnxError):
+                self.heir = self.serve().heir or self.heir
         return Outcome(
             True,
-            lock=self._now_held(token, before, int(fence), since_us, now_us, remaining_us),
+            lock=held,
             taken_over_from=found if word == "taken_over" else None,
             server_time=server_time,
             # Asked again, the mark is gone because we have it.
@@ -532,7 +605,14 @@ class SetnxLock:
         )
 
     def _now_held(
-        self, token: str, before: float, fence: int, since_us: int, now_us: int, remaining_us: int
+        self,
+        token: str,
+        before: float,
+        fence: int,
+        since_us: int,
+        now_us: int,
+        remaining_us: int,
+        permit: int,
     ) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
@@ -543,20 +623,52 @@ class SetnxLock:
             since_us=since_us,
             valid_until=self._valid_until(before, remaining_us),
             ahead_s=now_us / US - after,
+            permit=permit,
         )
         if after >= held._valid_until:
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.token = token
+        self.token, self._permit = token, permit
         return held
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
         """Counted from before the send, so that the server's deadline is surely later."""
         return before + remaining_us / US - max(0.002, self.lease_s / 100)
 
-    def _release(self, token: str, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
+    def _permit_keys(self, permit: int) -> tuple[str, ...]:
+        """The keys of one permit."""
+        if permit == 0:
+            return (self.name, self.record)
+        return (*permit_names(self.name, permit), permits_name(self.name))
+
+    def _of_permits(self, script: Script, keys: tuple[str, ...], *arguments: Any) -> list[Any]:
+        """Run a script that may be about any of the permits: told of more, if more are in use."""
+        while True:
+            reply = script(self.client, keys + other_permits(self.name, self._declared), *arguments)
+            if reply[0] != "more":
+                return reply
+            self._declared = int(reply[1])
+
+    def _release_any(self, token: str) -> list[Any]:
+        """Release whichever permit is the token's."""
+        reply: list[Any] = []
+        for permit in range(self._declared):
+            reply = self._release(token, permit)
+            if reply[0] != "lost":
+                break
+        return reply
+
+    def _release(self, token: str, permit: int, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
         """What the script answers, its heir known from now on."""
-        reply = _release(self, token, rest_until_us, mark_for)
+        keys, mark_ms = self._permit_keys(permit)[:2], 0
+        if self.line:
+            keys += self.line
+            if self.mark and mark_for:
+                keys, mark_ms = (*keys, self.mark), _ms(mark_for)
+        # One beyond the limit, which was lowered, is handed to nobody.
+        hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
+        about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
+        reply = _RELEASE(self.client, keys, *about)
         self.heir = None
         if len(reply) > 3:
             word, now_us, _value, heir, call = reply
@@ -586,7 +698,7 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
 
 def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> list[Any]:
     """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark, waiters], or if the
-    lock was free and nobody waits ["acquired", now us, fence].
+    lock was free and nobody waits ["acquired", now us, fence]; with several permits a bit more.
     """
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
@@ -594,10 +706,13 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
     keys: tuple[str, ...] = (name, lock.record)
     if lock.line:
         task_id = task_of(token)
-        keys += (*lock.line, lock.mark or mark_name(name))
-        keys += (ticket_name(name, task_id, call_id),) if task_id is not None else ()
+        ticket = ticket_name(name, token if task_id is None else task_id, call_id)
+        keys += (*lock.line, lock.mark or mark_name(name), permits_name(name), ticket)
     about = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
-    return _ACQUIRE(lock.client, keys, *about, *waiter)
+    if lock.limit > 1:
+        about += (*(waiter or _NO_WAITER), lock.limit)
+        waiter = ()
+    return lock._of_permits(_ACQUIRE, keys, *about, *waiter)
 
 
 def _renew(
@@ -606,50 +721,12 @@ def _renew(
     """Run lua/renew.lua for each: [word, deadline us, now us, lock value]."""
     calls = [
         (
-            (held.key, held._lock.record),
+            held._lock._permit_keys(held.permit),
             (held.token, held._lock._lease_us, held._lock._retention_ms),
         )
         for held in locks
     ]
     return _RENEW.many(client, calls)
-
-
-def _release(lock: SetnxLock, token: str, rest_until_us: int, mark_s: float) -> list[Any]:
-    """Run lua/release.lua: [word, now us, lock value], with an heir [..., heir, call], or ["released"]."""
-    keys: tuple[str, ...] = (lock.name, lock.record)
-    mark_ms = 0
-    if lock.line:
-        keys += lock.line
-        if lock.mark and mark_s:
-            keys, mark_ms = (*keys, lock.mark), _ms(mark_s)
-    hand_over_us = min(_HAND_OVER_US, lock._lease_us)
-    return _RELEASE(lock.client, keys, token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
-
-
-def _serve(lock: SetnxLock, dead: str, away: str, unsent: str) -> list[Any]:
-    """Run lua/serve.lua: [word, now us, lock value, record, heir, call, next us]."""
-    keys = (lock.name, lock.record, *line_names(lock.name))
-    hand_over_us = min(_HAND_OVER_US, lock._lease_us)
-    token = os.urandom(16).hex()
-    about = (token, hand_over_us, _REMEMBER_RELEASE_MS, lock._lease_us, dead, away or unsent)
-    return _SERVE(lock.client, keys, *about, "unsent" if unsent else "")
-
-
-def _hold(
-    client: redis.Redis, *, lock: str, record: str, token: str, lease_s: float, retention_s: float
-) -> list[Any]:
-    """Run lua/hold.lua: [word, now us, lock value]."""
-    return _HOLD(client, (lock, record), token, _us(lease_s), _ms(retention_s))
-
-
-def _free(client: redis.Redis, *, lock: str, record: str, task_id: str) -> list[Any]:
-    """Run lua/free.lua: [word, now us, lock value]."""
-    return _FREE(client, (lock, record), task_id, _REMEMBER_RELEASE_MS)
-
-
-def _look(client: redis.Redis, *, lock: str, record: str, line: str | None = None) -> list[Any]:
-    """Run lua/look.lua: [now us, lock value, record, waiters, task id, since us, task id, since us...]."""
-    return _LOOK(client, (lock, record, line) if line else (lock, record))
 
 
 def _encoded(info: Mapping[str, Any] | str) -> str:

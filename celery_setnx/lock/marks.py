@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import line_names, mark_name, record_name
+from celery_setnx.lock.names import line_names, mark_name, other_permits, record_name
 from celery_setnx.lock.record import Holder, parse_holder
 from celery_setnx.lock.scripts import Script
 
@@ -66,17 +66,18 @@ class Mark:
 
 
 def mark_all(
-    client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float
+    client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float, limit: int = 1
 ) -> list[Marked | LockUnavailable | LockRefused]:
     """Mark many keys for `lease` seconds, in one round trip; of two equal keys the second is a duplicate.
 
     For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
-    held for its retry, makes duplicates too.
+    held for its retry, makes duplicates too. `limit`: how many permits their locks have.
     """
     lease_ms = max(1, int(lease * 1000))
     calls = []
     for mark in marks:
-        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0])
+        others = other_permits(mark.key, limit)[::2]
+        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], *others)
         calls.append((keys, (mark.task_id, lease_ms, dedupe)))
     replies = _MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]

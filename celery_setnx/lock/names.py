@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from hashlib import blake2b
 
 _SCOPE_AND_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
@@ -20,33 +21,55 @@ def scope_and_digest(lock_name: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (inner, "")
 
 
-def record_name(lock_name: str) -> str:
-    """The name of a lock's record, in the same cluster slot; ValueError if no name beside this one can be."""
+def tagged(lock_name: str) -> str:
+    """What the names beside a lock begin with, in its cluster slot; ValueError if there can be none."""
     start = lock_name.find("{")
     end = lock_name.find("}", start + 1)
     if start >= 0 and end > start + 1:
-        return f"{lock_name}:holder"
+        return lock_name
     if "}" in lock_name or not lock_name:
         raise ValueError(
             f"a lock cannot be named {lock_name!r}: no record beside it would share its cluster slot; "
             "name it without '}', or with one whole {tag}"
         )
-    return f"{{{lock_name}}}:holder"
+    return f"{{{lock_name}}}"
+
+
+def record_name(lock_name: str) -> str:
+    """The name of a lock's record, in the same cluster slot; ValueError if no name beside this one can be."""
+    return f"{tagged(lock_name)}:holder"
+
+
+def permit_names(lock_name: str, number: int) -> tuple[str, str]:
+    """The names of a permit and of its record; the lock itself is number 0."""
+    name = f"{tagged(lock_name)}#{number}" if number else lock_name
+    return name, record_name(name)
+
+
+@lru_cache(maxsize=1000)
+def other_permits(lock_name: str, count: int) -> tuple[str, ...]:
+    """The names of all permits beside the first, and of their records, as scripts take them."""
+    return tuple(name for number in range(1, count) for name in permit_names(lock_name, number))
+
+
+def permits_name(lock_name: str) -> str:
+    """The name of what is known of a lock's permits: how many are in use, and how many there are."""
+    return f"{tagged(lock_name)}:permits"
 
 
 def mark_name(lock_name: str) -> str:
     """The name of the mark beside a task's lock, in the same cluster slot."""
-    return f"{lock_name}:queued"
+    return f"{tagged(lock_name)}:queued"
 
 
 def line_names(lock_name: str) -> tuple[str, str]:
     """The names of the line of those who wait for a task's lock, and of their calls, in the same slot."""
-    return f"{lock_name}:line", f"{lock_name}:calls"
+    return f"{tagged(lock_name)}:line", f"{tagged(lock_name)}:calls"
 
 
 def instead_name(lock_name: str, task_id: str) -> str:
     """The name of the key that says who runs in the stead of a task that died with the lock."""
-    return f"{lock_name}:instead:{task_id}"
+    return f"{tagged(lock_name)}:instead:{task_id}"
 
 
 def lines_name(prefix: str, broker: str) -> str:
@@ -56,9 +79,13 @@ def lines_name(prefix: str, broker: str) -> str:
 
 def take_over_name(lock_name: str) -> str:
     """The name of the note of the last take-over of a task's lock, in the same slot."""
-    return f"{lock_name}:taken_over"
+    return f"{tagged(lock_name)}:taken_over"
 
 
 def ticket_name(lock_name: str, task_id: str, call_id: str = "") -> str:
     """The name of the ticket of a call that waits for its lock, in the same slot."""
-    return f"{lock_name}:ticket:{task_id}:{call_id}" if call_id else f"{lock_name}:ticket:{task_id}"
+    return (
+        f"{tagged(lock_name)}:ticket:{task_id}:{call_id}"
+        if call_id
+        else f"{tagged(lock_name)}:ticket:{task_id}"
+    )

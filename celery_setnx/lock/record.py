@@ -99,6 +99,7 @@ class Holder:
         value: The lock's value in Redis.
         waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
         waiting: How many do.
+        permit: Which of several permits it holds; the first is 0.
     """
 
     token: str
@@ -110,6 +111,7 @@ class Holder:
     value: str = ""
     waiters: tuple[Waiter, ...] = ()
     waiting: int = 0
+    permit: int = 0
 
     @property
     def task_id(self) -> str | None:

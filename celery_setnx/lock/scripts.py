@@ -47,10 +47,11 @@ Settled = list[Any] | LockUnavailable | LockRefused
 
 
 class Script:
-    """One verb: a Lua file and its digest. The first of its keys is the one that errors name."""
+    """One verb: a Lua file, or several, and its digest. The first of its keys is the one that errors name."""
 
-    def __init__(self, verb: str) -> None:
-        self.text = (files("celery_setnx.lock") / "lua" / f"{verb}.lua").read_text("utf-8")
+    def __init__(self, *names: str) -> None:
+        lua = files("celery_setnx.lock") / "lua"
+        self.text = "".join((lua / f"{name}.lua").read_text("utf-8") for name in names)
         self.sha = sha1(self.text.encode()).hexdigest()
 
     def __call__(self, client: Any, keys: Keys, *arguments: Any) -> list[Any]:

@@ -111,7 +111,8 @@ class Asking:
 
     def joined_result(self) -> Any:
         """The result that a joining call ends with; `UNSET` if it is to run."""
-        return holders_result(self.task, self.call, self.options, *self.lock.holder_and_time())
+        seen = self.lock.look()
+        return holders_result(self.task, self.call, self.options, seen.holder, seen.server_time)
 
     def wake_heir(self) -> None:
         """Wake the one to whom the lock was handed: by a release, or because nobody living had it."""
@@ -197,7 +198,8 @@ class Asking:
         if request.is_eager:
             return None
         options, mark = self.options, Mark(self.lock.name, request.id)
-        (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", lease=options.queue_lease)
+        about = {"dedupe": "until_started", "lease": options.queue_lease, "limit": options.limit}
+        (found,) = mark_all(self.lock.client, [mark], **about)
         if isinstance(found, Marked) and found.is_duplicate:
             return found.task_id
         if isinstance(found, Marked):  # else it is not known, and it waits all the same

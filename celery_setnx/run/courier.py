@@ -28,6 +28,7 @@ from celery_setnx.call.wake import (
     let_the_line_go_on,
     look_in,
     look_within,
+    place_of,
     remaining_s,
 )
 from celery_setnx.connection import client_for
@@ -53,10 +54,9 @@ class Order:
     epoch: str  # of Redis' data, when the call was parked; empty if that is not known
     resent: bool = False  # whether a courier has sent the call
 
-    @property
-    def place(self) -> Place:
+    def place(self, app: Celery) -> Place:
         """The call's place in the line."""
-        return self.call.place(BEGUN_S if self.resent else self.remember)
+        return place_of(app, self.call, BEGUN_S if self.resent else self.remember)
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Order:
@@ -119,11 +119,11 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     runs it by the key that it has.
     """
     client, call = client_for(app), order.call
-    found = park(client, order.place, since=call.since, call=order.message)
+    found = park(client, order.place(app), since=call.since, call=order.message)
     if found.state == "stale":
         return None
     if found.state == "new" and _has_ended(app, call):  # before Redis forgot it
-        leave(client, replace(order.place, remember=BEGUN_S), copy=COURIER)
+        leave(client, replace(order.place(app), remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
     within = wait_s if waits else look_in(remaining_s(found), order.lease)

@@ -133,7 +133,7 @@ class _Parking:
     def ask(self) -> Found:
         """Ask for a place in the line."""
         order = self.order
-        place, copy = order.place, self.met.copy
+        place, copy = order.place(self.app), self.met.copy
         return park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
 
     def go_without_place(self, error: SetnxError) -> NoReturn:

@@ -9,6 +9,7 @@ from tests.model.injected import EPOCH, SECOND, set_clock
 from tests.model.line import AWAY, waiting, with_call, with_place, without_call
 from tests.model.lines import Lines
 from tests.model.lock import Lock
+from tests.model.permits import at
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
@@ -18,7 +19,10 @@ TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
 TICKETS = {task: f"{{lock.foo}}:ticket:{task}" for task in TASK_IDS}
 PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
-KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values())
+PERMITS, NO_TICKET = "{lock.foo}:permits", "{lock.foo}:ticket:nobody"
+PAIRS = (PAIR, *((f"{{lock.foo}}#{number}", f"{{lock.foo}}#{number}:holder") for number in (1, 2)))
+OTHERS = tuple(name for pair in PAIRS[1:] for name in pair)
+KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS)
 CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
 SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
 COPIES = ("-", "x1", "y2")
@@ -28,6 +32,7 @@ RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
 MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
 HAND_OVERS = (1, 150_000, SECOND, 2_345_678)
+BARE = {"copy": "-", "remember": 0, "linger": 0, "since": 0, "attempt": 0}  # of a call that has not waited
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 VERBS = (
     "acquire " * 6 + "renew " * 5 + "release " * 5 + "hold " * 3 + "free " * 2 + "look " + "mark " * 5
@@ -82,24 +87,32 @@ return table.concat(seen, '\\n')
 
 def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
-    value, expiry, record, record_expiry, mark, line, calls, tickets = store
-    released = isinstance(record, Record) and record.deadline == 0
+    value, expiry, record, record_expiry, mark, line, calls, tickets, others, known = store
     dues = [("", -swept.epoch)] if swept.epoch is not None else []
     dues += [(name, moment) for moment, name in swept.due]
     found: list[tuple[str, object, object]] = [
         (LOCK, value, expiry),
-        (RECORD, record, f"in {REMEMBER_MS}" if released else record_expiry),
+        (RECORD, record, _expires(record, record_expiry)),
         (MARK, mark and mark.task_id, mark and mark.expiry and f"in {mark.expiry - now // MS}"),
         (LINE, " ".join(f"{task} {since}" for since, task in line.places) or None, _left(line.lease)),
         (CALLS, " ".join(sorted(map("=".join, calls.fields))) or None, _left(calls.lease)),
         (LINES, " ".join(f"{name} {score}" for name, score in dues) or None, _left(swept.lease)),
         *((TICKETS[task], ticket.text, f"in {ticket.lease}") for task, ticket in tickets),
+        (PERMITS, known and known.text, known and f"in {known.lease}"),
     ]
+    for (name, record_name), permit in zip(PAIRS[1:], others):
+        found.append((name, permit.value, permit.expiry))
+        found.append((record_name, permit.record, _expires(permit.record, permit.record_expiry)))
     return "\n".join(
         f"{key} {content} {-1 if expiry is None else expiry}"
         for key, content, expiry in found
         if content is not None
     )
+
+
+def _expires(record: object, expiry: int | None) -> object:
+    released = isinstance(record, Record) and record.deadline == 0
+    return f"in {REMEMBER_MS}" if released else expiry
 
 
 def _left(lease: int) -> str:
@@ -121,8 +134,8 @@ class Step(NamedTuple):
             return "clock, foreigners"
         verb = self.what.split()[0]
         if verb == "look":
-            waiters = "waiters" if self.reply[3] != "0" else "found"
-            return "look: nothing" if self.reply[1:] == (None, None, "0") else f"look: {waiters}"
+            waiters = "waiters" if self.reply[1] != "0" else "found"
+            return "look: nothing" if self.reply[1:] == ("0", "1", None, None) else f"look: {waiters}"
         if verb == "due":
             return "due: noted"
         if verb == "sweep":
@@ -142,11 +155,29 @@ class Case:
         self.claimed: tuple[str, str] | None = None
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
+        self.has_several = self.random.random() < 0.5
+        self.focus = 0
+
+    @property
+    def seen(self) -> Store:
+        """The keys, of the permit that the operation is about."""
+        return at(self.store, self.focus)
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The keys of that permit."""
+        return PAIRS[self.focus]
+
+    def several(self) -> tuple[tuple[str, ...], dict[str, int]]:
+        """The keys of permits beside the first that a script is told of, and how many it knows then."""
+        count = self.random.choice((1, 2, 3, 3)) if self.has_several else 1
+        return OTHERS[: 2 * (count - 1)], {"count": count} if count > 1 else {}
 
     def steps(self) -> Iterator[Step]:
         """The operations, each with the state that the model expects after it."""
         yield self.plain("start", [("DEL", *KEYS), *set_clock(self.now)])
         for _ in range(OPERATIONS):
+            self.focus = self.random.randrange(3) if self.has_several else 0
             verbs = VERBS
             if self.state == "held_for_retry":
                 verbs = [*verbs, *WHEN_HELD]
@@ -165,12 +196,12 @@ class Case:
     @property
     def state(self) -> str:
         """The record's state."""
-        return self.store.holder.state
+        return self.seen.holder.state
 
     @property
     def is_orphaned(self) -> bool:
         """Whether calls wait, or a lock was kept for one, and the lock itself is gone."""
-        return self.store.value is None and (self.state == "handed" or bool(self.store.calls.fields))
+        return self.seen.value is None and (self.state == "handed" or bool(self.store.calls.fields))
 
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
@@ -183,22 +214,28 @@ class Case:
         task = task_of(sent["token"])[0]
         self.last, keys = sent["token"], PAIR
         if self.random.random() < 0.9 or self.state == "handed":
-            keys += (*WAITING, MARK) if task is None else (*WAITING, MARK, TICKETS[task])
+            keys += (*WAITING, MARK, PERMITS, NO_TICKET if task is None else TICKETS[task])
         says_nothing = 0.4 if self.state == "handed" else 0.15  # of a call that has not waited, and will not
         if self.random.random() >= says_nothing:
             sent["copy"], sent["remember"] = choose(COPIES), choose((0, 0, 0, 0, 0, *MARK_LEASES_MS))
+            sent["remember"] = sent["remember"] if task is not None else 0
             sent["linger"] = choose((0, 1, 20_000, 9 * SECOND)) if LINE in keys and task else 0
             sent["since"] = choose((0, self.now - self.random.randrange(3) * SECOND))
             sent["attempt"] = choose((0, 0, 1))
+        if self.has_several and LINE in keys:
+            sent = {**sent, **{name: sent.get(name, value) for name, value in BARE.items()}}
+            sent["limit"] = choose((1, 2, 3))
+            more = OTHERS[: 2 * choose((sent["limit"] - 1, 2))]
+            return self.script("acquire", keys + more, **sent, count=1 + len(more) // 2)
         return self.script("acquire", keys, **sent)
 
     def renew(self) -> Step:
         """By the holder or by anybody else."""
-        return self.script("renew", PAIR, **self.leased())
+        return self.script("renew", self.pair + (PERMITS,) * (self.focus > 0), **self.leased())
 
     def hold(self) -> Step:
         """By the holder, for its retry, or by anybody else."""
-        return self.script("hold", PAIR, **self.leased())
+        return self.script("hold", self.pair + (PERMITS,) * (self.focus > 0), **self.leased())
 
     def leased(self) -> dict[str, Any]:
         """Arguments with which a holder keeps its lock."""
@@ -208,9 +245,9 @@ class Case:
     def release(self) -> Step:
         """By the holder, once or twice, with or without a rest or a retry, or by anybody else."""
         choose, now = self.random.choice, self.now
-        keys = choose((PAIR, PAIR + WAITING, *[(*PAIR, *WAITING, MARK)] * 5))
+        keys = choose((self.pair, self.pair + WAITING, *[(*self.pair, *WAITING, MARK)] * 5))
         if self.state == "handed":
-            keys = PAIR + WAITING  # as it was handed with them
+            keys = self.pair + WAITING  # as it was handed with them
         return self.script(
             "release",
             keys,
@@ -218,18 +255,22 @@ class Case:
             rest_until=choose((0, 0, now, now + 1, now + 2 * SECOND, now - SECOND)),
             remember=REMEMBER_MS,
             again=choose((0, *MARK_LEASES_MS)) if MARK in keys else 0,
-            hand_over=choose(HAND_OVERS),
+            hand_over="" if self.focus and self.random.random() < 0.2 else choose(HAND_OVERS),
         )
 
     def free(self) -> Step:
         """On behalf of a task whose retry will not come."""
-        holder = task_of(self.store.holder.token)[0] or ""
+        holder = task_of(self.seen.holder.token)[0] or ""
         task_id = self.random.choice((holder, holder, *TASK_IDS))
-        return self.script("free", PAIR, task_id=task_id, remember=REMEMBER_MS)
+        more, count = self.several()
+        return self.script("free", (*PAIR, PERMITS, *more), task_id=task_id, remember=REMEMBER_MS, **count)
 
     def look(self) -> Step:
         """By anybody."""
-        return self.script("look", (*PAIR, LINE) if self.random.random() < 0.8 else PAIR)
+        if self.random.random() < 0.2:
+            return self.script("look", PAIR)
+        more, count = self.several()
+        return self.script("look", (*PAIR, LINE, PERMITS, *more), **count)
 
     def park(self) -> Step:
         """By a call that met the held lock, or by its courier."""
@@ -240,14 +281,16 @@ class Case:
             since=self.now - self.random.randrange(3) * SECOND,
             call=choose(("call", "call again")),
             remember=choose(MARK_LEASES_MS),
+            limit=choose((0, 1, 2, 3)) if self.has_several else choose((0, 1)),
         )
 
     def serve(self) -> Step:
         """By anybody, once or twice."""
-        choose, holder = self.random.choice, self.store.holder
+        choose, holder = self.random.choice, self.seen.holder
+        more, count = self.several()
         return self.script(
             "serve",
-            PAIR + WAITING,
+            (*PAIR, *WAITING, PERMITS, *more),
             token=choose((f"served{self.random.randrange(9)}", holder.token or "served")),
             hand_over=choose(HAND_OVERS),
             remember=REMEMBER_MS,
@@ -255,6 +298,7 @@ class Case:
             dead=self.token() if self.random.random() < 0.2 else "",
             away=choose(("", "", holder.info, "a")),
             unsent=choose(("", "", "unsent")),
+            **count,
         )
 
     def due(self) -> Step:
@@ -299,15 +343,19 @@ class Case:
 
     def waits(self, verb: str, **sent: Any) -> Step:
         """By some task; often the one for which the lock is kept."""
-        heir = [self.store.holder.info] * 3 if self.state == "handed" else []
+        heir = [self.seen.holder.info] * 3 if self.state == "handed" else []
         task, attempt = self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
-        return self.script(verb, (*PAIR, *WAITING, TICKETS[task]), task=task, attempt=attempt, **sent)
+        more, count = self.several()
+        keys = (*PAIR, *WAITING, TICKETS[task], PERMITS, *more)
+        return self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
 
     def mark(self) -> Step:
         """By the publisher of a new call, or of one that is marked or runs."""
         lease = self.random.choice(MARK_LEASES_MS)
         dedupe = self.random.choice(("until_started", "until_done", "until_done"))
-        return self.script("mark", (*PAIR, MARK, LINE), task_id=self.task_id(), lease=lease, dedupe=dedupe)
+        more, count = self.several()
+        keys = (*PAIR, MARK, LINE, *more[::2])
+        return self.script("mark", keys, task_id=self.task_id(), lease=lease, dedupe=dedupe, **count)
 
     def extend(self) -> Step:
         """By the mark's publisher, or by anybody else."""
@@ -320,7 +368,7 @@ class Case:
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
-        before, began, value = self.store, self.now, self.store.value
+        before, began, value = self.seen, self.now, self.seen.value
         moments = [self.now + self.random.randrange(4 * SECOND), self.now + self.random.randrange(2_000)]
         if isinstance(before.record, Record):
             moments += [before.record.deadline] * 2
@@ -337,32 +385,36 @@ class Case:
         if mark is not None and mark.expiry is not None:
             # The server counts a mark's lease by a clock of its own, on which no time passes here.
             mark = mark._replace(expiry=mark.expiry + self.now // MS - began // MS)
+        before = self.store
         self.store = purge(before._replace(mark=mark), self.now)
-        expired = [LOCK] * (before.value != self.store.value)
-        expired += [RECORD] * (before.record != self.store.record)
+        expired = []
+        for number, (name, record) in enumerate(PAIRS):
+            was, left = at(before, number), at(self.store, number)
+            expired += [name] * (was.value != left.value) + [record] * (was.record != left.record)
         deleted = [("DEL", *expired)] if expired else []
         return self.plain(f"clock {self.now}", [*set_clock(self.now), *deleted])
 
     def foreign(self) -> Step:
         """What other programs do to the keys."""
-        choose, store, rarely = self.random.choice, self.store, self.random.random() < 0.3
+        choose, store, rarely = self.random.choice, self.seen, self.random.random() < 0.3
+        name, record = self.pair
         second = str(self.now // SECOND + choose((-3, -2, -1, 0, 1, 2, 3)))
         number = choose((second, second, f"{second}.5", f"{second}.", f"00{second}", "0"))
         what = choose(FOREIGN)
         if what == "getset" and store.value != NOT_A_STRING:
-            changed, commands = {"value": number, "expiry": None}, [("GETSET", LOCK, number)]
+            changed, commands = {"value": number, "expiry": None}, [("GETSET", name, number)]
         elif what == "setnx":
             changed = {"value": number, "expiry": None} if store.value is None else {}
-            commands = [("SETNX", LOCK, number)]
+            commands = [("SETNX", name, number)]
         elif what == "garbage":
             text = choose(GARBAGE)
-            changed, commands = {"value": text, "expiry": None}, [("SET", LOCK, text)]
+            changed, commands = {"value": text, "expiry": None}, [("SET", name, text)]
         elif what == "list" and rarely:
             changed = {"value": NOT_A_STRING, "expiry": None}
-            commands = [("DEL", LOCK), ("RPUSH", LOCK, "x")]
+            commands = [("DEL", name), ("RPUSH", name, "x")]
         elif what == "record" and rarely:
             text = choose(("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n"))
-            changed, commands = {"record": text, "record_expiry": None}, [("SET", RECORD, text)]
+            changed, commands = {"record": text, "record_expiry": None}, [("SET", record, text)]
         elif what == "mark" and rarely:
             changed, commands = {"mark": Mark(NOT_A_STRING, None)}, [("DEL", MARK), ("RPUSH", MARK, "x")]
         elif what == "line" and rarely:
@@ -373,16 +425,16 @@ class Case:
         elif what == "crowd" and rarely:
             changed, commands = self.crowd()
         else:
-            lock_alone = [[LOCK]] * (10 if self.state == "handed" else 2)
-            gone = choose((*lock_alone, [LOCK, RECORD], [RECORD], [MARK]))
+            lock_alone = [[name]] * (10 if self.state == "handed" else 2)
+            gone = choose((*lock_alone, [name, record], [record], [MARK]))
             changed, commands = {}, [("DEL", *gone)]
-            if LOCK in gone:
+            if name in gone:
                 changed |= {"value": None, "expiry": None}
-            if RECORD in gone:
+            if record in gone:
                 changed |= {"record": None, "record_expiry": None}
             if MARK in gone:
                 changed |= {"mark": None}
-        self.store = store._replace(**changed)
+        self.store = at(store._replace(**changed), self.focus)
         return self.plain(f"foreign {commands}", commands)
 
     def crowd(self) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
@@ -404,7 +456,7 @@ class Case:
 
     def token(self) -> str:
         """Mostly the holder's or the last sender's."""
-        record = self.store.holder
+        record = self.seen.holder
         holder = record.token if record.state else self.last
         task, retries = task_of(holder)
         if task is not None and record.state == "held_for_retry":
@@ -418,14 +470,17 @@ class Case:
 
     def task_id(self) -> str:
         """Mostly the marked task's or the holder's."""
-        mark, holder = self.store.mark, task_of(self.store.holder.token)[0]
+        mark, holder = self.store.mark, task_of(self.seen.holder.token)[0]
         known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
         return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
 
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
         """A call of a script."""
-        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *sent.values())
-        what = f"{verb} {tuple(sent.values())}"
+        told = [value for name, value in sent.items() if name != "count"]
+        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *told)
+        what = f"{verb} {keys[0]} {tuple(sent.values())}"
+        if verb in ("renew", "release", "hold"):
+            sent["permit"] = self.focus
         if verb in ("acquire", "release", "look"):
             sent["line"] = LINE in keys
         self.store, reply = getattr(self.model, verb)(self.store, self.now, **sent)

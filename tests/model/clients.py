@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
+from tests.model.permits import at, highest_in, permit_in
 from tests.model.store import MS, SECOND, Answer, Store
 
 RETENTION_MS = 1_000
@@ -27,6 +28,7 @@ class Ours(Program):
     hold: int = 0  # how long the lock is held for the next attempt; 0: it is released
     proof: bool = False  # the holder's process may be proved dead
     slow_send: bool = False  # time may pass between the send and the server
+    limit: int = 1  # how many permits it knows of
 
     def __post_init__(self) -> None:
         self.lease *= TICK
@@ -47,14 +49,24 @@ class Ours(Program):
 
     def acquire(self, me: Client, index: int, state: State, world: World) -> Answer:
         """What the server does with its acquire."""
-        asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
+        asked: dict[str, Any] = {
+            "token": self.token(me, index),
+            "lease": self.lease,
+            "retention": RETENTION_MS,
+        }
+        if world.limit > 1:  # asked again with more permits, if more are in use
+            count = max(self.limit, highest_in(state.store)[0])
+            asked |= {"limit": self.limit, "count": count}
+            return world.run("acquire", state, **asked, dead=me.dead, line=True)
         return world.run("acquire", state, **asked, dead=me.dead, line=self.marks)
 
     def release(self, me: Client, index: int, state: State, world: World, **again: int) -> Answer:
         """What the server does with its release, or when it holds the lock for its retry."""
         token = self.token(me, index)
+        again |= {"permit": me.permit} if me.permit else {}
         if self.hold and me.attempt < self.retries:
-            return world.run("hold", state, token=token, lease=self.hold, retention=RETENTION_MS)
+            again.pop("again", None)
+            return world.run("hold", state, token=token, lease=self.hold, retention=RETENTION_MS, **again)
         rest_until = me.since + self.at_least_for if self.at_least_for else 0
         return world.run("release", state, token=token, rest_until=rest_until, remember=REMEMBER_MS, **again)
 
@@ -85,7 +97,7 @@ class Ours(Program):
         store, reply = self.acquire(me, index, state, world)
         token, word = self.token(me, index), reply[0]
         if word == "held":
-            record = state.store.holder
+            record = at(state.store, permit_in(reply)).holder
             if self.proof and record.state == "running":
                 answered = me._replace(at="answered", word=word, seen=record.token, dead="")
             else:
@@ -94,8 +106,9 @@ class Ours(Program):
             until = me.sent + int(reply[1]) - state.now
             since = state.now if self.at_least_for and word != "again" else me.since
             if self.at_least_for and word == "again":
-                since = store.holder.since
+                since = at(store, permit_in(reply)).holder.since
             answered = me._replace(at="answered", word=word, until=until, since=since, seen="", dead="")
+            answered = answered._replace(permit=permit_in(reply))
         yield from self.answers(me, answered, state, store, "acquire", token, reply)
 
     def answers(
@@ -127,7 +140,8 @@ class Ours(Program):
 
     def _when_renewing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         token = self.token(me, index)
-        store, reply = world.run("renew", state, token=token, lease=self.lease, retention=RETENTION_MS)
+        asked: dict[str, Any] = {"token": token, "lease": self.lease, "retention": RETENTION_MS}
+        store, reply = world.run("renew", state, **asked, **({"permit": me.permit} if me.permit else {}))
         renewed = me._replace(at="renewed", word=reply[0])
         yield from self.answers(me, renewed, state, store, "renew", token, reply)
 
@@ -143,7 +157,7 @@ class Ours(Program):
         yield from self.answers(me, after, state, store, "release", token, reply)
 
     def _leaving(self, me: Client) -> Client:
-        return Client("leaving", attempt=me.attempt, since=me.since, until=me.until)
+        return Client("leaving", attempt=me.attempt, since=me.since, until=me.until, permit=me.permit)
 
 
 @dataclass(eq=False)
@@ -154,7 +168,8 @@ class Freed(Program):
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Free it once, at any time."""
-        store, reply = world.run("free", state, task_id=self.task, remember=REMEMBER_MS)
+        more = {"count": max(world.limit, highest_in(state.store)[0])} if world.limit > 1 else {}
+        store, reply = world.run("free", state, task_id=self.task, remember=REMEMBER_MS, **more)
         yield Move(DONE, store, "free", self.task, reply)
 
 
@@ -195,7 +210,11 @@ class Parent(Program):
                 yield Move(Client("knows"), state.store)
             return
         token = child.token(Client(), self.child)
-        store, reply = world.run("release", state, token=token, rest_until=0, remember=REMEMBER_MS)
+        about = {"token": token, "rest_until": 0, "remember": REMEMBER_MS}
+        for permit in range(world.limit):
+            store, reply = world.run("release", state, **about, **({"permit": permit} if permit else {}))
+            if reply[0] != "lost":
+                break
         yield Move(DONE, store, "release", token, reply)
 
 

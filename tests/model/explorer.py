@@ -44,6 +44,7 @@ class Client(NamedTuple):
     dead: str = ""
     marked_until: int = 0
     extends: bool = False
+    permit: int = 0
 
 
 DONE, DEAD = Client("done"), Client("dead")
@@ -111,6 +112,7 @@ class World:
         wipes: int = 0,  # how often Redis may lose all its data, and be away for a tick
     ) -> None:
         self.programs = programs
+        self.limit = max(getattr(program, "limit", 1) for program in programs)
         self.lock = lock or Lock()
         self.verbs = {verb: cache(getattr(self.lock, verb)) for verb in VERBS}
         self.end = START + ticks * TICK

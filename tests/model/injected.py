@@ -58,7 +58,7 @@ class ServerClock:
     def __init__(self, client: redis.Redis, monkeypatch: Any) -> None:
         self._client = client
         for verb, text in texts().items():
-            script = Script(verb)
+            script = Script(verb)  # whatever it is, its text is the test's
             script.text, script.sha = text, sha1(text.encode()).hexdigest()
             monkeypatch.setattr(*SCRIPTS[verb], script)
         self.set(10)

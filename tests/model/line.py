@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.model.permits import Choice, Fits, at, highest_in, noted
 from tests.model.store import (
     NUMBER,
     SECOND,
@@ -86,6 +87,7 @@ class Waiting:
     kept: Callable[[Store, Record, int], Store]
     proves_death: Callable[[Record, str], bool]
     value_of: Callable[[int], str]
+    choose: Callable[[Store, int, int, int, Fits], Choice]
 
     def heir_of(self, record: Record | None) -> str | None:
         """The task for which a lock is kept, or was until its deadline."""
@@ -199,8 +201,42 @@ class Waiting:
         dead: str = "",
         away: str = "",
         unsent: str = "",
+        count: int = 1,
     ) -> Answer:
         """lua/serve.lua."""
+        choice, limit = None, 1
+        if store.known is not None or count > 1:
+            highest, limit = highest_in(store)
+            if highest > count:
+                return store, ("more", str(highest))
+
+            def fits(record: Record, live: bool) -> int | None:
+                if live and record.state == "handed" and (record.token == token or record.info == away):
+                    return 1
+                return 5 if live and self.proves_death(record, dead) else None
+
+            choice = self.choose(store, now, count, limit, fits)
+        number = choice.number if choice else 0
+        store = at(store, number)
+        after, reply = self._serve_one(
+            store, now, token, hand_over, remember, lease, dead, away, unsent, choice, limit
+        )
+        return at(after, number), reply
+
+    def _serve_one(
+        self,
+        store: Store,
+        now: int,
+        token: str,
+        hand_over: int,
+        remember: int,
+        lease: int,
+        dead: str,
+        away: str,
+        unsent: str,
+        choice: Choice | None,
+        limit: int,
+    ) -> Answer:
         record, value = store.record, store.value
         if isinstance(record, str):
             return store, FOREIGNRECORD
@@ -208,6 +244,10 @@ class Waiting:
         store, found, heir = self.put_back(store, now), store.holder, self.heir_of(record)
 
         def answer(after: Store, word: str, to: str | None, look: int) -> Answer:
+            if choice and choice.next and word != "empty":
+                look = min(look, choice.next) if look else choice.next
+            if choice and choice.spare > 0 and to is not None and waiting(after):
+                look = now
             backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
             look = min([*backs[:1], *[look] * (look > 0)], default=0)
             return after, (word, str(now), value, text, to, self.wakes(after, to), str(look))
@@ -232,7 +272,8 @@ class Waiting:
         after = store
         if heir is not None:
             after = self.taken_back(store, heir) if unsent else self.passed_over(store, heir, now, lease)
-        to, lingers, gone = (None, 0, ()) if unsent else self.next_in_line(after, now)
+        drains = choice is not None and choice.number >= limit
+        to, lingers, gone = (None, 0, ()) if unsent or drains else self.next_in_line(after, now)
         for task in gone:
             after = without_call(without_place(after, task), task)
         if to is not None:
@@ -261,8 +302,37 @@ class Waiting:
         since: int,
         call: str,
         remember: int,
+        limit: int = 0,
+        count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
+        number = 0
+        if store.known is not None or count > 1:
+            highest, known_limit = highest_in(store)
+            if highest > count:
+                return store, ("more", str(highest))
+            limit = limit or known_limit
+
+            def fits(record: Record, live: bool) -> int | None:
+                return 1 if self.is_for(self.heir_of(record), task) else None
+
+            choice = self.choose(store, now, count, limit, fits)
+            number = choice.number
+            store = noted(store, max(limit, choice.top), limit, remember)
+        after, reply = self._park_one(at(store, number), now, task, attempt, copy, since, call, remember)
+        return at(after, number), reply
+
+    def _park_one(
+        self,
+        store: Store,
+        now: int,
+        task: str,
+        attempt: int,
+        copy: str,
+        since: int,
+        call: str,
+        remember: int,
+    ) -> Answer:
         record = store.record
         ticket = dict(store.tickets).get(task)
 
@@ -313,15 +383,36 @@ class Waiting:
             store = store._replace(calls=calls._replace(lease=max(calls.lease, remember)))
         return store
 
-    def leave(self, store: Store, now: int, *, task: str, attempt: int, copy: str, remember: int) -> Answer:
+    def leave(
+        self,
+        store: Store,
+        now: int,
+        *,
+        task: str,
+        attempt: int,
+        copy: str,
+        remember: int,
+        count: int = 1,
+    ) -> Answer:
         """lua/leave.lua."""
+        number = 0
+        if store.known is not None or count > 1:
+            highest = highest_in(store)[0]
+            if highest > count:
+                return store, ("more", str(highest))
+
+            def fits(record: Record, live: bool) -> int | None:
+                return 1 if self.is_for(self.heir_of(record), task) else None
+
+            number = self.choose(store, 0, count, 1, fits).number
         ticket = dict(store.tickets).get(task)
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale",)
+        store = at(store, number)
         text = f"{attempt}|{copy}|{self.vain_of(store, task, ticket, attempt)}"
         after = with_ticket(without_call(without_place(store, task), task), task, text, remember)
         is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
-        return after, ("handed" if is_heir else "left",)
+        return at(after, number), ("handed" if is_heir else "left",)
 
 
 def _rank(place: tuple[int, str]) -> tuple[int, bytes]:

@@ -4,7 +4,8 @@ Each says what the script of its name says, word for word; tests/test_differenti
 decision that a seeded mutant turns around is a method of its own. What is about waiting is in line.py.
 """
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from tests.model.line import (
     FOREIGNRECORD,
@@ -16,6 +17,7 @@ from tests.model.line import (
     without_call,
     without_place,
 )
+from tests.model.permits import Choice, Fits, at, choose, extras, highest_in, lasting, noted, permits_of
 from tests.model.store import (
     LINGERS_MS,
     MS,
@@ -26,12 +28,28 @@ from tests.model.store import (
     Mark,
     Record,
     Store,
+    Ticket,
     seconds,
     task_of,
     up,
 )
 
 WRONGTYPE = ("WRONGTYPE",)
+
+
+class Asked(NamedTuple):
+    """What an acquire is told."""
+
+    token: str
+    lease: int
+    retention: int
+    info: str
+    dead: str
+    copy: str
+    remember: int
+    linger: int
+    since: int
+    attempt: int
 
 
 class Lock(Waiting):
@@ -87,29 +105,70 @@ class Lock(Waiting):
         linger: int = 0,
         since: int = 0,
         attempt: int = 0,
+        limit: int = 1,
         line: bool = False,
+        count: int = 1,
     ) -> Answer:
-        """lua/acquire.lua; `line`: whether it is given the keys of a task's lock."""
-        record = store.record
-        if isinstance(record, str):
-            return store, FOREIGNRECORD
-        found, old = store.holder, store.value
-        text = None if record is None else str(record)
+        """lua/acquire.lua; `line`: whether it has a task's lock's keys; `count`: of how many permits."""
         mark = None
         if line and store.mark is not None and store.mark.task_id != NOT_A_STRING:
             mark = store.mark.task_id
         task, _ = task_of(token)
         ticket = dict(store.tickets).get(task) if line and task is not None else None
-        heir = self.heir_of(record)
         waiters = str(len(waiting(store)) if line else 0)
         woken = self.is_woken(ticket, copy)
+        if ticket is not None and self.is_stale(ticket, attempt, copy):
+            return store, ("stale", "0", "0", str(now), None, None, mark, waiters)
+        asked = Asked(token, lease, retention, info, dead, copy, remember, linger, since, attempt)
+        about = line, mark, ticket, woken
+        if (not line or store.known is None) and count == 1:
+            return self._acquire_one(store, now, asked, *about)
+        highest = highest_in(store)[0]
+        if highest > count:
+            return store, ("more", str(highest))
+
+        def fits(record: Record, live: bool) -> int | None:
+            if record.state == "handed":
+                return 2 if self.is_for(record.info, task) else 6 if live and woken else None
+            own = record.token == token or (task is not None and task_of(record.token)[0] == task)
+            if live and own:
+                return 3 if record.state == "resting" else 1
+            return 5 if live and self.proves_death(record, dead) else None
+
+        choice = self.choose(store, now, count, limit, fits)
+        ms = up(lease, MS) + retention
+        store = noted(store, max(limit, choice.top), limit, ms)
+        after, reply = self._acquire_one(at(store, choice.number), now, asked, *about)
+        after = at(after, choice.number)
+        return after, reply if reply == FOREIGNRECORD else (*reply, *extras(choice))
+
+    def choose(self, store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice:
+        """The permit that a verb is about."""
+        return choose(store, now, count, limit, fits)
+
+    def _acquire_one(
+        self,
+        store: Store,
+        now: int,
+        asked: Asked,
+        line: bool,
+        mark: str | None,
+        ticket: Ticket | None,
+        woken: bool,
+    ) -> Answer:
+        """Acquire, as if there were one permit only."""
+        token, lease, retention, info, dead, copy, remember, linger, since, attempt = asked
+        record = store.record
+        if isinstance(record, str):
+            return store, FOREIGNRECORD
+        found, old = store.holder, store.value
+        text = None if record is None else str(record)
+        task, _ = task_of(token)
+        heir = self.heir_of(record)
+        waiters = str(len(waiting(store)) if line else 0)
 
         def answer(word: str, until: float = found.deadline) -> tuple[Any, ...]:
-            seen = None if word == "stale" else old
-            return (word, f"{until:.0f}", str(found.fence), str(now), seen, text, mark, waiters)
-
-        if ticket is not None and self.is_stale(ticket, attempt, copy):
-            return store, answer("stale")
+            return (word, f"{until:.0f}", str(found.fence), str(now), old, text, mark, waiters)
 
         def held(until: float) -> Answer:
             if linger <= 0 or task is None or not self.may_ask(store, task):
@@ -177,8 +236,16 @@ class Lock(Waiting):
         """Whether a mark is that of the task that starts."""
         return mark == task_of(token)[0]
 
-    def renew(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
+    def renew(
+        self, store: Store, now: int, *, token: str, lease: int, retention: int, permit: int = 0
+    ) -> Answer:
         """lua/renew.lua."""
+        after, reply = self._renew_one(at(store, permit), now, token, lease, retention)
+        after = at(after, permit)
+        moved = permit and reply[0] in ("renewed", "repaired")
+        return (lasting(after, lease, retention) if moved else after), reply
+
+    def _renew_one(self, store: Store, now: int, token: str, lease: int, retention: int) -> Answer:
         value, record = store.value, store.holder
         if record.token != token or record.state != "running":
             return store, ("lost", "0", str(now), value)
@@ -204,10 +271,27 @@ class Lock(Waiting):
         rest_until: int = 0,
         remember: int,
         again: int = 0,
-        hand_over: int = 0,
+        hand_over: int | str = 0,
         line: bool = False,
+        permit: int = 0,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
+        about = token, rest_until, remember, again, hand_over
+        after, reply = self._release_one(at(store, permit), now, *about, line=line)
+        return at(after, permit), reply
+
+    def _release_one(
+        self,
+        store: Store,
+        now: int,
+        token: str,
+        rest_until: int,
+        remember: int,
+        again: int,
+        hand_over: int | str,
+        *,
+        line: bool,
+    ) -> Answer:
         value, record = store.value, store.holder
 
         def answer(word: str, heir: str | None = None) -> tuple[Any, ...]:
@@ -221,7 +305,7 @@ class Lock(Waiting):
         if record.state != "running":
             handed = record.state == "handed"  # answered as the first time
             return store, answer("released" if handed else record.state, self.heir_of(record))
-        heir, lingers, gone = self.next_in_line(store, now) if line else (None, 0, ())
+        heir, lingers, gone = self.next_in_line(store, now) if line and hand_over != "" else (None, 0, ())
         if lingers:
             hand_over = lingers - now + 50_000
         word = "gone"
@@ -235,7 +319,7 @@ class Lock(Waiting):
             word = "resting"
             after = self.kept(store, record._replace(deadline=rest_until, state="resting"), remember)
         elif heir is not None:
-            after = self.handed(store, record, now, heir, hand_over, remember)
+            after = self.handed(store, record, now, heir, int(hand_over), remember)
         else:
             after = self.nobodys(store, record._replace(state=word), now, remember)
         for task in gone:
@@ -255,8 +339,16 @@ class Lock(Waiting):
             return store
         return store._replace(mark=self.mark_of(task_id, now, again))
 
-    def hold(self, store: Store, now: int, *, token: str, lease: int, retention: int) -> Answer:
+    def hold(
+        self, store: Store, now: int, *, token: str, lease: int, retention: int, permit: int = 0
+    ) -> Answer:
         """lua/hold.lua."""
+        after, reply = self._hold_one(at(store, permit), now, token, lease, retention)
+        after = at(after, permit)
+        held = permit and after != store and reply[0] == "held_for_retry"
+        return (lasting(after, lease, retention) if held else after), reply
+
+    def _hold_one(self, store: Store, now: int, token: str, lease: int, retention: int) -> Answer:
         if (store.holder.token, store.holder.state) == (token, "handed"):
             return store, ("handed", str(now), store.value)
         freed, reply = self.release(store, now, token=token, remember=0)
@@ -265,8 +357,22 @@ class Lock(Waiting):
         record = store.holder._replace(deadline=now + lease, state="held_for_retry")
         return self.kept(store, record, retention), ("held_for_retry", *reply[1:3])
 
-    def free(self, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
+    def free(self, store: Store, now: int, *, task_id: str, remember: int, count: int = 1) -> Answer:
         """lua/free.lua."""
+        if store.known is not None or count > 1:
+            highest = highest_in(store)[0]
+            if highest > count:
+                return store, ("more", str(highest))
+
+            def fits(record: Record, live: bool) -> int | None:
+                return 1 if (record.state, task_of(record.token)[0]) == ("held_for_retry", task_id) else None
+
+            number = self.choose(store, now, count, 1, fits).number
+            after, reply = self._free_one(at(store, number), now, task_id, remember)
+            return at(after, number), reply
+        return self._free_one(store, now, task_id, remember)
+
+    def _free_one(self, store: Store, now: int, task_id: str, remember: int) -> Answer:
         record = store.holder
         if record.state != "held_for_retry" or task_of(record.token)[0] != task_id:
             return store, ("lost", str(now), store.value)
@@ -274,14 +380,20 @@ class Lock(Waiting):
         after, reply = self.release(running, now, token=record.token, remember=remember)
         return (store if after is running else after), reply[:3]
 
-    def mark(self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str) -> Answer:
+    def mark(
+        self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str, count: int = 1
+    ) -> Answer:
         """lua/mark.lua."""
         mark, record = store.mark, store.holder
         if mark is not None and mark.task_id == NOT_A_STRING:
             return store, WRONGTYPE
         if mark is not None and not self.may_mark(mark, task_id):
             # Whether calls wait in line for a lock that nobody living has.
-            stalled = bool(store.line.places) and (store.value is None or self.is_past(now, record.deadline))
+            idle = store.value is None or self.is_past(now, record.deadline)
+            for other in permits_of(store, count)[1:]:
+                number = other.value and re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e\d+)?\s*", other.value)
+                idle = idle or other.value is None or (bool(number) and now >= float(other.value) * SECOND)
+            stalled = bool(store.line.places) and idle
             return store, ("stalled" if stalled else "queued", mark.task_id, str(now), None, None)
         if dedupe == "until_done" and self.executes_a_task(store, now):
             return store, ("running", task_of(record.token)[0], str(now), store.value, str(record))
@@ -337,10 +449,14 @@ class Lock(Waiting):
         """Whether a mark is the task's own."""
         return mark.task_id == task_id
 
-    def look(self, store: Store, now: int, *, line: bool = False) -> Answer:
+    def look(self, store: Store, now: int, *, line: bool = False, count: int = 1) -> Answer:
         """lua/look.lua; `line`: as for acquire."""
-        record = None if store.record is None else str(store.record)
+        if line and highest_in(store)[0] > count:
+            return store, ("more", str(highest_in(store)[0]))
+        found: list[str | None] = []
+        for permit in permits_of(store, count):
+            found += [permit.value, None if permit.record is None else str(permit.record)]
         order = waiting(store) if line else []
         places = {task: str(since) for since, task in store.line.places}
         waiters = [text for task in order[:100] for text in (task, places[task])]
-        return store, (str(now), store.value, record, str(len(order)), *waiters)
+        return store, (str(now), str(len(order)), str(count), *found, *waiters)

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
 from tests.model.lock import Lock
+from tests.model.permits import at, highest_in, permit_in
 from tests.model.store import MS, NUMBER, Store, purge, seconds, task_of
 
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
 
 def exclusion(world: World, before: State, event: Event, after: State) -> bool:
-    """No client enters, or goes on, beside another whose lease is honoured."""
+    """No client enters, or goes on, beside as many others as may, whose leases are honoured."""
     if event.actor is None:
         return True
     me, now = after.clients[event.actor], after.now
@@ -19,11 +20,12 @@ def exclusion(world: World, before: State, event: Event, after: State) -> bool:
         return True
     if now >= me.until and before.clients[event.actor].at in INSIDE:
         return True
-    return not any(
+    others = [
         other.at in INSIDE and now < other.until
         for index, other in enumerate(after.clients)
         if index != event.actor
-    )
+    ]
+    return sum(others) < world.limit
 
 
 @caused_by("acquire")
@@ -36,14 +38,18 @@ def one_taker(world: World, before: State, event: Event, after: State) -> bool:
 
 def entry_kept(world: World, before: State, event: Event, after: State) -> bool:
     """Nobody changes what Redis says of a valid holder, except the holder (and who proves it dead)."""
-    old, new = before.store, after.store
-    if old is new or event.actor is None or world.programs[event.actor].foreign:
+    if before.store is after.store or event.actor is None or world.programs[event.actor].foreign:
         return True
+    return all(_entry_kept(world, before, event, after, number) for number in range(world.limit))
+
+
+def _entry_kept(world: World, before: State, event: Event, after: State, number: int) -> bool:
+    old, new = at(before.store, number), at(after.store, number)
     if old.value is None or (old.value, old.record) == (new.value, new.record):
         return True
     record = old.holder
     if after.now >= record.deadline:
-        return not _is_valid_foreigners(old.value, world, before)
+        return number > 0 or not _is_valid_foreigners(old.value, world, before)
     if record.token == event.token:
         return True
     task, retries = task_of(record.token)
@@ -68,7 +74,13 @@ def _is_valid_foreigners(value: str, world: World, state: State) -> bool:
 @caused_by("release", "free")
 def no_stale_release(world: World, before: State, event: Event, after: State) -> bool:
     """A release never frees another's lock."""
-    old, new = before.store, after.store
+    return all(
+        _not_stale(event, after, at(before.store, number), at(after.store, number))
+        for number in range(world.limit)
+    )
+
+
+def _not_stale(event: Event, after: State, old: Store, new: Store) -> bool:
     if (old.value, old.record) == (new.value, new.record):
         return True
     record = old.holder
@@ -81,22 +93,31 @@ def no_stale_release(world: World, before: State, event: Event, after: State) ->
 @caused_by("release")
 def no_release_lost(world: World, before: State, event: Event, after: State) -> bool:
     """A release inside the lease frees the lock, or lets it rest, or holds it for the retry."""
-    old, record = before.store, before.store.holder
+    return all(
+        _frees(event, after, at(before.store, number), at(after.store, number))
+        for number in range(world.limit)
+    )
+
+
+def _frees(event: Event, after: State, old: Store, new: Store) -> bool:
+    record = old.holder
     if old.value is None or not NUMBER.fullmatch(old.value):
         return True
     if record.token != event.token or record.state != "running" or after.now >= record.deadline:
         return True
-    return after.store.value is None or after.store.holder.state == event.reply[0]
+    return new.value is None or new.holder.state == event.reply[0]
 
 
 @caused_by("renew", "release")
 def no_false_loss(world: World, before: State, event: Event, after: State) -> bool:
     """A holder is never told inside its lease that the lock is lost."""
-    old, record = before.store, before.store.holder
     if event.reply[0] not in ("lost", "gone"):
         return True
-    valid = record.token == event.token and after.now < record.deadline
-    return not valid or old.value is None
+    for number in range(world.limit):
+        old = at(before.store, number)
+        if old.holder.token == event.token and after.now < old.holder.deadline and old.value is not None:
+            return False
+    return True
 
 
 @caused_by("acquire")
@@ -105,6 +126,9 @@ def fences_rise(world: World, before: State, event: Event, after: State) -> bool
     if event.reply[0] == "held":
         return True
     fence = int(event.reply[2])
+    if world.limit > 1:  # they rise for each permit
+        known = at(before.store, permit_in(event.reply)).holder.fence
+        return fence == known if event.reply[0] in ("again", "resumed") else fence > known
     return fence == before.fence if event.reply[0] in ("again", "resumed") else fence > before.fence
 
 
@@ -166,6 +190,21 @@ def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
         return bool(reply[0] != "held")
 
     return _slowest(acquires, result, bound)
+
+
+def slowest_to_have_all(lock: Lock, result: Result, bound: int, limit: int) -> int:
+    """In how many ticks lone clients have all permits, from the worst of all reachable states."""
+
+    def has_all(store: Store, now: int) -> bool:
+        for number in range(limit):
+            asked = {"token": f"alone {number}", "lease": TICK, "retention": RETENTION_MS, "line": True}
+            count = max(limit, highest_in(store)[0])
+            store, reply = lock.acquire(store, now, **asked, limit=limit, count=count)
+            if reply[0] == "held":
+                return False
+        return True
+
+    return _slowest(has_all, result, bound)
 
 
 def slowest_publish(lock: Lock, result: Result, bound: int, *, until_done: bool) -> int:

@@ -82,6 +82,22 @@ class Ticket(NamedTuple):
         return self.text.split("|")[2]
 
 
+class Permit(NamedTuple):
+    """A permit beside the first: its value and record, as a lock has them."""
+
+    value: str | None = None
+    expiry: int | None = None
+    record: Record | str | None = None
+    record_expiry: int | None = None
+
+
+class Known(NamedTuple):
+    """What is known of a lock's permits, `highest limit`, and the milliseconds for which it lasts."""
+
+    text: str
+    lease: int
+
+
 class Store(NamedTuple):
     """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
 
@@ -96,6 +112,8 @@ class Store(NamedTuple):
     line: Line = Line()
     calls: Calls = Calls()
     tickets: tuple[tuple[str, Ticket], ...] = ()
+    others: tuple[Permit, ...] = ()
+    known: Known | None = None
 
     @property
     def holder(self) -> Record:
@@ -117,7 +135,13 @@ def purge(store: Store, now: int) -> Store:
         record = record_expiry = None
     if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
         mark = None
-    return Store(value, expiry, record, record_expiry, mark, *store[5:])
+    left = Store(value, expiry, record, record_expiry, mark, *store[5:])
+    if not store.others:
+        return left
+    others = [Permit(*purge(Store(*permit), now)[:4]) for permit in store.others]
+    while others and others[-1] == Permit():
+        others.pop()
+    return left._replace(others=tuple(others))
 
 
 def up(number: int, unit: int) -> int:

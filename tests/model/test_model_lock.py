@@ -6,9 +6,9 @@ tests/bounds.py says how to allow more time, crashes and lost replies.
 import pytest
 
 from tests.bounds import DEEP, bound
-from tests.model.clients import Freed, LateCopy, Ours, Parent
+from tests.model.clients import Classic, Freed, LateCopy, Ours, Parent
 from tests.model.explorer import World, assert_broken, assert_holds
-from tests.model.properties import SAFETY, fences_rise, slowest_acquire
+from tests.model.properties import SAFETY, fences_rise, slowest_acquire, slowest_to_have_all
 
 LONGEST = 5  # ticks: the longest lease below; rests and holds are shorter
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
@@ -39,6 +39,37 @@ WORLDS = {
         ticks=bound(7, small=5, deep=9), crashes=2),
 }  # fmt: skip
 
+# A limit of two, unless it is said.
+TWO = {"limit": 2}
+PERMITS = {
+    "three clients and a crash": lambda: World(Ours("a", lease=2, **TWO), Ours("b", **TWO), Ours("c", **TWO),
+        ticks=bound(5, small=3, deep=8), crashes=1 + DEEP),
+    "four clients, three permits": lambda: World(*[Ours(task, limit=3, tries=1, lease=2) for task in "abcd"],
+        ticks=bound(2, small=1, deep=5), crashes=1 + DEEP),
+    "renewals": lambda: World(Ours("a", lease=2, beats=1, **TWO), Ours("b", lease=2, **TWO),
+        Ours("c", tries=1 + DEEP, **TWO), ticks=bound(4, small=3, deep=7), crashes=1),
+    "lost replies": lambda: World(Ours("a", **TWO), Ours("b", tries=1, **TWO), Ours("c", tries=1, **TWO),
+        ticks=bound(3, small=2, deep=5), crashes=1, losses=1 + DEEP),
+    "a second delivery": lambda: World(Ours("a", lease=2, **TWO), Ours("a", **TWO), Ours("b", **TWO),
+        ticks=bound(4, small=3, deep=7), crashes=1),
+    "limits that differ": lambda: World(Ours("a", limit=3, lease=2), Ours("b", tries=1), Ours("c", **TWO),
+        Ours("d", limit=3, tries=1), ticks=bound(3, small=2, deep=5), crashes=1),
+    "permits that rest": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1, **TWO), Ours("b", **TWO),
+        Ours("c", tries=1, **TWO), ticks=bound(4, small=3, deep=7), crashes=1),
+    "permits held for a retry, with a second delivery": lambda: World(
+        Ours("a", lease=2, hold=3, retries=1, **TWO), Ours("a", tries=1, **TWO), Ours("b", lease=2, tries=1, **TWO), ticks=bound(4, small=3, deep=6),
+        crashes=1),
+    "permits held for a retry that may be revoked": lambda: World(
+        Ours("a", lease=2, hold=3, retries=1, **TWO), Ours("b", tries=1, **TWO), Ours("c", tries=1, **TWO),
+        Freed("a"), ticks=bound(3, small=2, deep=5), crashes=1),
+    "death that can be proved": lambda: World(Ours("a", **TWO), Ours("b", **TWO),
+        Ours("c", tries=2, proof=True, **TWO), ticks=bound(3, small=2, deep=5), crashes=2),
+    "a worker parent": lambda: World(Ours("a", **TWO), Ours("b", proof=True, **TWO), Ours("c", **TWO),
+        Parent(0), ticks=bound(3, small=2, deep=6), crashes=1 + DEEP),
+    "a classic client": lambda: World(Ours("a", **TWO), Ours("b", **TWO), Classic(timeout=1),
+        ticks=bound(5, small=4, deep=8), crashes=1),
+}  # fmt: skip
+
 
 def assert_safe(world: World, longest: int) -> None:
     """Fail if a property is broken, or a lone client needs more ticks than these to acquire."""
@@ -49,6 +80,15 @@ def assert_safe(world: World, longest: int) -> None:
 def test_lock_holds_in_every_interleaving(name):
     """No interleaving breaks a property, and from every state a lone client acquires in bounded time."""
     assert_safe(WORLDS[name](), LONGEST)
+
+
+@pytest.mark.parametrize("name", PERMITS)
+def test_permits_hold_in_every_interleaving(name):
+    """Never more than the limit at a time, and from every state all permits can be had in bounded time."""
+    world = PERMITS[name]()
+    found = assert_holds(world, SAFETY)
+    bound = LONGEST + 3 * any(program.foreign for program in world.programs)  # which counts in seconds
+    assert slowest_to_have_all(world.lock, found, bound, world.limit) <= bound
 
 
 def test_fences_rise_when_redis_loses_its_data():

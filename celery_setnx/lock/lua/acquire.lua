@@ -9,7 +9,9 @@
 --                  handed to it in vain, a `+` if a wake-up is on its way all the same, and the time (us) since
 --                  which it waits; or `@` and the time (us) until which it asks again by itself
 --       5 mark     id of the task that is queued with this key; its own ends here
---       6 ticket   of the caller's task (see park.lua); none for a caller that is no task
+--       6 permits  how many permits are in use, and how many there are for newcomers; none if there is one only
+--       7 ticket   of the caller's task (see park.lua)
+--       8... the other permits' locks and records, up to the limit (see permits.lua)
 -- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
 --       2 lease       microseconds
 --       3 retention   milliseconds that both keys outlive the deadline
@@ -21,16 +23,21 @@
 --       8 linger      microseconds for which, if the lock is held, the task stands in line to ask again; '0' = not
 --       9 since       microseconds since which the task waits: its place in the line; '0' = since now
 --      10 attempt     number of the task's attempt, as tickets have it
+--      11 limit       how many permits there are; 1 if it is not said
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
---       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands
+--       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
+--       With several permits {..., number of the permit, how many others are free, lock value, record} or
+--       'acquired <now us> <fence> <number>': that of the one that is acquired; of held ones that which ends first,
+--       and at the end the one that is held for longest
 --       acquired (also if it was handed to this task) | again (this token holds it already)
 --       resumed (held for this task's retry) | taken_over
 --       held | stale (another message has started this call: nothing is changed)
 --       line (nobody living has it, but others wait: serve.lua hands it to the first; nothing is changed)
+--       more (and how many permits are in use: not all of them are in KEYS; nothing is changed)
 
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local copy, remember, linger, attempt = ARGV[6] or '-', ARGV[7] or '0', tonumber(ARGV[8] or 0), tonumber(ARGV[10] or 0)
-local function int(number) return string.format('%.0f', number) end
+local limit = tonumber(ARGV[11] or 1)
 local function outlive(key)
   if redis.call('PTTL', key) < 60000 then redis.call('PEXPIRE', key, 60000) end
 end
@@ -38,13 +45,35 @@ end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[2])
-local mark, ticket, waiters = false, false, '0'
-if KEYS[3] and redis.call('EXISTS', KEYS[3], unpack(KEYS, 5)) > 0 then -- rarely: one question for all three
-  mark = redis.pcall('GET', KEYS[5])
-  if type(mark) ~= 'string' then mark = false end
-  ticket = KEYS[6] and redis.call('GET', KEYS[6])
+local mark, permits, ticket, waiters = false, false, false, '0'
+if KEYS[3] and redis.call('EXISTS', KEYS[3], unpack(KEYS, 5, 7)) > 0 then -- rarely: one question for all four
+  mark, permits, ticket = unpack(redis.call('MGET', unpack(KEYS, 5, 7)))
   waiters = redis.pcall('ZCOUNT', KEYS[3], '-inf', '(4000000000000000')
   waiters = int(type(waiters) == 'number' and waiters or 0)
+end
+local woken, vain = false, '0'
+if ticket then
+  local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
+  local later = tonumber(t_attempt) - attempt
+  if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
+    return {'stale', 0, 0, now, false, false, mark, waiters}
+  end
+  woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
+end
+local task, retries
+local permit, others = false, math.max(0, #KEYS - 7) / 2
+if permits or others > 0 then
+  local highest = permits_in(permits)
+  if highest > others + 1 then return {'more', int(highest)} end
+  task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
+  permit = permit_for(8, limit, now, function(state, h_token, text, live)
+    if state == 'handed' then return text == task and 2 or live and woken and 6 or nil end
+    local own = h_token == token or task and string.match(h_token, '^(.*)|%d+|%x+$') == task
+    if live and own then return state == 'resting' and 3 or 1 end
+    return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
+  end)
+  note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, math.ceil(lease / 1000) + retention)
+  record = redis.call('GET', KEYS[2])
 end
 local h_token, h_deadline, h_fence, h_state, h_info = '', 0, 0, '', 0
 if record then
@@ -54,16 +83,7 @@ if record then
   end
   h_token, h_deadline, h_fence, h_state, h_info = t, tonumber(d), tonumber(f), s, i + 1
 end
-local heir, woken, vain = h_state == 'handed' and string.sub(record, h_info), false, '0'
-if ticket then
-  local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
-  local later = tonumber(t_attempt) - attempt
-  if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
-    return {'stale', h_deadline, h_fence, now, false, record, mark, waiters}
-  end
-  woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
-end
-local task, retries
+local heir = h_state == 'handed' and string.sub(record, h_info)
 if waiters ~= '0' or mark or ticket or heir then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
 -- Nobody passes a line but who stands at its head, or was woken, though late.
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
@@ -76,9 +96,17 @@ local expiry = math.ceil(deadline / 1000) + retention
 -- SETNX, with the key's expiry in one step
 local set = not barred and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
 local alone = set and waiters == '0' and not mark -- nothing that the caller is to be told
+local function answer(said, till, of)
+  local reply = {said, till, of, now, old, record, mark, waiters}
+  if permit then
+    local longest = permit.longest or {}
+    reply[9], reply[10], reply[11], reply[12] = permit.number, permit.spare, longest[1] or false, longest[2] or false
+  end
+  return reply
+end
 if not set then
   old = redis.pcall('GET', KEYS[1])
-  local function line() return {'line', h_deadline, h_fence, now, old, record, mark, waiters} end
+  local function line() return answer('line', h_deadline, h_fence) end
   if not old then return line() end
   if type(old) ~= 'string' then old = '(not a string)' end
   if not task then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
@@ -90,7 +118,7 @@ if not set then
       redis.call('ZADD', KEYS[3], ARGV[9] == '0' and int(now) or ARGV[9], task)
       outlive(KEYS[3])
     end
-    return {'held', till, h_fence, now, old, record, mark, waiters}
+    return answer('held', till, h_fence)
   end
   -- What an unexpired record lets this token do.
   local function allows()
@@ -109,7 +137,7 @@ if not set then
     -- Unexpired, the record decides: a classic loser may have overwritten the value.
     word = allows()
     if word == 'held' then return held(h_deadline) end
-    if word == 'again' then return {word, h_deadline, h_fence, now, old, record, mark, waiters} end
+    if word == 'again' then return answer(word, h_deadline, h_fence) end
     if word == 'taken_over' and barred then return line() end
     if word == 'resumed' then fence = h_fence end
   elseif h_deadline > 0 and old == int(math.ceil(h_deadline / 1000000)) then
@@ -155,9 +183,9 @@ if KEYS[3] and task and (ticket or task == heir or waiters ~= '0') then -- it wa
   redis.call('ZREM', KEYS[3], task)
   redis.call('HDEL', KEYS[4], task)
 end
-if ticket or KEYS[6] and remember ~= '0' then
+if ticket or KEYS[7] and remember ~= '0' then
   local ttl = remember == '0' and {'KEEPTTL'} or {'PX', remember}
-  redis.call('SET', KEYS[6], int(attempt) .. '|' .. copy .. '|' .. vain, unpack(ttl))
+  redis.call('SET', KEYS[7], int(attempt) .. '|' .. copy .. '|' .. vain, unpack(ttl))
 end
-if alone then return 'acquired ' .. since .. ' ' .. fence_text end
-return {word, deadline, fence, now, old, record, mark, waiters}
+if alone then return 'acquired ' .. since .. ' ' .. fence_text .. (permit and ' ' .. int(permit.number) or '') end
+return answer(word, deadline, fence)

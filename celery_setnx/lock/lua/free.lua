@@ -1,17 +1,24 @@
 -- Free a lock that is held for a retry which will not come: the task was revoked or has expired.
 --
--- KEYS  1 lock, 2 record (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 permits, 4... the others (see acquire.lua)
 -- ARGV  1 task id
 --       2 remember    milliseconds for which the release is remembered
 -- Returns {word, now us, lock value}
 --       released | repaired | gone: as release.lua
---       lost (it is not held for a retry of this task: nothing is changed)
+--       lost (it is not held for a retry of this task: nothing is changed) | more (as acquire.lua)
 
 local task_id, remember = ARGV[1], tonumber(ARGV[2])
-local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local permits = redis.call('GET', KEYS[3])
+if permits or KEYS[4] then
+  local highest = permits_in(permits)
+  if highest > 1 + (#KEYS - 3) / 2 then return {'more', int(highest)} end
+  permit_for(4, 1, now, function(state, token)
+    return state == 'held_for_retry' and string.match(token, '^(.*)|%d+|%x+$') == task_id and 1
+  end)
+end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end

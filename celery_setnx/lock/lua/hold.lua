@@ -1,6 +1,6 @@
 -- Keep a running lock for the holder's own retry. Nobody renews it meanwhile; acquire resumes it.
 --
--- KEYS  1 lock, 2 record (see acquire.lua)
+-- KEYS  1 lock, 2 record (see acquire.lua); and of a permit beside the first 3 permits, which is to last as long
 -- ARGV  1 token
 --       2 lease       microseconds from now until the lock may be taken over
 --       3 retention   milliseconds that both keys outlive the deadline
@@ -28,6 +28,9 @@ if not ours and not repaired then return answer('lost') end
 local deadline = now + lease
 local expiry = int(math.ceil(deadline / 1000) + retention)
 redis.call('PEXPIREAT', KEYS[1], expiry)
+if KEYS[3] and redis.call('PTTL', KEYS[3]) < lease / 1000 + retention then
+  redis.call('PEXPIRE', KEYS[3], int(math.ceil(lease / 1000) + retention))
+end
 redis.call('SET', KEYS[1], int(math.ceil(deadline / 1000000)), 'PXAT', expiry)
 local held = {token, int(deadline), fence, 'held_for_retry', rest}
 redis.call('SET', KEYS[2], table.concat(held, '\n'), 'PXAT', expiry)

@@ -1,17 +1,22 @@
 -- Leave the line: the task was revoked, has expired, or need not run. No other message of it starts it any more.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket (see acquire.lua and park.lua)
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7... the others (see acquire.lua and park.lua)
 -- ARGV  1 task id
 --       2 attempt    number of the attempt that leaves (see park.lua)
 --       3 copy       the message that leaves
 --       4 remember   milliseconds for which it is remembered
 -- Returns {word}
 --       left | handed (the lock is kept for it: serve.lua passes it on)
---       stale (another message has started this attempt: nothing is changed)
+--       stale (another message has started this attempt: nothing is changed) | more (as acquire.lua)
 
 local task, attempt, copy, remember = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local function int(number) return string.format('%.0f', number) end
 
+local permits = redis.call('GET', KEYS[6])
+if permits or KEYS[7] then
+  local highest = permits_in(permits)
+  if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
+  permit_for(7, 1, 0, function(state, _, text) return state == 'handed' and text == task and 1 end)
+end
 local ticket = redis.call('GET', KEYS[5])
 local vain = '0'
 if ticket then

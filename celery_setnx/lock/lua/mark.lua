@@ -3,6 +3,7 @@
 -- KEYS  1 lock, 2 record (see acquire.lua)
 --       3 mark     id of the task that is queued with this key
 --       4 line     (see acquire.lua)
+--       5... the other permits' locks
 -- ARGV  1 task id
 --       2 lease    milliseconds
 --       3 dedupe   until_started | until_done: a task that runs, or whose lock is held for its retry, counts too
@@ -25,6 +26,10 @@ if queued or dedupe == 'until_done' then
   local token, deadline, state = string.match(record or '', '^([^\n]*)\n(%d+)\n%d+\n([%l_]+)\n%d+\n')
   if queued then
     local stalled = not value or now >= tonumber(deadline or 0)
+    for place = 5, #KEYS do
+      local other = redis.pcall('GET', KEYS[place])
+      stalled = stalled or not other or now >= (tonumber(other) or 1e17) * 1000000
+    end
     return {stalled and 'stalled' or 'queued', mark, int(now), false, false}
   end
   local holder = string.match(token or '', '^(.*)|%d+|%x+$')

@@ -1,26 +1,34 @@
 -- Let a task wait in line for a lock, or see that it still does. What its ticket says, `attempt|copy|vain`, is
 -- which attempt of it waits; once that has begun, by which of its messages; and how often it was woken in vain.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7... the others (see acquire.lua)
 -- ARGV  1 task id
 --       2 attempt    number of the attempt that waits: retries, and a million for each replace() before it
 --       3 copy       the message of the call that came too early; '' = its courier asks
 --       4 since      microseconds: its place in the line
 --       5 call       what it is woken with
 --       6 remember   milliseconds for which all this is remembered
--- Returns {word, now us, lock value, record, place}
+--       7 limit      how many permits there are; 0 if that is not known
+-- Returns {word, now us, lock value, record, place}; with several permits, of one of them: a free one if there is any
 --       parked (it waited already) | new (it did not) | handed (the lock is kept for it, or was and is nobody's)
---       stale (another message has started this attempt: its place is not changed)
+--       stale (another message has started this attempt: its place is not changed) | more (as acquire.lua)
 
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local remember = tonumber(ARGV[6])
-local function int(number) return string.format('%.0f', number) end
 local function outlive(key)
   if redis.call('PTTL', key) < remember then redis.call('PEXPIRE', key, int(remember)) end
 end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local permits = redis.call('GET', KEYS[6])
+if permits or KEYS[7] then
+  local highest, limit = permits_in(permits)
+  if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
+  limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit
+  local permit = permit_for(7, limit, now, function(state, _, text) return state == 'handed' and text == task and 1 end)
+  note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, remember)
+end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end

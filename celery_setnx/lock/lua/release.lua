@@ -6,7 +6,7 @@
 --       2 rest until  server time in microseconds; '0' = free at once
 --       3 remember    milliseconds for which the release is remembered (and a locked key outlives its deadline)
 --       4 mark again  milliseconds: the task has sent its retry, and is queued again; '0' = it has not
---       5 hand over   microseconds for which the lock is kept for the first in line
+--       5 hand over   microseconds for which the lock is kept for the first in line; '' = it is not handed over
 -- Returns {word, now us (false where no time matters), lock value} and, if the lock has an heir, {..., heir, call};
 --       the text 'released' if it has just been, and nobody waits
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
@@ -39,7 +39,7 @@ if state ~= 'running' then return {state, now, value} end -- resent: as the firs
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
-for _, task in ipairs(KEYS[3] and redis.pcall('ZRANGEBYSCORE', unpack(line)) or {}) do
+for _, task in ipairs(KEYS[3] and hand_over and redis.pcall('ZRANGEBYSCORE', unpack(line)) or {}) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then
     heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over

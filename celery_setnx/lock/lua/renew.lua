@@ -1,6 +1,6 @@
 -- Move the deadline of a held lock forward. An expired lease is never brought back to life.
 --
--- KEYS  1 lock, 2 record (see acquire.lua)
+-- KEYS  1 lock, 2 record (see acquire.lua); and of a permit beside the first 3 permits, which is to last as long
 -- ARGV  1 token
 --       2 lease       microseconds from now
 --       3 retention   milliseconds that both keys outlive the deadline
@@ -29,6 +29,9 @@ local deadline = now + lease
 local expiry = int(math.ceil(deadline / 1000) + retention)
 -- PEXPIREAT first: it is allowed when memory is full, and after one write the others are too.
 redis.call('PEXPIREAT', KEYS[1], expiry)
+if KEYS[3] and redis.call('PTTL', KEYS[3]) < lease / 1000 + retention then
+  redis.call('PEXPIRE', KEYS[3], int(math.ceil(lease / 1000) + retention))
+end
 redis.call('SET', KEYS[1], int(math.ceil(deadline / 1000000)), 'PXAT', expiry)
 redis.call('SET', KEYS[2], table.concat({token, int(deadline), fence, state, rest}, '\n'), 'PXAT', expiry)
 return answer(recorded and 'renewed' or 'repaired', int(deadline))

@@ -2,7 +2,7 @@
 -- if its holder is proved dead. A call to which it was handed in vain is passed over: it is out of the line for
 -- a lease, twice that the next time, and an hour at most; then it stands where it stood.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 permits, 6... the others (see acquire.lua)
 -- ARGV  1 token       new for every service: the lock's while it is kept for the first in line
 --       2 hand over   microseconds for which the lock is kept for that one
 --       3 remember    milliseconds that both keys outlive that
@@ -10,19 +10,27 @@
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       6 away        '' or the id of a task for which the lock is kept, and which cannot come
 --       7 unsent      not '': that one was not woken. It has its place again, and nobody the lock
--- Returns {word, now us, lock value, record, heir, call, next us}
+-- Returns {word, now us, lock value, record, heir, call, next us}; with several permits, of one of them
 --       handed (also as this token did it before) | taken_over (handed, as its holder has died)
---       held | empty (nobody waits)
+--       held | empty (nobody waits) | more (as acquire.lua)
 --       heir, call: who is to be woken, and with what; no call if it asks again by itself, or its wake-up is on
 --       its way. next: when it is time to look again; 0 if that is not known, or nobody is there to be served
 
 local token, hand_over, remember, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local dead, absent, unsent = ARGV[5], ARGV[6], (ARGV[7] or '') ~= ''
-local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local function clock() return now end
+local permits, permit = redis.call('GET', KEYS[5]), false
+local highest, limit = permits_in(permits)
+if permits or KEYS[6] then
+  if highest > 1 + (#KEYS - 5) / 2 then return {'more', int(highest)} end
+  permit = permit_for(6, limit, now, function(state, h_token, text, live)
+    if live and state == 'handed' and (h_token == token or text == absent) then return 1 end
+    return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
+  end)
+end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])
 if type(value) == 'table' then value = '(not a string)' end
@@ -50,6 +58,8 @@ local function answer(word, heir, till)
   local next_away = {KEYS[3], '4000000000000000', '+inf', 'WITHSCORES', 'LIMIT', 0, 1}
   local _, score = unpack(redis.call('ZRANGEBYSCORE', unpack(next_away)))
   local back = score and tonumber(score) - 4000000000000000
+  if permit and permit.next > 0 and word ~= 'empty' then till = till == 0 and permit.next or math.min(till, permit.next) end
+  if permit and permit.spare > 0 and heir and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
   if back and (till == 0 or back < till) then till = back end
   return {word, int(now), value, before, heir, call or false, int(till)}
 end
@@ -89,7 +99,8 @@ end
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
-for _, task in ipairs(unsent and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
+local drains = permit and permit.number >= limit
+for _, task in ipairs((unsent or drains) and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then
     heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over

@@ -1,0 +1,116 @@
+"""Several permits: which of them a verb is about. From there on each verb is what it is for a single lock."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Known, Permit, Record, Store, seconds, up
+
+FOREVER = 10**17
+
+Fits = Callable[[Record, bool], int | None]
+"""How well a permit fits a caller, by its record and whether that is unexpired: 1 the best, 4 a free one."""
+
+
+class Choice(NamedTuple):
+    """The permit that a verb is about; how many others are free; how many are in use; when another ends."""
+
+    number: int
+    spare: int
+    top: int
+    next: int
+    longest: Permit | None
+
+
+def permits_of(store: Store, count: int) -> list[Permit]:
+    """The first so many permits."""
+    others = list(store.others[: count - 1])
+    return [Permit(*store[:4]), *others, *[Permit()] * (count - 1 - len(others))]
+
+
+def at(store: Store, number: int) -> Store:
+    """The keys as those of a lock whose only permit this is; done twice, they are as before."""
+    if number == 0:
+        return store
+    permits = permits_of(store, max(number, len(store.others)) + 1)
+    first, other = permits[0], permits[number]
+    permits[number] = first
+    return store._replace(**other._asdict(), others=_trimmed(permits[1:]))
+
+
+def _trimmed(others: list[Permit]) -> tuple[Permit, ...]:
+    while others and others[-1] == Permit():
+        others = others[:-1]
+    return tuple(others)
+
+
+def highest_in(store: Store) -> tuple[int, int]:
+    """How many permits are in use, and how many there are for newcomers, as far as the server knows."""
+    if store.known is None:
+        return 1, 1
+    highest, limit = store.known.text.split()
+    return int(highest), int(limit)
+
+
+def noted(store: Store, highest: int, limit: int, ms: int) -> Store:
+    """The keys when it is known how many permits there are."""
+    if highest <= 1:
+        return store._replace(known=None)
+    left = store.known.lease if store.known else -1
+    return store._replace(known=Known(f"{highest} {limit}", max(left, ms)))
+
+
+def lasting(store: Store, lease: int, retention: int) -> Store:
+    """The keys when what is known of the permits is to last as long as one of them."""
+    if store.known is None:
+        return store
+    ms = up(lease, MS) + retention
+    return store._replace(known=store.known._replace(lease=max(store.known.lease, ms)))
+
+
+def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice:
+    """The permit that a verb is about."""
+    best: tuple[int, int, int] | None = None  # rank, until, number
+    spare = top = 0
+    held: dict[int, int] = {}
+    oldest, longest, is_free = FOREVER, None, False
+    for number, permit in enumerate(permits_of(store, count)):
+        value, record = permit.value, permit.record
+        value = None if value == NOT_A_STRING else value
+        known = record if isinstance(record, Record) and record.state else None
+        deadline = known.deadline if known else 0
+        until, rank = 0, None
+        if value is not None and not NUMBER.fullmatch(value):
+            until = FOREVER
+        elif value is not None and (now < deadline or (deadline > 0 and value == seconds(deadline))):
+            until, rank = deadline, fits(known, now < deadline) if known else None
+        elif value is not None:
+            until = int((min(float(value), 1e11) + 1) * SECOND)
+        within, free = number < limit, now >= until
+        if permit.value == NOT_A_STRING and free and within and (best is None or best[0] > 4):
+            free, until = False, FOREVER
+        rank = rank or (4 if free else 9)
+        until = 0 if free else until
+        top = number + 1 if value is not None else top
+        spare += within and free
+        if within and not free:
+            held[number] = until
+        if not free and known is not None and known.since < oldest:
+            oldest, longest = known.since, permit._replace(value=value)
+        if (within or rank < 4) and (best is None or (rank, until) < best[:2]):
+            best, is_free = (rank, until, number), free
+    assert best is not None
+    number = best[2]
+    others = [until for other, until in held.items() if other != number]
+    return Choice(number, spare - is_free, top, min(others, default=0), longest)
+
+
+def permit_in(reply: tuple[Any, ...]) -> int:
+    """Which permit the reply of an acquire is about."""
+    return int(reply[8]) if len(reply) > 8 else 0
+
+
+def extras(choice: Choice) -> tuple[Any, ...]:
+    """What a reply has at its end, if there are several permits."""
+    longest = choice.longest
+    told = (None, None) if longest is None else (longest.value, str(longest.record))
+    return str(choice.number), str(choice.spare), *told
