@@ -219,7 +219,7 @@ def remedy(reason: str) -> str:
 
 _URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
 _NEEDED = (
-    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, EXISTS, SET, GETSET, DEL, PTTL, "
+    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, PTTL, "
     "PEXPIRE, PEXPIREAT, ZADD, ZREM, ZRANGE, ZRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on "
     "this key, its :holder, :queued, :line, :calls, :ticket:* and :instead:*, and on <prefix>:lines:*; "
     "SELECT for a database other than 0; in a cluster, CLUSTER SLOTS and COMMAND"

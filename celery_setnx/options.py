@@ -150,18 +150,18 @@ def checked(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(where, name, value) for name, value in layer.items()}
 
 
-def plain(where: str, layer: Mapping[str, Any], *, knows_task: bool = True) -> dict[str, Any]:
-    """The options of one call that travel in its message; its sender may know the task's own options."""
+def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one call that travel in its message."""
     values = checked(where, layer)
     for name, value in values.items():
         if callable(value) and name not in PUBLISH_ONLY:
             cause = "is a callable, which cannot travel in a message; give it to the task"
             raise OptionError(f"option {name!r} of {where} {cause}")
-        if knows_task and name in OF_THE_TASK:
+        if name in OF_THE_TASK:
             raise OptionError(
                 f"option {name!r} of {where} is one for all calls of the task; give it to the task"
             )
-    return {name: value for name, value in values.items() if name not in PUBLISH_ONLY | OF_THE_TASK}
+    return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
-from celery_setnx.call.wake import let_the_line_go_on, wake
+from celery_setnx.call.wake import let_the_line_go_on, wake_all
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
@@ -128,7 +128,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
-            wake(self.app, lock.heir, lock.name)
+            wake_all(self.app, lock)
             if word == "lost" and not self._comes_back:  # it died before it had the lock
                 self._forget()
             return word == "freed"

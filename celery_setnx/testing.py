@@ -19,7 +19,7 @@ import redis
 from celery import Celery, Task
 
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
-from celery_setnx.call.wake import lines_of, wake
+from celery_setnx.call.wake import lines_of, wake_all
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
@@ -139,7 +139,7 @@ class Held:
         if self.lives:
             self._end()
             self._held.release()
-            wake(self.task.app, self._lock.heir, self.key)
+            wake_all(self.task.app, self._lock)
 
     def _end(self) -> None:
         self.lives = False

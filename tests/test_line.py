@@ -44,7 +44,7 @@ class Line:
         """Release the lock; to whom it is handed."""
         lock = lock or self.lock
         assert lock.release() == "released"
-        return lock.heir
+        return lock.heirs.pop() if lock.heirs else None
 
     def wait(self, task_id: str, since: float = 10.0) -> Found:
         """A task's conflict: it enters the line."""
@@ -149,7 +149,7 @@ def test_resting_lock_keeps_its_line(locks, line):
     line.wait("a")
     held = line.lock.acquire(token=line.lock.token).lock
     assert held.release(at_least_for=50) == "resting"
-    heir = line.lock.heir
+    (heir,) = line.lock.heirs
     assert (heir.task_id, heir.call) == ("a", "wake a")
     assert 20 < heir.rest_s <= 50
     assert line.members() == ["a"]
@@ -172,7 +172,7 @@ def test_dead_holders_lock_goes_to_the_first_in_line_and_not_to_a_newcomer(locks
     newcomer = pair.another()
     outcome = newcomer.acquire(token=task_token("new", 0, "0a"))
     assert (outcome.acquired, outcome.holder.state, outcome.holder.task_id) == (False, "handed", "a")
-    heir = newcomer.heir
+    (heir,) = newcomer.heirs
     assert (heir.task_id, heir.call, heir.taken_over_from.token) == ("a", "wake a", pair.lock.token)
     assert pair.attempt("a", "a1").acquired
 

@@ -13,7 +13,7 @@ from celery.exceptions import Reject, Retry
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call.back import Message
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER, lines_of, wake
+from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
 from celery_setnx.lock.line import park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
@@ -112,7 +112,7 @@ def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server
     held.release()
     with running(server.url(1)) as task:
         task.app.conf.update(broker_url=GONE, broker_connection_retry=False)
-        wake(task.app, lock.heir, KEY)
+        wake_all(task.app, lock)
         (due_us,) = [us for entry, us in locks.zrange(lines_of(task.app), 0, -1, withscores=True) if entry]
     assert lock.holder() is None
     assert locks.zrange(line_names(KEY)[0], 0, -1, withscores=True) == [("id-1", 10_000_000)]

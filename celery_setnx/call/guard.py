@@ -37,10 +37,8 @@ class Guard:
         *,
         ignores_result: bool = False,
         typing: bool = True,
-        knows_task: bool = True,
     ) -> None:
         self.app = app
-        self.knows_task = knows_task  # else only what a sender without the task's code says of it
         self.ignores_result = ignores_result
         self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
         self.task = task
@@ -69,7 +67,7 @@ class Guard:
         """A call that is to be published: its finished key, its own options, and what a retry brings."""
         options = dict(before.options) if before else {}
         if own:
-            options.update(plain(f"a call of {self.task}", own, knows_task=self.knows_task))
+            options.update(plain(f"a call of {self.task}", own))
         key = self.key(args or (), kwargs or {}, options)
         # A call stays the one that it was; that of another attempt under its id is another.
         call_id = before.call_id if before else os.urandom(6).hex()

@@ -33,7 +33,7 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.lock.record import Holder
-from celery_setnx.options import Options, SingletonOptions, checked
+from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
 logger = logging.getLogger("celery_setnx")
@@ -174,7 +174,8 @@ def send_task(
             f"send_task of {name} does not know the task's signature, so it needs to be told the key: "
             'singleton={"key": ...}, as the task has it'
         )
-    guard = Guard(app, name, _ANY_ARGUMENTS, [], knows_task=False)
+    of_the_task = {option: layer.pop(option) for option in OF_THE_TASK & layer.keys()}
+    guard = Guard(app, name, _ANY_ARGUMENTS, [of_the_task])
 
     def send(args: Any, kwargs: Any, **options: Any) -> Any:
         return app.send_task(name, args, kwargs, **options)
@@ -224,8 +225,8 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    about = {"dedupe": str(options.dedupe), "lease": grace_s(lease), "limit": options.limit}
-    (found,) = mark_all(client_for(guard.app), [mark], **about)
+    client, dedupe = client_for(guard.app), str(options.dedupe)
+    (found,) = mark_all(client, [mark], dedupe=dedupe, lease=grace_s(lease), limit=options.limit)
     if isinstance(found, LockRefused):
         raise found
     if isinstance(found, LockUnavailable):

@@ -70,6 +70,12 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         break
 
 
+def wake_all(app: Celery, lock: SetnxLock) -> None:
+    """Wake all to whom a lock was handed through this object."""
+    while lock.heirs:
+        wake(app, lock.heirs.pop(0), lock.name)
+
+
 def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
     """Let a call leave the line that need not run, and the next one have its turn."""
     word = leave(client_for(app), place_of(app, call, remember), copy=call.copy)

@@ -103,7 +103,7 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     if not another.acquire().waiters:
         raise LockRefused(held.key, "nobody is seen to wait for it: ZCOUNT is forbidden")
     held.release()
-    if lock.heir is None:
+    if not lock.heirs:
         raise LockRefused(held.key, "a release does not hand it over: ZRANGEBYSCORE is forbidden")
     another.serve()
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:

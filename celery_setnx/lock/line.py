@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis
 
@@ -19,15 +19,14 @@ from celery_setnx.lock.lock import DAY_S
 from celery_setnx.lock.names import (
     instead_name,
     line_names,
-    other_permits,
     permits_name,
     record_name,
     ticket_name,
 )
 from celery_setnx.lock.record import Holder, current_holder
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import PermitScript, Script
 
-_PARK, _LEAVE, _INSTEAD = Script("permits", "park"), Script("permits", "leave"), Script("instead")
+_PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 
 _LINES_MS = int(8 * DAY_S * 1000)
@@ -90,7 +89,8 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
     about = (*waiter, _remember_ms(place), place.limit)
-    word, now_us, value, record, rank = _of_permits(_PARK, client, place, *about)
+    count = place.limit or 1
+    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), count, *about)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -101,7 +101,8 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     started, in which case nothing was changed.
     """
     about = (place.task_id, place.attempt, copy)
-    return str(_of_permits(_LEAVE, client, place, *about, _remember_ms(place))[0])
+    reply = _LEAVE(client, place.key, _keys(place), place.limit or 1, *about, _remember_ms(place))
+    return str(reply[0])
 
 
 def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
@@ -147,16 +148,10 @@ def _new_epoch() -> int:
     return random.randrange(1, 2**48)
 
 
-def _of_permits(script: Script, client: redis.Redis, place: Place, *arguments: Any) -> list[Any]:
-    """Run a script that may be about any of the lock's permits: told of more, if more are in use."""
-    key, count = place.key, place.limit
-    ticket = ticket_name(key, place.task_id, place.call_id)
-    keys = (key, record_name(key), *line_names(key), ticket, permits_name(key))
-    while True:
-        reply = script(client, keys + other_permits(key, count), *arguments)
-        if reply[0] != "more":
-            return reply
-        count = int(reply[1])
+def _keys(place: Place) -> tuple[str, ...]:
+    """The keys that a verb of the line is about, but for those of other permits."""
+    ticket = ticket_name(place.key, place.task_id, place.call_id)
+    return (place.key, record_name(place.key), *line_names(place.key), ticket, permits_name(place.key))
 
 
 def _remember_ms(place: Place) -> int:

@@ -32,7 +32,6 @@ from celery_setnx.exceptions import (
 from celery_setnx.lock.names import (
     line_names,
     mark_name,
-    other_permits,
     permit_names,
     permits_name,
     record_name,
@@ -50,7 +49,7 @@ from celery_setnx.lock.record import (
     parse_holder,
     task_of,
 )
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import PermitScript, Script
 
 logger = logging.getLogger("celery_setnx")
 DAY_S = 86_400.0
@@ -64,9 +63,8 @@ _HAND_OVER_US = round(HAND_OVER_S * US)
 _NO_WAITER = (ORIGINAL, 0, 0, 0, 0)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-_ACQUIRE, _RENEW, _RELEASE = Script("permits", "acquire"), Script("renew"), Script("release")
-_HOLD, _FREE = Script("hold"), Script("permits", "free")
-_LOOK, _SERVE = Script("permits", "look"), Script("permits", "serve")
+_ACQUIRE, _FREE, _LOOK, _SERVE = map(PermitScript, ("acquire", "free", "look", "serve"))
+_RENEW, _RELEASE, _HOLD = map(Script, ("renew", "release", "hold"))
 MOST_PERMITS = 100
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
@@ -270,7 +268,7 @@ class SetnxLock:
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
 
     Attributes:
-        heir: To whom the lock was handed through this object, last; None if nobody is to be woken.
+        heirs: To whom the lock was handed through this object; whoever wakes them takes them from here.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
@@ -307,9 +305,8 @@ class SetnxLock:
         self.mark = mark
         self.limit = limit
         self.line = line_names(name) if line or mark is not None or limit > 1 else ()
-        self._declared = limit  # how many permits a script is told of: those in use, if they are more
         self._permit = 0  # the one that was acquired last
-        self.heir: Heir | None = None
+        self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
         self._entered: dict[int, list[tuple[str, int]]] = {}
@@ -424,8 +421,10 @@ class SetnxLock:
         """
         keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
         hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
-        about = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us, dead, away or unsent)
-        reply = self._of_permits(_SERVE, keys, *about, "unsent" if unsent else "")
+        about: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
+        about += (dead, away or unsent)
+        about += ("unsent" if unsent else "",)
+        reply = _SERVE(self.client, self.name, keys, self.limit, *about)
         word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
@@ -478,7 +477,7 @@ class SetnxLock:
             LockRefused: Redis refuses the command.
         """
         keys = (self.name, self.record, permits_name(self.name))
-        reply = self._of_permits(_FREE, keys, task_id, _REMEMBER_RELEASE_MS)
+        reply = _FREE(self.client, self.name, keys, self.limit, task_id, _REMEMBER_RELEASE_MS)
         return reply[0] in ("released", "repaired")
 
     def holder(self) -> Holder | None:
@@ -518,14 +517,8 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        keys: tuple[str, ...] = (self.name, self.record)
-        if with_waiters or self.line:
-            reply = self._of_permits(_LOOK, (*keys, line_names(self.name)[0], permits_name(self.name)))
-        else:
-            reply = _LOOK(self.client, keys)
-        now, waiting, count, *found = reply
-        values, line = found[: 2 * int(count)], found[2 * int(count) :]
-        permits = [current_holder(now, *pair) for pair in zip(values[::2], values[1::2])]
+        now, waiting, permits_found, line = self._look(with_waiters=with_waiters)
+        permits = [current_holder(now, value, record) for value, record in permits_found]
         held = [replace(holder, permit=n) for n, holder in enumerate(permits) if holder is not None]
         longest = min(held, key=lambda holder: holder.since or 0.0) if all(permits[: self.limit]) else None
         server_time = int(now) / US
@@ -563,72 +556,58 @@ class SetnxLock:
         before = self.clock()
         reply = _acquire(self, token, dead, call_id, waiter)
         while reply[0] == "line":  # nobody living has it: it goes to the first who waits
-            self.heir = self.serve(dead=dead).heir or self.heir
+            self._serve_once(dead)
             before = self.clock()
             reply = _acquire(self, token, "", call_id, waiter)
         if len(reply) < 5:  # it was free, and nobody waits
-            now_us = int(reply[1])
-            permit = int(reply[3]) if len(reply) > 3 else 0
-            held = self._now_held(token, before, int(reply[2]), now_us, now_us, self._lease_us, permit)
-            return Outcome(True, held, server_time=now_us / US)
-        word, deadline_us, fence, now_us, value, record, mark, waiters, *several = reply
-        permit, spare, *longest = several or (0, 0)
-        server_time, remaining_us = now_us / US, deadline_us - now_us
-        if word == "stale":
-            return Outcome(False, server_time=server_time, mark=mark, stale=True)
-        found = parse_holder(record, value, now_us)
-        if word == "held":
-            of_several = parse_holder(longest[1], longest[0], now_us) if longest else None
-            is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
-            return Outcome(
-                False,
-                holder=found if is_own else of_several or found,
-                ends_first=found,
-                remaining_s=remaining_us / US if deadline_us else None,
-                server_time=server_time,
-                mark=mark,
-                waiters=int(waiters),
-            )
-        since_us = int(record.split("\n")[4]) if word == "again" else now_us
-        held = self._now_held(token, before, int(fence), since_us, now_us, remaining_us, permit)
-        if spare and waiters != "0":  # the limit was raised: the line has not heard of it
+            word, now_us, fence, *permit = reply
+            told = _Told(word, int(now_us) + self._lease_us, int(fence), int(now_us), permit=int(*permit))
+        else:
+            told = _Told(*reply)
+        return told.conflict(token) if told.word in ("held", "stale") else self._acquired(told, token, before)
+
+    def _acquired(self, told: _Told, token: str, before: float) -> Outcome:
+        """The outcome of a lock that was acquired though there was something to be told."""
+        word = told.word
+        held = self._now_held(told, token, before)
+        if told.spare and told.waiters != "0":  # the limit was raised: the line has not heard of it
             with suppress(SetnxError):
-                self.heir = self.serve().heir or self.heir
+                while self._serve_once().look_in == 0:
+                    pass
         return Outcome(
             True,
             lock=held,
-            taken_over_from=found if word == "taken_over" else None,
-            server_time=server_time,
+            taken_over_from=told.found if word == "taken_over" else None,
+            server_time=told.now_us / US,
             # Asked again, the mark is gone because we have it.
-            mark=task_of(token) if word == "again" and self.mark else mark,
-            waiters=int(waiters),
+            mark=task_of(token) if word == "again" and self.mark else told.mark,
+            waiters=int(told.waiters),
         )
 
-    def _now_held(
-        self,
-        token: str,
-        before: float,
-        fence: int,
-        since_us: int,
-        now_us: int,
-        remaining_us: int,
-        permit: int,
-    ) -> HeldLock:
+    def _serve_once(self, dead: str = "") -> Served:
+        """Hand one permit to the first in line, who is to be woken."""
+        served = self.serve(dead=dead)
+        if served.heir is not None:
+            self.heirs.append(served.heir)
+        return served
+
+    def _now_held(self, told: _Told, token: str, before: float) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
+        record = told.record or ""
         held = HeldLock(
             self,
             token,
-            fence=fence,
-            since_us=since_us,
-            valid_until=self._valid_until(before, remaining_us),
-            ahead_s=now_us / US - after,
-            permit=permit,
+            fence=told.fence,
+            since_us=int(record.split("\n")[4]) if told.word == "again" else told.now_us,
+            valid_until=self._valid_until(before, told.deadline_us - told.now_us),
+            ahead_s=told.now_us / US - after,
+            permit=told.permit,
         )
         if after >= held._valid_until:
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.token, self._permit = token, permit
+        self.token, self._permit = token, told.permit
         return held
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
@@ -641,21 +620,23 @@ class SetnxLock:
             return (self.name, self.record)
         return (*permit_names(self.name, permit), permits_name(self.name))
 
-    def _of_permits(self, script: Script, keys: tuple[str, ...], *arguments: Any) -> list[Any]:
-        """Run a script that may be about any of the permits: told of more, if more are in use."""
-        while True:
-            reply = script(self.client, keys + other_permits(self.name, self._declared), *arguments)
-            if reply[0] != "more":
-                return reply
-            self._declared = int(reply[1])
+    def _look(self, *, with_waiters: bool) -> tuple[str, str, list[tuple[str | None, str | None]], list[str]]:
+        """Run lua/look.lua: now us, how many wait, value and record of each permit, the first who wait."""
+        keys: tuple[str, ...] = (self.name, self.record)
+        if with_waiters or self.line:
+            keys += (line_names(self.name)[0], permits_name(self.name))
+        now_us, waiting, count, *found = _LOOK(self.client, self.name, keys, self.limit)
+        end = 2 * int(count)
+        return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
 
     def _release_any(self, token: str) -> list[Any]:
         """Release whichever permit is the token's."""
-        reply: list[Any] = []
-        for permit in range(self._declared):
-            reply = self._release(token, permit)
-            if reply[0] != "lost":
-                break
+        reply = self._release(token, 0)
+        if reply[0] == "lost" and self.line:
+            _, _, found, _ = self._look(with_waiters=False)
+            for permit, (_value, record) in enumerate(found):
+                if permit and record is not None and record.startswith(f"{token}\n"):
+                    return self._release(token, permit)
         return reply
 
     def _release(self, token: str, permit: int, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
@@ -669,11 +650,9 @@ class SetnxLock:
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
         reply = _RELEASE(self.client, keys, *about)
-        self.heir = None
-        if len(reply) > 3:
+        if len(reply) > 3 and reply[3]:
             word, now_us, _value, heir, call = reply
-            rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
-            self.heir = Heir(heir, call, rest_s) if heir else None
+            self.heirs.append(Heir(heir, call, (rest_until_us - now_us) / US if word == "resting" else 0.0))
         return reply
 
 
@@ -696,10 +675,47 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     return errors
 
 
+class _Told(NamedTuple):
+    """What lua/acquire.lua answers, if it is not the short text."""
+
+    word: str
+    deadline_us: int
+    fence: int
+    now_us: int
+    value: str | None = None
+    record: str | None = None
+    mark: str | None = None
+    waiters: str = "0"
+    permit: int = 0
+    spare: int = 0
+    longest_value: str | None = None
+    longest_record: str | None = None
+
+    @property
+    def found(self) -> Holder | None:
+        """Who has, or had, the permit that was chosen."""
+        return parse_holder(self.record, self.value, self.now_us)
+
+    def conflict(self, token: str) -> Outcome:
+        """The outcome where another holds the lock, or another message has started the call."""
+        server_time, found = self.now_us / US, self.found
+        if self.word == "stale":
+            return Outcome(False, server_time=server_time, mark=self.mark, stale=True)
+        longest = parse_holder(self.longest_record, self.longest_value, self.now_us)
+        is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
+        return Outcome(
+            False,
+            holder=found if is_own else longest or found,
+            ends_first=found,
+            remaining_s=(self.deadline_us - self.now_us) / US if self.deadline_us else None,
+            server_time=server_time,
+            mark=self.mark,
+            waiters=int(self.waiters),
+        )
+
+
 def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> list[Any]:
-    """Run lua/acquire.lua: [word, deadline us, fence, now us, lock value, record, mark, waiters], or if the
-    lock was free and nobody waits ["acquired", now us, fence]; with several permits a bit more.
-    """
+    """Run lua/acquire.lua: what `_Told` has; if nothing is to be told only "acquired", now us, fence, permit."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
     name = lock.name
@@ -707,12 +723,11 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
     if lock.line:
         task_id = task_of(token)
         ticket = ticket_name(name, token if task_id is None else task_id, call_id)
-        keys += (*lock.line, lock.mark or mark_name(name), permits_name(name), ticket)
+        keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
     about = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
     if lock.limit > 1:
-        about += (*(waiter or _NO_WAITER), lock.limit)
-        waiter = ()
-    return lock._of_permits(_ACQUIRE, keys, *about, *waiter)
+        waiter = (*(waiter or _NO_WAITER), lock.limit)
+    return _ACQUIRE(lock.client, name, keys, lock.limit, *about, *waiter)
 
 
 def _renew(

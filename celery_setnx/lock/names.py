@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from hashlib import blake2b
 
 _SCOPE_AND_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
@@ -46,10 +45,12 @@ def permit_names(lock_name: str, number: int) -> tuple[str, str]:
     return name, record_name(name)
 
 
-@lru_cache(maxsize=1000)
 def other_permits(lock_name: str, count: int) -> tuple[str, ...]:
     """The names of all permits beside the first, and of their records, as scripts take them."""
-    return tuple(name for number in range(1, count) for name in permit_names(lock_name, number))
+    if count == 1:
+        return ()
+    tag = tagged(lock_name)
+    return tuple(f"{tag}#{number}{what}" for number in range(1, count) for what in ("", ":holder"))
 
 
 def permits_name(lock_name: str) -> str:

@@ -23,6 +23,7 @@ from redis.exceptions import (
 )
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.lock.names import other_permits
 from celery_setnx.lock.wire import ask, ask_many
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
@@ -128,6 +129,22 @@ class Script:
             return self(client, keys, *arguments)
         except (LockUnavailable, LockRefused) as error:
             return error
+
+
+class PermitScript:
+    """A verb that may be about any of a lock's permits. With one permit it needs no choice among them."""
+
+    def __init__(self, verb: str) -> None:
+        self.one, self.several = Script(verb), Script("permits", verb)
+
+    def __call__(self, client: Any, name: str, keys: Keys, count: int, *arguments: Any) -> list[Any]:
+        """Run it for the lock of a name, told of so many permits; of more, if more are in use."""
+        while True:
+            script = self.one if count == 1 else self.several
+            reply = script(client, keys + other_permits(name, count), *arguments)
+            if reply[0] != "more":
+                return reply
+            count = int(reply[1])
 
 
 def is_cluster(client: Any) -> bool:

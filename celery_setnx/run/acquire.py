@@ -17,7 +17,7 @@ from celery.app.task import Context
 from celery_setnx.call.back import NONCE, come_back
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import leave_line, look_within, wake
+from celery_setnx.call.wake import leave_line, look_within, wake_all
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
@@ -114,11 +114,9 @@ class Asking:
         seen = self.lock.look()
         return holders_result(self.task, self.call, self.options, seen.holder, seen.server_time)
 
-    def wake_heir(self) -> None:
-        """Wake the one to whom the lock was handed: by a release, or because nobody living had it."""
-        heir, self.lock.heir = self.lock.heir, None
-        if heir is not None:
-            wake(self.task.app, heir, self.lock.name)
+    def wake_heirs(self) -> None:
+        """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
+        wake_all(self.task.app, self.lock)
 
     def leave(self) -> None:
         """Leave the line, if it stands there and ends without the lock."""
@@ -143,9 +141,9 @@ class Asking:
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None
         )
-        if self.lock.heir is not None:  # it has served the line
+        if self.lock.heirs:  # it has served the line
             look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
-            self.wake_heir()
+            self.wake_heirs()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
             return None if outcome.holder.task_id == self.request.id else outcome
@@ -198,8 +196,8 @@ class Asking:
         if request.is_eager:
             return None
         options, mark = self.options, Mark(self.lock.name, request.id)
-        about = {"dedupe": "until_started", "lease": options.queue_lease, "limit": options.limit}
-        (found,) = mark_all(self.lock.client, [mark], **about)
+        dedupe, client = "until_started", self.lock.client
+        (found,) = mark_all(client, [mark], dedupe=dedupe, lease=options.queue_lease, limit=options.limit)
         if isinstance(found, Marked) and found.is_duplicate:
             return found.task_id
         if isinstance(found, Marked):  # else it is not known, and it waits all the same

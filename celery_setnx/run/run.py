@@ -254,7 +254,7 @@ class Run:
 
     def _tell_end(self, held: HeldLock, word: Released, held_s: float) -> None:
         """Wake the heir of a lock that was given back, and say that it is released."""
-        self.asking.wake_heir()
+        self.asking.wake_heirs()
         if word in ("gone", "lost"):
             return
         if word == "repaired":
@@ -284,7 +284,7 @@ class Run:
 
     def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
         """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
-        self.asking.wake_heir()  # acquired too late to rely on, and given back
+        self.asking.wake_heirs()  # acquired too late to rely on, and given back
         is_in_line = self.asking.lingers_since or (back_in is None and self.call.copy != ORIGINAL)
         if is_in_line and not parked:
             self.asking.leave()

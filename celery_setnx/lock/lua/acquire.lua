@@ -9,8 +9,8 @@
 --                  handed to it in vain, a `+` if a wake-up is on its way all the same, and the time (us) since
 --                  which it waits; or `@` and the time (us) until which it asks again by itself
 --       5 mark     id of the task that is queued with this key; its own ends here
---       6 permits  how many permits are in use, and how many there are for newcomers; none if there is one only
---       7 ticket   of the caller's task (see park.lua)
+--       6 ticket   of the caller's task (see park.lua)
+--       7 permits  how many permits are in use, and how many there are for newcomers; none if there is one only
 --       8... the other permits' locks and records, up to the limit (see permits.lua)
 -- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
 --       2 lease       microseconds
@@ -37,19 +37,26 @@
 
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local copy, remember, linger, attempt = ARGV[6] or '-', ARGV[7] or '0', tonumber(ARGV[8] or 0), tonumber(ARGV[10] or 0)
-local limit = tonumber(ARGV[11] or 1)
+local function int(number) return string.format('%.0f', number) end
 local function outlive(key)
   if redis.call('PTTL', key) < 60000 then redis.call('PEXPIRE', key, 60000) end
 end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local record = redis.call('GET', KEYS[2])
-local mark, permits, ticket, waiters = false, false, false, '0'
-if KEYS[3] and redis.call('EXISTS', KEYS[3], unpack(KEYS, 5, 7)) > 0 then -- rarely: one question for all four
-  mark, permits, ticket = unpack(redis.call('MGET', unpack(KEYS, 5, 7)))
+local record, mark, ticket, permits, found, waiters = false, false, false, false, false, '0'
+if KEYS[8] then
+  found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 5))
+  mark, ticket, permits = unpack(found, 3, 5)
+else
+  record = redis.call('GET', KEYS[2])
+end
+if found or KEYS[3] and redis.call('EXISTS', KEYS[3], KEYS[5], KEYS[6], KEYS[7]) > 0 then -- rarely: one question for all
+  if not found then mark, ticket, permits = unpack(redis.call('MGET', KEYS[5], KEYS[6], KEYS[7])) end
   waiters = redis.pcall('ZCOUNT', KEYS[3], '-inf', '(4000000000000000')
   waiters = int(type(waiters) == 'number' and waiters or 0)
+  local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
+  if highest > 1 + math.max(0, #KEYS - 7) / 2 then return {'more', int(highest)} end
 end
 local woken, vain = false, '0'
 if ticket then
@@ -61,19 +68,21 @@ if ticket then
   woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
 end
 local task, retries
-local permit, others = false, math.max(0, #KEYS - 7) / 2
-if permits or others > 0 then
-  local highest = permits_in(permits)
-  if highest > others + 1 then return {'more', int(highest)} end
+local permit = false
+if found then
+  local limit = tonumber(ARGV[11])
   task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
-  permit = permit_for(8, limit, now, function(state, h_token, text, live)
-    if state == 'handed' then return text == task and 2 or live and woken and 6 or nil end
-    local own = h_token == token or task and string.match(h_token, '^(.*)|%d+|%x+$') == task
-    if live and own then return state == 'resting' and 3 or 1 end
-    return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
+  local own = task and task .. '|'
+  permit = permit_for(found, 8, limit, now, function(state, h_token, of, live)
+    if state == 'handed' then return task and heir_in(of) == task and 2 or live and woken and 6 or nil end
+    if not live then return nil end
+    local is_own = own and string.sub(h_token, 1, #own) == own and string.match(h_token, '^(.*)|%d+|%x+$') == task
+    if is_own or h_token == token then return state == 'resting' and 3 or 1 end
+    return dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
-  note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, math.ceil(lease / 1000) + retention)
-  record = redis.call('GET', KEYS[2])
+  local ms = permit.rank < 9 and math.ceil(lease / 1000) + retention or 0 -- one that is held has seen to that
+  note_permits(KEYS[7], permits, math.max(limit, permit.top), limit, ms)
+  record = permit.record or redis.call('GET', KEYS[2]) -- of which MGET does not say that it is no text
 end
 local h_token, h_deadline, h_fence, h_state, h_info = '', 0, 0, '', 0
 if record then
@@ -94,7 +103,7 @@ local value = math.ceil(deadline / 1000000)
 local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 local expiry = math.ceil(deadline / 1000) + retention
 -- SETNX, with the key's expiry in one step
-local set = not barred and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
+local set = not barred and (not permit or permit.free) and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
 local alone = set and waiters == '0' and not mark -- nothing that the caller is to be told
 local function answer(said, till, of)
   local reply = {said, till, of, now, old, record, mark, waiters}
@@ -183,9 +192,9 @@ if KEYS[3] and task and (ticket or task == heir or waiters ~= '0') then -- it wa
   redis.call('ZREM', KEYS[3], task)
   redis.call('HDEL', KEYS[4], task)
 end
-if ticket or KEYS[7] and remember ~= '0' then
+if ticket or KEYS[6] and remember ~= '0' then
   local ttl = remember == '0' and {'KEEPTTL'} or {'PX', remember}
-  redis.call('SET', KEYS[7], int(attempt) .. '|' .. copy .. '|' .. vain, unpack(ttl))
+  redis.call('SET', KEYS[6], int(attempt) .. '|' .. copy .. '|' .. vain, unpack(ttl))
 end
 if alone then return 'acquired ' .. since .. ' ' .. fence_text .. (permit and ' ' .. int(permit.number) or '') end
 return answer(word, deadline, fence)

@@ -6,10 +6,13 @@
 --       task id, since us... of the first hundred waiters}
 --       more (and how many permits are in use: not all of them are in KEYS)
 
-local highest = permits_in(KEYS[4] and redis.call('GET', KEYS[4]))
+local function int(number) return string.format('%.0f', number) end
+
+local time = redis.call('TIME')
+local permits = KEYS[4] and redis.call('GET', KEYS[4])
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
 local count = 1 + math.max(0, #KEYS - 4) / 2
 if highest > count then return {'more', int(highest)} end
-local time = redis.call('TIME')
 local found = {int(tonumber(time[1]) * 1000000 + tonumber(time[2])), '0', int(count)}
 for permit = 0, count - 1 do
   local first = permit == 0 and 1 or 3 + 2 * permit

@@ -15,19 +15,20 @@
 
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local remember = tonumber(ARGV[6])
+local function int(number) return string.format('%.0f', number) end
 local function outlive(key)
   if redis.call('PTTL', key) < remember then redis.call('PEXPIRE', key, int(remember)) end
 end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local permits = redis.call('GET', KEYS[6])
-if permits or KEYS[7] then
-  local highest, limit = permits_in(permits)
-  if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
-  limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit
-  local permit = permit_for(7, limit, now, function(state, _, text) return state == 'handed' and text == task and 1 end)
-  note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, remember)
+local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 6))
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or 1), 100)
+if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
+if KEYS[7] then
+  local limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit_in(found[3])
+  local permit = permit_for(found, 7, limit, now, function(_, _, of) return heir_in(of) == task and 1 end)
+  note_permits(KEYS[6], found[3], math.max(limit, permit.top), limit, remember)
 end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])

@@ -19,15 +19,19 @@
 local token, hand_over, remember, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local dead, absent, unsent = ARGV[5], ARGV[6], (ARGV[7] or '') ~= ''
 
+local function int(number) return string.format('%.0f', number) end
+
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local function clock() return now end
-local permits, permit = redis.call('GET', KEYS[5]), false
-local highest, limit = permits_in(permits)
-if permits or KEYS[6] then
-  if highest > 1 + (#KEYS - 5) / 2 then return {'more', int(highest)} end
-  permit = permit_for(6, limit, now, function(state, h_token, text, live)
-    if live and state == 'handed' and (h_token == token or text == absent) then return 1 end
+local permit, found = false, redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 5))
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or 1), 100)
+if highest > 1 + math.max(0, #KEYS - 5) / 2 then return {'more', int(highest)} end
+local limit = 1
+if KEYS[6] then
+  limit = limit_in(found[3])
+  permit = permit_for(found, 6, limit, now, function(state, h_token, of, live)
+    if live and state == 'handed' and (h_token == token or heir_in(of) == absent) then return 1 end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
 end
