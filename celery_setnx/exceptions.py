@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from celery_setnx.wording import sentence, unstopped
+from celery_setnx.wording import held, sentence, unstopped
 
 
 class SetnxError(Exception):
@@ -48,30 +48,39 @@ class AlreadyRunning(SetnxError):
     Attributes:
         task: Name of the task, or of the lock when no task is involved.
         key: The lock's Redis key.
-        holder: The holder's record as plain JSON values; see `Holder.as_dict`.
-        remaining_s: Seconds until the holder's deadline, which a living holder keeps moving
-            forward; None when the lock has no readable deadline.
+        holder: The holder's record as plain JSON values; see `Holder.as_dict`. Of several holders that of the
+            one who has held for longest.
+        remaining_s: Seconds until the holder's deadline, of several the first one's, which a living holder
+            keeps moving forward; None when the lock has no readable deadline.
+        limit: How many may hold the lock at a time, and do. Defaults to 1.
     """
 
     def __init__(
-        self, task: str, key: str, holder: Mapping[str, Any], remaining_s: float | None = None
+        self,
+        task: str,
+        key: str,
+        holder: Mapping[str, Any],
+        remaining_s: float | None = None,
+        limit: int = 1,
     ) -> None:
-        super().__init__(task, key, dict(holder), remaining_s)
+        super().__init__(task, key, dict(holder), remaining_s, *([] if limit == 1 else [limit]))
         self.task = task
         self.key = key
         self.holder = dict(holder)
         self.remaining_s = remaining_s
+        self.limit = limit
 
     def _message(self) -> str:
-        return f"{self.task} is already running: {self.key} is held by {self._who()}{self._until()}."
+        return f"{self.task} is already running: {self._held()}."
 
-    def _who(self) -> str:
-        return str(self.holder.get("description") or "an unknown holder")
-
-    def _until(self) -> str:
+    def _held(self) -> str:
+        """By whom, and for how long."""
+        who = held(self.key, self.holder.get("description") or "an unknown holder", self.limit)
         if self.remaining_s is None:
-            return ", with no deadline"
-        return f", for {self.remaining_s:.1f} s more unless it renews its lease or releases it"
+            return f"{who}, with no deadline"
+        if self.limit > 1:
+            return f"{who}; the first of them ends in {self.remaining_s:.1f} s unless it renews its lease"
+        return f"{who}, for {self.remaining_s:.1f} s more unless it renews its lease or releases it"
 
 
 class LockTimeout(AlreadyRunning):
@@ -88,14 +97,15 @@ class LockTimeout(AlreadyRunning):
         holder: Mapping[str, Any],
         remaining_s: float | None = None,
         waited_s: float = 0.0,
+        limit: int = 1,
     ) -> None:
-        super().__init__(task, key, holder, remaining_s)
-        self.args = (*self.args, waited_s)
+        super().__init__(task, key, holder, remaining_s, limit)
+        self.args = (*self.args[:4], waited_s, *self.args[4:])
         self.waited_s = waited_s
 
     def _message(self) -> str:
-        held = f"is held by {self._who()}{self._until()}" if self.holder else "came free too late"
-        return f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): {self.key} {held}."
+        why = self._held() if self.holder else f"{self.key} came free too late"
+        return f"{self.task} gave up after waiting {self.waited_s:.1f} s (max_wait): {why}."
 
 
 class DuplicateTask(SetnxError):

@@ -36,6 +36,15 @@ class _Quoted(str):
         return repr(self.of)
 
 
+def held(key: str, holder: object, limit: int) -> str:
+    """That a lock is held: by one, or as often as its limit says."""
+    return (
+        f"{key} is held by {holder}"
+        if limit == 1
+        else f"{key} is held {limit} times, for longest by {holder}"
+    )
+
+
 def printable(text: str) -> str:
     """The text with all escaped that is not printable: controls, newlines, what changes its direction."""
     if text.isprintable():

@@ -532,7 +532,7 @@ class SetnxLock:
         outcome = self.acquire(self.wait_s)
         if outcome.lock is None:
             holder = outcome.holder.as_dict() if outcome.holder else {}
-            raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s)
+            raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s, self.limit)
         # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
         held = outcome.lock
         self._entered.setdefault(threading.get_ident(), []).append((held.token, held.permit))
@@ -690,11 +690,12 @@ class _Told(NamedTuple):
     spare: int = 0
     longest_value: str | None = None
     longest_record: str | None = None
+    longest_permit: int = 0
 
     @property
     def found(self) -> Holder | None:
         """Who has, or had, the permit that was chosen."""
-        return parse_holder(self.record, self.value, self.now_us)
+        return _of_permit(parse_holder(self.record, self.value, self.now_us), self.permit)
 
     def conflict(self, token: str) -> Outcome:
         """The outcome where another holds the lock, or another message has started the call."""
@@ -702,6 +703,7 @@ class _Told(NamedTuple):
         if self.word == "stale":
             return Outcome(False, server_time=server_time, mark=self.mark, stale=True)
         longest = parse_holder(self.longest_record, self.longest_value, self.now_us)
+        longest = _of_permit(longest, self.longest_permit)
         is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
         return Outcome(
             False,
@@ -715,7 +717,7 @@ class _Told(NamedTuple):
 
 
 def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> list[Any]:
-    """Run lua/acquire.lua: what `_Told` has; if nothing is to be told only "acquired", now us, fence, permit."""
+    """Run lua/acquire.lua: what `_Told` has; if nothing is to be told "acquired", now us, fence, permit."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
     name = lock.name
@@ -742,6 +744,10 @@ def _renew(
         for held in locks
     ]
     return _RENEW.many(client, calls)
+
+
+def _of_permit(holder: Holder | None, permit: int) -> Holder | None:
+    return replace(holder, permit=permit) if holder and permit else holder
 
 
 def _encoded(info: Mapping[str, Any] | str) -> str:

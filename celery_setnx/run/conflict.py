@@ -18,6 +18,7 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.options import UNSET, Options
 from celery_setnx.run.park import may_stand_in_line, wait_in_line
 from celery_setnx.signals import lock_conflict
+from celery_setnx.wording import held
 
 logger = logging.getLogger("celery_setnx")
 
@@ -57,12 +58,12 @@ class Conflict:
 
     @property
     def holder(self) -> Holder:
-        """Who holds the lock."""
+        """Who holds the lock; of several who has held it for longest."""
         return cast("Holder", self.outcome.holder)
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the holder's deadline; None if it has none."""
+        """Seconds until the holder's deadline, of several the first one's; None if it has none."""
         return self.outcome.remaining_s
 
     @property
@@ -85,9 +86,15 @@ class Conflict:
         """How many calls wait in line for the lock."""
         return self.outcome.waiters
 
+    @property
+    def reason(self) -> str:
+        """That the lock is held, and by whom, in words."""
+        is_own = self.holder.task_id == self.call.task_id
+        return held(self.key, self.holder, 1 if is_own else self.options.limit)
+
     def skip(self) -> Any:
         """The `skip_result`; to be returned as the task's result."""
-        because = f"{self.key} is held by {self.holder}"
+        because = self.reason
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
         logger.info("Skipped %s: %s.", self.call, because)
@@ -138,7 +145,8 @@ class Conflict:
         Raises:
             AlreadyRunning: Always.
         """
-        raise AlreadyRunning(self.task.name, self.key, self.holder.as_dict(), self.remaining_s)
+        about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
+        raise AlreadyRunning(*about, self.options.limit)
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, however long it takes."""
@@ -150,13 +158,11 @@ class Conflict:
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
         if max_wait is not None and self.waited_s >= max_wait:
-            raise LockTimeout(
-                self.task.name, self.key, self.holder.as_dict(), self.remaining_s, self.waited_s
-            )
+            about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
+            raise LockTimeout(*about, self.waited_s, self.options.limit)
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
-        reason = f"{self.key} is held by {self.holder}"
-        come_back(self.task, self.call, countdown, reason, own=own)
+        come_back(self.task, self.call, countdown, self.reason, own=own)
 
 
 def resolve(conflict: Conflict) -> Any:

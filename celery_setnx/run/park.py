@@ -45,6 +45,7 @@ from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
+from celery_setnx.wording import held
 
 logger = logging.getLogger("celery_setnx")
 
@@ -97,7 +98,7 @@ class _Parking:
 
     def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
         self.task, self.app, self.options, self.met = task, task.app, options, call
-        self.holder = cast("Holder", outcome.holder)
+        self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
         # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
         # courier away until it is parked; if the broker has the message still, that may be done first.
         self.has_begun = call.redelivered
@@ -116,7 +117,7 @@ class _Parking:
             remember=remember_s(self.app, options),
             epoch=self.look_within(outcome.remaining_s),
         )
-        self.reason = f"{call.key} is held by {self.holder}"
+        self.reason = held(call.key, self.holder, options.limit)
         self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
 
     def look_within(self, holds_s: float | None) -> str:
@@ -152,7 +153,7 @@ class _Parking:
 
     def note_holder(self, found: Found) -> None:
         """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
-        if found.holder is None or found.holder.token != self.holder.token:
+        if found.holder is None or found.holder.token != self.ends_first.token:
             self.look_within(remaining_s(found))
 
     def wait(self, found: Found) -> NoReturn:

@@ -26,7 +26,7 @@
 --      11 limit       how many permits there are; 1 if it is not said
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
 --       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
---       With several permits {..., number of the permit, how many others are free, lock value, record} or
+--       With several permits {..., number of the permit, how many others are free, lock value, record, number} or
 --       'acquired <now us> <fence> <number>': that of the one that is acquired; of held ones that which ends first,
 --       and at the end the one that is held for longest
 --       acquired (also if it was handed to this task) | again (this token holds it already)
@@ -108,8 +108,9 @@ local alone = set and waiters == '0' and not mark -- nothing that the caller is 
 local function answer(said, till, of)
   local reply = {said, till, of, now, old, record, mark, waiters}
   if permit then
-    local longest = permit.longest or {}
-    reply[9], reply[10], reply[11], reply[12] = permit.number, permit.spare, longest[1] or false, longest[2] or false
+    local longest = permit.longest or {false, false, 0}
+    reply[9], reply[10] = permit.number, permit.spare
+    reply[11], reply[12], reply[13] = longest[1], longest[2] or false, longest[3]
   end
   return reply
 end

@@ -54,7 +54,7 @@ local function permit_for(found, first, limit, now, fits)
       if within then best.spare = best.spare + 1 end
     else
       rank, since = rank or 9, tonumber(since or 1e17)
-      if since < oldest then oldest, best.longest = since, {value, record} end
+      if since < oldest then oldest, best.longest = since, {value, record, number} end
       if within and till < later then
         sooner, later = math.min(sooner, till), math.max(sooner, till)
       end
