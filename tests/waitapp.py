@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish, task_prerun, task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
-from celery_setnx import Conflict, SingletonTask
+from celery_setnx import Conflict, SetnxLock, SingletonTask
 from celery_setnx.run import acquire
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
@@ -24,16 +24,16 @@ __all__ = ["app", "arrival", "plain"]
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    who, wake = app.conf.get("dies_before_wake"), vars(acquire)["wake"]
+    who, wake_all = app.conf.get("dies_before_wake"), vars(acquire)["wake_all"]
 
-    def die(app: Celery, heir: Any, key: str) -> None:
-        if heir is not None and control.set("gate:died", "once", nx=True, ex=60):
-            journal.write("died", key=key)
+    def die(app: Celery, lock: SetnxLock) -> None:
+        if lock.heirs and control.set("gate:died", "once", nx=True, ex=60):
+            journal.write("died", key=lock.name)
             os.kill(0 if who == "worker" else os.getpid(), signal.SIGKILL)  # 0: the process group
-        wake(app, heir, key)
+        wake_all(app, lock)
 
     if who:
-        vars(acquire)["wake"] = die
+        vars(acquire)["wake_all"] = die
 
 
 @worker_process_init.connect

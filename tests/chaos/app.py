@@ -16,10 +16,9 @@ from urllib.parse import quote
 from celery import Celery, Task
 from celery.signals import task_failure, task_postrun, task_received, task_revoked, task_unknown
 
-from celery_setnx import LockLost, SingletonTask, current_lock, is_skipped, signals
+from celery_setnx import LockLost, SetnxLock, SingletonTask, current_lock, is_skipped, signals
 from celery_setnx.call.message import Call
 from celery_setnx.doctor import trial as trial_module
-from celery_setnx.lock.record import Heir
 from celery_setnx.run import acquire, sweep
 from tests.harness import CONF
 from tests.soak import flaws
@@ -221,16 +220,16 @@ def note_revoked(request: Any, **_details: Any) -> None:
 
 def _die_before_waking(order: Path) -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
-    wake = acquire.wake
+    wake_all = acquire.wake_all
 
-    def dies(app: Celery, heir: Heir | None, key: str) -> None:
-        if heir is not None and order.exists():
+    def dies(app: Celery, lock: SetnxLock) -> None:
+        if lock.heirs and order.exists():
             whole_worker = order.read_text() == "worker"
             order.unlink()
             os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
-        wake(app, heir, key)
+        wake_all(app, lock)
 
-    acquire.wake = dies
+    acquire.wake_all = dies
 
 
 if os.environ.get("CHAOS_FLAW"):
