@@ -129,4 +129,5 @@ if h_heir then -- it is nobody's any more
   redis.call('DEL', KEYS[1])
   redis.call('SET', KEYS[2], table.concat({h_token, '0', fence, 'released', rest}, '\n'), 'PX', int(remember))
 end
-return answer('empty', false, gone[10] and now or 0) -- behind ten who are gone more may wait
+-- Behind ten who are gone more may wait; and for another permit, if this one is beyond the limit.
+return answer('empty', false, (gone[10] or drains) and now or 0)
