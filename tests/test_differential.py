@@ -383,7 +383,7 @@ def _in_full(step: Step, reply: Any) -> tuple[Any, ...]:
     words = reply.split(b" ") if isinstance(reply, bytes) else reply
     found = [item.decode() if isinstance(item, bytes) else item for item in words]
     full = tuple(str(item) if isinstance(item, int) else item for item in found)
-    if verb == "acquire" and len(full) < 5 and full[0] == "acquired":
+    if verb == "acquire" and len(full) < 5 and full[0] == "acquired" and len(model) > 7:
         word, now, fence, *permit = full  # the records are compared by themselves
         rest = (*permit, *model[9:]) if permit else ()
         return (word, model[1], fence, now, None, model[5], None, "0", *rest)
