@@ -94,7 +94,7 @@ def let_the_line_go_on(
         if served.holder is not None and _is_dead(app, served.holder):
             served = lock.serve(dead=served.holder.token)
         wake(app, served.heir, key)
-        if served.heir is None or served.look_in != 0:  # else another permit is free, and somebody waits
+        if served.look_in != 0:  # else another permit is free, and somebody waits
             break
     return served
 

@@ -15,6 +15,7 @@ class Choice(NamedTuple):
     """The permit that a verb is about; how many others are free; how many are in use; when another ends."""
 
     number: int
+    rank: int
     spare: int
     top: int
     next: int
@@ -59,11 +60,11 @@ def noted(store: Store, highest: int, limit: int, ms: int) -> Store:
     return store._replace(known=Known(f"{highest} {limit}", max(left, ms)))
 
 
-def lasting(store: Store, lease: int, retention: int) -> Store:
-    """The keys when what is known of the permits is to last as long as one of them."""
+def lasting(store: Store, us: int, more_ms: int) -> Store:
+    """The keys when what is known of the permits is to last as long as one of them: so long, and more."""
     if store.known is None:
         return store
-    ms = up(lease, MS) + retention
+    ms = up(us, MS) + more_ms
     return store._replace(known=store.known._replace(lease=max(store.known.lease, ms)))
 
 
@@ -86,13 +87,16 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
         elif value is not None:
             until = int((min(float(value), 1e11) + 1) * SECOND)
         within, free = number < limit, now >= until
-        if permit.value == NOT_A_STRING and free and within and (best is None or best[0] > 4):
-            free, until = False, FOREVER
+        if free and not rank and known is not None and known.state == "handed":
+            rank = fits(known, False)
+        is_better = best is None or best[0] > (rank or 4)
+        if permit.value == NOT_A_STRING and free and (within or rank) and is_better:
+            free, until, rank = False, FOREVER, None
         rank = rank or (4 if free else 9)
         until = 0 if free else until
         top = number + 1 if value is not None else top
         spare += within and free
-        if within and not free:
+        if not free:
             held[number] = until
         if not free and known is not None and known.since < oldest:
             oldest, longest = known.since, permit._replace(value=value)
@@ -101,7 +105,7 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
     assert best is not None
     number = best[2]
     others = [until for other, until in held.items() if other != number]
-    return Choice(number, spare - is_free, top, min(others, default=0), longest)
+    return Choice(number, best[0], spare - (is_free and number < limit), top, min(others, default=0), longest)
 
 
 def permit_in(reply: tuple[Any, ...]) -> int:

@@ -39,14 +39,15 @@ local function permit_for(first, limit, now, fits)
       till = (math.min(tonumber(value), 1e11) + 1) * 1000000 -- the recipe takes over after its second
     end
     local within, free = number < limit, now >= till
-    if free and not value and within and best.rank > 4 and redis.call('EXISTS', keys[place]) == 1 then
-      free, till = false, 1e17 -- another program's list, hash, or the like
+    if free and not rank and state == 'handed' then rank = fits(state, token, text, false) end
+    if free and not value and (within or rank) and best.rank > (rank or 4) and redis.call('EXISTS', keys[place]) == 1 then
+      free, till, rank = false, 1e17, nil -- another program's list, hash, or the like
     end
     rank = rank or free and 4 or 9
     if free then till = 0 end
     if value then best.top = number + 1 end
     if within and free then best.spare = best.spare + 1 end
-    if within and not free then held[number] = till end
+    if not free then held[number] = till end
     if not free and tonumber(since or 1e17) < oldest then
       oldest, best.longest = tonumber(since), {value, record}
     end
@@ -54,7 +55,7 @@ local function permit_for(first, limit, now, fits)
       best.rank, best.till, best.number, best.free = rank, till, number, free
     end
   end
-  if best.free then best.spare = best.spare - 1 end
+  if best.free and best.number < limit then best.spare = best.spare - 1 end
   for number, till in pairs(held) do -- when the first of the others ends
     if number ~= best.number and (best.next == 0 or till < best.next) then best.next = till end
   end

@@ -22,12 +22,16 @@ local dead, absent, unsent = ARGV[5], ARGV[6], (ARGV[7] or '') ~= ''
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local function clock() return now end
-local permits, permit = redis.call('GET', KEYS[5]), false
+local permits, permit, lapsed = redis.call('GET', KEYS[5]), false, 0
 local highest, limit = permits_in(permits)
 if permits or KEYS[6] then
   if highest > 1 + (#KEYS - 5) / 2 then return {'more', int(highest)} end
   permit = permit_for(6, limit, now, function(state, h_token, text, live)
     if live and state == 'handed' and (h_token == token or text == absent) then return 1 end
+    if not live and state == 'handed' then -- in vain: its heir is to have his place again, whatever else is free
+      lapsed = lapsed + 1
+      return 3
+    end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
 end
@@ -58,8 +62,9 @@ local function answer(word, heir, till)
   local next_away = {KEYS[3], '4000000000000000', '+inf', 'WITHSCORES', 'LIMIT', 0, 1}
   local _, score = unpack(redis.call('ZRANGEBYSCORE', unpack(next_away)))
   local back = score and tonumber(score) - 4000000000000000
-  if permit and permit.next > 0 and word ~= 'empty' then till = till == 0 and permit.next or math.min(till, permit.next) end
-  if permit and permit.spare > 0 and heir and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
+  if permit and permit.next > 0 then till = till == 0 and permit.next or math.min(till, permit.next) end
+  if permit and permit.spare > 0 and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
+  if permit and lapsed > (permit.rank == 3 and 1 or 0) then till = now end
   if back and (till == 0 or back < till) then till = back end
   return {word, int(now), value, before, heir, call or false, int(till)}
 end
