@@ -270,7 +270,7 @@ class SetnxLock:
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
 
     Attributes:
-        heir: To whom the lock was handed through this object, last; None if nobody is to be woken.
+        heirs: To whom the lock was handed through this object since its last release; they are to be woken.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
@@ -309,7 +309,7 @@ class SetnxLock:
         self.line = line_names(name) if line or mark is not None or limit > 1 else ()
         self._declared = limit  # how many permits a script is told of: those in use, if they are more
         self._permit = 0  # the one that was acquired last
-        self.heir: Heir | None = None
+        self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
         self._entered: dict[int, list[tuple[str, int]]] = {}
@@ -320,6 +320,11 @@ class SetnxLock:
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
             raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
         self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
+
+    @property
+    def heir(self) -> Heir | None:
+        """To whom the lock was handed through this object, last; None if nobody is to be woken."""
+        return self.heirs[-1] if self.heirs else None
 
     def acquire(
         self,
@@ -563,7 +568,7 @@ class SetnxLock:
         before = self.clock()
         reply = _acquire(self, token, dead, call_id, waiter)
         while reply[0] == "line":  # nobody living has it: it goes to the first who waits
-            self.heir = self.serve(dead=dead).heir or self.heir
+            self._serve_first(dead)
             before = self.clock()
             reply = _acquire(self, token, "", call_id, waiter)
         if len(reply) < 5:  # it was free, and nobody waits
@@ -593,7 +598,7 @@ class SetnxLock:
         held = self._now_held(token, before, int(fence), since_us, now_us, remaining_us, permit)
         if spare and waiters != "0":  # the limit was raised: the line has not heard of it
             with suppress(SetnxError):
-                self.heir = self.serve().heir or self.heir
+                self._serve_first()
         return Outcome(
             True,
             lock=held,
@@ -603,6 +608,11 @@ class SetnxLock:
             mark=task_of(token) if word == "again" and self.mark else mark,
             waiters=int(waiters),
         )
+
+    def _serve_first(self, dead: str = "") -> None:
+        """Hand a permit to the first in line, who is to be woken."""
+        heir = self.serve(dead=dead).heir
+        self.heirs += [heir] if heir else []
 
     def _now_held(
         self,
@@ -669,11 +679,11 @@ class SetnxLock:
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
         reply = _RELEASE(self.client, keys, *about)
-        self.heir = None
+        self.heirs = []
         if len(reply) > 3:
             word, now_us, _value, heir, call = reply
             rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
-            self.heir = Heir(heir, call, rest_s) if heir else None
+            self.heirs = [Heir(heir, call, rest_s)] if heir else []
         return reply
 
 

@@ -115,9 +115,9 @@ class Asking:
         return holders_result(self.task, self.call, self.options, seen.holder, seen.server_time)
 
     def wake_heir(self) -> None:
-        """Wake the one to whom the lock was handed: by a release, or because nobody living had it."""
-        heir, self.lock.heir = self.lock.heir, None
-        if heir is not None:
+        """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
+        heirs, self.lock.heirs = self.lock.heirs, []
+        for heir in heirs:
             wake(self.task.app, heir, self.lock.name)
 
     def leave(self) -> None:
@@ -143,7 +143,7 @@ class Asking:
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None
         )
-        if self.lock.heir is not None:  # it has served the line
+        if self.lock.heirs:  # it has served the line
             look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
             self.wake_heir()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
