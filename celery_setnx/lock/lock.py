@@ -673,8 +673,11 @@ class SetnxLock:
         keys, mark_ms = self._permit_keys(permit)[:2], 0
         if self.line:
             keys += self.line
-            if self.mark and mark_for:
-                keys, mark_ms = (*keys, self.mark), _ms(mark_for)
+            if permit:
+                keys += (self.mark or mark_name(self.name), permits_name(self.name))
+            elif self.mark and mark_for:
+                keys += (self.mark,)
+            mark_ms = _ms(mark_for) if self.mark else 0
         # One beyond the limit, which was lowered, is handed to nobody.
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)

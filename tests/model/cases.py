@@ -248,6 +248,8 @@ class Case:
         keys = choose((self.pair, self.pair + WAITING, *[(*self.pair, *WAITING, MARK)] * 5))
         if self.state == "handed":
             keys = self.pair + WAITING  # as it was handed with them
+        if self.focus and MARK in keys:
+            keys += (PERMITS,)
         return self.script(
             "release",
             keys,
@@ -483,6 +485,8 @@ class Case:
             sent["permit"] = self.focus
         if verb in ("acquire", "release", "look"):
             sent["line"] = LINE in keys
+        if verb == "release":
+            sent["with_permits"] = PERMITS in keys
         self.store, reply = getattr(self.model, verb)(self.store, self.now, **sent)
         return Step(what, [command], reply, self.sight)
 

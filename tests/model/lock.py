@@ -274,10 +274,15 @@ class Lock(Waiting):
         hand_over: int | str = 0,
         line: bool = False,
         permit: int = 0,
+        with_permits: bool = False,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
         about = token, rest_until, remember, again, hand_over
-        after, reply = self._release_one(at(store, permit), now, *about, line=line)
+        before = at(store, permit)
+        after, reply = self._release_one(before, now, *about, line=line)
+        keeps = permit and with_permits and after.record != before.record and after.holder.deadline > 0
+        if keeps:
+            after = lasting(after, after.holder.deadline - now, remember)
         return at(after, permit), reply
 
     def _release_one(

@@ -27,6 +27,7 @@ if permits or KEYS[7] then
   if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
   limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit
   local permit = permit_for(7, limit, now, function(state, _, text) return state == 'handed' and text == task and 1 end)
+  outlive(KEYS[6]) -- first: this is allowed when memory is full, and after a write SET is too
   note_permits(KEYS[6], permits, math.max(limit, permit.top), limit, remember)
 end
 local record = redis.call('GET', KEYS[2])
