@@ -641,11 +641,14 @@ class SetnxLock:
 
     def _release(self, token: str, permit: int, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
         """What the script answers, its heir known from now on."""
-        keys, mark_ms = self._permit_keys(permit)[:2], 0
+        keys = self._permit_keys(permit)[:2]
         if self.line:
             keys += self.line
-            if self.mark and mark_for:
-                keys, mark_ms = (*keys, self.mark), _ms(mark_for)
+            if permit:  # which may rest for longer than what is known of permits would last
+                keys += (self.mark or mark_name(self.name), permits_name(self.name))
+            elif self.mark and mark_for:
+                keys += (self.mark,)
+        mark_ms = _ms(mark_for) if self.mark else 0
         # One beyond the limit, which was lowered, is handed to nobody.
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)

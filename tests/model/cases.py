@@ -214,7 +214,7 @@ class Case:
         task = task_of(sent["token"])[0]
         self.last, keys = sent["token"], PAIR
         if self.random.random() < 0.9 or self.state == "handed":
-            keys += (*WAITING, MARK, PERMITS, NO_TICKET if task is None else TICKETS[task])
+            keys += (*WAITING, MARK, NO_TICKET if task is None else TICKETS[task], PERMITS)
         says_nothing = 0.4 if self.state == "handed" else 0.15  # of a call that has not waited, and will not
         if self.random.random() >= says_nothing:
             sent["copy"], sent["remember"] = choose(COPIES), choose((0, 0, 0, 0, 0, *MARK_LEASES_MS))
@@ -248,6 +248,8 @@ class Case:
         keys = choose((self.pair, self.pair + WAITING, *[(*self.pair, *WAITING, MARK)] * 5))
         if self.state == "handed":
             keys = self.pair + WAITING  # as it was handed with them
+        if self.focus and MARK in keys:
+            keys += (PERMITS,)
         return self.script(
             "release",
             keys,
@@ -477,12 +479,15 @@ class Case:
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
         """A call of a script."""
         told = [value for name, value in sent.items() if name != "count"]
-        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *told)
+        several = f"{verb}#" if f"{verb}#" in self.shas and OTHERS[0] in keys else verb
+        command = ("EVALSHA", self.shas[several], len(keys), *keys, *told)
         what = f"{verb} {keys[0]} {tuple(sent.values())}"
         if verb in ("renew", "release", "hold"):
             sent["permit"] = self.focus
         if verb in ("acquire", "release", "look"):
             sent["line"] = LINE in keys
+        if verb == "release":
+            sent["with_permits"] = PERMITS in keys
         self.store, reply = getattr(self.model, verb)(self.store, self.now, **sent)
         return Step(what, [command], reply, self.sight)
 

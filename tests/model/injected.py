@@ -40,11 +40,15 @@ def with_test_clock(text: str, reads: int = 1) -> str:
 
 
 def texts() -> dict[str, str]:
-    """The package's scripts, by verb, on the test's clock."""
-    return {
-        verb: with_test_clock(getattr(module, name).text, verb not in TIMELESS)
-        for verb, (module, name) in SCRIPTS.items()
-    }
+    """The package's scripts, by verb, on the test's clock; `<verb>#` is the one that is told of several permits."""
+    found = {}
+    for verb, (module, name) in SCRIPTS.items():
+        script = getattr(module, name)
+        one, several = (script, None) if isinstance(script, Script) else (script.one, script.several)
+        found[verb] = with_test_clock(one.text, verb not in TIMELESS)
+        if several is not None:
+            found[f"{verb}#"] = with_test_clock(several.text, verb not in TIMELESS)
+    return found
 
 
 def set_clock(now: int) -> list[tuple[Any, ...]]:
@@ -58,9 +62,11 @@ class ServerClock:
     def __init__(self, client: redis.Redis, monkeypatch: Any) -> None:
         self._client = client
         for verb, text in texts().items():
-            script = Script(verb)  # whatever it is, its text is the test's
-            script.text, script.sha = text, sha1(text.encode()).hexdigest()
-            monkeypatch.setattr(*SCRIPTS[verb], script)
+            module, name = SCRIPTS[verb.rstrip("#")]
+            known = getattr(module, name)
+            script = known if isinstance(known, Script) else known.several if "#" in verb else known.one
+            monkeypatch.setattr(script, "text", text)
+            monkeypatch.setattr(script, "sha", sha1(text.encode()).hexdigest())
         self.set(10)
 
     def set(self, second: float) -> None:

@@ -204,15 +204,19 @@ class Waiting:
         count: int = 1,
     ) -> Answer:
         """lua/serve.lua."""
-        choice, limit = None, 1
+        choice, limit, lapsed = None, 1, 0
         if store.known is not None or count > 1:
             highest, limit = highest_in(store)
             if highest > count:
                 return store, ("more", str(highest))
 
             def fits(record: Record, live: bool) -> int | None:
+                nonlocal lapsed
                 if live and record.state == "handed" and (record.token == token or record.info == away):
                     return 1
+                if not live and record.state == "handed":
+                    lapsed += 1
+                    return self.rank_of_lapsed()
                 return 5 if live and self.proves_death(record, dead) else None
 
             choice = self.choose(store, now, count, limit, fits)
@@ -221,7 +225,14 @@ class Waiting:
         after, reply = self._serve_one(
             store, now, token, hand_over, remember, lease, dead, away, unsent, choice, limit
         )
+        if choice and lapsed > (choice.rank == 3) and len(reply) > 6:
+            backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
+            reply = (*reply[:6], str(min([now, *backs[:1]])))
         return at(after, number), reply
+
+    def rank_of_lapsed(self) -> int | None:
+        """How well a permit fits a service that was handed to a call in vain: it comes before what is free."""
+        return 3
 
     def _serve_one(
         self,
@@ -244,9 +255,9 @@ class Waiting:
         store, found, heir = self.put_back(store, now), store.holder, self.heir_of(record)
 
         def answer(after: Store, word: str, to: str | None, look: int) -> Answer:
-            if choice and choice.next and word != "empty":
+            if choice and choice.next:
                 look = min(look, choice.next) if look else choice.next
-            if choice and choice.spare > 0 and to is not None and waiting(after):
+            if choice and choice.spare > 0 and waiting(after):
                 look = now
             backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
             look = min([*backs[:1], *[look] * (look > 0)], default=0)

@@ -117,15 +117,15 @@ class Lock(Waiting):
         ticket = dict(store.tickets).get(task) if line and task is not None else None
         waiters = str(len(waiting(store)) if line else 0)
         woken = self.is_woken(ticket, copy)
+        highest = highest_in(store)[0]
+        if line and highest > count:
+            return store, ("more", str(highest))
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale", "0", "0", str(now), None, None, mark, waiters)
         asked = Asked(token, lease, retention, info, dead, copy, remember, linger, since, attempt)
         about = line, mark, ticket, woken
-        if (not line or store.known is None) and count == 1:
+        if count == 1:
             return self._acquire_one(store, now, asked, *about)
-        highest = highest_in(store)[0]
-        if highest > count:
-            return store, ("more", str(highest))
 
         def fits(record: Record, live: bool) -> int | None:
             if record.state == "handed":
@@ -136,7 +136,7 @@ class Lock(Waiting):
             return 5 if live and self.proves_death(record, dead) else None
 
         choice = self.choose(store, now, count, limit, fits)
-        ms = up(lease, MS) + retention
+        ms = up(lease, MS) + retention if choice.rank < 9 else 0
         store = noted(store, max(limit, choice.top), limit, ms)
         after, reply = self._acquire_one(at(store, choice.number), now, asked, *about)
         after = at(after, choice.number)
@@ -274,10 +274,15 @@ class Lock(Waiting):
         hand_over: int | str = 0,
         line: bool = False,
         permit: int = 0,
+        with_permits: bool = False,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
         about = token, rest_until, remember, again, hand_over
-        after, reply = self._release_one(at(store, permit), now, *about, line=line)
+        before = at(store, permit)
+        after, reply = self._release_one(before, now, *about, line=line)
+        keeps = permit and with_permits and after.record != before.record and after.holder.deadline > 0
+        if keeps:
+            after = lasting(after, after.holder.deadline - now, remember)
         return at(after, permit), reply
 
     def _release_one(

@@ -6,19 +6,24 @@ from typing import Any, NamedTuple
 from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Known, Permit, Record, Store, seconds, up
 
 FOREVER = 10**17
+KNOWN_MS = 60_000  # for which it is known at least
 
 Fits = Callable[[Record, bool], int | None]
 """How well a permit fits a caller, by its record and whether that is unexpired: 1 the best, 4 a free one."""
 
 
 class Choice(NamedTuple):
-    """The permit that a verb is about; how many others are free; how many are in use; when another ends."""
+    """The permit that a verb is about; how many others are free; how many are in use; when another ends; and
+    the one that is held for longest.
+    """
 
     number: int
+    rank: int
     spare: int
     top: int
     next: int
     longest: Permit | None
+    oldest: int  # its number
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:
@@ -52,18 +57,20 @@ def highest_in(store: Store) -> tuple[int, int]:
 
 
 def noted(store: Store, highest: int, limit: int, ms: int) -> Store:
-    """The keys when it is known how many permits there are."""
+    """The keys when it is known how many permits there are; for so long, or for as long as it was."""
     if highest <= 1:
         return store._replace(known=None)
-    left = store.known.lease if store.known else -1
-    return store._replace(known=Known(f"{highest} {limit}", max(left, ms)))
+    text, left = f"{highest} {limit}", store.known.lease if store.known else 0
+    if store.known and store.known.text == text and left >= ms:
+        return store
+    return store._replace(known=Known(text, max(left, ms, KNOWN_MS)))
 
 
-def lasting(store: Store, lease: int, retention: int) -> Store:
-    """The keys when what is known of the permits is to last as long as one of them."""
+def lasting(store: Store, us: int, more_ms: int) -> Store:
+    """The keys when what is known of the permits is to last as long as one of them: so long, and more."""
     if store.known is None:
         return store
-    ms = up(lease, MS) + retention
+    ms = up(us, MS) + more_ms
     return store._replace(known=store.known._replace(lease=max(store.known.lease, ms)))
 
 
@@ -72,7 +79,7 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
     best: tuple[int, int, int] | None = None  # rank, until, number
     spare = top = 0
     held: dict[int, int] = {}
-    oldest, longest, is_free = FOREVER, None, False
+    oldest, longest, is_free, first = FOREVER, None, False, 0
     for number, permit in enumerate(permits_of(store, count)):
         value, record = permit.value, permit.record
         value = None if value == NOT_A_STRING else value
@@ -86,22 +93,27 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
         elif value is not None:
             until = int((min(float(value), 1e11) + 1) * SECOND)
         within, free = number < limit, now >= until
-        if permit.value == NOT_A_STRING and free and within and (best is None or best[0] > 4):
-            free, until = False, FOREVER
+        if free and not rank and known is not None and known.state == "handed":
+            rank = fits(known, False)
+        is_better = best is None or best[0] > (rank or 4)
+        if permit.value == NOT_A_STRING and free and is_better:
+            free, until, rank = False, FOREVER, None
         rank = rank or (4 if free else 9)
         until = 0 if free else until
         top = number + 1 if value is not None else top
         spare += within and free
-        if within and not free:
+        if not free:
             held[number] = until
         if not free and known is not None and known.since < oldest:
-            oldest, longest = known.since, permit._replace(value=value)
+            oldest, longest, first = known.since, permit._replace(value=value), number
         if (within or rank < 4) and (best is None or (rank, until) < best[:2]):
             best, is_free = (rank, until, number), free
     assert best is not None
     number = best[2]
-    others = [until for other, until in held.items() if other != number]
-    return Choice(number, spare - is_free, top, min(others, default=0), longest)
+    others = [until for other, until in held.items() if other != number and until < FOREVER]
+    return Choice(
+        number, best[0], spare - (is_free and number < limit), top, min(others, default=0), longest, first
+    )
 
 
 def permit_in(reply: tuple[Any, ...]) -> int:
@@ -113,4 +125,4 @@ def extras(choice: Choice) -> tuple[Any, ...]:
     """What a reply has at its end, if there are several permits."""
     longest = choice.longest
     told = (None, None) if longest is None else (longest.value, str(longest.record))
-    return str(choice.number), str(choice.spare), *told
+    return str(choice.number), str(choice.spare), *told, str(choice.oldest)

@@ -70,7 +70,7 @@ end
 local task, retries
 local permit = false
 if found then
-  local limit = tonumber(ARGV[11])
+  local limit = tonumber(ARGV[11] or 1)
   task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
   local own = task and task .. '|'
   permit = permit_for(found, 8, limit, now, function(state, h_token, of, live)

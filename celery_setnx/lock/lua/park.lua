@@ -28,6 +28,7 @@ if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} e
 if KEYS[7] then
   local limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit_in(found[3])
   local permit = permit_for(found, 7, limit, now, function(_, _, of) return heir_in(of) == task and 1 end)
+  outlive(KEYS[6]) -- first: this is allowed when memory is full, and after a write SET is too
   note_permits(KEYS[6], found[3], math.max(limit, permit.top), limit, remember)
 end
 local record = redis.call('GET', KEYS[2])

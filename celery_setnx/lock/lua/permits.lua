@@ -44,9 +44,10 @@ local function permit_for(found, first, limit, now, fits)
       end
     end
     local within, free = number < limit, now >= till
-    if free and not value and within and best_rank > 4 then
+    if free and not rank and state == 'handed' then rank = fits(state, token, record, false) end
+    if free and not value and best_rank > (rank or 4) then
       if redis.call('EXISTS', number == 0 and KEYS[1] or KEYS[first + 2 * number - 2]) == 1 then
-        free, till = false, 1e17 -- another program's list, hash, or the like
+        free, till, rank = false, 1e17, nil -- another program's list, hash, or the like
       end
     end
     if free then
@@ -55,7 +56,7 @@ local function permit_for(found, first, limit, now, fits)
     else
       rank, since = rank or 9, tonumber(since or 1e17)
       if since < oldest then oldest, best.longest = since, {value, record, number} end
-      if within and till < later then
+      if till < later then
         sooner, later = math.min(sooner, till), math.max(sooner, till)
       end
     end
@@ -64,8 +65,8 @@ local function permit_for(found, first, limit, now, fits)
     end
     place = number == 0 and #found - others + 1 or place + 2
   end
-  if best.free then best.spare = best.spare - 1 end
-  local is_first = not best.free and best.number < limit and best_till == sooner
+  if best.free and best.number < limit then best.spare = best.spare - 1 end
+  local is_first = not best.free and best_till == sooner
   best.rank, best.top, best.next = best_rank, top, is_first and later or sooner
   if best.next == 1e17 then best.next = 0 end -- when the first of the others ends, if one is held, and does
   if best.number > 0 then KEYS[1], KEYS[2] = KEYS[first + 2 * best.number - 2], KEYS[first + 2 * best.number - 1] end

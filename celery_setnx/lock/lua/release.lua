@@ -1,7 +1,8 @@
 -- Give a lock back, or let it rest until a given time. If tasks wait in line, it is handed to the first of them:
 -- kept for that one until it comes, so that nobody overtakes. Only the holder's own token does anything.
 --
--- KEYS  1 lock, 2 record (see acquire.lua); and for a task's lock 3 line, 4 calls, 5 mark (optional)
+-- KEYS  1 lock, 2 record (see acquire.lua); and for a task's lock 3 line, 4 calls, 5 mark (optional); and of a permit
+--       beside the first 6 permits, which is to last as long
 -- ARGV  1 token
 --       2 rest until  server time in microseconds; '0' = free at once
 --       3 remember    milliseconds for which the release is remembered (and a locked key outlives its deadline)
@@ -64,8 +65,9 @@ end
 record = token .. '\n' .. (deadline and int(deadline) or '0') .. '\n' .. fence .. '\n' .. as .. '\n' .. rest
 -- What a full memory allows comes first, DEL or PEXPIRE(AT): after one write SET is allowed too.
 if deadline then
-  local expiry = int(math.ceil(deadline / 1000) + remember)
+  local expiry, ms = int(math.ceil(deadline / 1000) + remember), math.ceil((deadline - now) / 1000) + remember
   redis.call('PEXPIREAT', KEYS[2], expiry)
+  if KEYS[6] and redis.call('PTTL', KEYS[6]) < ms then redis.call('PEXPIRE', KEYS[6], int(ms)) end
   redis.call('SET', KEYS[1], int(math.ceil(deadline / 1000000)), 'PXAT', expiry)
   redis.call('SET', KEYS[2], record, 'PXAT', expiry)
 else

@@ -27,11 +27,15 @@ local function clock() return now end
 local permit, found = false, redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 5))
 local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 5) / 2 then return {'more', int(highest)} end
-local limit = 1
+local limit, lapsed = 1, 0
 if KEYS[6] then
   limit = limit_in(found[3])
   permit = permit_for(found, 6, limit, now, function(state, h_token, of, live)
     if live and state == 'handed' and (h_token == token or heir_in(of) == absent) then return 1 end
+    if not live and state == 'handed' then -- in vain: its heir is to have his place again, whatever else is free
+      lapsed = lapsed + 1
+      return 3
+    end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
 end
@@ -62,8 +66,9 @@ local function answer(word, heir, till)
   local next_away = {KEYS[3], '4000000000000000', '+inf', 'WITHSCORES', 'LIMIT', 0, 1}
   local _, score = unpack(redis.call('ZRANGEBYSCORE', unpack(next_away)))
   local back = score and tonumber(score) - 4000000000000000
-  if permit and permit.next > 0 and word ~= 'empty' then till = till == 0 and permit.next or math.min(till, permit.next) end
-  if permit and permit.spare > 0 and heir and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
+  if permit and permit.next > 0 then till = till == 0 and permit.next or math.min(till, permit.next) end
+  if permit and permit.spare > 0 and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
+  if permit and lapsed > (permit.rank == 3 and 1 or 0) then till = now end
   if back and (till == 0 or back < till) then till = back end
   return {word, int(now), value, before, heir, call or false, int(till)}
 end
@@ -129,5 +134,4 @@ if h_heir then -- it is nobody's any more
   redis.call('DEL', KEYS[1])
   redis.call('SET', KEYS[2], table.concat({h_token, '0', fence, 'released', rest}, '\n'), 'PX', int(remember))
 end
--- Behind ten who are gone more may wait; and for another permit, if this one is beyond the limit.
-return answer('empty', false, (gone[10] or drains) and now or 0)
+return answer('empty', false, gone[10] and now or 0) -- behind ten who are gone more may wait
