@@ -109,13 +109,14 @@ class LockTimeout(AlreadyRunning):
 
 
 class DuplicateTask(SetnxError):
-    """A call was not published: the same call is queued, or (with `until_done`) runs.
+    """A call was not published: the same call is queued, runs (with `until_done`), or has succeeded (with
+    `dedupe_for`).
 
     Attributes:
         task: Name of the task.
         key: The lock's Redis key.
-        task_id: Id of the task that is queued or running.
-        state: `queued` or `running`.
+        task_id: Id of the task that is queued or running, or has succeeded.
+        state: `queued`, `running` or `done`.
     """
 
     def __init__(self, task: str, key: str, task_id: str, state: str) -> None:
@@ -126,8 +127,9 @@ class DuplicateTask(SetnxError):
         self.state = state
 
     def _message(self) -> str:
+        state = "has succeeded" if self.state == "done" else f"is {self.state}"
         return (
-            f"A call of {self.task} was not published: the same call is {self.state} already, as "
+            f"A call of {self.task} was not published: the same call {state} already, as "
             f"{self.task_id} (key {self.key}). Its result is AsyncResult({self.task_id!r})."
         )
 

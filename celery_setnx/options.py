@@ -58,9 +58,11 @@ class Options:
         max_wait: After this long a task that waits or retries fails with `LockTimeout`. Defaults to never.
         dedupe: At publish time: `"until_started"` (at most one call queued) or `"until_done"` (at most one
             queued or running). Defaults to none.
-        on_duplicate: What a call that is a duplicate gets: `"return"`, the `AsyncResult` of the call that is
-            queued or running, `.deduplicated`; `"raise"`, `DuplicateTask`; or what a callable taking a
-            `Duplicate` returns. Defaults to `"return"`.
+        dedupe_for: With `dedupe="until_done"`: seconds for which a call that has succeeded makes duplicates
+            of its like. It is the task's, not a single call's. Defaults to none: while it is queued or runs.
+        on_duplicate: What a call that is a duplicate gets: `"return"`, the `AsyncResult` of the other call,
+            `.deduplicated`; `"raise"`, `DuplicateTask`; or what a callable taking a `Duplicate` returns.
+            Defaults to `"return"`.
         queue_lease: How long a mark lasts beyond the time at which its call may start, and a lock beyond the
             time of the retry that it is held for. Defaults to 3600.
         hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False.
@@ -80,10 +82,16 @@ class Options:
     retry_delay_max: float = 60.0
     max_wait: float | None = None
     dedupe: str | None = None
+    dedupe_for: float | None = None
     on_duplicate: str | Callable[..., Any] = "return"
     queue_lease: float = 3600.0
     hold_on_retry: bool = False
     on_redis_error: str = "retry"
+
+    @property
+    def asks(self) -> str:
+        """What makes duplicates at publish time: the mode of `dedupe`, or `dedupe_for`."""
+        return "dedupe_for" if self.dedupe_for else str(self.dedupe)
 
     @cached_property
     def may_wait(self) -> bool:
@@ -110,6 +118,7 @@ class SingletonOptions(TypedDict, total=False):
     retry_delay_max: Duration
     max_wait: Duration | None
     dedupe: DedupeMode | None
+    dedupe_for: Duration | None
     on_duplicate: DuplicatePolicy | Callable[[Any], Any]
     queue_lease: Duration
     hold_on_retry: bool
@@ -120,7 +129,7 @@ NAMES = tuple(option.name for option in fields(Options))
 # It acts when a call is published, so its message need not carry it. Key, scope, dedupe and queue_lease do
 # travel: the call's own retry computes its key again, and the worker marks it as queued.
 PUBLISH_ONLY = frozenset({"on_duplicate"})
-OF_THE_TASK = frozenset({"limit"})
+OF_THE_TASK = frozenset({"limit", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
 _DURATIONS = {
     "lease": "positive",
@@ -129,6 +138,7 @@ _DURATIONS = {
     "retry_delay": "positive",
     "retry_delay_max": "positive",
     "max_wait": "not negative or None",
+    "dedupe_for": "positive or None",
     "queue_lease": "positive",
 }
 
@@ -297,6 +307,11 @@ def _check_together(where: str, options: Options) -> None:
             f"{where} has limit={options.limit} and {other}: with several calls that run at a time there is "
             "not the one whose result the others get; leave the limit at 1, or use on_conflict='wait' and "
             "dedupe='until_started'"
+        )
+    if options.dedupe_for is not None and options.dedupe != "until_done":
+        raise OptionError(
+            f"{where} has dedupe_for={options.dedupe_for:g} and dedupe={options.dedupe!r}: a call that has "
+            "succeeded makes duplicates only where one that runs does; add dedupe='until_done'"
         )
     if options.dedupe == "until_started" and options.on_conflict in ("skip", "join"):
         raise OptionError(

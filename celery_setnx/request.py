@@ -131,6 +131,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
             wake_all(self.app, lock)
             if word == "lost" and not self._comes_back:  # it died before it had the lock
                 self._forget()
+            if word == "ended" and not self._comes_back:  # or after it, and before its result was stored
+                self._forget(has_released=True)
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
@@ -169,10 +171,17 @@ class SingletonRequest(Request):  # type: ignore[misc]
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
 
-    def _forget(self, *, is_sent_again: bool = False) -> None:
-        if self._guard is not None:
-            may_wait = self._guard.options_of(self.call.options).may_wait
-            ends_of_process().forget(self.app, self.call, may_wait=may_wait, is_sent_again=is_sent_again)
+    def _forget(self, *, is_sent_again: bool = False, has_released: bool = False) -> None:
+        if self._guard is None:
+            return
+        options, call = self._guard.options_of(self.call.options), self.call
+        may_count = bool(options.dedupe_for) and not is_sent_again
+        if may_count and not call.key:
+            call = call._replace(key=self._guard.lock(call, self.args, self.kwargs).name)
+        if has_released:  # what it has now is its retry's
+            call = Call(call.task, call.task_id, call.attempt, call.key)
+        about = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
+        ends_of_process().forget(self.app, call, **about)
 
     @property
     def _comes_back(self) -> bool:

@@ -256,12 +256,14 @@ class FanningOut:
         found = mark_all(
             client_for(self.guard.app),
             [call.mark for call in batch],
-            dedupe=str(self.guard.options.dedupe),
+            dedupe=self.guard.options.asks,
             lease=grace_s(lease),
             limit=self.guard.options.limit,
         )
         for call, marked in zip(batch, found):
-            if isinstance(marked, Marked) and not marked.is_duplicate:
+            if not isinstance(marked, Marked):
+                call.told = call.told._replace(unasked=bool(self.guard.options.dedupe_for))
+            elif not marked.is_duplicate:
                 call.told = call.told._replace(marked=True)
         for marked in found:
             if isinstance(marked, LockRefused):

@@ -33,6 +33,7 @@ class Call(NamedTuple):
     call_id: str = ""  # what tells it from others that were given the same task id
     options: Mapping[str, Any] = _NOTHING  # of this call alone
     marked: bool | str | None = None  # whether its key is marked for it; "again": a retry's may be
+    unasked: bool = False  # whether nobody could be asked, when it was published, if it is a duplicate
     copy: str = ORIGINAL  # which of the messages of this attempt this is
     waits: int = 0  # how often this attempt has come back
     since: float = 0.0  # server time (Unix seconds) of its first conflict; 0: no server has told
@@ -119,7 +120,7 @@ _SHAPE: Mapping[str, tuple[Any, float | None]] = {
     "since": ((int, float), 1e11),
     "options": (dict, None),
     "marked": ((bool, str), None),
-    "redelivered": (bool, None),
+    **dict.fromkeys(("redelivered", "unasked"), (bool, None)),
 }
 _UNKNOWN = (object, None)
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}

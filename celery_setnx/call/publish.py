@@ -62,12 +62,12 @@ class Duplicate:
     Attributes:
         task: Name of the task.
         key: The lock's Redis key.
-        task_id: Id of the task that is queued or running.
-        state: `queued` or `running`.
-        holder: The record of the running task; None if it is queued.
+        task_id: Id of the task that is queued or running, or has succeeded.
+        state: `queued`, `running` or `done`.
+        holder: The record of the running task; None if it does not run.
         args: The call's positional arguments.
         kwargs: The call's keyword arguments.
-        result: The `AsyncResult` of the task that is queued or running; its `deduplicated` is True.
+        result: The `AsyncResult` of that task; its `deduplicated` is True.
     """
 
     task: str
@@ -116,6 +116,8 @@ def publish(
         serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
         return _deduplicated(guard, settled, told.key, marked, arguments, options.get("ignore_result"))
+    if marked is None and settled.dedupe_for:
+        options["headers"] |= told._replace(unasked=True).as_headers()
     if marked is None or marked.is_duplicate:
         return _noted(send(*arguments, **options), deduplicated=False)
     options["headers"] |= told._replace(marked=True).as_headers()
@@ -225,8 +227,8 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    client, dedupe = client_for(guard.app), str(options.dedupe)
-    (found,) = mark_all(client, [mark], dedupe=dedupe, lease=grace_s(lease), limit=options.limit)
+    client = client_for(guard.app)
+    (found,) = mark_all(client, [mark], dedupe=options.asks, lease=grace_s(lease), limit=options.limit)
     if isinstance(found, LockRefused):
         raise found
     if isinstance(found, LockUnavailable):
@@ -263,9 +265,9 @@ def _deduplicated(
     ignored: bool | None,
 ) -> Any:
     logger.info(
-        "A call of %s is not published: the same call is %s already, as task %s (key %s%s).",
+        "A call of %s is not published: the same call %s already, as task %s (key %s%s).",
         guard.task,
-        marked.state,
+        "has succeeded" if marked.state == "done" else f"is {marked.state}",
         marked.task_id,
         key,
         f", held by {marked.holder}" if marked.holder else "",

@@ -30,6 +30,7 @@ from celery_setnx.exceptions import (
     SetnxError,
 )
 from celery_setnx.lock.names import (
+    done_name,
     line_names,
     mark_name,
     permit_names,
@@ -194,13 +195,15 @@ class HeldLock:
             raise error
         self.ensure()
 
-    def release(self, *, at_least_for: float = 0.0, mark_for: float = 0.0) -> Released:
+    def release(self, *, at_least_for: float = 0.0, mark_for: float = 0.0, done_for: float = 0.0) -> Released:
         """Give the lock back; a second call answers as the first.
 
         Args:
             at_least_for: Seconds since the acquisition until which the lock rests. Defaults to 0.
             mark_for: Seconds for which the key is marked as queued in the same step, because the task has
                 sent its retry. Defaults to 0: it is not.
+            done_for: Seconds for which it is remembered, in the same step, that the task has succeeded.
+                Defaults to 0: it is not.
 
         Returns:
             `released`; `resting` until `at_least_for` is over; `repaired` if a classic client had
@@ -212,7 +215,8 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * US) if at_least_for else 0
-        return self._lock._release(self.token, self.permit, rest_until, mark_for)[0]  # type: ignore[no-any-return]
+        reply = self._lock._release(self.token, self.permit, rest_until, mark_for, done_for)
+        return reply[0]  # type: ignore[no-any-return]
 
     def hold(self, lease: float) -> Released:
         """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
@@ -639,19 +643,27 @@ class SetnxLock:
                     return self._release(token, permit)
         return reply
 
-    def _release(self, token: str, permit: int, rest_until_us: int = 0, mark_for: float = 0.0) -> list[Any]:
+    def _release(
+        self,
+        token: str,
+        permit: int,
+        rest_until_us: int = 0,
+        mark_for: float = 0.0,
+        done_for: float = 0.0,
+    ) -> list[Any]:
         """What the script answers, its heir known from now on."""
         keys = self._permit_keys(permit)[:2]
         if self.line:
             keys += self.line
-            if permit:  # which may rest for longer than what is known of permits would last
+            if permit or done_for:  # a permit may rest for longer than what is known of permits would last
                 keys += (self.mark or mark_name(self.name), permits_name(self.name))
+                keys += (done_name(self.name),) if done_for else ()
             elif self.mark and mark_for:
                 keys += (self.mark,)
         mark_ms = _ms(mark_for) if self.mark else 0
         # One beyond the limit, which was lowered, is handed to nobody.
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
-        about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
+        about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
         reply = _RELEASE(self.client, keys, *about)
         if len(reply) > 3 and reply[3]:
             word, now_us, _value, heir, call = reply

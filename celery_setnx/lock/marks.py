@@ -15,9 +15,9 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import line_names, mark_name, other_permits, record_name
+from celery_setnx.lock.names import done_name, line_names, mark_name, other_permits, record_name
 from celery_setnx.lock.record import Holder, parse_holder
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import Script, value_of
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
@@ -35,8 +35,9 @@ class Marked:
     """What became of an attempt to mark a key.
 
     Attributes:
-        task_id: The task that the key is marked for, or that runs: the caller's own if it was first.
-        state: `marked` for the caller, or `queued` or `running`: by whom it is a duplicate.
+        task_id: The task that the key is marked for, or that runs or has succeeded: the caller's own if it
+            was first.
+        state: `marked` for the caller, or `queued`, `running` or `done`: by whom it is a duplicate.
         holder: The running task's record; None in the other states.
         stalled: Whether calls wait in line for a lock that nobody living has. Defaults to False.
     """
@@ -71,16 +72,27 @@ def mark_all(
     """Mark many keys for `lease` seconds, in one round trip; of two equal keys the second is a duplicate.
 
     For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
-    held for its retry, makes duplicates too. `limit`: how many permits their locks have.
+    held for its retry, makes duplicates too; with `dedupe_for` one that has succeeded, as well. `limit`: how
+    many permits their locks have.
     """
     lease_ms = max(1, int(lease * 1000))
     calls = []
     for mark in marks:
         others = other_permits(mark.key, limit)[::2]
-        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], *others)
-        calls.append((keys, (mark.task_id, lease_ms, dedupe)))
+        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], done_name(mark.key))
+        calls.append(((*keys, *others), (mark.task_id, lease_ms, dedupe)))
     replies = _MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
+
+
+def done_by(client: redis.Redis, key: str) -> str | None:
+    """Id of the task that has succeeded with this key, while that counts; None if none has."""
+    return value_of(client, done_name(key))
+
+
+def forget_done(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
+    """Let the successes of tasks no longer count, where they do; the first error."""
+    return _first_error(_UNMARK.many(client, [((done_name(mark.key),), (mark.task_id,)) for mark in marks]))
 
 
 def extend_all(

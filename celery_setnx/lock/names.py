@@ -63,6 +63,11 @@ def mark_name(lock_name: str) -> str:
     return f"{tagged(lock_name)}:queued"
 
 
+def done_name(lock_name: str) -> str:
+    """The name of the note which call with this key has succeeded last, in the same slot."""
+    return f"{tagged(lock_name)}:done"
+
+
 def line_names(lock_name: str) -> tuple[str, str]:
     """The names of the line of those who wait for a task's lock, and of their calls, in the same slot."""
     return f"{tagged(lock_name)}:line", f"{tagged(lock_name)}:calls"

@@ -147,6 +147,15 @@ class PermitScript:
             count = int(reply[1])
 
 
+def value_of(client: Any, name: str) -> str | None:
+    """The text that a key has; None if it has none."""
+    try:
+        found = ask(client, ("GET", name))
+    except REDIS_ERRORS as error:
+        raise _translated(name, error) from error
+    return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+
+
 def is_cluster(client: Any) -> bool:
     """True if the client is that of a cluster."""
     return hasattr(type(client), "keyslot")

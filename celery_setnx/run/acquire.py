@@ -22,7 +22,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
 from celery_setnx.lock.lock import HAND_OVER_S, Outcome
-from celery_setnx.lock.marks import Mark, Marked, free_all, mark_all
+from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
@@ -109,6 +109,18 @@ class Asking:
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
+    def done_by(self) -> str | None:
+        """Id of the task that has succeeded in this call's stead; None if the call is to run.
+
+        For one that nobody has asked when it was published, and for which nothing waits.
+        """
+        call, options, request = self.call, self.options, self.request
+        is_unasked = (call.bare or call.unasked) and not (request.retries or request.is_eager)
+        if not (options.dedupe_for and is_unasked) or self._is_awaited():
+            return None
+        done: str | None = self.patiently(partial(done_by, self.lock.client, self.lock.name), None)
+        return None if done == request.id else done
+
     def joined_result(self) -> Any:
         """The result that a joining call ends with; `UNSET` if it is to run."""
         seen = self.lock.look()
@@ -181,14 +193,16 @@ class Asking:
         is_woken = self.call.copy != ORIGINAL or self.has_parked
         return BEGUN_S if is_woken or (self.call.redelivered and self.options.may_wait) else 0.0
 
+    def _is_awaited(self) -> bool:
+        return any(getattr(self.request, name, None) for name in _AWAITED)
+
     def _queued_as(self, holder: Holder | None) -> str | None:
         """Id of the queued task of which this call is a duplicate; None if this one is queued from now on.
 
         For a call that nobody has asked when it was published, as beat publishes a task that it has not
         imported: without this every tick would wait in line, and run.
         """
-        request = self.request
-        awaited = any(getattr(request, name, None) for name in _AWAITED)
+        request, awaited = self.request, self._is_awaited()
         # Another delivery of the call that runs is not queued: what is published now must run after it.
         is_own = holder is not None and holder.task_id == request.id
         if self.options.dedupe != "until_started" or awaited or not self.call.bare or is_own:

@@ -17,7 +17,7 @@ from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import UNSET, Options
 from celery_setnx.run.park import may_stand_in_line, wait_in_line
-from celery_setnx.signals import lock_conflict
+from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
 logger = logging.getLogger("celery_setnx")
@@ -196,6 +196,16 @@ def resolve(conflict: Conflict) -> Any:
     if policy in ("wait", "join"):
         conflict.wait()
     return conflict.fail()
+
+
+def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
+    """Skip a call whose like has succeeded within `dedupe_for`."""
+    logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
+    call_deduplicated.send(sender=task, task_id=done, key=call.key, state="done")
+    if options.skip_result is not UNSET:
+        return options.skip_result
+    holder = {"task_id": done, "state": "done"}
+    return {"celery_setnx": _SKIPPED, "task": task.name, "key": call.key, "holder": holder}
 
 
 def backoff(options: Options, waits: int) -> float:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.marks import Mark, free_all
+from celery_setnx.lock.marks import Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
 
@@ -44,6 +44,7 @@ class Ended(NamedTuple):
     call: Call
     may_wait: bool  # in line
     is_sent_again: bool  # as the task's own retry, which has its mark
+    may_count: bool  # as a success, which it is not
 
     @property
     def has_place(self) -> bool:
@@ -86,10 +87,18 @@ class Ends:
         if request in self._running:
             self._kept[request] = time.monotonic() + KEEP_S
 
-    def forget(self, app: Celery, call: Call, *, may_wait: bool = False, is_sent_again: bool = False) -> None:
-        """Free the mark and the place that a call has which ended, soon; nothing if it has neither."""
-        ended = Ended(app, call, may_wait, is_sent_again)
-        if not (ended.has_mark or ended.has_place):
+    def forget(
+        self,
+        app: Celery,
+        call: Call,
+        *,
+        may_wait: bool = False,
+        is_sent_again: bool = False,
+        may_count: bool = False,
+    ) -> None:
+        """Free what a call has that ended, soon: its mark, its place, and what counts it as a success."""
+        ended = Ended(app, call, may_wait, is_sent_again, may_count)
+        if not (ended.has_mark or ended.has_place or ended.may_count):
             return
         if self._has_room(len(self._ended) + self._at_work, call):
             self._ended.append(ended)
@@ -208,14 +217,23 @@ def _attempt_before_runs(request: Any) -> bool:
 def _forget(batch: list[Ended]) -> None:
     """Free the marks and places of some calls; only what Redis cannot do now is raised."""
     marks: dict[Celery, list[Mark]] = {}
+    counted: dict[Celery, list[Mark]] = {}
     for ended in batch:
         if ended.has_place and _leave(ended) == "stale":
             continue  # another message has started it, and what there is may be that one's
+        mark = Mark(ended.call.key, ended.call.task_id)
         if ended.has_mark:
-            marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
+            marks.setdefault(ended.app, []).append(mark)
+        if ended.may_count:
+            counted.setdefault(ended.app, []).append(mark)
+    _free(marks, free_all)
+    _free(counted, forget_done)
+
+
+def _free(marks: Mapping[Celery, list[Mark]], free: Callable[[Any, list[Mark]], Exception | None]) -> None:
     for app, of_app in marks.items():
         with between_forks:
-            error = free_all(client_for(app), of_app)
+            error = free(client_for(app), of_app)
         if isinstance(error, LockUnavailable):
             raise error
         if error is not None:

@@ -36,7 +36,7 @@ from celery_setnx.lock.marks import Mark, extend_all, free_all
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.options import UNSET
 from celery_setnx.run.acquire import Asking
-from celery_setnx.run.conflict import resolve
+from celery_setnx.run.conflict import resolve, resolve_done
 from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_result
 from celery_setnx.run.park import ItsTurn, Parked
@@ -67,6 +67,7 @@ class Run:
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
         self.acquired_at = 0.0
+        self.has_succeeded = False
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -106,6 +107,10 @@ class Run:
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
             self.acquired_at = self.lock.clock()
+            # Asked under the lock: a success is noted in the step that gives it back.
+            done = asking.done_by()
+            if done is not None:
+                return resolve_done(self.task, self.call, self.options, done)
             if joins:  # the other may have had the lock when that was asked, and have given it back since
                 result = holders_result(self.task, self.call, self.options, None, held.server_time())
                 if result is not UNSET:
@@ -173,7 +178,9 @@ class Run:
         has_begun = self.call.redelivered and outcome.mark is None
         if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
             self._report_lapse(outcome.mark)
-        return body()
+        result = body()
+        self.has_succeeded = True
+        return result
 
     def _begin(self, held: HeldLock, outcome: Outcome) -> None:
         self.request.setnx_lock = held
@@ -266,11 +273,13 @@ class Run:
         """Release the lock, or hold it for the retry that was sent."""
         again_s = 0.0 if back_in is None else back_in + self.options.queue_lease
         mark_for = again_s if self.options.dedupe == "until_done" else 0.0
+        done_for = self.options.dedupe_for or 0.0 if self.has_succeeded else 0.0
 
         def give_back() -> Released:
             if hold:
                 return held.hold(again_s)
-            return held.release(at_least_for=self.options.at_least_for, mark_for=mark_for)
+            rest = self.options.at_least_for
+            return held.release(at_least_for=rest, mark_for=mark_for, done_for=done_for)
 
         try:
             return give_back()

@@ -2,12 +2,13 @@
 -- kept for that one until it comes, so that nobody overtakes. Only the holder's own token does anything.
 --
 -- KEYS  1 lock, 2 record (see acquire.lua); and for a task's lock 3 line, 4 calls, 5 mark (optional); and of a permit
---       beside the first 6 permits, which is to last as long
+--       beside the first 6 permits, which is to last as long; and where the task's success counts 7 done
 -- ARGV  1 token
 --       2 rest until  server time in microseconds; '0' = free at once
 --       3 remember    milliseconds for which the release is remembered (and a locked key outlives its deadline)
 --       4 mark again  milliseconds: the task has sent its retry, and is queued again; '0' = it has not
 --       5 hand over   microseconds for which the lock is kept for the first in line; '' = it is not handed over
+--       6 done for    milliseconds for which it is remembered that the task has succeeded; '0' = it has not
 -- Returns {word, now us (false where no time matters), lock value} and, if the lock has an heir, {..., heir, call};
 --       the text 'released' if it has just been, and nobody waits
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
@@ -82,6 +83,9 @@ end
 if again ~= '0' then -- unless another call has been marked meanwhile
   local task_id = string.match(token, '^(.*)|%d+|%x+$')
   if task_id then redis.call('SET', KEYS[5], task_id, 'NX', 'PX', again) end
+end
+if KEYS[7] and ARGV[6] ~= '0' and word ~= 'gone' then -- else it may not have been alone
+  redis.call('SET', KEYS[7], string.match(token, '^(.*)|%d+|%x+$'), 'PX', ARGV[6])
 end
 if heir then return answer(word, heir) end
 return word == 'released' and word or {word, now, value}

@@ -1,6 +1,7 @@
--- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped.
+-- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped. Or forget the
+-- success of a task that has failed after all.
 --
--- KEYS  1 mark (see mark.lua)
+-- KEYS  1 mark (see mark.lua), or done (see release.lua)
 -- ARGV  1 task id
 -- Returns {word}
 --       freed
