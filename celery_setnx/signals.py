@@ -38,9 +38,9 @@ lock_lost = Signal(name="lock_lost", providing_args={"task_id", "key", "fence", 
 by a thread of its own."""
 
 call_deduplicated = Signal(name="call_deduplicated", providing_args={"task_id", "key", "state"})
-"""A call was not published, because the task `task_id` is `queued` or `running`, or has succeeded (`done`, with
-`dedupe_for`). Sent by the publisher, with the task's name as sender if it does not have the task's code. Of
-a call that was published unasked, the worker sends it that skips it."""
+"""A call was not published, because the task `task_id` is `queued` or `running`, or has succeeded (`done`,
+with `dedupe_for`). Sent by the publisher, with the task's name as sender if it does not have the task's code.
+Where nobody was asked when it was published: sent by the worker, which skips it."""
 
 uniqueness_lapsed = Signal(name="uniqueness_lapsed", providing_args={"task_id", "key", "marked_by"})
 """A call that was marked starts, and its mark is gone, or another's (`marked_by`): another with its key

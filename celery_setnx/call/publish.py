@@ -176,7 +176,9 @@ def send_task(
             f"send_task of {name} does not know the task's signature, so it needs to be told the key: "
             'singleton={"key": ...}, as the task has it'
         )
-    of_the_task = {option: layer.pop(option) for option in OF_THE_TASK & layer.keys()}
+    # What is the task's stands below the call's own, with what it may need beside it.
+    of_the_task = {option: layer[option] for option in (OF_THE_TASK | {"dedupe"}) & layer.keys()}
+    layer = {option: value for option, value in layer.items() if option not in OF_THE_TASK}
     guard = Guard(app, name, _ANY_ARGUMENTS, [of_the_task])
 
     def send(args: Any, kwargs: Any, **options: Any) -> Any:

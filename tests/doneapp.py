@@ -1,0 +1,56 @@
+"""Tasks that are not to run again for a while once they have succeeded, on an app of their own."""
+
+import os
+import signal
+from typing import Any
+
+from celery.exceptions import Ignore
+
+from celery_setnx import SingletonTask
+from tests.app import body, control, journal, make_app
+
+__all__ = ["app", "control", "journal"]
+
+app = make_app("doneapp")
+OPTIONS = {"key": "name", "lease": 5, "retry_delay": 0.1, "dedupe": "until_done", "dedupe_for": 3600}
+
+
+class Unwritable:
+    """What no serializer takes."""
+
+
+class Deadly:
+    """What kills the process that is about to store it."""
+
+    def __json__(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
+def run(self: Any, name: str, ends: str = "well") -> Any:
+    """Run, and end as it is told."""
+    body(name)
+    if ends == "failing":
+        raise ValueError(name)
+    if ends == "ignored":
+        raise Ignore
+    if ends == "retried" and not self.request.retries:
+        raise self.retry(countdown=0, queue="parked")
+    return {"unwritable": Unwritable(), "deadly": Deadly()}.get(ends, name)
+
+
+def variant(name: str, **options: Any) -> Any:
+    """A task with this function and these options."""
+    return app.task(base=SingletonTask, bind=True, name=name, singleton={**OPTIONS, **options})(run)
+
+
+daily = variant("daily")
+briefly = variant("briefly", dedupe_for=0.2)
+strict = variant("strict", on_duplicate="raise")
+plain_until_done = variant("plain_until_done", dedupe_for=None)
+
+
+@app.task(name="after")
+def after(*_args: Any) -> str:
+    """What follows."""
+    return "after"

@@ -1,0 +1,221 @@
+"""dedupe_for: a call that has succeeded makes duplicates of its like for a while. Real workers."""
+
+import importlib
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery.exceptions import WorkerLostError
+
+from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
+from celery_setnx.lock.names import done_name
+from celery_setnx.testing import locks_on
+from tests.harness import Journal, Worker, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def module(module_worker) -> Worker:
+    """A worker that runs the tasks."""
+    return module_worker("tests.doneapp", concurrency=2)
+
+
+@pytest.fixture
+def tasks(module, locks, journal) -> Any:
+    """The app's module, with clean databases."""
+    return importlib.import_module("tests.doneapp")
+
+
+@pytest.fixture
+def name() -> str:
+    """The test's own key."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def counts(tasks, locks) -> Callable[..., str | None]:
+    """The id of the call whose success counts for a name."""
+    return lambda name, task=tasks.daily: locks.get(done_name(task.lock_key(name)))
+
+
+def settle(name: str) -> str:
+    """A task's function."""
+    return name
+
+
+def runs(journal: Journal, name: str) -> list[str]:
+    """Ids of the calls of a name whose bodies have started, in order."""
+    return [entry["task_id"] for entry in journal.entries(what="start", name=name)]
+
+
+def test_success_makes_duplicates(tasks, name, journal, locks, counts):
+    """They are not published, and their callers get the first call's result; for as long as it is said."""
+    first = tasks.daily.delay(name)
+    assert first.get(timeout=30) == name
+    again = tasks.daily.delay(name)
+    assert (again.id, again.deduplicated, again.get(timeout=30)) == (first.id, True, name)
+    assert counts(name) == first.id
+    assert 3_500_000 < locks.pttl(done_name(tasks.daily.lock_key(name))) <= 3_600_000
+    (told,) = journal.entries(what="deduplicated", key=tasks.daily.lock_key(name))
+    assert (told["task_id"], told["state"]) == (first.id, "done")
+    assert runs(journal, name) == [first.id]
+    assert not tasks.daily.delay(f"{name}-other").deduplicated
+
+
+def test_success_counts_for_so_long_and_no_longer(tasks, name, counts):
+    """Then the next call is published, and runs."""
+    first = tasks.briefly.delay(name)
+    assert first.get(timeout=30) == name
+    wait_until(lambda: counts(name, tasks.briefly) is None, "the time is over")
+    second = tasks.briefly.delay(name)
+    assert (second.deduplicated, second.get(timeout=30)) == (False, name)
+
+
+def test_without_it_success_makes_no_duplicates(tasks, name, counts):
+    """until_done alone ends with the run."""
+    assert tasks.plain_until_done.delay(name).get(timeout=30) == name
+    assert counts(name, tasks.plain_until_done) is None
+    assert not tasks.plain_until_done.delay(name).deduplicated
+
+
+@pytest.mark.parametrize("ends", ["failing", "ignored"])
+def test_what_does_not_succeed_does_not_count(tasks, name, journal, counts, ends):
+    """A failure, or a call that is ignored, frees the key at once."""
+    first = tasks.daily.delay(name, ends)
+    journal.reached("postrun", first)
+    assert counts(name) is None
+    second = tasks.daily.delay(name)
+    assert (second.deduplicated, second.get(timeout=30)) == (False, name)
+
+
+def test_retry_does_not_count_and_its_success_does(tasks, name, journal, parked, counts):
+    """Between its attempts the call makes duplicates as one that is queued."""
+    first = journal.reached("released", tasks.daily.delay(name, "retried"))
+    assert counts(name) is None
+    assert tasks.daily.delay(name).id == first.id
+    parked.move()
+    assert first.get(timeout=30) == name
+    assert counts(name) == first.id
+
+
+def test_result_that_cannot_be_stored_does_not_count(tasks, name, counts):
+    """The lock was released before Celery found that out; the success is taken back."""
+    with pytest.raises(Exception, match="Unwritable"):
+        tasks.daily.delay(name, "unwritable").get(timeout=30)
+    wait_until(lambda: counts(name) is None, "it counts no more")
+    assert not tasks.daily.delay(name).deduplicated
+
+
+def test_next_step_that_cannot_be_sent_takes_the_success_back(tasks, name, journal, counts):
+    """Celery sends what follows after the body has ended, and the lock was released."""
+    first = tasks.daily.apply_async([name], link=tasks.after.s().set(serializer="none-such"))
+    journal.reached("start", first)
+    wait_until(lambda: first.state == "FAILURE", "it has failed")
+    wait_until(lambda: counts(name) is None, "it counts no more")
+
+
+def test_process_that_dies_before_it_stores_its_result_does_not_count(tasks, name, counts):
+    """Its worker sees it die, and takes the success back."""
+    with pytest.raises(WorkerLostError):
+        tasks.daily.delay(name, "deadly").get(timeout=30)
+    wait_until(lambda: counts(name) is None, "it counts no more")
+    assert not tasks.daily.delay(name).deduplicated
+
+
+def test_call_that_nobody_asked_is_skipped_and_names_the_first(tasks, name, journal, counts):
+    """A send_task without the package, or beat: its worker asks, under the lock."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    bare = tasks.app.send_task("daily", [name])
+    result = bare.get(timeout=30)
+    assert is_skipped(result)
+    assert (result["task"], result["holder"]) == ("daily", {"task_id": first.id, "state": "done"})
+    assert runs(journal, name) == [first.id]
+    assert counts(name) == first.id
+    (told,) = journal.entries(what="deduplicated", key=tasks.daily.lock_key(name))
+    assert (told["task_id"], told["state"]) == (first.id, "done")
+
+
+def test_call_that_was_published_while_redis_was_away_is_skipped(tasks, name, journal):
+    """Its message says that nobody could be asked."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    with locks_on(tasks.app, "redis://127.0.0.1:1/1"):
+        unasked = tasks.daily.delay(name)
+    assert not unasked.deduplicated
+    assert is_skipped(unasked.get(timeout=30))
+    assert runs(journal, name) == [first.id]
+
+
+def test_call_for_which_something_waits_runs(tasks, name, journal):
+    """A link, a step of a chain, or a caller's own task id: it is no duplicate."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    linked = tasks.daily.apply_async([name], link=tasks.after.s())
+    assert linked.get(timeout=30) == name
+    chained = tasks.app.send_task("daily", [name], chain=[tasks.after.s()])
+    assert chained.get(timeout=30) == name
+    named = tasks.daily.apply_async([name], task_id=f"own-{name}")
+    assert named.get(timeout=30) == name
+    assert runs(journal, name) == [first.id, linked.id, chained.id, named.id]
+
+
+def test_delivery_of_the_very_call_is_no_duplicate_of_it(tasks, name, journal):
+    """What is sent again under its id runs again, as without the option."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    assert tasks.app.send_task("daily", [name], task_id=first.id).id == first.id
+    wait_until(lambda: runs(journal, name) == [first.id] * 2, "it runs again")
+
+
+def test_fan_out_counts_them_as_duplicates(tasks, name):
+    """Many at a time are asked in one round trip."""
+    tasks.daily.delay(name).get(timeout=30)
+    counts = tasks.daily.fan_out([(name,), (f"{name}-2",)])
+    assert (counts.accepted, counts.duplicates) == (1, 1)
+
+
+def test_duplicate_that_is_refused_says_that_the_other_has_succeeded(tasks, name):
+    """on_duplicate='raise'."""
+    first = tasks.strict.delay(name)
+    first.get(timeout=30)
+    with pytest.raises(DuplicateTask, match=f"the same call has succeeded already, as {first.id}") as caught:
+        tasks.strict.delay(name)
+    assert caught.value.state == "done"
+
+
+def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
+    """If it says what the task says."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    sender = importlib.import_module("tests.app").make_app("sender")
+    sender.tasks.unregister("daily")  # which all apps of this process share
+    options = {"key": "name", "dedupe": "until_done", "dedupe_for": 3600}
+    sent = send_task(sender, "daily", kwargs={"name": name}, singleton=options)
+    assert (sent.deduplicated, sent.id) == (True, first.id)
+    del options["dedupe_for"]
+    assert not send_task(sender, "daily", kwargs={"name": name}, singleton=options).deduplicated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dedupe_for": 5}, "dedupe_for=5 and dedupe=None"),
+        ({"dedupe_for": 5, "dedupe": "until_started"}, "add dedupe='until_done'"),
+        ({"dedupe_for": 0, "dedupe": "until_done"}, "must be positive or None and finite"),
+        ({"dedupe_for": "a day", "dedupe": "until_done"}, "must be seconds or a timedelta"),
+    ],
+)
+def test_window_that_cannot_be_is_refused(server, options, message):
+    """When the task is bound."""
+    app = importlib.import_module("tests.app").make_app("refused")
+    with pytest.raises(OptionError, match=message):
+        app.task(base=SingletonTask, name="refused", singleton=options)(settle).name  # noqa: B018
+
+
+def test_window_of_a_single_call_is_refused(tasks):
+    """All calls of a key must agree on it."""
+    with pytest.raises(OptionError, match="'dedupe_for' of a call of daily is one for all calls"):
+        tasks.daily.apply_async(["a"], singleton={"dedupe_for": 5})
