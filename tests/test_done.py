@@ -212,7 +212,7 @@ def test_window_that_cannot_be_is_refused(server, options, message):
     """When the task is bound."""
     app = importlib.import_module("tests.app").make_app("refused")
     with pytest.raises(OptionError, match=message):
-        app.task(base=SingletonTask, name="refused", singleton=options)(settle).name  # noqa: B018
+        app.task(base=SingletonTask, name="refused", shared=False, singleton=options)(settle).name  # noqa: B018
 
 
 def test_window_of_a_single_call_is_refused(tasks):
