@@ -130,8 +130,8 @@ def test_every_script_is_described_with_all_that_it_takes(verb):
 
 def test_scripts_that_stand_behind_another_are_named():
     """Those that use what permits.lua defines: on the page, and in the client."""
-    (named,) = re.findall(r"permits: (`acquire`[^.]+)\.", PROTOCOL)
-    of_permits = {verb for verb, text in SCRIPTS.items() if "permits_in(" in text}
+    (named,) = re.findall(r"the text of (`acquire`[^.]+), which choose", PROTOCOL)
+    of_permits = {verb for verb, text in SCRIPTS.items() if "permit_for(" in text}
     assert {*re.findall(r"`(\w+)`", named)} == of_permits == {*client.OF_PERMITS}
 
 
@@ -369,7 +369,7 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
     assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
 
 
-BESIDE = ("line", "calls", "queued", "permits", "ticket:5f1c0a")
+BESIDE = ("line", "calls", "queued", "ticket:5f1c0a", "permits")
 LINE = "t:{proj.settle:0}"
 LINE_KEYS = tuple(LINE + suffix for suffix in ("", ":holder", ":line", ":calls"))
 PASSED_OVER = 4_000_000_000_000_000
@@ -475,7 +475,7 @@ def test_call_that_is_woken_late_passes_the_one_that_the_lock_is_handed_to(sweep
     """That one has its place again, and no second wake-up; the ticket says what began, how often in vain."""
     sweeper.serve(LINE)
     assert sweeper.serve(LINE, away="first").heir == "second"
-    names = (*LINE_KEYS, f"{LINE}:queued", f"{LINE}:permits", f"{LINE}:ticket:first")
+    names = (*LINE_KEYS, f"{LINE}:queued", f"{LINE}:ticket:first", f"{LINE}:permits")
     copy = ("c0ffee", LONG_S * 1000, 0, 0, 0)
     arguments = ("first|0|ab", LONG_US, client.RETENTION_MS, "{}", "", *copy)
     assert sweeper.server.run("acquire", names, *arguments)[0] == "acquired"
@@ -612,8 +612,10 @@ def test_client_that_names_too_few_permits_is_told_how_many_are_in_use(wire, loc
     holders = [FullClient(wire(), name, limit=3) for _ in range(3)]
     assert [holder.acquire() for holder in holders] == ["acquired"] * 3
     newcomer = FullClient(wire(), name, limit=2)
-    told = newcomer.server.run("acquire", permits_of(name, 2), *arguments_of(newcomer, 2))
-    assert told == ["more", "3"]
+    arguments = ("5f1c0a", LONG_US, client.RETENTION_MS, "{}", "", "-", 0, 0, 0, 0, 2)
+    for count in (1, 2):
+        told = newcomer.server.run("acquire", permits_of(name, count), *arguments, of_several=count > 1)
+        assert told == ["more", "3"]
     assert newcomer.acquire() == "held"
     assert holders[2].release() == "released"
     assert newcomer.acquire() == "held"
@@ -627,11 +629,6 @@ def permits_of(name: str, count: int) -> tuple[str, ...]:
     """The KEYS of an acquire that names so many permits."""
     beside = tuple(f"{client.record_name(name).removesuffix(':holder')}:{what}" for what in BESIDE)
     return (*client.permit_names(name, 0), *beside, *names.other_permits(name, count))
-
-
-def arguments_of(newcomer: FullClient, limit: int) -> tuple[Any, ...]:
-    """The ARGV of its acquire."""
-    return ("5f1c0a", newcomer.lease_us, client.RETENTION_MS, "{}", "", "-", 0, 0, 0, 0, limit)
 
 
 def test_service_hands_over_one_permit_after_the_other(sweeper, wire, park):

@@ -23,8 +23,8 @@ from uuid import UUID
 
 # Found, not imported: the tests may run against an installed wheel.
 LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lock" / "lua"  # type: ignore[union-attr]
-OF_PERMITS = ("acquire", "free", "leave", "look", "park", "serve")
-"""The scripts that are sent behind permits.lua."""
+OF_PERMITS = ("acquire", "free", "leave", "park", "serve")
+"""The scripts that are sent behind permits.lua where several permits are named."""
 RETENTION_MS = 86_400_000
 REMEMBER_MS = 60_000
 LINES_MS = 691_200_000
@@ -74,13 +74,13 @@ class Server:
         second, microsecond = self.ask("TIME")
         return int(second) * 1_000_000 + int(microsecond)
 
-    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any) -> list[Any]:
+    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any, of_several: bool = False) -> list[Any]:
         """What a script answers; the parts of a short answer as an array.
 
         Raises:
             ServerError: As `ask`.
         """
-        files = ("permits", verb) if verb in OF_PERMITS else (verb,)
+        files = ("permits", verb) if of_several and verb in OF_PERMITS else (verb,)
         text = b"".join((LUA / f"{file}.lua").read_bytes() for file in files)
         try:
             reply = self.ask("EVALSHA", hashlib.sha1(text).hexdigest(), len(keys), *keys, *arguments)
@@ -96,7 +96,7 @@ class Server:
     ) -> list[Any]:
         """What a script answers that is told of as many permits as are in use: so many, or more."""
         others = [name for number in range(1, count) for name in permit_names(lock, number)]
-        reply = self.run(verb, (*keys, *others), *arguments)
+        reply = self.run(verb, (*keys, *others), *arguments, of_several=count > 1)
         if reply[0] != "more":
             return reply
         return self.run_of_permits(verb, lock, keys, *arguments, count=int(reply[1]))
@@ -302,7 +302,7 @@ class FullClient:
     def acquire(self, token: str = "") -> str:
         """The word; whoever holds the lock by it has a fence."""
         self.token = token or os.urandom(16).hex()
-        beside = map(self._beside, ("line", "calls", "queued", "permits", f"ticket:{self.token}"))
+        beside = map(self._beside, ("line", "calls", "queued", f"ticket:{self.token}", "permits"))
         keys = permit_names(self.lock, 0) + (tuple(beside) if self.is_task_lock or self.limit > 1 else ())
         before = self.clock()
         arguments = [self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), ""]
