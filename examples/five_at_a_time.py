@@ -135,10 +135,10 @@ def main() -> bool:
     ((died,), (taken_over,)) = journal(what="dies"), journal(what="is taken over")
     before, after = ([e for e in begun if (e["at"] > taken_over["at"]) is late] for late in (False, True))
     meanwhile = {e["permit"] for e in before if e["at"] > died["at"] and e["tenant"] == "acme"}
-    lost = begun[0]["permit"]
+    permits, lost = {e["permit"] for e in begun if e["tenant"] == "acme"}, begun[0]["permit"]
     heir = next(e for e in after if e["permit"] == lost)
 
-    print(f"acme: {peak('acme')} calls at once, under permits {sorted({e['permit'] for e in begun})}")
+    print(f"acme: {peak('acme')} calls at once, under permits {sorted(permits)}")
     print(f"kill -9 of a worker in a call of acme, under permit {lost}")
     print(f"permit {lost} is another's {heir['at'] - died['at']:.1f} s later; its lease was {LEASE_S} s")
     calls, ended = (Counter((e["tenant"], e["number"]) for e in journal(what=w)) for w in ("begins", "ends"))
