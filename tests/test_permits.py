@@ -208,6 +208,18 @@ def test_second_delivery_takes_no_second_permit(locks):
     assert len(tokens(locks)) == 2
 
 
+def test_second_delivery_takes_its_own_lapsed_permit_over(locks):
+    """Not a free one: the first may be alive yet, and must find that it has lost what it had."""
+    one, _ = held_by(locks, "one", "two")
+    first = of_task(locks, "a").lock
+    one.release()
+    lapse(locks, 2)
+    second = the_lock(locks).acquire(token=task_token("a", 0, "0b"))
+    assert (second.lock.permit, second.taken_over_from.token) == (2, first.token)
+    assert first.hold(LEASE) == "lost"
+    assert tokens(locks) == {1: "two", 2: "a|0|0b"}
+
+
 def test_permit_held_for_a_retry_is_resumed(locks):
     """The retry has the same permit and fence; before it nobody else has it, and its other delivery neither."""
     held_by(locks, "one")
