@@ -243,6 +243,8 @@ FORBIDDEN = r"'{0}'|\([a-z ]*{0}|{0} is forbidden|'eval"
         (["-evalsha", "-eval"], "permissions", "error", FORBIDDEN.format("evalsha")),
         # A user who may not touch our prefix cannot lock.
         (["resetkeys", "~other:*"], "permissions", "error", "permissions to access"),
+        # Who may not touch further permits cannot lock either, though the app's limits may all be one.
+        (["resetkeys", "~*}", "~*}:*", "~*:lines:*"], "permissions", "error", "permissions to access"),
         # What would not help is not asked for.
         ([">other", "<pw"], "connection", "error", r"refuses us: [^.]*\.$"),
         # As on a hosted server: no crash, and what INFO tells is told.
