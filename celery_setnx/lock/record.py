@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from celery_setnx.wording import printable
 
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
-_PERMITS = re.compile(r"([1-9]\d?|100) ([1-9]\d?|100)")
+_PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})", re.ASCII)
 US = 1_000_000
 
 ORIGINAL = "-"
