@@ -48,7 +48,7 @@ logger = logging.getLogger("celery_setnx")
 
 _POLL_S = 0.02
 _ELSEWHERE = "elsewhere"
-_AGE = Script("permits", "age")
+_AGE = Script("age")
 
 
 @contextmanager

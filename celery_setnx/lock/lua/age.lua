@@ -7,6 +7,7 @@
 --       aged | nothing (none of the keys is there) | more (as acquire.lua)
 
 local by = tonumber(ARGV[1])
+local function int(number) return string.format('%.0f', number) end
 local function before(time) return int(time > 0 and math.max(time - by, 1) or 0) end
 local function expire_sooner(key)
   local left = redis.call('PTTL', key)
@@ -15,15 +16,16 @@ local function expire_sooner(key)
   if left > 0 then redis.call('PEXPIRE', key, int(left)) else redis.call('DEL', key) end
 end
 
-local highest = permits_in(redis.call('GET', KEYS[6]))
+local permits = redis.call('GET', KEYS[6])
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
 if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 local living, renews = {}, false
 for place = 2, #ARGV do living[ARGV[place]] = true end
 
-local permits = {KEYS[1], KEYS[2], unpack(KEYS, 7)}
-for place = 1, #permits, 2 do
-  local name, beside = permits[place], permits[place + 1]
+local locks = {KEYS[1], KEYS[2], unpack(KEYS, 7)}
+for place = 1, #locks, 2 do
+  local name, beside = locks[place], locks[place + 1]
   local value = redis.pcall('GET', name)
   local token, deadline, fence, state, since, info =
     string.match(redis.call('GET', beside) or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(%d+)\n(.*)$')
