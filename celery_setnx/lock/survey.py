@@ -115,6 +115,12 @@ class Sighting:
         """True if a holder will not come back: it is stale, or who runs under it is surely dead."""
         return self.is_stale or self.process == "dead"
 
+    def count_held(self) -> int:
+        """How many hold it who keep others out: those whose deadlines have not passed."""
+        if not self.of_several:
+            return 0 if self.holder is None or self.is_stale else 1
+        return sum(not one.is_stale for one in self.of_each())
+
     def of_each(self) -> Iterator[Sighting]:
         """The same lock as each of its holders has it."""
         for holder in self.holders:
