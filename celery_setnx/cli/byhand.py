@@ -49,29 +49,30 @@ def release_lock(
     shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
     if not shown:
         marked = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
-        raise NotReleased(f"Nothing to release: {_named(sighting, permit)} is free.{marked}")
+        name = sighting.key if permit is None else f"{sighting.key}#{permit}"
+        raise NotReleased(f"Nothing to release: {name} is free.{marked}")
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
         raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
     in_short = sighting.has_several and permit is None
     if in_short:
         say(f"Of {sighting.key} {of_permits(sighting)} permits are held.")
     for one in shown:
-        what = f"Permit {_number(one)}" if in_short else _name(one)
+        what = f"Permit {_number(one)}" if in_short else one.name
         say(f"{what} is held by {one.holder}.", f"  {until(one)}", f"  {fate(one.holder)}")
     chosen = shown if force else [one for one in shown if one.is_abandoned]
     if not chosen:
-        raise NotReleased(_NOT_KNOWN if len(shown) == 1 else _NONE_KNOWN.format(_name(shown[0])))
+        raise NotReleased(_NOT_KNOWN if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
     which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
     if not yes and not click.confirm(f"Release {which}?"):
         raise NotReleased("Not released.")
     dropped = [one for one in chosen if drop(client_for(app), one)]
     for one in dropped:
-        say(f"Released {_name(one)}.")
+        say(f"Released {one.name}.")
     if dropped:
         _after_drop(app, sighting, dropped)
     for one in chosen:
         if one not in dropped:
-            raise NotReleased(f"Not released: {_name(one)} has changed meanwhile, or is no text. Look again.")
+            raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
 
 
 def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:
@@ -80,7 +81,7 @@ def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) ->
     for one in dropped:
         holder = one.holder
         text = "%s was released by hand, by %s. It was held by %s."
-        _note(app, text, _name(one), _user(), holder)
+        _note(app, text, one.name, _user(), holder)
         lock_released.send(
             sender=app.tasks.get(one.task) or app,
             task_id=holder and holder.task_id,
@@ -96,15 +97,6 @@ def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) ->
 
 def _number(sighting: Sighting) -> int:
     return sighting.holder.permit if sighting.holder else 0
-
-
-def _name(sighting: Sighting) -> str:
-    """What is held there: a lock, or one of its permits."""
-    return _named(sighting, _number(sighting) if sighting.has_several else None)
-
-
-def _named(sighting: Sighting, permit: int | None) -> str:
-    return sighting.key if permit is None else f"{sighting.key}#{permit}"
 
 
 def _listed(held: Sequence[Sighting]) -> str:

@@ -83,6 +83,11 @@ class Sighting:
         return self.limit > 1 or len(self.raw) > 2
 
     @property
+    def name(self) -> str:
+        """What its holder has: the lock by its key, or one of several permits, as `KEY#3`."""
+        return f"{self.key}#{self.holder.permit}" if self.holder and self.has_several else self.key
+
+    @property
     def task(self) -> str:
         """The task that the record names; the scope, where none does."""
         return str((self.holder and self.holder.info.get("task")) or self.scope)
