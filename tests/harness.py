@@ -179,7 +179,7 @@ def age(client: redis.Redis, key: str, seconds: float) -> None:
     """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
     from celery_setnx import testing  # not in every worker
 
-    testing._age(client, lock=key, by_s=seconds, living="")
+    testing._age(client, lock=key, by_s=seconds)
 
 
 def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:

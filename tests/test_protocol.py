@@ -287,9 +287,9 @@ def wire(server, locks) -> Iterator[Callable[[], Server]]:
 
 def assert_taken_over_past_the_lease(locks: redis.Redis, name: str, takes_over: Callable[[], bool]) -> None:
     """Fail unless a lock that has just been taken for LONG_S is taken over past its lease, and no sooner."""
-    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    _age(locks, lock=name, by_s=LONG_S - 60)
     assert not takes_over(), "a minute before the end"
-    _age(locks, lock=name, by_s=63, living="")
+    _age(locks, lock=name, by_s=63)
     assert takes_over()
 
 
@@ -565,10 +565,10 @@ def test_full_client_is_taken_over_by_ours(wire, locks, name):
     dead.acquire()
     assert dead.holds()
     now = LONG_S - 5
-    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    _age(locks, lock=name, by_s=LONG_S - 60)
     assert not dead.holds(), "a hundredth of its lease before the end"
     assert not SetnxLock(locks, name).acquire().acquired, "a minute before the end"
-    _age(locks, lock=name, by_s=60, living="")
+    _age(locks, lock=name, by_s=60)
     outcome = SetnxLock(locks, name).acquire()
     assert outcome.taken_over_from is not None
     assert outcome.taken_over_from.token == dead.token
