@@ -224,7 +224,7 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    about = {"dedupe": str(options.dedupe), "lease": grace_s(lease), "limit": options.limit}
+    about: dict[str, Any] = {"dedupe": str(options.dedupe), "lease": grace_s(lease), "limit": options.limit}
     (found,) = mark_all(client_for(guard.app), [mark], **about)
     if isinstance(found, LockRefused):
         raise found

@@ -198,8 +198,8 @@ class Asking:
         if request.is_eager:
             return None
         options, mark = self.options, Mark(self.lock.name, request.id)
-        about = {"dedupe": "until_started", "lease": options.queue_lease, "limit": options.limit}
-        (found,) = mark_all(self.lock.client, [mark], **about)
+        about: dict[str, Any] = {"lease": options.queue_lease, "limit": options.limit}
+        (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", **about)
         if isinstance(found, Marked) and found.is_duplicate:
             return found.task_id
         if isinstance(found, Marked):  # else it is not known, and it waits all the same
