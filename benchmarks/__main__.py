@@ -34,6 +34,7 @@ NAMES = (
     "fan_out",
     "hand_over",
     "long_lines",
+    "limit",
     "contention",
     "recovery",
     "startup",

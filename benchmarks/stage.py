@@ -12,7 +12,8 @@ from typing import Any
 
 import redis
 
-from benchmarks.serialapp import BROKER_URL, LOCK_URL, RUNS, WAITS, make_app
+from benchmarks import serialapp
+from benchmarks.serialapp import BROKER_URL, LOCK_URL, RUNS, WAITS
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
 
@@ -24,19 +25,23 @@ DEADLINE_S = 600.0
 class Stage:
     """A broker, a lock server of its own, so that its figures are the locks', and workers.
 
+    Args:
+        module: The module of the app, with its `make_app`. Defaults to that of the benchmarks of waiting.
+
     Attributes:
         tasks: The tasks of the app, by the last part of their names.
         broker: A client of the broker's server.
         locks: A client of the lock server.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: Any = serialapp) -> None:
+        self._module = module.__name__
         self._stack = ExitStack()
         self._logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         broker, locks = (self._stack.enter_context(EmbeddedServer()) for _ in range(2))
         self._environment = {BROKER_URL: broker.url(), LOCK_URL: locks.url()}
         self._workers: list[Worker] = []
-        app = make_app(broker.url(), locks.url())
+        app = module.make_app(broker.url(), locks.url())
         self._stack.callback(app.close)
         self.tasks = {name.rpartition(".")[2]: task for name, task in app.tasks.items()}
         self.broker = self._stack.enter_context(redis.Redis.from_url(broker.url()))
@@ -48,11 +53,13 @@ class Stage:
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
-    def start_worker(self, **options: Any) -> None:
+    def start_worker(self, *, environment: Mapping[str, str] | None = None, **options: Any) -> Worker:
         """Start a worker; it is killed at the end."""
-        worker = Worker(self._logs, "benchmarks.serialapp", environment=self._environment, **options)
-        self._stack.callback(worker.kill)
+        settled = {**self._environment, **(environment or {})}
+        worker = Worker(self._logs, self._module, environment=settled, **options)
+        self._stack.callback(_end, worker)
         self._workers.append(worker)
+        return worker
 
     def notes(self, of: str) -> list[Note]:
         """What the workers have noted of all deliveries that were `RUNS` of a body, or `WAITS`."""
@@ -94,6 +101,11 @@ class Stage:
         return sum(_cpu_s_by_session(sessions)) + sum(
             float(about["used_cpu_user"]) + float(about["used_cpu_sys"]) for about in servers
         )
+
+
+def _end(worker: Worker) -> None:
+    if worker.process.poll() is None:
+        worker.kill()
 
 
 def _cpu_s_by_session(sessions: set[int]) -> Iterator[float]:

@@ -40,7 +40,11 @@ BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 36
 """Upper bounds of the histograms' buckets, in seconds."""
 
 _PREFIX = "celery_setnx"
-_WAITERS = "Calls that wait in line for a lock."
+_GAUGES = {
+    "waiters": "Calls that wait in line for a lock.",
+    "held": "Locks that are held, each permit counted.",
+}
+_UNITS = {"waiters": "{call}", "held": "{permit}"}
 _NOT_SERVED = (
     "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
     "Give every worker of a host a port of its own."
@@ -87,8 +91,8 @@ def prometheus(app: Celery, *, registry: Any = None, waiters: bool = True) -> No
     Args:
         app: The app.
         registry: Where the figures are. Defaults to prometheus_client's own, `REGISTRY`.
-        waiters: Whether each scrape of the registry asks Redis who waits in line. Defaults to True. In
-            multiprocess mode the registry itself is not scraped, and `serve` asks.
+        waiters: Whether each scrape of the registry asks Redis who waits in line, and what is held. Defaults
+            to True. In multiprocess mode the registry itself is not scraped, and `serve` asks.
 
     Raises:
         ImportError: prometheus_client is not installed.
@@ -98,7 +102,7 @@ def prometheus(app: Celery, *, registry: Any = None, waiters: bool = True) -> No
     if _is_multiprocess(client):
         os.makedirs(os.environ["PROMETHEUS_MULTIPROC_DIR"], exist_ok=True)
     elif waiters and app not in _registered.setdefault(registry, set()):
-        registry.register(_Waiters(app))
+        registry.register(_Gauges(app))
         _registered[registry].add(app)
     families = _families.get(registry)
     if families is None:
@@ -125,7 +129,7 @@ def serve(
         port: The port.
         address: The address. Defaults to all.
         registry: Where the figures are. Defaults to prometheus_client's own, `REGISTRY`.
-        waiters: Whether each scrape asks Redis who waits in line. Defaults to True.
+        waiters: Whether each scrape asks Redis who waits in line, and what is held. Defaults to True.
 
     Raises:
         ImportError: prometheus_client is not installed.
@@ -170,8 +174,8 @@ def opentelemetry(app: Celery, *, meter: Any = None, waiters: bool = False) -> N
     Args:
         app: The app.
         meter: Makes the instruments, at once. Defaults to the global provider's, when it is needed.
-        waiters: Whether each export asks Redis who waits in line. Every process that exports would report the
-            same, so ask in one of them. Defaults to False.
+        waiters: Whether each export asks Redis who waits in line, and what is held. Every process that
+            exports would report the same, so ask in one of them. Defaults to False.
 
     Raises:
         ImportError: opentelemetry-api is not installed.
@@ -228,7 +232,7 @@ def _sum_of_all(client: Any, app: Celery, waiters: bool) -> Any:
     registry = client.CollectorRegistry()
     importlib.import_module("prometheus_client.multiprocess").MultiProcessCollector(registry)
     if waiters:
-        registry.register(_Waiters(app))
+        registry.register(_Gauges(app))
     return registry
 
 
@@ -248,35 +252,56 @@ def _check_pool(client: Any, worker: Any) -> None:
         )
 
 
-class _Waiters:
-    """Asks Redis at each scrape how many calls wait, by scope."""
+class _Gauges:
+    """Asks Redis at each scrape how many calls wait, and how many permits are held, by scope."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
 
     def describe(self) -> list[Any]:
-        """The empty family: registering it must not ask Redis."""
+        """The empty families: registering them must not ask Redis."""
         core = _extra("prometheus_client.core", "prometheus")
-        return [core.GaugeMetricFamily(f"{_PREFIX}_waiters", _WAITERS, labels=["scope"])]
+        return [
+            core.GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=["scope"])
+            for name, text in _GAUGES.items()
+        ]
 
     def collect(self) -> Iterator[Any]:
-        """The family, with a figure for each scope in which anybody waits."""
-        (family,) = self.describe()
-        for scope, waiting in _waiting(self._app).items():
-            family.add_metric([scope], waiting)
-        yield family
+        """The families, with a figure for each scope in which anybody waits, or holds a lock."""
+        counts = _counts(self._app)
+        for family, name in zip(self.describe(), _GAUGES):
+            for scope, count in counts[name].items():
+                family.add_metric([scope], count)
+            yield family
 
 
-def _waiting(app: Celery) -> Mapping[str, int]:
-    """How many calls wait in line, by scope; nothing if Redis cannot be asked: the other figures stand."""
+def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
+    """Each gauge by scope, of one survey; nothing if Redis cannot be asked: the other figures stand."""
     waiting: Counter[str] = Counter()
+    held: Counter[str] = Counter()
     try:
         for sighting in survey(client_for(app), settings(app.conf).prefix):
             waiting[sighting.scope] += sighting.waiting
+            held[sighting.scope] += sighting.count_held()
     except (SetnxError, redis.RedisError) as error:
-        logger.warning("How many calls wait in line is missing from the metrics: %s", error)
-        return {}
-    return +waiting  # without the scopes in which nobody waits
+        logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
+        return {"waiters": {}, "held": {}}
+    return {"waiters": +waiting, "held": +held}  # without the scopes in which there is nothing
+
+
+class _Observed:
+    """What one survey has found, for the callback of each gauge: OpenTelemetry asks them one by one."""
+
+    def __init__(self, api: Any, app: Celery) -> None:
+        self._api, self._app = api, app
+        self._counts: dict[str, Mapping[str, int]] = {}
+
+    def observe(self, name: str, _options: Any) -> list[Any]:
+        """The figures of a gauge, of a new survey unless another gauge has just asked."""
+        if name not in self._counts:
+            self._counts = _counts(self._app)
+        counts = self._counts.pop(name)
+        return [self._api.Observation(count, {"scope": scope}) for scope, count in counts.items()]
 
 
 def _instruments(api: Any, app: Celery, meter: Any, waiters: bool) -> dict[Figure, Any]:
@@ -287,12 +312,10 @@ def _instruments(api: Any, app: Celery, meter: Any, waiters: bool) -> dict[Figur
             made[figure] = meter.create_histogram(name, unit="s", description=text, **buckets)
         else:
             made[figure] = meter.create_counter(name, description=text)
-
-    def observe(_options: Any) -> list[Any]:
-        return [api.Observation(count, {"scope": scope}) for scope, count in _waiting(app).items()]
-
-    if waiters:
-        meter.create_observable_gauge(f"{_PREFIX}.waiters", [observe], unit="{call}", description=_WAITERS)
+    observed = _Observed(api, app)
+    for name, text in _GAUGES.items() if waiters else ():
+        callback, unit = partial(observed.observe, name), _UNITS[name]
+        meter.create_observable_gauge(f"{_PREFIX}.{name}", [callback], unit=unit, description=text)
     return made
 
 

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.lock import HeldLock, SetnxLock
-from celery_setnx.lock.names import line_names, mark_name, record_name
+from celery_setnx.lock.names import line_names, mark_name, other_permits, permits_name, record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.scripts import Script
@@ -118,6 +118,7 @@ class Held:
         task_id: Id of the call that has it; there is no such call.
         key: The lock's Redis key.
         fence: Its fence.
+        permit: Which of the lock's permits it is; the first is 0.
         lives: Whether the holder renews its lease; False after `crash` and `release`.
     """
 
@@ -126,6 +127,7 @@ class Held:
         self.task_id = task_id
         self.key = held.key
         self.fence = held.fence
+        self.permit = held.permit
         self.lives = True
         self._lock, self._held = lock, held
         _LIVING[held.token] = self
@@ -154,6 +156,8 @@ _LIVING: dict[str, Held] = {}  # by token
 def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
     """Have somebody else hold the lock of a call: a living holder in another place, which renews its lease.
 
+    Of a task with a `limit` each holder takes one permit, up to that many at a time.
+
     Args:
         task: A `SingletonTask`, or a task with `@singleton`.
         args, kwargs: The arguments of the call whose lock it is.
@@ -162,7 +166,7 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
         The holder; its lock is released in the end, unless it has crashed.
 
     Raises:
-        AlreadyRunning: The lock is held already.
+        AlreadyRunning: The lock is held already, with all its permits.
         TypeError: This is no task.
         OptionError: The task has no lock.
         UnkeyableCall: The key cannot be computed.
@@ -233,7 +237,7 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [sighting.key for sighting in _sightings(client, what, args, kwargs)]
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
-        _age(client, lock=key, by_s=by_s, living=living[-1] if living else "")
+        _age(client, lock=key, by_s=by_s, living=living)
         for entry, _ in client.zscan_iter(lines_of(app), match=f"*\n{_escaped(key)}"):
             client.zincrby(lines_of(app), -by_s * 1e6, entry)  # workers look at it sooner
 
@@ -249,7 +253,7 @@ def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwar
         within: Seconds for which it is asked again, because a worker may not have ended yet. Defaults to 0.
 
     Raises:
-        AssertionError: Something is left; the message names each lock with its holder, mark and waiter.
+        AssertionError: Something is left; the message names each lock with its holders, mark and waiters.
         redis.RedisError: Redis did not answer.
 
     Example:
@@ -288,13 +292,15 @@ def clear(app: Celery) -> int:
 
 
 def _refuse_other_hosts(seen: Sighting) -> None:
-    holder = seen.holder
-    runs = holder is not None and holder.state == "running" and not seen.is_stale
-    if holder and runs and holder.info.get("host") not in (None, _ELSEWHERE, identity()["host"]):
-        raise SetnxError(
-            f"clear() deletes nothing: {seen.key} is held by {holder}, on host {holder.info['host']}. "
-            "If that is a task of the tests, let it end; if not, give them a server or a prefix of their own"
-        )
+    for one in seen.of_each():
+        holder = one.holder
+        runs = holder is not None and holder.state == "running" and not one.is_stale
+        if holder and runs and holder.info.get("host") not in (None, _ELSEWHERE, identity()["host"]):
+            raise SetnxError(
+                f"clear() deletes nothing: {seen.key} is held by {holder}, on host {holder.info['host']}. "
+                "If that is a task of the tests, let it end; if not, give them a server or a prefix of their "
+                "own"
+            )
 
 
 def _warn_of_loss(held: HeldLock, reason: str) -> None:
@@ -324,9 +330,11 @@ def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
     """In words, what is left of the locks."""
     left = []
     for seen in _sightings(client, what, args, kwargs):
-        if seen.holder is not None and seen.holder.state != "resting":
-            ended = "; its lease has ended, and it was not released" if seen.is_stale else ""
-            left.append(f"lock {seen.key}: held by {seen.holder}{ended}")
+        for one in seen.of_each():
+            if one.holder is not None and one.holder.state != "resting":
+                ended = "; its lease has ended, and it was not released" if one.is_stale else ""
+                permit = f"permit {one.holder.permit} of " if seen.has_several else ""
+                left.append(f"{permit}lock {seen.key}: held by {one.holder}{ended}")
         if seen.mark is not None:
             left.append(f"mark {mark_name(seen.key)}: task {seen.mark} is queued")
         for waiter in waiters(client, seen.key, seen.server_time) if seen.waiting else ():
@@ -348,7 +356,12 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\*?\[\]^-])", r"\\\1", text)
 
 
-def _age(client: redis.Redis, *, lock: str, by_s: float, living: str) -> str:
-    """Run lua/age.lua: [word]."""
-    keys = (lock, record_name(lock), *line_names(lock), mark_name(lock))
-    return str(_AGE(client, keys, round(by_s * 1e6), living)[0])
+def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
+    """Run lua/age.lua, told of more permits if more are in use: its word."""
+    keys = (lock, record_name(lock), *line_names(lock), mark_name(lock), permits_name(lock))
+    count = 1
+    while True:
+        word, *more = _AGE(client, keys + other_permits(lock, count), round(by_s * 1e6), *living)
+        if word != "more":
+            return str(word)
+        count = int(*more)

@@ -36,9 +36,10 @@ from examples.embedded import EmbeddedServer
 
 CALLS, KEYS, THREADS = 100, 10, 10
 WISHES, ITEMS = 1000, 6
+SYNCS, LIMIT = 9, 3
 WORKERS, PROCESSES = ("alpha", "beta"), 4
 DEADLINE_S = 60.0
-WIDTH, TRACK = 100, 70
+WIDTH, TRACK, NARROW = 100, 70, 48
 
 Entry = dict[str, Any]
 Wait = Callable[[Callable[[], Any], str], Any]
@@ -142,7 +143,7 @@ class History:
 
 
 class Demo:
-    """Four scenes, what they show, and whether it was true."""
+    """Five scenes, what they show, and whether it was true."""
 
     def __init__(self, console: Console, app: Any, history: History, alpha: Worker, beta: Worker) -> None:
         self.console = console
@@ -354,9 +355,40 @@ class Demo:
             f"{counts.duplicates} duplicates name {len(named)} calls",
         )
 
+    def several_at_a_time(self) -> None:
+        """Scene 4: as many calls of one key as the limit says, and the others in line."""
+        self.title(4, f"{SYNCS} calls of one key, {LIMIT} at a time", f"limit={LIMIT}, one row per permit")
+        history, app = self.history, self.app
+        began = app.server_time()
+        with self.shown(lambda: permits_picture(history, began, app.server_time())) as wait:
+            calls = [app.sync.delay("acme").id for _ in range(SYNCS)]
+            in_line = partial(waiting_of, history, calls)
+            wait(lambda: len(history.of("start", tenant="acme")) >= LIMIT, f"{LIMIT} bodies run")
+            wait(lambda: in_line() >= SYNCS - LIMIT, "the others wait in line")
+            history.read()
+            ran, waited, holders = history.of("start", tenant="acme"), in_line(), app.sync.holders("acme")
+            for _ in range(SYNCS):
+                app.open_gate("sync")
+            wait(lambda: len(history.of("end", tenant="acme")) >= SYNCS, "all of them have run")
+
+        starts = history.of("start", tenant="acme")
+        most = {permit: peak(history.entries, permit=permit) for permit in range(LIMIT)}
+        self.check(
+            f"limit={LIMIT}: {LIMIT} run at once, the others wait",
+            peak(history.entries, tenant="acme") == len(ran) == LIMIT and waited == SYNCS - LIMIT,
+            f"{len(ran)} bodies at once, {waited} in line",
+        )
+        self.check(
+            "each has a permit of its own, and hands it on",
+            [holder.task_id for holder in holders] == [e["task_id"] for e in sorted(ran, key=permit_of)]
+            and sorted(entry["task_id"] for entry in starts) == sorted(calls)
+            and set(most.values()) == {1},
+            f"{len(starts)} bodies under permits {', '.join(map(str, most))}",
+        )
+
     def take_over(self, lives_s: float = 0.0) -> TakeOver:
-        """Scene 4: a worker is killed in mid-task, and another one takes its lock over."""
-        self.title(4, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
+        """Scene 5: a worker is killed in mid-task, and another one takes its lock over."""
+        self.title(5, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
         history, app = self.history, self.app
         scene = TakeOver(history, app.server_time)
         with self.shown(scene.picture) as wait:
@@ -408,7 +440,7 @@ class Demo:
 
 
 class TakeOver:
-    """What scene 4 shows."""
+    """What scene 5 shows."""
 
     def __init__(self, history: History, clock: Callable[[], float]) -> None:
         self._history = history
@@ -472,18 +504,40 @@ def fan_out_picture(history: History, began: float, now: float) -> RenderableTyp
     rows = Table.grid(padding=(0, 2))
     for account in range(KEYS):
         bodies = history.bodies(account=account)
-        cells = [" "] * TRACK
-        for number, (start, end) in enumerate(bodies):
-            first = min(TRACK - 1, int((start - began) * scale))
-            last = max(first + 1, int(((end or now) - began) * scale))
-            cells[first:last] = ["█▓"[number % 2]] * (min(last, TRACK) - first)
+        cells = track(bodies, began, now, scale, TRACK)
         running = [count + (cell != " ") for count, cell in zip(running, cells)]
         done = sum(end is not None for _, end in bodies)
-        rows.add_row(f"key {account}", Text("".join(cells), "cyan"), f"{done:>2}/{CALLS // KEYS}")
+        rows.add_row(f"key {account}", Text(cells, "cyan"), f"{done:>2}/{CALLS // KEYS}")
     levels = "".join(" ▁▂▃▄▅▆▇█"[min(8, count)] for count in running)
     rows.add_row("at once", Text(levels, "green"), f"{len(ends)}/{CALLS}")
     rows.add_row("", Text(f"0 s{TRACK / scale:{TRACK - 5}.1f} s", "dim"))
     return rows
+
+
+def permits_picture(history: History, began: float, now: float) -> RenderableType:
+    """A row per permit along the time axis, and how many bodies each has had."""
+    ends = [end for _, end in history.bodies(tenant="acme") if end is not None]
+    until = max(ends) if len(ends) == SYNCS else now
+    scale = NARROW / max(until - began, 1.0)
+    rows = Table.grid(padding=(0, 2))
+    for permit in range(LIMIT):
+        bodies = history.bodies(permit=permit)
+        done = sum(end is not None for _, end in bodies)
+        rows.add_row(f"permit {permit}", Text(track(bodies, began, now, scale, NARROW), "cyan"), f"{done:>3}")
+    rows.add_row("", Text(f"0 s{NARROW / scale:{NARROW - 5}.1f} s", "dim"))
+    return rows
+
+
+def track(
+    bodies: list[tuple[float, float | None]], began: float, now: float, scale: float, width: int
+) -> str:
+    """Bodies along the time axis, one after the other; of two that meet each is to be seen."""
+    cells = [" "] * width
+    for number, (start, end) in enumerate(bodies):
+        first = min(width - 1, int((start - began) * scale))
+        last = max(first + 1, int(((end or now) - began) * scale))
+        cells[first:last] = ["█▓"[number % 2]] * (min(last, width) - first)
+    return "".join(cells)
 
 
 def policies_picture(history: History, calls: dict[str, Any]) -> RenderableType:
@@ -526,6 +580,25 @@ def overlaps_and_peak(entries: list[Entry]) -> tuple[int, int]:
             overlaps += entry["what"] == "start" and running[entry["account"]] > 1
             peak = max(peak, running.total())
     return overlaps, peak
+
+
+def peak(entries: list[Entry], **wanted: Any) -> int:
+    """How many bodies of a kind ran at once at most."""
+    running = most = 0
+    for entry in entries:
+        if wanted.items() <= entry.items():
+            running += {"start": 1, "end": -1}.get(entry["what"], 0)
+            most = max(most, running)
+    return most
+
+
+def permit_of(entry: Entry) -> int:
+    return int(entry["permit"])
+
+
+def waiting_of(history: History, calls: list[str]) -> int:
+    """How many of these calls have been parked in line."""
+    return len({entry["task_id"] for entry in history.of("waiting")} & {*calls})
 
 
 def summary(checks: list[Check], took_s: float) -> RenderableType:
@@ -592,6 +665,7 @@ def run(console: Console, logs: Path) -> bool:
             demo.fan_out()
             demo.policies()
             demo.queued_once()
+            demo.several_at_a_time()
             demo.take_over()
             demo.leftovers()
         except Missed as missed:

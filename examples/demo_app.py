@@ -59,6 +59,16 @@ def refresh(item: int) -> None:
         wait_for_gate("refresh")
 
 
+@app.task(base=SingletonTask, singleton={"key": "tenant", "limit": 3, "on_conflict": "wait"})
+def sync(tenant: str) -> None:
+    """Three calls of a tenant run at a time, each under a permit; the others wait in line."""
+    lock = current_lock()
+    assert lock is not None
+    with recorded(tenant=tenant, permit=lock.permit):
+        wait_for_gate("sync")
+        time.sleep(0.2)
+
+
 @app.task(
     base=SingletonTask,
     bind=True,

@@ -1,40 +1,50 @@
-"""Draws the take-over after a kill -9, as the demo has just seen it.
+"""Draws what has just happened: the demo's take-over after a kill -9, or five calls of a tenant at a time.
 
 python -m examples.picture docs/take-over.svg
+python -m examples.picture docs/five-at-a-time.svg
 """
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 
 from examples.demo import Demo, TakeOver, stage
+from examples.embedded import EmbeddedServer
 
-WIDTH, HEIGHT, LEFT, RIGHT, FONT = 600, 282, 20, 20, 15
+WIDTH, LEFT, RIGHT, FONT = 600, 20, 20, 15
 DEAD_ROW, LOCK_ROW, HEIR_ROW, AXIS = 20, 96, 172, 252
 """Where each row's name stands; its bar is below that. Narrow, so that it can be read on a phone."""
 RUNS, RENEWED, LEASE, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#f6e3a8", "#6e7781", "#d1242f", "#24292f"
+NEXT = "#4ac26b"  # what runs, too: so that two bodies, one right after the other, are seen to be two
 LIVES_S = 1.2
+LANES, LANE, NAMES = 30, 32, 95
+"""Of the permits: where the first one's row is, how far they are apart, and how wide their names are."""
 
 
 class Drawing:
     """Shapes on a time axis, in seconds since the first body started."""
 
-    def __init__(self, seconds: float) -> None:
-        self._scale = (WIDTH - LEFT - RIGHT) / seconds
+    def __init__(self, seconds: float, axis: int = AXIS, names: int = 0) -> None:
+        self._left, self._height = LEFT + names, axis + 30
+        self._scale = (WIDTH - self._left - RIGHT) / seconds
         self._shapes: list[str] = []
         for second in range(int(seconds) + 1):
-            self.line(second, AXIS - 6, AXIS, TRIED)
-            self.text(self.x(second), AXIS + 12, f"{second} s", TRIED, "middle")
+            self.line(second, axis - 6, axis, TRIED)
+            self.text(self.x(second), axis + 12, f"{second} s", TRIED, "middle")
 
     def x(self, second: float) -> float:
         """Where a time is."""
-        return LEFT + second * self._scale
+        return self._left + second * self._scale
 
     def bar(self, row: int, begins: float, ends: float, colour: str, height: int = 24) -> None:
         """Something that lasts; at least two pixels of it."""
@@ -60,18 +70,18 @@ class Drawing:
         """The picture."""
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}" role="img" '
                 'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
                 f'font-size="{FONT}">',
                 f"<title>{escape(title)}</title>",
-                f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
+                f'<rect width="{WIDTH}" height="{self._height}" rx="8" fill="#ffffff"/>',
                 *self._shapes,
                 "</svg>\n",
             ]
         )
 
 
-def drawn(demo: Demo, scene: TakeOver) -> str:
+def take_over(demo: Demo, scene: TakeOver) -> str:
     """What happened, from the events that the workers have written down."""
     history = demo.history
     (start,) = history.of("start", task_id=scene.first)
@@ -107,15 +117,63 @@ def drawn(demo: Demo, scene: TakeOver) -> str:
     )
 
 
-def main() -> int:
-    (path,) = sys.argv[1:]
+def permits(entries: list[dict[str, Any]], limit: int, lease_s: float) -> str:
+    """Which body had which permit, and when, from the journal of the example."""
+    began = [entry for entry in entries if entry["what"] == "begins" and entry["tenant"] == "acme"]
+    ends = {entry["number"]: entry["at"] for entry in entries if entry["what"] in ("ends", "dies")}
+    origin, dead = began[0]["at"], began[0]["permit"]
+    (taken,) = (entry for entry in entries if entry["what"] == "is taken over")
+    killed, deadline, resumed = (at - origin for at in (ends[0], taken["deadline"], taken["at"]))
+
+    picture = Drawing(max(ends.values()) - origin + 0.2, LANES + limit * LANE + 28, NAMES)
+    for permit in range(limit):
+        row = LANES + permit * LANE
+        picture.text(LEFT, row + 26, f"permit {permit}")
+        for place, body in enumerate(entry for entry in began if entry["permit"] == permit):
+            starts, stops = body["at"] - origin, ends[body["number"]] - origin
+            picture.bar(row, starts, stops, (RUNS, NEXT)[place % 2])
+    row = LANES + dead * LANE
+    picture.bar(row, killed, deadline, LEASE)
+    picture.text(picture.x(killed) + 8, row + 26, f"its lease ({lease_s:g} s)")
+    picture.line(killed, LANES - 2, row + 42, DEAD)
+    picture.text(picture.x(killed) + 8, LANES - 8, "kill -9", DEAD)
+    picture.line(resumed, LANES - 2, row + 42, RUNS, "4 3")
+    picture.text(picture.x(resumed) + 8, LANES - 8, "handed on", RUNS)
+    return picture.svg(
+        "Five calls of a tenant run at a time. A worker is killed: its permit is the next call's when its "
+        "lease has ended, and the other four go on"
+    )
+
+
+def draw_take_over() -> str:
+    """What the demo has shown.
+
+    Raises:
+        ValueError: It has not shown it.
+    """
     with tempfile.TemporaryDirectory() as logs, stage(Console(file=io.StringIO()), Path(logs)) as demo:
         demo.start()
         scene = demo.take_over(LIVES_S)
         if not all(is_true for is_true, _, _ in demo.checks):
-            print(f"The demo has not shown it: {demo.checks}", file=sys.stderr)
-            return 1
-        Path(path).write_text(drawn(demo, scene))
+            raise ValueError(f"the demo has not shown it: {demo.checks}")
+        return take_over(demo, scene)
+
+
+def draw_permits() -> str:
+    """What the example has seen."""
+    with EmbeddedServer() as server:
+        os.environ["REDIS_URL"] = server.url()  # the example reads it when it is imported
+        example = importlib.import_module("examples.five_at_a_time")
+        example.send()
+        return permits(example.journal(), example.LIMIT, example.LEASE_S)
+
+
+PICTURES: dict[str, Callable[[], str]] = {"take-over": draw_take_over, "five-at-a-time": draw_permits}
+
+
+def main() -> int:
+    path = Path(sys.argv[1])
+    path.write_text(PICTURES[path.stem]())
     return 0
 
 

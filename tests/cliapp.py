@@ -33,6 +33,7 @@ joining = task("joining", on_conflict="join")
 deciding = task("deciding", on_conflict=decide)
 pending = task("pending", dedupe="until_started")
 unique = task("unique", dedupe="until_done", on_duplicate="raise")
+several = task("several", on_conflict="wait", limit=3)
 crowd_one = task("crowd_one", dedupe="until_done", scope="throng")
 crowd_two = task("crowd_two", dedupe="until_done", scope="throng")
 

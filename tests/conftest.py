@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from examples.embedded import EmbeddedServer
 from tests.harness import GATE_S, Journal, Worker
+from tests.limitstage import Bench
 from tests.proxy import Proxy
 from tests.stage import Parked, Stage
 from tests.topologies.servers import Cluster
@@ -279,6 +280,18 @@ def stage(worker, locks, journal, gates) -> Iterator[Stage]:
     yield stage
     ended = {entry["task_id"] for entry in journal.entries(what="end")}
     stage.open(1 + sum(entry["task_id"] not in ended for entry in journal.entries(what="start")))
+
+
+@pytest.fixture
+def bench(server, locks, journal, gates) -> Iterator[Bench]:
+    """The tasks of `tests.limitapp`, with clean databases; their workers are the tests' own."""
+    from tests import limitapp
+
+    with redis.Redis.from_url(server.url(limitapp.BROKER_DB), decode_responses=True) as broker:
+        bench = Bench(limitapp, journal, gates, broker)
+        yield bench
+        journal._client.delete(f"load:{bench.key}")
+        bench.open(300)
 
 
 @pytest.fixture

@@ -137,6 +137,11 @@ class Worker:
         node = [f"{self.name}@test"]
         assert app.control.add_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
 
+    def take_no_more_from(self, app: Any, queue: str) -> None:
+        """Have it take no more calls from a queue; a read that is under way may still take one."""
+        node = [f"{self.name}@test"]
+        assert app.control.cancel_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
+
     def kill(self) -> None:
         """kill -9 of the worker and its pool, as a dying host would."""
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -179,7 +184,7 @@ def age(client: redis.Redis, key: str, seconds: float) -> None:
     """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
     from celery_setnx import testing  # not in every worker
 
-    testing._age(client, lock=key, by_s=seconds, living="")
+    testing._age(client, lock=key, by_s=seconds)
 
 
 def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:

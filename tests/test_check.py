@@ -75,6 +75,8 @@ SOUND = [
     ({"dedupe": "until_done", "on_duplicate": "raise", "queue_lease": 7200}, {}),
     ({"hold_on_retry": True, "queue_lease": 60}, {}),
     ({"key": "user_id", "scope": "users"}, {}),
+    ({"limit": 5, "on_conflict": "wait", "at_least_for": 1, "hold_on_retry": True}, {}),
+    ({"limit": 5, "dedupe": "until_started", "on_duplicate": "raise", "queue_lease": 7200}, {}),
     ({"at_least_for": 3600, "at_most_for": 7200}, {}),
     ({"task": {"acks_late": True, "time_limit": 1800}}, {}),
     ({"task": {"Request": DerivedRequest}}, {}),
@@ -460,6 +462,26 @@ def test_shared_scope_with_keys_that_never_meet_is_a_warning(app, first, second,
     if not callable(first[1]):
         keys = {app.tasks[name].lock_key(7) for name in ("first", "second")}
         assert len(keys) == 1 + count
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [
+        ({"scope": "users", "limit": 5}, {"scope": "users"}, 1),
+        ({"limit": 5}, {"scope": "first"}, 1),  # that task's own name
+        ({"scope": "users", "limit": 5}, {"scope": "users", "limit": 5}, 0),
+        ({"limit": 5}, {"limit": 2}, 0),
+    ],
+)
+def test_shared_scope_under_different_limits_is_a_warning(app, first, second, count):
+    """They share permits, and no limit is that of all."""
+    add(app, "first", **first)
+    add(app, "second", **second)
+    assert subjects(app) == [("warning", "limit")] * count
+    if count:
+        (found,) = problems(app)
+        assert "first (limit 5), second (limit 1)" in found.what
+        assert "up to 5 run at a time" in found.why
 
 
 def test_scopes_of_one_task_each_are_left_alone(app):

@@ -103,9 +103,9 @@ def test_lock_of_a_killed_rival_is_taken_over_in_both_directions(server, locks, 
     lock = RIVALS[heir](locks, LONG_S)
     assert not lock.acquire()
     left_s = int(locks.get(NAME)) - locks.time()[0]
-    _age(locks, lock=NAME, by_s=left_s - 60, living="")
+    _age(locks, lock=NAME, by_s=left_s - 60)
     assert not lock.acquire(), "a minute before the deadline"
-    _age(locks, lock=NAME, by_s=62, living="")
+    _age(locks, lock=NAME, by_s=62)
     assert lock.acquire()
     lock.release()
     assert not locks.exists(NAME)

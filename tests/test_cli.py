@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,9 +28,10 @@ from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import key_name, mark_name, record_name
+from celery_setnx.lock.names import key_name, mark_name, permit_names, permits_name, record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.takeover import TakeOver, note_take_over
+from celery_setnx.options import Options
 from celery_setnx.signals import lock_released
 from celery_setnx.testing import locks_on, pass_time
 from tests.docs.pages import DOCS, sections
@@ -97,14 +99,21 @@ class Stage:
         return str(self.task(name).lock_key(customer))
 
     def hold(
-        self, name: str = "sync", customer: int = 7, where: Any = None, task_id: str = "t-1"
+        self, name: str = "sync", customer: int = 7, where: Any = None, task_id: str = "t-1", limit: int = 1
     ) -> HeldLock:
         """The held lock of a call."""
         info = {**(where or identity()), "task": TASK + name, "task_id": task_id, "worker": "w1@host"}
-        own = SetnxLock(self.locks, self.key(name, customer), info=info, lease=600)
+        own = SetnxLock(self.locks, self.key(name, customer), info=info, lease=600, limit=limit)
         held = own.acquire(token=f"{task_id}|0|ab").lock
         assert held is not None
         return held
+
+    def hold_many(self, *where: Any, limit: int = 3) -> list[HeldLock]:
+        """Permits of one lock, one for each place; the task has three."""
+        return [
+            self.hold("several", where=there, task_id=f"t-{number}", limit=limit)
+            for number, there in enumerate(where)
+        ]
 
     def stale(self, name: str = "sync") -> HeldLock:
         """The lock of a holder elsewhere whose lease has ended."""
@@ -240,10 +249,11 @@ def test_list_json_has_the_documented_fields(cli):
     rows = {row["state"]: row for row in ask_json("list")}
     assert types(rows["running"]) == (
         "key:str task:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int process:str "
-        "fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str"
+        "fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str "
+        "held:int limit:int holders:NoneType"
     )
     unknown = [name for name, value in rows["foreign"].items() if value is None]
-    assert " ".join(unknown) == "task_id worker host pid process since age_s deadline remaining_s"
+    assert " ".join(unknown) == "task_id worker host pid process since age_s deadline remaining_s holders"
     assert (rows["free"]["waiting"], rows["free"]["task"]) == (1, TASK + "waiting")
     assert documented_fields("list --json") == set(rows["running"])
 
@@ -584,6 +594,211 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
+
+
+# several permits
+
+
+def test_list_says_how_many_permits_are_held(cli):
+    """In the state, and in the JSON with each holder; of a limit that was lowered those beyond it apart."""
+    cli.hold_many(ELSEWHERE, DEAD)
+    _heading, line = ask("list").stdout.splitlines()
+    assert re.split("  +", line)[:2] == [TASK + "several", "running 2/3"]
+    assert re.split("  +", line)[4:7] == ["dead", "-", "t-1"]
+    (row,) = ask_json("list", "--stale")
+    assert (row["held"], row["limit"], row["task_id"], row["process"]) == (2, 3, "t-1", "dead")
+    assert [(one["permit"], one["task_id"], one["process"]) for one in row["holders"]] == [
+        (0, "t-0", "unknown"),
+        (1, "t-1", "dead"),
+    ]
+    assert set(row["holders"][0]) == {"permit", *row} - {
+        "key",
+        "scope",
+        "waiting",
+        "held",
+        "limit",
+        "holders",
+    }
+    assert not SetnxLock(cli.locks, cli.key("several"), line=True).acquire().acquired
+    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 1/1 +1"
+
+
+def test_list_says_that_all_permits_are_free_though_some_wait(cli):
+    """A line beside free permits is listed, as beside a free lock."""
+    (held,) = cli.hold_many(ELSEWHERE)
+    held.release()
+    cli.park("several")
+    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "free 0/3"
+
+
+def test_show_tells_of_each_permit(cli):
+    """Number, holder, state, process, deadline, token and fence of each that is held."""
+    held = cli.hold_many(identity(), ELSEWHERE, DEAD)
+    held[1].release()
+    shown = ask("show", TASK + "several", "7").stdout
+    assert "permits   2/3 held\n" in shown
+    assert re.findall(r"^permit (\d)$", shown, re.MULTILINE) == ["0", "2"]
+    for one, fate in ((held[0], "alive"), (held[2], "dead")):
+        for part in (
+            "  state     running\n",
+            f"  holder    tests.cliapp.several[t-{one.permit}] on w1@host (pid {os.getpid()}), running",
+            f"  process   Its process, pid {os.getpid()} on this host, is {fate}.\n",
+            f"  token     t-{one.permit}|0|ab\n",
+            f"  fence     {one.fence}\n",
+            "  deadline  Its lease ends in ",
+        ):
+            assert part in shown
+    details = ask_json("show", held[0].key)["holders"]
+    assert [(one["permit"], one["token"]) for one in details] == [(0, "t-0|0|ab"), (2, "t-2|0|ab")]
+    said = re.search(r"The objects in `holders` have(.*?)\n\n", PAGE, re.DOTALL)
+    assert said is not None
+    documented = set(re.findall(r"`(\w+)`", said[1]))
+    assert documented == set(details[0]) == {*ask_json("list")[0]["holders"][0], "token"}
+
+
+def test_show_of_permits_that_are_all_free_says_who_had_one(cli):
+    """As of a lock."""
+    for held in cli.hold_many(identity(), identity()):
+        held.release()
+    shown = ask("show", TASK + "several", "7").stdout
+    assert "state     free\nlast      tests.cliapp.several[t-1] on w1@host" in shown
+    assert "permits   0/3 held\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("places", "answer", "says"),
+    [
+        ([identity()] * 2, "Yes", r"a permit is free \(2 of 3 held\)\.\n  Permit 0: tests\.cliapp"),
+        ([ELSEWHERE] * 3, "No", r"3 of 3 held; the first ends in (10|9) min[ \w]*\.\n  Permit 0: "),
+        ([ELSEWHERE] * 3, "No", r"[^$]*; ends in (10|9) min[ \w]*, its process is unknown\.\n  Permit 1: "),
+        ([ELSEWHERE] * 3, "No", r"[^$]*A call now: it would wait in line, at place 1, and be woken"),
+        ([DEAD, ELSEWHERE, ELSEWHERE], "Yes", "the holder of permit 0 is dead; a worker on this host"),
+        ([ELSEWHERE, ELSEWHERE, DEAD], "No", "3 of 3 held; "),
+    ],
+)  # fmt: skip
+def test_why_says_whether_a_permit_is_free(cli, places, answer, says):
+    """A free one will do; else which ends first, and who holds them. It alone is tested for death."""
+    cli.hold_many(*places)
+    result = ask("why", TASK + "several", "7", ends=int(answer == "No"))
+    assert re.match(f"{answer}: {says}", result.stdout), result.stdout
+
+
+def test_why_names_the_first_few_holders(cli, monkeypatch):
+    """Of very many the rest is counted."""
+    monkeypatch.setattr(cli.task("several")._guard, "options", replace(guard_options(cli), limit=5))
+    cli.hold_many(*[ELSEWHERE] * 5, limit=5)
+    told = ask("why", TASK + "several", "7", ends=1).stdout
+    assert re.findall(r"Permit (\d):", told) == ["0", "1", "2"]
+    assert "  2 more holders: celery setnx show.\n" in told
+
+
+def guard_options(cli: Stage) -> Options:
+    """The options of the task whose locks have several permits."""
+    options: Options = cli.task("several")._guard.options
+    return options
+
+
+def test_why_lets_the_line_come_first(cli):
+    """A free permit is for those who wait."""
+    cli.hold_many(ELSEWHERE)
+    cli.park("several")
+    told = ask("why", TASK + "several", "7", ends=1).stdout
+    assert told.startswith("No: a permit is free (1 of 3 held).\n  1 call in line come first.\n")
+
+
+@pytest.mark.parametrize(
+    ("task", "limit", "count", "answer", "says"),
+    [
+        ("several", 5, 4, "No", "3 of 3 held; "),
+        ("several", 2, 2, "Yes", r"a permit is free \(2 of 3 held\)\."),
+        ("several", 1, 1, "Yes", r"a permit is free \(1 of 3 held\)\."),
+        ("waiting", 3, 3, "No", r"its lock is held\.\n  Held by tests\.cliapp\.waiting\[t-0\]"),
+    ],
+)
+def test_why_goes_by_the_limit_of_the_app_and_names_another(cli, task, limit, count, answer, says):
+    """While a deploy changes it: what a call of this app would find, and that others have another limit."""
+    for number in range(count):
+        cli.hold(task, where=ELSEWHERE, task_id=f"t-{number}", limit=limit)
+    told = ask("why", TASK + task, "7", ends=int(answer == "No")).stdout
+    assert re.match(f"{answer}: {says}", told), told
+    own = 3 if task == "several" else 1
+    assert f"  The limit is {own} for this app, and {limit} for who used the lock last: " in told
+    beyond = max(0, count - own)
+    assert (f"Held beyond the limit of {own}: {beyond} permit" in told) == (beyond > 0)
+
+
+def test_release_drops_the_permits_that_are_abandoned(cli, caplog):
+    """All that are held are shown, and only those are released whose holders will not come back."""
+    living, dead = cli.hold_many(identity(), DEAD)
+    hear = Mock()
+    lock_released.connect(hear)
+    result = ask("release", TASK + "several", "7", answer="y\n", ends=0)
+    assert f"Of {living.key} 2/3 permits are held.\n" in result.stdout
+    assert "Permit 0 is held by tests.cliapp.several[t-0] on w1@host" in result.stdout
+    assert "Permit 1 is held by tests.cliapp.several[t-1] on w1@host" in result.stdout
+    assert f"Release permit 1? [y/N]: y\nReleased {living.key}#1.\n" in result.stdout
+    assert dead.release() == "lost"
+    living.renew()
+    assert f"{living.key}#1 was released by hand" in caplog.text
+    ((_, signal),) = hear.call_args_list
+    assert [signal[name] for name in ("task_id", "key", "fence")] == ["t-1", living.key, dead.fence]
+
+
+def test_release_of_permits_that_live_needs_force(cli, locks):
+    """Then all are released, each as it was shown."""
+    held = cli.hold_many(identity(), ELSEWHERE)
+    refused = ask("release", held[0].key, "--yes", ends=1)
+    assert "none of them is known to be abandoned. --force releases all of them" in refused.stderr
+    result = ask("release", held[0].key, "--force", answer="y\n", ends=0)
+    assert "Release all of them? [y/N]" in result.stdout
+    assert [one.release() for one in held] == ["lost", "lost"]
+    assert locks.exists(held[0].key, *permit_names(held[0].key, 1)) == 0
+    assert ask("release", held[0].key, ends=1).stderr == f"Nothing to release: {held[0].key} is free.\n"
+
+
+@pytest.mark.parametrize("permit", [0, 1])
+def test_release_takes_the_name_of_one_permit(cli, permit):
+    """A permit is a lock with a name: nothing else is shown, or touched."""
+    held = cli.hold_many(ELSEWHERE, ELSEWHERE)
+    name = f"{held[0].key}#{permit}"
+    assert "it is not known to be abandoned" in ask("release", name, "--yes", ends=1).stderr
+    result = ask("release", name, "--yes", "--force", ends=0)
+    assert f"{name} is held by tests.cliapp.several[t-{permit}]" in result.stdout
+    assert f"t-{1 - permit}" not in result.stdout
+    assert held[permit].release() == "lost"
+    held[1 - permit].renew()
+    assert ask("release", name, ends=1).stderr == f"Nothing to release: {name} is free.\n"
+
+
+def test_release_knows_a_lock_whose_name_is_like_a_permits(cli, locks):
+    """A user may have named it so; and the permits of a lock without a tag are known by its name."""
+    with SetnxLock(locks, "job#3"):
+        assert "job#3 is held by token " in ask("release", "job#3", ends=1).stdout
+    with SetnxLock(locks, "jobs", limit=2), SetnxLock(locks, "jobs", limit=2) as second:
+        assert "Released jobs#1." in ask("release", "jobs#1", "--yes", "--force").stdout
+        assert not locks.exists(*permit_names("jobs", 1))
+        assert locks.exists("jobs", permits_name("jobs")) == 2
+        assert second.permit == 1
+
+
+def test_release_says_which_permit_has_changed_meanwhile(cli, monkeypatch):
+    """The others are released all the same."""
+    held = cli.hold_many(ELSEWHERE, ELSEWHERE)
+    monkeypatch.setattr(click, "confirm", lambda _text: held[0].renew() is None)
+    result = ask("release", held[0].key, "--force", ends=1)
+    assert f"Released {held[0].key}#1.\n" in result.stdout
+    assert f"Not released: {held[0].key}#0 has changed meanwhile" in result.stderr
+    held[0].renew()
+    assert held[1].release() == "lost"
+
+
+def test_release_of_a_permit_lets_the_first_in_line_run(cli, caplog):
+    """The line is the lock's: it goes on, whichever permit is free."""
+    held = cli.hold_many(ELSEWHERE, ELSEWHERE, ELSEWHERE)
+    cli.park("several")
+    result = ask("release", f"{held[0].key}#2", "--yes", "--force", ends=0)
+    assert "Others wait in line; the first has its turn." in result.stdout
+    assert f"{held[0].key} is handed to task t-9" in caplog.text
 
 
 # what is not to reach a terminal

@@ -243,6 +243,8 @@ FORBIDDEN = r"'{0}'|\([a-z ]*{0}|{0} is forbidden|'eval"
         (["-evalsha", "-eval"], "permissions", "error", FORBIDDEN.format("evalsha")),
         # A user who may not touch our prefix cannot lock.
         (["resetkeys", "~other:*"], "permissions", "error", "permissions to access"),
+        # Who may not touch further permits cannot lock either, though the app's limits may all be one.
+        (["resetkeys", "~*}", "~*}:*", "~*:lines:*"], "permissions", "error", "permissions to access"),
         # What would not help is not asked for.
         ([">other", "<pw"], "connection", "error", r"refuses us: [^.]*\.$"),
         # As on a hosted server: no crash, and what INFO tells is told.
@@ -280,6 +282,26 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     assert expired.level == "warning"
     assert "Locks that expired unreleased: 1;" in expired.what
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
+
+
+def test_permits_are_looked_at_one_by_one(app, locks, foreign_keys):
+    """Each is held, or has expired, or never ends; what is named can be released by that name."""
+    key = "setnx:{examined.work:aa}"
+    SetnxLock(locks, key, limit=4).acquire()
+    pass_time(31, app)
+    locks.set(f"{key}#3", "mine")
+    foreign_keys.add(f"{key}#3")
+    for lease in (30, 60):  # the first takes over what has expired
+        SetnxLock(locks, key, limit=4, lease=lease).acquire()
+    pass_time(31, app)
+    held, expired = findings(app, "locks")
+    assert held.what == "Locks held: 1; calls that wait in line: 0."
+    assert f"Locks that expired unreleased: 1; the first was {key}#0 of " in expired.what
+    foreign = finding(app, "foreign", "error", what="value 'mine'")
+    assert shlex.split(foreign.do.partition(": ")[2]) == ["celery", "setnx", "release", f"{key}#3"]
+    locks.persist(f"{key}#1:holder")
+    foreign_keys.add(f"{key}#1:holder")
+    finding(app, "ttl", "warning", what=f"{key}#1:holder")
 
 
 def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):

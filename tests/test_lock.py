@@ -104,6 +104,18 @@ def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
     assert SetnxLock(locks, NAME).acquire().lock.fence > outcome.lock.fence
 
 
+@pytest.mark.parametrize(
+    "text", ["99999999999999999999 5", "9999 5", "5 9999", "0 0", "-1 5", "maintenance", ""]
+)
+def test_foreign_words_about_permits_say_nothing(locks, text):
+    """What no client of ours has written is written anew; nobody is refused, or asks for a million keys."""
+    locks.set(f"{{{NAME}}}:permits", text, px=60_000)
+    assert len(SetnxLock(locks, NAME).look(with_waiters=True).holders) == 0
+    held = [SetnxLock(locks, NAME, limit=2).acquire().lock for _ in range(3)]
+    assert [one and one.permit for one in held] == [0, 1, None]
+    assert locks.get(f"{{{NAME}}}:permits") == "2 2"
+
+
 def test_ensure_raises_when_the_lease_may_be_over(locks):
     """ensure() trusts this process's own clock, with a margin."""
     now = [0.0]

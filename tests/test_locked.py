@@ -110,6 +110,30 @@ def test_locked_is_none_after_an_expired_lease(guarded, locks):
     assert locks.exists(lock.name, lock.record) == 2
 
 
+def test_locked_is_none_while_a_permit_is_free(declare, locks):
+    """holders() tells all of them, by number; locked() who has held for longest, once nobody else fits in."""
+
+    def t(a: int) -> None: ...
+
+    task = declare(t, singleton={"key": "a", "limit": 3})
+    assert (task.locked(1), task.holders(1)) == (None, [])
+    held = []
+    for number in range(3):
+        assert task.locked(1) is None
+        lock = SetnxLock(locks, task.lock_key(1), info={"task_id": f"id-{number}"}, limit=3)
+        held.append(lock.acquire().lock)
+    assert [(one.permit, one.task_id) for one in task.holders(1)] == [(0, "id-0"), (1, "id-1"), (2, "id-2")]
+    assert (task.locked(1).task_id, task.locked(2), task.holders(a=2)) == ("id-0", None, [])
+    held[0].release()
+    SetnxLock(locks, task.lock_key(1), info={"task_id": "id-3"}, limit=3).acquire()
+    assert (task.locked(1).task_id, task.locked(1).permit) == ("id-1", 1)
+    held[1].release()
+    assert task.locked(1) is None
+    assert [(one.permit, one.task_id) for one in task.holders(1)] == [(0, "id-3"), (2, "id-2")]
+    pass_time(31, task, 1)
+    assert (task.locked(1), task.holders(1)) == (None, [])
+
+
 def test_lock_key_is_the_key_that_the_worker_locks(tasks, journal):
     """Positional, keyword and default arguments alike; a class-based task is asked as it is called."""
     tasks.everything.delay(1, c={"x": (1, 2)}).get(timeout=60)

@@ -17,9 +17,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_setnx import metrics, signals
+from celery_setnx import SetnxLock, metrics, signals
+from celery_setnx.keys import digest
+from celery_setnx.lock.names import key_name
 from celery_setnx.metrics import FIGURES
-from tests.harness import Worker, wait_until
+from tests.harness import Worker, age, wait_until
 from tests.test_signals import MARKED, WORK, apart
 from tests.topologies.servers import free_port
 
@@ -194,13 +196,13 @@ def _sockets(pid: int) -> set[str]:
     return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
 
 
-def test_waiters_are_asked_for_at_the_scrape(measured, apart):
+def test_waiters_and_holders_are_asked_for_at_the_scrape(measured, apart):
     """By scope, of Redis: whoever scrapes sees the same."""
     scenes = apart("celery")
     holder, second = scenes.conflict("wait")
-    measured.wait_for({("waiters", WORK): 1})
+    measured.wait_for({("waiters", WORK): 1, ("held", WORK): 1})
     scenes.end(holder, second)
-    wait_until(lambda: ("waiters", WORK) not in scrape(measured.port), "nobody waits")
+    wait_until(lambda: not {("waiters", WORK), ("held", WORK)} & set(scrape(measured.port)), "nobody waits")
 
 
 def test_prefork_worker_without_a_directory_does_not_start(start_worker):
@@ -238,7 +240,32 @@ def test_figures_stand_when_redis_cannot_be_asked(app, caplog):
     metrics.prometheus(app, registry=registry)
     send_each(app)
     assert read(generate_latest(registry).decode()) == EACH
-    assert "missing from the metrics" in caplog.text
+    assert caplog.text.count("missing from the metrics") == 1
+
+
+def test_held_permits_are_counted_by_scope_in_one_survey(server, locks, app):
+    """Each permit of each lock, but for those whose deadlines have passed; asked once for all gauges."""
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    keys = {name: key_name("t", name[0], digest([name])) for name in ("a1", "a2", "b1", "b2", "c1")}
+    for name, limit, count in (("a1", 3, 2), ("a2", 3, 3), ("b1", 1, 1), ("c1", 2, 2)):
+        for _ in range(count):
+            assert SetnxLock(locks, keys[name], limit=limit).acquire().acquired
+    age(locks, keys["c1"], 30)
+    registry, reader = CollectorRegistry(), InMemoryMetricReader()
+    metrics.prometheus(app, registry=registry)
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
+    assert read(generate_latest(registry).decode()) == {("held", "a"): 5, ("held", "b"): 1}
+    for of_b in (1, 2):
+        locks.config_resetstat()
+        (gauges,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+        points = {
+            (gauge.name, point.attributes["scope"]): point.value
+            for gauge in gauges.metrics
+            for point in gauge.data.data_points
+        }
+        assert points == {("celery_setnx.held", "a"): 5, ("celery_setnx.held", "b"): of_b}
+        assert locks.info("commandstats")["cmdstat_time"]["calls"] == 1
+        SetnxLock(locks, keys["b2"]).acquire()
 
 
 def test_opentelemetry_counts_every_figure(server, locks, app):

@@ -15,6 +15,7 @@ from celery_setnx.lock.names import line_names, permit_names, permits_name
 from celery_setnx.lock.record import ORIGINAL, task_token
 from examples.embedded import EmbeddedServer
 from tests.harness import lock_keys
+from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
 NAME = "t:{permits}"
 LINE, CALLS = line_names(NAME)
@@ -22,6 +23,10 @@ PERMITS = permits_name(NAME)
 LEASE = 600.0
 SLACK_MS = 1_000
 """In which two TTLs are asked for, one after the other."""
+
+ZERO = EPOCH // 1_000_000
+AT = {second: str(ZERO + second) for second in range(100)}
+"""Seconds of the injected clock, as Unix seconds."""
 
 
 def the_lock(client: redis.Redis, limit: int = 3, **options: Any) -> SetnxLock:
@@ -206,6 +211,18 @@ def test_second_delivery_takes_no_second_permit(locks):
     second = the_lock(locks).acquire(token=task_token("a", 0, "0b"))
     assert (second.acquired, second.holder.task_id, second.holder.state) == (False, "a", "running")
     assert len(tokens(locks)) == 2
+
+
+def test_second_delivery_takes_its_own_lapsed_permit_over(locks):
+    """Not a free one: the first may be alive yet, and must find that it has lost what it had."""
+    one, _ = held_by(locks, "one", "two")
+    first = of_task(locks, "a").lock
+    one.release()
+    lapse(locks, 2)
+    second = the_lock(locks).acquire(token=task_token("a", 0, "0b"))
+    assert (second.lock.permit, second.taken_over_from.token) == (2, first.token)
+    assert first.hold(LEASE) == "lost"
+    assert tokens(locks) == {1: "two", 2: "a|0|0b"}
 
 
 def test_permit_held_for_a_retry_is_resumed(locks):
@@ -676,3 +693,77 @@ def test_every_key_outlives_what_it_speaks_of(locks):
     wait(locks, "b", 20.0)
     the_lock(locks).serve()
     check()
+
+
+# One permit, byte for byte
+
+
+def keys_of(client: redis.Redis) -> dict[str, object]:
+    """What all keys say, and when those of the lock expire, in seconds of the test's clock."""
+    said: dict[str, object] = {}
+    for key in sorted(lock_keys(client) - {CLOCK_KEY}):
+        kind = client.type(key)
+        value = (
+            client.zrange(key, 0, -1) if kind == "zset" else client.hgetall(key) if kind == "hash" else None
+        )
+        value = client.get(key) if value is None else value
+        expiry = client.pexpiretime(key) / 1000 - ZERO
+        said[key.removeprefix(NAME)] = (value, expiry) if expiry > 0 else value
+    return said
+
+
+def test_one_permit_is_what_a_lock_without_permits_was(locks, foreign_keys, monkeypatch):
+    """Every key, value, record and expiry, verb by verb, as before there were permits."""
+    foreign_keys.add(CLOCK_KEY)
+    clock = ServerClock(locks, monkeypatch)
+    about: dict[str, Any] = {"lease": 10, "retention": 60, "line": True}
+
+    def acquired(task_id: str, copy: str = ORIGINAL) -> SetnxLock:
+        lock = SetnxLock(locks, NAME, **about)
+        assert lock.acquire(token=task_token(task_id, 0, "0a"), copy=copy).acquired
+        return lock
+
+    def record(token: str, deadline: int, fence: str, state: str, since: int, info: str = "{}") -> str:
+        end = f"{AT[deadline]}000000" if deadline else "0"
+        return f"{token}|0|0a\n{end}\n{fence}\n{state}\n{AT[since]}000000\n{info}"
+
+    first = f"{AT[10]}000000"
+    a = acquired("a")
+    assert keys_of(locks) == {
+        "": (AT[20], 80.0), ":holder": (record("a", 20, first, "running", 10), 80.0)
+    }  # fmt: skip
+    clock.set(12)
+    held = a.acquire(token=task_token("a", 0, "0a")).lock
+    held.renew()
+    assert keys_of(locks) == {
+        "": (AT[22], 82.0), ":holder": (record("a", 22, first, "running", 10), 82.0)
+    }  # fmt: skip
+    assert held.hold(20) == "held_for_retry"
+    assert keys_of(locks) == {
+        "": (AT[32], 92.0), ":holder": (record("a", 32, first, "held_for_retry", 10), 92.0)
+    }  # fmt: skip
+    assert SetnxLock(locks, NAME, **about).free_held("a")
+    assert keys_of(locks) == {":holder": record("a", 0, first, "released", 10)}
+    b = acquired("b")
+    assert b.release() == "released"
+    assert keys_of(locks) == {":holder": record("b", 0, f"{AT[12]}000000", "released", 12)}
+    c = acquired("c")
+    fence = f"{AT[12]}000001"
+    wait(locks, "d", 10.0, limit=1)
+    waits = {":calls": {"d": "0|10000000|wake d"}, ":ticket:d": "0||0"}
+    assert keys_of(locks) == {
+        "": (AT[22], 82.0), ":holder": (record("c", 22, fence, "running", 12), 82.0), ":line": ["d"], **waits
+    }  # fmt: skip
+    assert c.release() == "released"
+    handed = record("c", 22, fence, "handed", 12, "d")
+    assert keys_of(locks) == {"": (AT[22], 82.0), ":holder": (handed, 82.0), **waits}
+    d = acquired("d", copy="d1")
+    fence = f"{AT[12]}000002"
+    assert keys_of(locks) == {
+        "": (AT[22], 82.0), ":holder": (record("d", 22, fence, "running", 12), 82.0), ":ticket:d": "0|d1|0"
+    }  # fmt: skip
+    resting = d.acquire(token=task_token("d", 0, "0a"), copy="d1").lock
+    assert resting.release(at_least_for=5) == "resting"
+    assert keys_of(locks) == {
+        "": (AT[17], 77.0), ":holder": (record("d", 17, fence, "resting", 12), 77.0), ":ticket:d": "0|d1|0"
+    }  # fmt: skip

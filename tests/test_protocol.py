@@ -44,7 +44,7 @@ LONG_S = 600  # nothing expires because the machine is slow
 LONG_US = LONG_S * 1_000_000
 PROTOCOL, KEYS = ((DOCS / f"{page}.md").read_text() for page in ("protocol", "keys"))
 VERBS = sections(sections(PROTOCOL)["Calling a script"], 3)
-SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua"))}
+SCRIPTS = {path.stem: path.read_text() for path in sorted(client.LUA.glob("*.lua")) if path.stem != "permits"}
 NOT_ANSWERED = {"string", "table", "number"}  # names of Lua's types
 WORDLESS = {"look", "recall", "due", "sweep", "instead"}  # verbs that answer no word
 VALUES = {
@@ -77,6 +77,11 @@ def declared(text: str) -> dict[str, dict[int, str]]:
         "ARGV": re.findall(r"(?m)^(?:--)?\s+(\d+)(?:\.\.\.)? ([a-z ]+?)(?:\s{2,}|$)", arguments),
     }
     return {kind: {int(number): name for number, name in names} for kind, names in found.items()}
+
+
+def of_other_permits(text: str, pattern: str) -> list[int]:
+    """From which of its KEYS on a script is told of the other permits, if it is."""
+    return [int(number) for number in re.findall(pattern, text)]
 
 
 def words_of(text: str) -> set[str]:
@@ -114,9 +119,20 @@ def test_every_script_is_described_with_all_that_it_takes(verb):
     found = described(verb)
     assert found == declared(SCRIPTS[verb])
     code = re.sub(r"--.*", "", SCRIPTS[verb])
+    others = of_other_permits(VERBS[verb], r"From (\d+) on the other permits")
+    assert others == of_other_permits(SCRIPTS[verb].split("-- Returns")[0], r"(\d+)\.\.\. the other")
     for kind, named in found.items():
         assert list(named) == list(range(1, len(named) + 1))
-        assert {int(number) for number in re.findall(rf"{kind}\[(\d+)\]", code)} <= set(named)
+        known = {*named, *others} if kind == "KEYS" else {*named}
+        assert {int(number) for number in re.findall(rf"{kind}\[(\d+)\]", code)} <= known
+    assert not others or others == [len(found["KEYS"]) + 1]
+
+
+def test_scripts_that_stand_behind_another_are_named():
+    """Those that use what permits.lua defines: on the page, and in the client."""
+    (named,) = re.findall(r"the text of (`acquire`[^.]+), which choose", PROTOCOL)
+    of_permits = {verb for verb, text in SCRIPTS.items() if "permit_for(" in text}
+    assert {*re.findall(r"`(\w+)`", named)} == of_permits == {*client.OF_PERMITS}
 
 
 @pytest.mark.parametrize("verb", SCRIPTS)
@@ -138,10 +154,11 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
     made = {
         names.record_name(lock), names.mark_name(lock), *names.line_names(lock), names.take_over_name(lock),
         names.ticket_name(lock, "<task id>"), names.ticket_name(lock, "<task id>", "<call id>"),
-        names.instead_name(lock, "<task id>"),
+        names.instead_name(lock, "<task id>"), names.permits_name(lock),
+        *(name.replace("#7", "#<number>") for name in names.permit_names(lock, 7)),
     }  # fmt: skip
     cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
-    suffixes = [re.findall(r"`(:[^`]+)`", cell) for cell in cells]
+    suffixes = [re.findall(r"`([:#][^`]+)`", cell) for cell in cells]
     named = {lock + suffix[0] for suffix in suffixes if suffix}
     named |= {lock + "".join(suffix) for suffix in suffixes if len(suffix) > 1}
     assert named == made
@@ -154,13 +171,15 @@ def test_lines_of_a_broker_have_the_name_of_the_page():
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
 def test_record_of_a_lock_that_the_user_has_named(name):
-    """With a tag a suffix, without one a tag around the name."""
+    """With a tag a suffix, without one a tag around the name; likewise its permits."""
     try:
         expected = names.record_name(name)
     except ValueError:
         assert "}" in name, "the page says which names are refused"
     else:
         assert client.record_name(name) == expected
+        for number in (0, 1, 12):
+            assert client.permit_names(name, number) == names.permit_names(name, number)
 
 
 @pytest.mark.parametrize("page", ["recipe", "guarantees", "protocol", "keys"])
@@ -268,9 +287,9 @@ def wire(server, locks) -> Iterator[Callable[[], Server]]:
 
 def assert_taken_over_past_the_lease(locks: redis.Redis, name: str, takes_over: Callable[[], bool]) -> None:
     """Fail unless a lock that has just been taken for LONG_S is taken over past its lease, and no sooner."""
-    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    _age(locks, lock=name, by_s=LONG_S - 60)
     assert not takes_over(), "a minute before the end"
-    _age(locks, lock=name, by_s=63, living="")
+    _age(locks, lock=name, by_s=63)
     assert takes_over()
 
 
@@ -338,7 +357,8 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
     lease, retention = holder.lease_us, client.RETENTION_MS
     assert twice("hold", pair, holder.token, lease, retention) == ["held_for_retry"] * 2
     assert [holder.release(), holder.release()] == ["held_for_retry"] * 2
-    assert twice("free", pair, "5f1c0a", client.REMEMBER_MS) == ["released", "lost"]
+    permits = names.permits_name(name)
+    assert twice("free", (*pair, permits), "5f1c0a", client.REMEMBER_MS) == ["released", "lost"]
     assert holder.acquire() == "acquired"
     assert [holder.release(), holder.release()] == ["released"] * 2
     assert holder.acquire() == "acquired"
@@ -349,6 +369,7 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
     assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
 
 
+BESIDE = ("line", "calls", "queued", "ticket:5f1c0a", "permits")
 LINE = "t:{proj.settle:0}"
 LINE_KEYS = tuple(LINE + suffix for suffix in ("", ":holder", ":line", ":calls"))
 PASSED_OVER = 4_000_000_000_000_000
@@ -365,9 +386,9 @@ def park(sweeper) -> Callable[..., list[Any]]:
     """Let a task wait in line since a time: what park answers."""
 
     def park(task_id: str, since_us: int, copy: str = "-") -> list[Any]:
-        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}")
-        arguments = (task_id, 0, copy, since_us, f"call of {task_id}", LONG_S * 1000)
-        return sweeper.server.run("park", names, *arguments)
+        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}", f"{LINE}:permits")
+        arguments = (task_id, 0, copy, since_us, f"call of {task_id}", LONG_S * 1000, 0)
+        return sweeper.server.run_of_permits("park", LINE, names, *arguments)
 
     return park
 
@@ -441,7 +462,7 @@ def test_call_that_does_not_come_is_passed_over(sweeper, locks, left):
     back_us = served.now_us + sweeper.lease_us
     assert locks.hget(f"{LINE}:calls", "first") == "1|1|call of first"
     assert locks.zscore(f"{LINE}:line", "first") == PASSED_OVER + back_us
-    assert left.server.run("look", LINE_KEYS[:3])[3:] == ["0"]
+    assert left.server.run("look", (*LINE_KEYS[:3], f"{LINE}:permits"))[1] == "0"
     served = sweeper.serve(LINE, away="second")
     assert (served.word, served.heir, served.next_us) == ("empty", None, back_us)
     locks.zadd(f"{LINE}:line", {"first": PASSED_OVER + 1})
@@ -454,7 +475,7 @@ def test_call_that_is_woken_late_passes_the_one_that_the_lock_is_handed_to(sweep
     """That one has its place again, and no second wake-up; the ticket says what began, how often in vain."""
     sweeper.serve(LINE)
     assert sweeper.serve(LINE, away="first").heir == "second"
-    names = (*LINE_KEYS, f"{LINE}:queued", f"{LINE}:ticket:first")
+    names = (*LINE_KEYS, f"{LINE}:queued", f"{LINE}:ticket:first", f"{LINE}:permits")
     copy = ("c0ffee", LONG_S * 1000, 0, 0, 0)
     arguments = ("first|0|ab", LONG_US, client.RETENTION_MS, "{}", "", *copy)
     assert sweeper.server.run("acquire", names, *arguments)[0] == "acquired"
@@ -470,7 +491,7 @@ def test_call_that_leaves_passes_on_what_is_handed_to_it(sweeper, locks, left):
     """By a service that says it is away."""
 
     def leave(task_id: str) -> list[Any]:
-        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}")
+        names = (*LINE_KEYS, f"{LINE}:ticket:{task_id}", f"{LINE}:permits")
         return sweeper.server.run("leave", names, task_id, 0, "c0ffee", LONG_S * 1000)
 
     assert leave("second") == ["left"]
@@ -544,10 +565,10 @@ def test_full_client_is_taken_over_by_ours(wire, locks, name):
     dead.acquire()
     assert dead.holds()
     now = LONG_S - 5
-    _age(locks, lock=name, by_s=LONG_S - 60, living="")
+    _age(locks, lock=name, by_s=LONG_S - 60)
     assert not dead.holds(), "a hundredth of its lease before the end"
     assert not SetnxLock(locks, name).acquire().acquired, "a minute before the end"
-    _age(locks, lock=name, by_s=60, living="")
+    _age(locks, lock=name, by_s=60)
     outcome = SetnxLock(locks, name).acquire()
     assert outcome.taken_over_from is not None
     assert outcome.taken_over_from.token == dead.token
@@ -562,6 +583,67 @@ def test_reply_that_is_later_than_the_lease_is_not_acquired(wire, locks, name):
     late = FullClient(wire(), name, clock=lambda: next(clock))
     assert late.acquire() == "held"
     assert SetnxLock(locks, name).acquire().acquired
+
+
+def test_full_clients_and_ours_share_the_permits_of_a_lock(wire, locks, name):
+    """As many as the limit hold it, each under a permit of its own, and renew and release that one."""
+    first, third, fourth = (FullClient(wire(), name, limit=3) for _ in range(3))
+    assert first.acquire() == "acquired"
+    second = SetnxLock(locks, name, limit=3).acquire().lock
+    assert third.acquire() == "acquired"
+    assert [first.permit, second.permit, third.permit] == [0, 1, 2]
+    assert fourth.acquire() == "held"
+    assert fourth.deadline_us == first.deadline_us, "the first that ends"
+    assert locks.get(names.permits_name(name)) == "3 3"
+    assert third.renew() == "renewed"
+    assert [holder.token for holder in SetnxLock(locks, name, limit=3).holders()] == [
+        first.token, second.token, third.token,
+    ]  # fmt: skip
+    assert second.release() == "released"
+    assert fourth.acquire() == "acquired"
+    assert fourth.permit == 1
+    assert fourth.fence > second.fence
+    assert [first.release(), third.release(), fourth.release()] == ["released"] * 3
+    assert SetnxLock(locks, name, limit=3).holders() == []
+
+
+def test_client_that_names_too_few_permits_is_told_how_many_are_in_use(wire, locks, name):
+    """And asks again with as many; its own limit stays: what is beyond it is free for nobody of its kind."""
+    holders = [FullClient(wire(), name, limit=3) for _ in range(3)]
+    assert [holder.acquire() for holder in holders] == ["acquired"] * 3
+    newcomer = FullClient(wire(), name, limit=2)
+    arguments = ("5f1c0a", LONG_US, client.RETENTION_MS, "{}", "", "-", 0, 0, 0, 0, 2)
+    for count in (1, 2):
+        told = newcomer.server.run("acquire", permits_of(name, count), *arguments, of_several=count > 1)
+        assert told == ["more", "3"]
+    assert newcomer.acquire() == "held"
+    assert holders[2].release() == "released"
+    assert newcomer.acquire() == "held"
+    assert locks.get(names.permits_name(name)) == "2 2"
+    assert holders[0].release() == "released"
+    assert newcomer.acquire() == "acquired"
+    assert newcomer.permit == 0
+
+
+def permits_of(name: str, count: int) -> tuple[str, ...]:
+    """The KEYS of an acquire that names so many permits."""
+    beside = tuple(f"{client.record_name(name).removesuffix(':holder')}:{what}" for what in BESIDE)
+    return (*client.permit_names(name, 0), *beside, *names.other_permits(name, count))
+
+
+def test_service_hands_over_one_permit_after_the_other(sweeper, wire, park):
+    """And says that it is time to look again, while a permit is free and somebody waits."""
+    holders = [FullClient(wire(), LINE, is_task_lock=True, limit=2) for _ in range(2)]
+    assert [holder.acquire() for holder in holders] == ["acquired"] * 2
+    for since, task_id in enumerate(("first", "second", "third"), 1):
+        park(task_id, since)
+    assert [holder.release() for holder in holders] == ["released"] * 2
+    served = sweeper.serve(LINE)
+    assert (served.word, served.heir, served.next_us) == ("handed", "first", served.now_us)
+    served = sweeper.serve(LINE)
+    assert (served.word, served.heir) == ("handed", "second")
+    assert served.next_us > served.now_us
+    assert sweeper.serve(LINE).word == "held"
 
 
 def test_text_in_place_of_a_record_is_refused(wire, locks, name):
@@ -597,6 +679,23 @@ def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, n
     assert not classic.acquire()
     assert held.release() == "released"
     assert classic.acquire()
+
+
+def test_classic_client_is_one_holder_among_several(wire, locks, foreign_keys, name):
+    """It has permit 0, or waits for it, whatever the others do; ours have those that are left."""
+    foreign_keys.add(name)
+    classic = ClassicClient(wire(), name)
+    assert classic.acquire()
+    ours = [SetnxLock(locks, name, limit=3).acquire() for _ in range(3)]
+    assert [outcome.acquired for outcome in ours] == [True, True, False]
+    assert [outcome.lock.permit for outcome in ours[:2]] == [1, 2]
+    assert [holder.state for holder in SetnxLock(locks, name, limit=3).holders()] == [
+        "foreign", "running", "running",
+    ]  # fmt: skip
+    classic.release()
+    assert SetnxLock(locks, name, limit=3).acquire().lock.permit == 0
+    assert [outcome.lock.release() for outcome in ours[:2]] == ["released"] * 2
+    assert not classic.acquire(), "two permits are free, and it knows of neither"
 
 
 def test_classic_client_may_give_its_lock_a_ttl(wire, locks, name):

@@ -1,6 +1,8 @@
 """What a survey sees, how few commands it takes, and that a lock dropped by hand is the one that was seen."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,15 @@ from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import key_name, line_names, mark_name, record_name, take_over_name
+from celery_setnx.lock.names import (
+    key_name,
+    line_names,
+    mark_name,
+    permit_names,
+    permits_name,
+    record_name,
+    take_over_name,
+)
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
@@ -20,9 +30,19 @@ from tests.harness import age, lock_keys
 KEY = key_name("t", "app.sync", digest([7]))
 
 
-def hold(locks: redis.Redis, key: str = KEY, **info: Any) -> Any:
+def hold(locks: redis.Redis, key: str = KEY, limit: int = 1, **info: Any) -> Any:
     """A held lock."""
-    return SetnxLock(locks, key, info={"task": "app.sync", "task_id": "t-1", **info}).acquire().lock
+    about = {"task": "app.sync", "task_id": "t-1", **info}
+    return SetnxLock(locks, key, info=about, limit=limit).acquire().lock
+
+
+def hold_many(locks: redis.Redis, count: int, limit: int, key: str = KEY, **info: Any) -> list[Any]:
+    """So many held permits of one lock, by number."""
+    found = []
+    for number in range(count):
+        about = {"task": "app.sync", "task_id": f"t-{number}", **info}
+        found.append(SetnxLock(locks, key, info=about, limit=limit).acquire().lock)
+    return found
 
 
 def queue(locks: redis.Redis, key: str = KEY, task_id: str = "t-2") -> Mark:
@@ -45,6 +65,23 @@ def fill(locks: redis.Redis, count: int) -> set[str]:
     locks.mset(dict.fromkeys(keys, -(-deadline_us // 1_000_000)))
     locks.mset(dict.fromkeys(map(record_name, keys), record))
     return set(keys)
+
+
+def end_lease(locks: redis.Redis, name: str, record: str) -> None:
+    """Make a deadline a past one, of one permit alone."""
+    token, _deadline, *rest = locks.get(record).split("\n", 5)
+    locks.set(record, "\n".join([token, "1000000", *rest]), keepttl=True)
+    locks.set(name, "1", keepttl=True)
+
+
+@contextmanager
+def commands(locks: redis.Redis) -> Iterator[dict[str, int]]:
+    """How often each command was called within the block."""
+    called: dict[str, int] = {}
+    locks.config_resetstat()
+    yield called
+    called.update({name[8:]: stat["calls"] for name, stat in locks.info("commandstats").items()})
+    called.pop("config|resetstat", None)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +191,100 @@ def test_survey_keeps_to_its_prefix(locks, prefix):
     assert (seen.key, seen.scope, seen.digest) == (f"{prefix}:{{app.sync}}", "app.sync", "")
 
 
+def test_survey_sees_the_permits_of_a_lock_as_one(locks):
+    """One sighting with all who hold it, and how many may."""
+    held = hold_many(locks, 3, limit=5)
+    (seen,) = survey(locks, "t")
+    assert (seen.key, seen.scope, seen.digest, seen.limit) == (KEY, "app.sync", digest([7]), 5)
+    assert [(one.permit, one.token, one.fence) for one in seen.holders] == [
+        (one.permit, one.token, one.fence) for one in held
+    ]
+    assert [one.permit for one in held] == [0, 1, 2]
+    assert look(locks, KEY).holders == seen.holders
+    assert [one.holder.task_id for one in seen.of_each()] == ["t-0", "t-1", "t-2"]
+
+
+def test_survey_sees_a_permit_though_the_first_is_free(locks):
+    """The lock itself may be free; when all are it is no sighting, though what is known of it stays."""
+    first, second = hold_many(locks, 2, limit=3)
+    first.release()
+    (seen,) = survey(locks, "t")
+    assert ([one.permit for one in seen.holders], seen.limit, seen.holder.task_id) == ([1], 3, "t-1")
+    second.release()
+    assert locks.exists(permits_name(KEY))
+    assert list(survey(locks, "t")) == []
+    assert last_holder(look(locks, KEY)).task_id == "t-1"
+
+
+def test_survey_sees_permits_beyond_a_limit_that_was_lowered(locks):
+    """They are held until they are released; how many they are is not forgotten with `:permits`."""
+    hold_many(locks, 3, limit=3)
+    assert not SetnxLock(locks, KEY, limit=2).acquire().acquired
+    (seen,) = survey(locks, "t")
+    assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1, 2], 2)
+    assert [one.permit for one in seen.within(2).holders] == [0, 1]
+    locks.delete(permits_name(KEY))
+    (seen,) = survey(locks, "t")
+    assert ([one.permit for one in seen.holders], seen.limit, seen.has_several) == ([0, 1, 2], 1, True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "first"),
+    [(None, "t-0"), ("dead", "t-2"), ("foreign", None), ("stale and dead", "t-1")],
+)
+def test_holder_of_several_is_the_one_that_needs_a_look_first(locks, foreign_keys, trouble, first):
+    """A lease that has ended, a dead process, a value that never ends, or else who has held for longest."""
+    hold_many(locks, 2, limit=4)
+    if trouble in ("dead", "stale and dead"):
+        assert hold(locks, KEY, limit=4, task_id="t-2", **{**identity(), "start": 0}).permit == 2
+    if trouble == "foreign":
+        foreign_keys.add(permit_names(KEY, 3)[0])
+        locks.set(permit_names(KEY, 3)[0], "maintenance")
+    if trouble == "stale and dead":
+        name, record = permit_names(KEY, 1)
+        end_lease(locks, name, record)
+    (seen,) = survey(locks, "t")
+    assert seen.holder.task_id == first
+    assert seen.is_abandoned == (trouble in ("dead", "stale and dead"))
+    assert seen.is_stale == (trouble == "stale and dead")
+    assert len(seen.holders) == {None: 2, "stale and dead": 3}.get(trouble, 3)
+
+
+def test_survey_sees_a_permit_that_is_no_string(locks):
+    """Another program's hash in a permit's place is in the way of that permit alone."""
+    hold_many(locks, 1, limit=3)
+    locks.hset(permit_names(KEY, 2)[0], "a", "b")
+    locks.expire(permit_names(KEY, 2)[0], 60)
+    for seen in (*survey(locks, "t"), look(locks, KEY)):
+        assert [(one.permit, one.state, one.value == NOT_TEXT) for one in seen.holders] == [
+            (0, "running", False),
+            (2, "foreign", True),
+        ]
+
+
+@pytest.mark.parametrize("text", ["999999999999 5", "-1 5", "0 0", "maintenance", "5", ""])
+def test_survey_survives_foreign_words_about_permits(locks, text):
+    """What is no number of permits says nothing of them; those that are there are seen."""
+    hold_many(locks, 2, limit=2)
+    locks.set(permits_name(KEY), text, ex=60)
+    (seen,) = survey(locks, "t")
+    assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1], 1)
+
+
+def test_survey_of_locks_with_one_permit_asks_what_it_did(locks):
+    """The same commands as before there were several; one MGET more for each lock that has."""
+    keys = sorted(fill(locks, 50))
+    with commands(locks) as alone:
+        assert len(list(survey(locks, "t"))) == 50
+    assert alone == {"scan": alone["scan"], "time": 1, "mget": 1}
+    for key in keys[:2]:
+        hold_many(locks, 2, limit=3, key=f"{key[:-4]}more}}")
+    with commands(locks) as several:
+        assert len(list(survey(locks, "t"))) == 52
+    assert several == {"scan": several["scan"], "time": 1, "mget": 1 + 2}
+    locks.flushdb()
+
+
 @pytest.mark.slow
 def test_survey_of_20_000_locks_takes_few_commands():
     """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
@@ -218,6 +349,19 @@ def test_drop_deletes_lock_and_record(locks):
     assert drop(locks, look(locks, KEY))
     assert lock_keys(locks) == {mark_name(KEY)}
     assert held.release() == "lost"
+
+
+def test_drop_deletes_the_permit_that_was_seen(locks):
+    """That of the holder, with its record, and no other; what is known of the permits stays."""
+    first, second = hold_many(locks, 2, limit=2)
+    of_first, of_second = look(locks, KEY).of_each()
+    assert drop(locks, of_second)
+    assert [one.permit for one in look(locks, KEY).holders] == [0]
+    assert not locks.exists(*permit_names(KEY, 1))
+    first.renew()
+    assert second.release() == "lost"
+    assert not drop(locks, of_first)
+    assert locks.exists(permits_name(KEY))
 
 
 def test_drop_does_nothing_to_another_lock_than_was_seen(locks):

@@ -5,7 +5,7 @@ import re
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from celery_setnx import (
 )
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import permit_names, permits_name
 from celery_setnx.signals import lock_acquired, lock_taken_over
 from celery_setnx.testing import (
     Held,
@@ -347,6 +348,25 @@ def test_held_lock_is_that_of_the_call_and_is_released_once(work):
     assert work.locked("a") is None
 
 
+def test_hold_takes_a_permit_each(app):
+    """As many as the limit, each with a number; and when one is given back, the next holder has it."""
+    task = task_of(app, limit=3)
+    with hold(task, "a") as first, hold(task, "a") as second, hold(task, "a") as third:
+        assert [held.permit for held in (first, second, third)] == [0, 1, 2]
+        assert [holder.task_id for holder in task.holders("a")] == [
+            held.task_id for held in (first, second, third)
+        ]
+        with pytest.raises(AlreadyRunning, match=first.task_id), hold(task, "a"):
+            pytest.fail("four holders of three permits")
+        second.release()
+        with hold(task, "a") as fourth, guarded(app):
+            assert fourth.permit == 1
+            assert is_skipped(task.apply(["a"]).get())
+        with guarded(app):
+            assert task.apply(["a"]).get() == 1
+    assert_released(app)
+
+
 @pytest.mark.clock  # a lease is renewed while it really runs
 def test_held_lock_is_renewed(app):
     """A test may take longer than the lease."""
@@ -417,6 +437,84 @@ def test_living_holder_keeps_its_lock_for_as_long_as_it_likes(app, work):
         assert after.deadline >= before.deadline
         held._held.renew()
         assert is_skipped(work.apply(["a"]).get())
+
+
+def test_living_holders_keep_their_permits_while_others_age(app, locks):
+    """Of several each is renewed, or not, for itself; what is known of the permits lasts as long as they."""
+    task = task_of(app, limit=3, lease=600)
+    with hold(task, "a") as first, hold(task, "a") as dead, hold(task, "a") as third:
+        before = {holder.permit: holder for holder in task.holders("a")}
+        crash(dead)
+        pass_time(timedelta(hours=48), third)
+        after = {holder.permit: holder for holder in task.holders("a")}
+        assert set(after) == {0, 2}
+        for number in after:
+            assert before[number].since - after[number].since == pytest.approx(48 * 3600)
+            assert after[number].deadline >= before[number].deadline
+        assert not locks.exists(*permit_names(first.key, 1))
+        assert locks.get(permits_name(first.key)) == "3 3"
+        for held in (first, third):
+            held._held.renew()
+        with hold(task, "a") as fourth:
+            assert fourth.permit == 1
+            assert fourth.fence > dead.fence
+
+
+@pytest.mark.parametrize("of", ["call", "task", "app"])
+def test_crashed_holders_of_permits_are_taken_over_past_their_leases(app, of):
+    """A permit at a time, from the first on; those that no client has named are found."""
+    task = task_of(app, limit=12)
+    with ExitStack() as stack, guarded(app):
+        held = [stack.enter_context(hold(task, "a")) for _ in range(12)]
+        for one in held[1::2]:
+            crash(one)
+        assert is_skipped(task.apply(["a"]).get())
+        pass_time(600, *{"call": (task, "a"), "task": (task,), "app": (app,)}[of])
+        assert [holder.permit for holder in task.holders("a")] == [0, 2, 4, 6, 8, 10]
+        with hold(task, "a") as next_one:
+            assert next_one.permit == 1
+
+
+def test_permits_that_rest_have_rested_when_time_has_passed(app):
+    """Each is one of those that keep others out until then; none of them is left over."""
+    task = task_of(app, limit=2, at_least_for=3600)
+    with guarded(app):
+        assert [task.apply(["a"]).get() for _ in range(2)] == [1, 2]
+        assert is_skipped(task.apply(["a"]).get())
+        assert_released(app)
+        pass_time(3600, task, "a")
+        assert task.apply(["a"]).get() == 3
+
+
+def test_each_permit_that_is_left_is_told(app):
+    """By number, with its holder; also where the first is free."""
+    task = task_of(app, limit=3)
+    with hold(task, "a") as first, hold(task, "a") as second, hold(task, "a") as third:
+        first.release()
+        crash(third)
+        pass_time(600, task, "a")
+        with pytest.raises(AssertionError) as failure:
+            assert_released(task, "a")
+        _heading, *left, _advice = str(failure.value).splitlines()
+        assert [line.partition(", ")[0] for line in left] == [
+            f"  permit {held.permit} of lock {held.key}: held by {task.name}[{held.task_id}]"
+            for held in (second, third)
+        ]
+        assert [line.endswith("it was not released") for line in left] == [False, True]
+
+
+def test_clear_deletes_all_permits_and_refuses_if_one_runs_elsewhere(app, locks):
+    """They are under the app's prefix, too."""
+    task = task_of(app, limit=2)
+    with hold(task, "a") as held:
+        info = {"host": "production-7", "task": task.name, "task_id": "x"}
+        lock = SetnxLock(locks, held.key, info=info, limit=2)
+        assert lock.acquire().lock.permit == 1
+        with pytest.raises(SetnxError, match="on host production-7"):
+            clear(app)
+        lock.release()
+        assert clear(app) == 4  # lock and record, what is left of the other permit, how many there are
+        assert not lock_keys(locks)
 
 
 def test_body_that_stood_still_learns_it(app, whole):

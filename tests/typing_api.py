@@ -68,6 +68,8 @@ class Misspelt(SingletonTask):
 
 
 of_a_call: SingletonOptions = {"on_conflict": "retry", "retry_delay": 0.5}
+of_several: SingletonOptions = {"limit": 5}
+no_number: SingletonOptions = {"limit": "5"}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
 wrong: SingletonOptions = {"dedupe": "until_over"}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
 
 
@@ -80,6 +82,8 @@ def calls(task: SingletonTask, app: Celery) -> None:
     send_task(app, "proj.task", kwargs={"a": 1}, singleton={"key": "a", "dedupe": "until_started"})
     assert_type(task.lock, HeldLock | None)
     assert_type(task.locked(1), Holder | None)
+    assert_type(task.holders(1), list[Holder])
+    assert_type([holder.permit for holder in task.holders(1)], list[int])
     assert_type(task.lock_key(1), str)
     assert_type(current_lock(), HeldLock | None)
     assert_type(is_skipped({}), bool)
@@ -90,6 +94,10 @@ def without_celery(client: redis.Redis) -> Iterator[int]:
     with SetnxLock(client, "nightly", lease=60) as held:
         assert_type(held, HeldLock)
         yield held.fence
+    several = SetnxLock(client, "export", limit=3)
+    assert_type(several.holders(), list[Holder])
+    with several as one_of_them:
+        assert_type(one_of_them.permit, int)
     outcome = SetnxLock(client, "nightly").acquire(wait=timedelta(seconds=1))
     assert_type(outcome, Outcome)
     assert_type(outcome.lock, HeldLock | None)

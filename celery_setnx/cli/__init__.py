@@ -83,8 +83,10 @@ def _of_call(function: Any) -> Any:
 def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_json: bool) -> None:
     """List the locks: task, state, age, deadline, process, who waits, holder.
 
-    A task is the one that the lock's record names, or the scope. Whether a process is dead is known on its
-    own host. Reads by SCAN, so it may run in production. A terminal gets what fits its width.
+    A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
+    says how many are held ("3/5"), and the row is the holder's that needs a look first. Whether a process is
+    dead is known on its own host. Reads by SCAN, so it may run in production. A terminal gets what fits its
+    width.
     """
     if stale and queued:
         raise click.UsageError("--stale is about locks, --queued about marks; give one of them")
@@ -201,7 +203,8 @@ def why(
 def release(ctx: click.Context, /, target: str | None, queued: bool, task: str | None, **given: Any) -> None:
     """Release a lock by hand, or free the marks of a task.
 
-    The lock is named as for `show`: by its key, or by a task and a call's arguments.
+    The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
+    permits those are released that are abandoned; KEY#3 names permit 3 alone.
 
     What is shown is what is deleted: if it has changed meanwhile, nothing is touched. A lock whose deadline
     has not passed, and whose process is not surely dead, is only released with --force. The first who waits
@@ -209,13 +212,15 @@ def release(ctx: click.Context, /, target: str | None, queued: bool, task: str |
     """
     if (target is None) != queued or queued != (task is not None):
         raise click.UsageError("give a KEY, or a TASK and its ARGS, or --queued and --task NAME")
-    from celery_setnx.cli.asked import loaded, sight
+    from celery_setnx.cli.asked import loaded, permit_of, sight
     from celery_setnx.cli.byhand import free_marks, release_lock
 
     app = loaded(ctx.obj.app)
     yes, force = given.pop("yes"), given.pop("force")
     if target is None:
         free_marks(app, str(task), yes=yes)
+    elif found := permit_of(app, target):
+        release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         release_lock(app, sighting, yes=yes, force=force)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, look, survey
 from celery_setnx.options import settings
 from celery_setnx.wording import sentence
+
+_PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
 
 
 class NoRedis(click.ClickException):
@@ -96,9 +99,19 @@ def sight(
     if arguments or args_json or kwargs_json:
         raise click.UsageError(unknown(app, target))
     sighting = look_at(app, target)
-    if "{" not in target and sighting.raw == (None, None):
+    if "{" not in target and not any(sighting.raw):
         raise click.UsageError(f"{unknown(app, target)} Nor is there a lock of that name.")
     return sighting
+
+
+def permit_of(app: Celery, target: str) -> tuple[Sighting, int] | None:
+    """The lock whose permit a command line names, as `KEY#3`, and its number; None if it names none."""
+    named = None if target in app.tasks else _PERMIT.fullmatch(target)
+    if named is None:
+        return None
+    sighting, number = look_at(app, named[1]), int(named[2])
+    # Else it may be a lock of that name.
+    return (sighting, number) if sighting.has_several else None
 
 
 def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterator[Sighting]:

@@ -6,6 +6,7 @@ import getpass
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -13,17 +14,21 @@ from celery import Celery
 
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.cli.asked import also_under, find, look_at, prefix, unknown
-from celery_setnx.cli.describe import fate, many, until
+from celery_setnx.cli.describe import fate, many, of_permits, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.marks import Mark, free_all
-from celery_setnx.lock.record import Holder
 from celery_setnx.lock.survey import Sighting, drop
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
 
 _BATCH = 1000
+_NOT_KNOWN = "Not released: it is not known to be abandoned. --force releases it all the same."
+_NONE_KNOWN = (
+    "Not released: none of them is known to be abandoned. --force releases all of them all the same; one "
+    "alone if it is named, such as {}."
+)
 
 
 class NotReleased(click.ClickException):
@@ -34,40 +39,70 @@ class NotReleased(click.ClickException):
         say(self.message, err=True)
 
 
-def release_lock(app: Celery, sighting: Sighting, *, yes: bool, force: bool) -> None:
-    """Show a lock, ask, and drop it if it is still what was shown."""
-    key, holder = sighting.key, sighting.holder
-    if holder is None:
+def release_lock(
+    app: Celery, sighting: Sighting, *, yes: bool, force: bool, permit: int | None = None
+) -> None:
+    """Show who has a lock, or one permit of it, ask, and drop what is still what was shown.
+
+    Of several holders those are dropped that will not come back; by force, all.
+    """
+    shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
+    if not shown:
         marked = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
-        raise NotReleased(f"Nothing to release: {key} is free.{marked}")
-    if not key.startswith(f"{prefix(app)}:{{") and sighting.raw[1] is None:
-        raise click.UsageError(f"{key} is no lock of this app's tasks, and has no record beside it.")
-    say(f"{key} is held by {holder}.", f"  {until(sighting)}", f"  {fate(holder)}")
-    if not (force or sighting.is_abandoned):
-        raise NotReleased("Not released: it is not known to be abandoned. --force releases it all the same.")
-    if not yes and not click.confirm("Release it?"):
+        name = sighting.key if permit is None else f"{sighting.key}#{permit}"
+        raise NotReleased(f"Nothing to release: {name} is free.{marked}")
+    if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
+        raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
+    in_short = sighting.has_several and permit is None
+    if in_short:
+        say(f"Of {sighting.key} {of_permits(sighting)} permits are held.")
+    for one in shown:
+        what = f"Permit {_number(one)}" if in_short else one.name
+        say(f"{what} is held by {one.holder}.", f"  {until(one)}", f"  {fate(one.holder)}")
+    chosen = shown if force else [one for one in shown if one.is_abandoned]
+    if not chosen:
+        raise NotReleased(_NOT_KNOWN if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
+    which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
+    if not yes and not click.confirm(f"Release {which}?"):
         raise NotReleased("Not released.")
-    if not drop(client_for(app), sighting):
-        raise NotReleased(f"Not released: {key} has changed meanwhile, or is no text. Look again.")
-    say(f"Released {key}.")
-    _after_drop(app, sighting, holder)
+    dropped = [one for one in chosen if drop(client_for(app), one)]
+    for one in dropped:
+        say(f"Released {one.name}.")
+    if dropped:
+        _after_drop(app, sighting, dropped)
+    for one in chosen:
+        if one not in dropped:
+            raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
 
 
-def _after_drop(app: Celery, sighting: Sighting, holder: Holder) -> None:
-    """Leave a trace of a lock that was dropped, and let the line go on."""
-    key, task = sighting.key, app.tasks.get(sighting.task)
-    _note(app, "%s was released by hand, by %s. It was held by %s.", key, _user(), holder)
-    lock_released.send(
-        sender=task or app,
-        task_id=holder.task_id,
-        key=key,
-        fence=holder.fence,
-        outcome="by_hand",
-        held_s=None,
-    )
+def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:
+    """Leave a trace of what was dropped, and let the line go on."""
+    key = sighting.key
+    for one in dropped:
+        holder = one.holder
+        text = "%s was released by hand, by %s. It was held by %s."
+        _note(app, text, one.name, _user(), holder)
+        lock_released.send(
+            sender=app.tasks.get(one.task) or app,
+            task_id=holder and holder.task_id,
+            key=key,
+            fence=holder and holder.fence,
+            outcome="by_hand",
+            held_s=None,
+        )
     if look_at(app, key).waiting:  # else a call that comes just now would meet us
-        let_the_line_go_on(app, sighting.task, key)
+        let_the_line_go_on(app, dropped[0].task, key)
         say("Others wait in line; the first has its turn.")
+
+
+def _number(sighting: Sighting) -> int:
+    return sighting.holder.permit if sighting.holder else 0
+
+
+def _listed(held: Sequence[Sighting]) -> str:
+    """Some permits, in words."""
+    numbers = [str(_number(one)) for one in held]
+    return f"permit{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def free_marks(app: Celery, task: str, *, yes: bool) -> None:

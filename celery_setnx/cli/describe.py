@@ -16,6 +16,8 @@ from celery_setnx.lock.survey import Sighting, last_holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
 
+_SHOWN = 3  # holders that `why` names
+
 COLUMNS = ("TASK", "STATE", "AGE", "DEADLINE", "PROCESS", "WAITING", "TASK ID", "WORKER", "KEY")
 MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
 
@@ -31,12 +33,36 @@ _ON_CONFLICT = {
 
 def row(sighting: Sighting) -> dict[str, Any]:
     """A lock as plain JSON values, under the names that docs/cli.md promises."""
-    holder = sighting.holder
-    info: Mapping[str, Any] = holder.info if holder else {}
+    several = sighting.has_several
     return {
         "key": sighting.key,
         "task": sighting.task,
         "scope": sighting.scope,
+        **_held_row(sighting),
+        "waiting": sighting.waiting,
+        "value": sighting.holder.value if sighting.holder else None,
+        "held": len(sighting.holders),
+        "limit": sighting.limit,
+        "holders": list(map(holder_row, sighting.of_each())) if several else None,
+    }
+
+
+def holder_row(sighting: Sighting) -> dict[str, Any]:
+    """Who holds one of several permits, as plain JSON values."""
+    holder = sighting.holder
+    return {
+        "permit": holder and holder.permit,
+        "task": sighting.task,
+        **_held_row(sighting),
+        "value": holder and holder.value,
+    }
+
+
+def _held_row(sighting: Sighting) -> dict[str, Any]:
+    """What the JSON of a lock and that of a holder both have."""
+    holder = sighting.holder
+    info: Mapping[str, Any] = holder.info if holder else {}
+    return {
         "state": holder.state if holder else "free",
         "stale": sighting.is_stale,
         "task_id": info.get("task_id"),
@@ -49,8 +75,6 @@ def row(sighting: Sighting) -> dict[str, Any]:
         "age_s": rounded(sighting.age_s),
         "deadline": holder.deadline if holder else None,
         "remaining_s": rounded(sighting.remaining_s),
-        "waiting": sighting.waiting,
-        "value": holder.value if holder else None,
     }
 
 
@@ -67,13 +91,22 @@ def mark_row(sighting: Sighting) -> dict[str, Any]:
 def cells(sighting: Sighting) -> list[str]:
     """A lock as the cells of a table, one for each of `COLUMNS`."""
     holder = sighting.holder
-    state = holder.state if holder else "free"
+    state = (holder.state if holder else "free") + of_permits(sighting, " ")
     task_id = str((holder and holder.task_id) or "-")
     waiting, process = str(sighting.waiting or "-"), sighting.process or "-"
     return [
         *(sighting.task, state, span(sighting.age_s), _deadline(sighting), process, waiting),
         *(task_id, _where(holder), sighting.key),
     ]
+
+
+def of_permits(sighting: Sighting, before: str = "") -> str:
+    """How many permits are held of how many: "3/5"; of a limit that was lowered "3/3 +2". Nothing of one."""
+    if not sighting.has_several:
+        return ""
+    within = len(sighting.within(sighting.limit).holders)
+    beyond = len(sighting.holders) - within
+    return f"{before}{within}/{sighting.limit}" + (f" +{beyond}" if beyond else "")
 
 
 def style(sighting: Sighting) -> dict[str, Any]:
@@ -97,14 +130,17 @@ def mark_cells(sighting: Sighting) -> list[str]:
 def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter]) -> dict[str, Any]:
     """All that is known of one lock, as JSON has it."""
     holder, last = sighting.holder, last_holder(sighting)
+    found, holders = row(sighting), sighting.holders
+    details = found["holders"]
     return {
-        **row(sighting),
+        **found,
         "token": holder and holder.token,
         "last_holder": last and last.as_dict(),
         "last_take_over": taken_over and asdict(taken_over),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
         "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],
+        "holders": details and [{**one, "token": holder.token} for one, holder in zip(details, holders)],
     }
 
 
@@ -118,15 +154,14 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
         yield "state     free"
         if last is not None:
             yield f"last      {last['description']}, fence {last['fence']}"
-    else:
-        yield f"state     {holder.state}" + (", its deadline has passed" if sighting.is_stale else "")
-        yield f"holder    {holder}"
-        yield f"process   {fate(holder)}"
-        yield f"token     {holder.token or '-'}"
-        yield f"fence     {holder.fence or '-'}"
-        yield f"age       {span(sighting.age_s)}"
-        yield f"deadline  {until(sighting)}"
-        yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
+    elif not sighting.has_several:
+        yield from _page_of(sighting, holder)
+    if sighting.has_several:
+        yield f"permits   {of_permits(sighting)} held"
+        for one in sighting.of_each():
+            number = one.holder.permit if one.holder else 0
+            yield f"permit {number}" + (", beyond the limit" if number >= sighting.limit else "")
+            yield from (f"  {line}" for line in _page_of(one, one.holder))
     take_over = details["last_take_over"]
     if take_over is not None:
         ago = span(sighting.server_time - take_over["at"])
@@ -137,6 +172,20 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
     yield f"waiting   {sighting.waiting or '-'}"
     for waiter in details["line"]:
         yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
+
+
+def _page_of(sighting: Sighting, holder: Holder | None) -> Iterator[str]:
+    """The lines about who holds a lock, or one of its permits."""
+    if holder is None:
+        return
+    yield f"state     {holder.state}" + (", its deadline has passed" if sighting.is_stale else "")
+    yield f"holder    {holder}"
+    yield f"process   {fate(holder)}"
+    yield f"token     {holder.token or '-'}"
+    yield f"fence     {holder.fence or '-'}"
+    yield f"age       {span(sighting.age_s)}"
+    yield f"deadline  {until(sighting)}"
+    yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
 
 
 def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, Any]:
@@ -153,14 +202,27 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, 
 
 def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would run now, and why, the main reason first."""
-    options, holder = guard.options, sighting.holder
+    options = guard.options
+    limit, own = options.limit, sighting.within(options.limit)
     if options.dedupe and sighting.mark:
         because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
         lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
-        return False, [because, _duplicate(options, sighting.mark), lapses, *_who(sighting)]
+        return False, [because, _duplicate(options, sighting.mark), lapses, *_who(own, limit)]
     in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
-    if holder is None:
-        return not in_line, ["nothing holds its lock.", *in_line]
+    if own.holder is None:
+        runs, reasons = not in_line, ["nothing holds its lock.", *in_line]
+    elif limit > 1:
+        runs, reasons = _verdict_of_several(guard, own, in_line)
+    else:
+        runs, reasons = _verdict_of_one(guard, own, own.holder, in_line)
+    return runs, [*reasons, *_deploy(sighting, limit)]
+
+
+def _verdict_of_one(
+    guard: Guard, sighting: Sighting, holder: Holder, in_line: list[str]
+) -> tuple[bool, list[str]]:
+    """Whether a call would run that finds this holder."""
+    options = guard.options
     if sighting.is_stale and in_line:
         return False, ["the holder's lease ended; the first in line takes its lock over.", *in_line]
     if sighting.is_stale:
@@ -180,10 +242,33 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
     ]
 
 
-def fate(holder: Holder) -> str:
+def _verdict_of_several(guard: Guard, sighting: Sighting, in_line: list[str]) -> tuple[bool, list[str]]:
+    """Whether a call would run that may have one of several permits, of which these are held."""
+    options, limit = guard.options, guard.options.limit
+    each = sorted(sighting.of_each(), key=_ends)
+    first, count = each[0], f"{len(each)} of {limit} held"
+    who = _who(sighting, limit)
+    if len(each) < limit:
+        return not in_line, [f"a permit is free ({count}).", *(in_line or who)]
+    if first.is_stale and in_line:
+        return False, ["a holder's lease ended; the first in line takes its permit over.", *in_line]
+    if first.is_stale:
+        late = span(-(first.remaining_s or 0))
+        return True, [f"a holder's lease ended {late} ago; the call takes its permit over.", *who]
+    if not in_line and guard.settings.same_host and first.process == "dead":
+        number = first.holder and first.holder.permit
+        because = f"the holder of permit {number} is dead; a worker on this host takes it over at once."
+        return True, [because, *who, "Workers on other hosts wait until its lease ends."]
+    ends = (
+        "none of them ends" if first.remaining_s is None else f"the first ends in {span(first.remaining_s)}"
+    )
+    return False, [f"{count}; {ends}.", *who, _on_conflict(options, sighting)]
+
+
+def fate(holder: Holder | None) -> str:
     """What can be known from here of the holder's process, as a sentence."""
-    pid, host = holder.pid, holder.info.get("host")
-    if pid is None:
+    pid, host = (holder.pid, holder.info.get("host")) if holder else (None, None)
+    if holder is None or pid is None:
         return "Its process is not known."
     found = fate_of(holder.info)
     if found == "unknown":
@@ -254,14 +339,48 @@ def _where(holder: Holder | None) -> str:
     return f"{where} (pid {holder and holder.pid})" if where else "-"
 
 
-def _who(sighting: Sighting) -> list[str]:
+def _who(sighting: Sighting, limit: int = 1) -> list[str]:
     """Who is in the way, since when, until when, and whether that process lives."""
     holder = sighting.holder
     if holder is None:
         return []
-    since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
     line = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
+    if limit > 1:
+        each = sorted(sighting.of_each(), key=_ends)
+        more = len(each) - _SHOWN
+        others = [f"{many(more, 'more holder')}: celery setnx show."] if more > 0 else []
+        return [*map(_who_in_short, each[:_SHOWN]), *others, *line]
+    since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
     return [f"Held by {holder}{since}.", until(sighting), fate(holder), *line]
+
+
+def _who_in_short(sighting: Sighting) -> str:
+    """Who has one of several permits, until when, and whether that process lives."""
+    holder, remaining_s = sighting.holder, sighting.remaining_s
+    number = holder and holder.permit
+    if remaining_s is None:
+        ends = "never ends"
+    else:
+        ends = f"ends in {span(remaining_s)}" if remaining_s > 0 else f"ended {span(-remaining_s)} ago"
+    lives = f", its process is {sighting.process}" if sighting.process else ""
+    return f"Permit {number}: {holder}; {ends}{lives}."
+
+
+def _ends(sighting: Sighting) -> float:
+    """The order in which holders end, if nobody renews."""
+    return float("inf") if sighting.remaining_s is None else sighting.remaining_s
+
+
+def _deploy(sighting: Sighting, limit: int) -> Iterator[str]:
+    """That others use the lock under another limit, and what that comes to."""
+    beyond = len(sighting.holders) - len(sighting.within(limit).holders)
+    if beyond:
+        yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They keep no call out."
+    if sighting.limit != limit and (sighting.holders or sighting.waiting):
+        yield (
+            f"The limit is {limit} for this app, and {sighting.limit} for who used the lock last: a deploy, "
+            "or tasks that share the scope under different limits."
+        )
 
 
 def _duplicate(options: Options, task_id: str) -> str:

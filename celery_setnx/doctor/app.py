@@ -84,6 +84,7 @@ def check_tasks(app: Celery) -> list[Finding]:
             )
         )
     found += _scope_findings(guarded)
+    found += _limit_findings(guarded)
     if guarded:
         return found or [ok("tasks", f"Guarded tasks: {len(guarded)}; their options go together.")]
     return found or [
@@ -271,6 +272,23 @@ def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
             yield "queue_lease", "without dedupe there is no mark"
     if options.hold_on_retry and task.max_retries == 0:
         yield "hold_on_retry", "max_retries=0: it never retries"
+
+
+def _limit_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
+    """Tasks that share a scope, under different limits."""
+    limits: dict[str, dict[str, int]] = {}
+    for task, guard in guarded:
+        limits.setdefault(guard.scope_of({}), {})[task.name] = guard.options.limit
+    for scope, of_task in limits.items():
+        if len(set(of_task.values())) > 1:
+            told = ", ".join(f"{name} (limit {limit})" for name, limit in of_task.items())
+            yield warn(
+                "limit",
+                f"Tasks share the scope {scope!r} under different limits: {told}.",
+                "They share the permits of a key, and each goes by its own limit: up to "
+                f"{max(of_task.values())} run at a time, and a call that knows of fewer waits for the first.",
+                "Give them the same limit, or scopes of their own.",
+            )
 
 
 def _scope_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:

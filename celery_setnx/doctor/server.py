@@ -343,31 +343,31 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     held = waiting = marks = 0
     dead, lapses_s = [], 0.0
     for seen in survey(client, own.prefix):
-        holder = seen.holder
         if seen.scope == TRIAL:  # another's, that runs now, or was killed
             continue
         waiting += seen.waiting
         if seen.mark is not None:
             marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
-        if holder is None:
-            continue
-        if holder.state == "foreign" and holder.deadline is None:
-            yield fail(
-                "foreign",
-                f"{seen.key} is held by {holder}.",
-                "No task with this key will run before somebody deletes it.",
-                f"If nobody needs it: celery setnx release {shlex.quote(seen.key)}",
-            )
-        elif not seen.is_stale:
-            held += 1
-        elif holder.state in ("running", "held_for_retry"):
-            dead.append(seen)
+        held += seen.count_held()
+        for one in seen.of_each():
+            holder = one.holder
+            if holder is not None and holder.state == "foreign" and holder.deadline is None:
+                held -= 1
+                yield fail(
+                    "foreign",
+                    f"{one.name} is held by {holder}.",
+                    f"No task {'has this permit' if seen.has_several else 'with this key will run'} before "
+                    "somebody deletes it.",
+                    f"If nobody needs it: celery setnx release {shlex.quote(one.name)}",
+                )
+            elif holder is not None and one.is_stale and holder.state in ("running", "held_for_retry"):
+                dead.append(one)
     yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}.")
     if dead:
         oldest = min(dead, key=lambda seen: seen.remaining_s or 0.0)
         yield warn(
             "locks",
-            f"Locks that expired unreleased: {len(dead)}; the first was {oldest.key} of {oldest.holder}.",
+            f"Locks that expired unreleased: {len(dead)}; the first was {oldest.name} of {oldest.holder}.",
             "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
         )
@@ -383,7 +383,7 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
 def _endless_keys(client: Any, prefix: str) -> Iterator[Finding]:
     """Keys beside locks without a TTL. A lock itself may have none: a classic client's value says its end."""
     endless: list[bytes] = []
-    pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", prefix) + ":{*}:*"
+    pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", prefix) + ":{*}*:*"
     for _, server in _each_server(client):
         names = server.scan_iter(match=pattern, count=BATCH)
         while batch := list(islice(names, BATCH)):

@@ -18,7 +18,15 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
-from celery_setnx.lock.names import instead_name, line_names, mark_name, record_name, ticket_name
+from celery_setnx.lock.names import (
+    instead_name,
+    line_names,
+    mark_name,
+    permit_names,
+    permits_name,
+    record_name,
+    ticket_name,
+)
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.options import settings
@@ -70,7 +78,7 @@ def trial_name(prefix: str) -> str:
 
 
 def try_lock(client: redis.Redis, name: str) -> None:
-    """Try what a task does with its lock: a take-over, a renewal, a line, a mark. Nothing of it stays."""
+    """Try what a task does with its lock: a take-over, a renewal, a line, permits, a mark. Nothing stays."""
     lines = f"{name.partition(':{')[0]}:lines:check"
     try:
         _try_verbs(client, name)
@@ -91,6 +99,7 @@ def _try_verbs(client: redis.Redis, name: str) -> None:
     if outcome.lock is not None:
         outcome.lock.renew()
         _try_line(client, lock, outcome.lock)
+    _try_permits(client, name)
     _try_marks(client, name)
 
 
@@ -109,6 +118,17 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:
         another.release()
     leave(client, first, copy=ORIGINAL)
+
+
+def _try_permits(client: redis.Redis, name: str) -> None:
+    """Hold both permits of a lock that has two, renew them and give them back."""
+    lock = SetnxLock(client, name, limit=2)
+    held = [outcome.lock for outcome in (lock.acquire(), lock.acquire()) if outcome.lock is not None]
+    for one in held:
+        one.renew()
+    lock.look()
+    for one in held:
+        one.release()
 
 
 def _try_sweep(client: redis.Redis, lines: str, key: str) -> None:
@@ -131,8 +151,9 @@ def _try_marks(client: redis.Redis, key: str) -> None:
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
     beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
+    permits = (*permit_names(key, 1), permits_name(key))
     with suppress(*REDIS_ERRORS):
-        for name in (key, *beside, *line_names(key), lines):
+        for name in (key, *beside, *line_names(key), *permits, lines):
             try:
                 client.delete(name)
             except redis.ResponseError:

@@ -308,6 +308,8 @@ class SetnxLock:
         self.clock = clock
         self.mark = mark
         self.limit = limit
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
+            raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
         self.line = line_names(name) if line or mark is not None or limit > 1 else ()
         self._permit = 0  # the one that was acquired last
         self.heirs: list[Heir] = []
@@ -318,8 +320,6 @@ class SetnxLock:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
-            raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
         self._lease_us, self._retention_ms = _us(self.lease_s), _ms(self.retention_s)
 
     def acquire(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from celery_setnx.wording import printable
 
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
+_PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})", re.ASCII)
 US = 1_000_000
 
 ORIGINAL = "-"
@@ -176,6 +177,12 @@ def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder |
                 value=value,
             )
     return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+
+
+def parse_permits(text: str | None) -> tuple[int, int]:
+    """How many permits of a lock are in use, and how many there are for newcomers. Defaults to one."""
+    found = _PERMITS.fullmatch(text or "")
+    return (int(found[1]), int(found[2])) if found else (1, 1)
 
 
 def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:

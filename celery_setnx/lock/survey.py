@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import redis
 
 from celery_setnx.lock.line import IN_LINE
-from celery_setnx.lock.names import line_names, mark_name, record_name, scope_and_digest
+from celery_setnx.lock.names import (
+    line_names,
+    mark_name,
+    other_permits,
+    permit_names,
+    permits_name,
+    record_name,
+    scope_and_digest,
+)
 from celery_setnx.lock.process import fate_of
-from celery_setnx.lock.record import Holder, Waiter, parse_holder
+from celery_setnx.lock.record import Holder, Waiter, parse_holder, parse_permits
 from celery_setnx.lock.scripts import Script, is_cluster
 
 BATCH = 1000
@@ -27,6 +35,7 @@ NOT_TEXT = "(not a string)"
 """Stands for a lock's value that is no string: a foreign program's list, hash, or the like."""
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
+_PERMIT = re.compile(r"#([1-9]\d?)")
 _DROP = Script("drop")
 
 
@@ -40,11 +49,15 @@ class Sighting:
         digest: The digest of the call's key; empty for the lock of a whole task.
         server_time: The server's clock (Unix seconds), just before it was read; on a cluster, that of the
             server whose clock is behind the others'.
-        holder: Who has the lock, or had it until its deadline: see `is_stale`. None if it is free.
+        holder: Who has the lock, or had it until its deadline: see `is_stale`. None if it is free. Of several
+            who needs a look first: one that will not come back, one whose lock never ends, or else the one
+            that has held for longest.
         mark: Id of the task that is queued with this key; None if none is.
         mark_ends_s: Seconds until the mark lapses; None if there is none.
         waiting: How many tasks wait in line.
-        raw: The lock's value and its record as Redis has them, for `drop`.
+        raw: Value and record as Redis has them, for `drop`; then those of each further permit, by number.
+        limit: How many permits there are for newcomers; 1 if no client that knows of more has used it lately.
+        of_several: Who has the permits of a lock that has more than one, by number.
     """
 
     key: str
@@ -55,7 +68,24 @@ class Sighting:
     mark: str | None = None
     mark_ends_s: float | None = None
     waiting: int = 0
-    raw: tuple[bytes | None, bytes | None] = field(default=(None, None), repr=False)
+    raw: tuple[bytes | None, ...] = field(default=(None, None), repr=False)
+    limit: int = 1
+    of_several: tuple[Holder, ...] = ()
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Who has its permits, or had them until their deadlines, by number."""
+        return self.of_several or ((self.holder,) if self.holder else ())
+
+    @property
+    def has_several(self) -> bool:
+        """True if it has more than one permit, or had until its limit was lowered."""
+        return self.limit > 1 or len(self.raw) > 2
+
+    @property
+    def name(self) -> str:
+        """What its holder has: the lock by its key, or one of several permits, as `KEY#3`."""
+        return f"{self.key}#{self.holder.permit}" if self.holder and self.has_several else self.key
 
     @property
     def task(self) -> str:
@@ -76,7 +106,7 @@ class Sighting:
 
     @property
     def is_stale(self) -> bool:
-        """True if the deadline has passed and the lock is still there: the next call takes it over."""
+        """True if a deadline has passed and the lock is still there: the next call takes it over."""
         remaining_s = self.remaining_s
         return remaining_s is not None and remaining_s <= 0
 
@@ -87,8 +117,24 @@ class Sighting:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if its holder will not come back: it is stale, or who runs under it is surely dead."""
+        """True if a holder will not come back: it is stale, or who runs under it is surely dead."""
         return self.is_stale or self.process == "dead"
+
+    def count_held(self) -> int:
+        """How many hold it who keep others out: those whose deadlines have not passed."""
+        if not self.of_several:
+            return 0 if self.holder is None or self.is_stale else 1
+        return sum(not one.is_stale for one in self.of_each())
+
+    def of_each(self) -> Iterator[Sighting]:
+        """The same lock as each of its holders has it."""
+        for holder in self.holders:
+            yield replace(self, holder=holder, of_several=(holder,))
+
+    def within(self, limit: int) -> Sighting:
+        """What a call that knows of so many permits finds: those beyond them are none of its."""
+        holders = tuple(holder for holder in self.holders if holder.permit < limit)
+        return replace(self, holder=_first_to_look_at(holders, self.server_time), of_several=holders)
 
 
 def survey(client: Any, prefix: str) -> Iterator[Sighting]:
@@ -98,17 +144,19 @@ def survey(client: Any, prefix: str) -> Iterator[Sighting]:
     What a release leaves behind for a minute is no lock. Locks that the user has named (`SetnxLock`) are
     elsewhere.
     """
-    has_line = _keys(client, prefix)
-    keys = iter(sorted(has_line))
+    named = _names(client, prefix)
+    keys = iter(sorted(named.has_line))
     while batch := list(islice(keys, BATCH)):
-        for sighting in _look(client, batch, [key for key in batch if has_line[key]]):
+        lines = [key for key in batch if named.has_line[key]]
+        permits = {key: named.permits[key] for key in batch if key in named.permits} if named.permits else {}
+        for sighting in _look(client, batch, lines, permits):
             if sighting.holder is not None or sighting.mark is not None or sighting.waiting:
                 yield sighting
 
 
 def look(client: Any, key: str) -> Sighting:
     """What there is of one lock now; a free one has no holder."""
-    return _look(client, [key], [key])[0]
+    return _look(client, [key], [key], {key: None})[0]
 
 
 def waiters(client: Any, key: str, server_time: float) -> list[Waiter]:
@@ -123,29 +171,40 @@ def waiters(client: Any, key: str, server_time: float) -> list[Waiter]:
 
 def last_holder(sighting: Sighting) -> Holder | None:
     """Who had a lock that is free now: known for a minute after a release, and if somebody has deleted the
-    lock itself, for as long as its record lasts.
+    lock itself, for as long as its record lasts. Of several who acquired it last.
     """
-    value, record = (_text(item) for item in sighting.raw)
-    if value is not None or record is None:
+    if sighting.holders:
         return None
-    deadline_us = record.split("\n")[1] if record.count("\n") >= 5 else ""
-    if not deadline_us.isdecimal():
-        return None
-    return _holder(str(-(-int(deadline_us) // 1_000_000)), record, sighting.server_time)
+    found = [_last_of(_text(record), sighting.server_time) for record in sighting.raw[1::2]]
+    return max(filter(None, found), key=lambda holder: holder.since or 0.0, default=None)
 
 
 def drop(client: redis.Redis, sighting: Sighting) -> bool:
-    """Delete a lock and its record, whoever holds it, if they are still what was seen."""
-    value, record = sighting.raw
+    """Delete the lock of the holder that was seen, and its record, if they are still what was seen."""
+    permit = sighting.holder.permit if sighting.holder else 0
+    value, record = sighting.raw[2 * permit : 2 * permit + 2]
     if value is None:
         return False
-    (word,) = _DROP(client, (sighting.key, record_name(sighting.key)), value, record or b"")
+    (word,) = _DROP(client, permit_names(sighting.key, permit), value, record or b"")
     return bool(word == "dropped")
 
 
-def _keys(client: Any, prefix: str) -> dict[str, bool]:
-    """The keys that have a lock, a mark or a line, and whether it is a line. SCAN may name one twice."""
+class _Names(NamedTuple):
+    """What SCAN has named.
+
+    Attributes:
+        has_line: The keys that have a lock, a mark or a line, and whether it is a line.
+        permits: The keys that have, or had, more than one permit, and the numbers of those that are there.
+    """
+
+    has_line: dict[str, bool]
+    permits: dict[str, set[int]]
+
+
+def _names(client: Any, prefix: str) -> _Names:
+    """What there is under a prefix, by name. SCAN may name one twice."""
     has_line: dict[str, bool] = {}
+    permits: dict[str, set[int]] = {}
     pattern = _GLOB.sub(r"\\\1", prefix) + ":{*"
     for name in client.scan_iter(match=pattern, count=BATCH):
         base, brace, what = _text(name).rpartition("}")
@@ -153,50 +212,127 @@ def _keys(client: Any, prefix: str) -> dict[str, bool]:
             has_line.setdefault(base + brace, False)
         elif brace and what == ":line":
             has_line[base + brace] = True
-    return has_line
+        elif brace and what == ":permits":
+            permits.setdefault(base + brace, set())
+        elif what[:1] == "#" and (permit := _PERMIT.fullmatch(what)):
+            has_line.setdefault(base + brace, False)
+            permits.setdefault(base + brace, set()).add(int(permit[1]))
+    return _Names(has_line, permits)
 
 
-def _look(client: Any, keys: Sequence[str], lines: Sequence[str]) -> list[Sighting]:
-    """What there is of each lock, in two round trips: the second for what few locks have."""
-    server_time, found = _read(client, [(key, record_name(key), mark_name(key)) for key in keys])
+def _look(
+    client: Any, keys: Sequence[str], lines: Sequence[str], permits: Mapping[str, set[int] | None]
+) -> list[Sighting]:
+    """What there is of each lock, in two round trips: the second for what few locks have.
+
+    `permits`: the locks that may have several, and the numbers of those that are there, if that is known.
+    """
+    server_time, found, texts = _read(client, keys, list(permits))
     unread = [key for key, (value, _, _) in zip(keys, found) if value is None]
     marked = [key for key, (_, _, mark) in zip(keys, found) if mark is not None]
+    in_use = {key: _permits_of(texts[key], there) for key, there in permits.items()}
+    several = [key for key, (highest, _) in in_use.items() if highest > 1]
     asked: list[tuple[str, ...]] = [("TYPE", key) for key in unread]
     asked += [("PTTL", mark_name(key)) for key in marked]
     asked += [("ZCOUNT", line_names(key)[0], *IN_LINE) for key in lines]
+    asked += [("MGET", *_names_of(key, in_use[key][0])) for key in several]
     answers = iter(_ask(client, asked))
     foreign = {key for key, kind in zip(unread, answers) if _text(kind) not in ("none", "string")}
     mark_ends_s = {key: max(0, _int(ttl_ms)) / 1000 for key, ttl_ms in zip(marked, answers)}
     waiting = {key: _int(count) for key, count in zip(lines, answers)}
+    raws = {key: tuple(_checked(values)) for key, values in zip(several, answers)}
+    foreign |= _foreign_permits(client, raws, permits)
     sightings = []
     for key, (value, record, mark) in zip(keys, found):
-        sightings.append(
-            Sighting(
-                key,
-                *scope_and_digest(key),
-                server_time,
-                _holder(NOT_TEXT if key in foreign else _text(value), _text(record), server_time),
-                _text(mark),
-                mark_ends_s.get(key),
-                waiting.get(key, 0),
-                (value, record),
-            )
-        )
+        raw, limit = (value, record), 1
+        holders: tuple[Holder, ...] = ()
+        if key not in raws:
+            holder = _holder(NOT_TEXT if key in foreign else _text(value), _text(record), server_time)
+        else:
+            raw, limit = raws[key], in_use[key][1]
+            holders = _holders(key, raw, foreign, server_time)
+            holder = _first_to_look_at(holders, server_time)
+        beside = (_text(mark), mark_ends_s.get(key), waiting.get(key, 0))
+        scope, digest = scope_and_digest(key)
+        sightings.append(Sighting(key, scope, digest, server_time, holder, *beside, raw, limit, holders))
     return sightings
 
 
-def _read(client: Any, names: list[tuple[str, str, str]]) -> tuple[float, list[Any]]:
-    """The server's clock, and then lock, record and mark of each lock.
+def _read(
+    client: Any, keys: Sequence[str], several: Sequence[str]
+) -> tuple[float, list[Any], dict[str, str | None]]:
+    """The server's clock, and then lock, record and mark of each lock, and of some what permits they have.
 
     The clock comes first, so that no lock counts as stale whose holder has renewed it meanwhile.
     """
+    names = [(key, record_name(key), mark_name(key)) for key in keys]
     if is_cluster(client):
         clocks = client.time(target_nodes="primaries")
-        found = [_checked(reply) for reply in _ask(client, [("MGET", *triple) for triple in names])]
-        return min(map(_seconds, clocks.values())), found
+        asked = [("MGET", *triple) for triple in names] + [("MGET", permits_name(key)) for key in several]
+        replies = [_checked(reply) for reply in _ask(client, asked)]
+        found, texts = replies[: len(names)], [text for (text,) in replies[len(names) :]]
+        return min(map(_seconds, clocks.values())), found, dict(zip(several, map(_text, texts)))
     flat = [name for triple in names for name in triple]
-    clock, values = map(_checked, _ask(client, [("TIME",), ("MGET", *flat)]))
-    return _seconds(clock), list(zip(values[::3], values[1::3], values[2::3]))
+    clock, values = map(_checked, _ask(client, [("TIME",), ("MGET", *flat, *map(permits_name, several))]))
+    texts = values[len(flat) :]
+    values = values[: len(flat)]
+    found = list(zip(values[::3], values[1::3], values[2::3]))
+    return _seconds(clock), found, dict(zip(several, map(_text, texts)))
+
+
+def _permits_of(text: str | None, there: set[int] | None) -> tuple[int, int]:
+    """How many permits of a lock may be there, and how many there are for newcomers."""
+    highest, limit = parse_permits(text)
+    return max(highest, limit, 1 + max(there or (), default=0)), limit
+
+
+def _names_of(key: str, count: int) -> tuple[str, ...]:
+    """The names of so many permits of a lock, and of their records."""
+    return (*permit_names(key, 0), *other_permits(key, count))
+
+
+def _foreign_permits(
+    client: Any, raws: Mapping[str, Any], permits: Mapping[str, set[int] | None]
+) -> set[str]:
+    """The names of permits that are there, though they could not be read: they are no strings."""
+    unread = []
+    for key, raw in raws.items():
+        there = permits[key]
+        for number in range(1, len(raw) // 2) if there is None else there:
+            if raw[2 * number] is None:
+                unread.append(permit_names(key, number)[0])
+    kinds = _ask(client, [("TYPE", name) for name in unread]) if unread else []
+    return {name for name, kind in zip(unread, kinds) if _text(kind) not in ("none", "string")}
+
+
+def _holders(key: str, raw: Sequence[Any], foreign: set[str], server_time: float) -> tuple[Holder, ...]:
+    """Who has the permits of a lock that has several, by number."""
+    found = []
+    for number, (value, record) in enumerate(zip(raw[::2], raw[1::2])):
+        is_foreign = bool(foreign) and permit_names(key, number)[0] in foreign
+        holder = _holder(NOT_TEXT if is_foreign else _text(value), _text(record), server_time)
+        if holder is not None:
+            found.append(replace(holder, permit=number))
+    return tuple(found)
+
+
+def _last_of(record: str | None, server_time: float) -> Holder | None:
+    """Whose a record is, though the lock beside it is gone."""
+    deadline_us = record.split("\n")[1] if record is not None and record.count("\n") >= 5 else ""
+    if not deadline_us.isdecimal():
+        return None
+    return _holder(str(-(-int(deadline_us) // 1_000_000)), record, server_time)
+
+
+def _first_to_look_at(holders: Sequence[Holder], server_time: float) -> Holder | None:
+    """Which of a lock's holders needs a look first."""
+
+    def order(holder: Holder) -> tuple[int, float]:
+        ended = holder.deadline is not None and holder.deadline <= server_time
+        died = holder.state == "running" and fate_of(holder.info) == "dead"
+        return 0 if ended else 1 if died else 2 if holder.deadline is None else 3, holder.since or 0.0
+
+    return min(holders, key=order, default=None)
 
 
 def _ask(client: Any, commands: Sequence[tuple[str, ...]]) -> list[Any]:

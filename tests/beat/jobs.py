@@ -18,3 +18,4 @@ def job(name: str, **options: Any) -> Any:
 slow = job("slow")(body)  # skips while it runs
 follow = job("follow", dedupe="until_started")(body)  # runs once more after the run, if called meanwhile
 rest = job("rest", at_least_for=0.9)(body)  # rests until just before the next tick
+several = job("several", limit=2)(body)  # two at a time; skips while both run

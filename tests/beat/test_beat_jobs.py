@@ -120,3 +120,18 @@ def test_job_of_two_beats_runs_once_per_interval_if_it_rests(beats, start_worker
     assert min(rested) >= 900_000
     fired = {name: sum(fence > begun for fence in fences(name)) for name in ("bare", "rest")}
     assert fired["bare"] > 1.3 * fired["rest"]
+
+
+def test_job_of_which_two_may_run_has_two_runs_at_a_time(beats, start_worker, journal, gates):
+    """limit=2, and a body that outlasts its interval: the first two ticks run, the others are skipped."""
+    worker: Worker = start_worker(JOBS, queues=JOBS_QUEUE, concurrency=4)
+    beat = plain_beat(beats, several="gated-several")
+    journal.wait_for("conflict", 3)
+    assert runs(journal) == ["start"] * 2
+    stop(beat, worker)
+    journal.wait_for("conflict", beat.sent() - 2)
+    gates("gated-several", 2)
+    all_ended(journal, beat)
+    assert runs(journal) == ["start"] * 2 + ["end"] * 2
+    for log in (beat.log_text(), worker.log_text()):
+        assert_clean(log)

@@ -24,8 +24,11 @@ from tests.harness import wait_until
 EXAMPLES = ROOT / "examples"
 EXPECTED = Path(__file__).parent / "expected"
 DEADLINE_S = 240
-PAGES = ("docs/per-customer.md", "docs/long-task.md", "docs/django.md", "docs/plain-lock.md")
-SHOWN = ("per_customer", "long_task", "django_app", "plain_script")
+PAGES = (
+    *("docs/per-customer.md", "docs/five-at-a-time.md", "docs/long-task.md", "docs/django.md"),
+    "docs/plain-lock.md",
+)
+SHOWN = ("per_customer", "five_at_a_time", "long_task", "django_app", "plain_script")
 ELSEWHERE = {
     "demo": "make demo, in .ci/run",
     "picture": "draws a file from what the demo has seen",

@@ -1,12 +1,15 @@
-"""The picture of the README: it says what the README says, and can be read."""
+"""The pictures: they say what their pages say, and can be read."""
 
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
+import pytest
+
+from examples.picture import LEASE, NEXT, PICTURES, RUNS
 from tests.docs.pages import text_of
 
-SVG = text_of("docs/take-over.svg")
+SVGS = {name: text_of(f"docs/{name}.svg") for name in PICTURES}
 CHARACTER_EM = 0.61
 """The width of a character of any of its fonts, which are monospaced; DejaVu Sans Mono has 0.602."""
 
@@ -26,12 +29,12 @@ class Box(NamedTuple):
         return across and self.top < other.bottom and other.top < self.bottom
 
 
-def words() -> list[Box]:
+def words(svg: str) -> list[Box]:
     """Every label, as wide and high as its letters."""
-    size = float(re.search(r'font-size="(\d+)"', SVG)[1])  # type: ignore[index]
+    size = float(re.search(r'font-size="(\d+)"', svg)[1])  # type: ignore[index]
     found = []
     for x, y, anchor, text in re.findall(
-        r'<text x="([\d.]+)" y="(\d+)" .*?text-anchor="(\w+)">(.*?)</text>', SVG
+        r'<text x="([\d.]+)" y="(\d+)" .*?text-anchor="(\w+)">(.*?)</text>', svg
     ):
         width = len(text) * CHARACTER_EM * size
         left = float(x) - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
@@ -39,24 +42,61 @@ def words() -> list[Box]:
     return found
 
 
-def lines() -> list[Box]:
+def lines(svg: str) -> list[Box]:
     """Every upright line."""
-    shapes = re.findall(r'<path d="M([\d.]+) (\d+)V(\d+)"', SVG)
+    shapes = re.findall(r'<path d="M([\d.]+) (\d+)V(\d+)"', svg)
     return [Box(float(x) - 1, float(top), float(x) + 1, float(bottom), "line") for x, top, bottom in shapes]
 
 
-def test_labels_of_the_picture_cross_nothing():
+def bars(svg: str) -> dict[float, list[Box]]:
+    """Every bar by its colour, from left to right, by the height at which it stands."""
+    shapes = re.findall(
+        r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="(\d+)" rx="3" fill="(.*?)"', svg
+    )
+    found: dict[float, list[Box]] = {}
+    for x, y, width, height, colour in shapes:
+        bar = Box(float(x), float(y), float(x) + float(width), float(y) + float(height), colour)
+        found.setdefault(bar.top, []).append(bar)
+    return {top: sorted(row) for top, row in sorted(found.items())}
+
+
+@pytest.mark.parametrize("name", SVGS)
+def test_labels_of_a_picture_cross_nothing(name):
     """Neither one another, nor a line, nor the border."""
-    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', SVG).groups())  # type: ignore[union-attr]
-    assert len(words()) > 8
-    assert [(a.what, b.what) for a, b in combinations(words(), 2) if a.crosses(b)] == []
-    assert [word.what for word in words() for line in lines() if word.crosses(line)] == []
-    assert [word.what for word in words() if not (word.left > 0 and word.right < width)] == []
-    assert [word.what for word in words() if not (word.top > 0 and word.bottom < height)] == []
+    svg = SVGS[name]
+    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
+    assert len(words(svg)) > 8
+    assert [(a.what, b.what) for a, b in combinations(words(svg), 2) if a.crosses(b)] == []
+    assert [word.what for word in words(svg) for line in lines(svg) if word.crosses(line)] == []
+    assert [word.what for word in words(svg) if not (word.left > 0 and word.right < width)] == []
+    assert [word.what for word in words(svg) if not (word.top > 0 and word.bottom < height)] == []
 
 
-def test_picture_says_why_it_takes_that_long():
+def test_picture_of_the_take_over_says_why_it_takes_that_long():
     """A lease has to end, because nobody on another host can see that the worker is dead."""
-    said = " ".join(word.what for word in words())
+    said = " ".join(word.what for word in words(SVGS["take-over"]))
     assert "lease (3 s)" in said
     assert "another host" in said
+
+
+def test_picture_of_the_permits_shows_five_at_a_time_and_never_two_under_one():
+    """A row for each permit, in which no body begins before the one before it has ended."""
+    lanes = bars(SVGS["five-at-a-time"])
+    assert len(lanes) == len(re.findall(r">permit \d<", SVGS["five-at-a-time"])) == 5
+    for row in lanes.values():
+        assert all(before.right <= after.left + 0.11 for before, after in pairwise(row))
+        assert sum(bar.what in (RUNS, NEXT) for bar in row) > 2
+    bodies = [bar for row in lanes.values() for bar in row if bar.what != LEASE]
+    at_once = [sum(other.left <= bar.left < other.right - 0.11 for other in bodies) for bar in bodies]
+    assert max(at_once) == 5
+
+
+def test_picture_of_the_permits_shows_that_a_death_costs_one():
+    """While the lease of the dead one runs down, bodies begin under all the others; then under it again."""
+    lanes = bars(SVGS["five-at-a-time"])
+    (lost,) = (top for top, row in lanes.items() if any(bar.what == LEASE for bar in row))
+    (lease,) = (bar for bar in lanes[lost] if bar.what == LEASE)
+    for top, row in lanes.items():
+        meanwhile = [bar for bar in row if lease.left < bar.left < lease.right]
+        assert (meanwhile == []) is (top == lost)
+    assert [bar for bar in lanes[lost] if bar.left >= lease.right]

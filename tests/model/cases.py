@@ -56,6 +56,7 @@ WHEN_HANDED = (
 WHEN_ORPHANED = ("acquire", "acquire", "acquire", "leave", "unmark", "serve") * 4
 WHEN_ONE_LINGERS = ("advance", "release", "serve", "acquire") * 5
 WHEN_CLAIMED = ("settle",) * 12
+WHEN_AT_A_SECOND = ("mark",) * 30
 WHEN_ONE_IS_AWAY = ("advance", "advance", "serve", "serve", "look", "acquire", "release") * 3
 FOREIGN = ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line", "crowd")
 
@@ -189,6 +190,8 @@ class Case:
                 verbs = [*verbs, *WHEN_ONE_LINGERS]
             if self.claimed:
                 verbs = [*verbs, *WHEN_CLAIMED]
+            if self.store.mark is not None and str(self.now // SECOND) in self.values:
+                verbs = [*verbs, *WHEN_AT_A_SECOND]
             if any(since >= AWAY for since, _ in self.store.line.places):
                 verbs = [*verbs, *WHEN_ONE_IS_AWAY]
             yield getattr(self, self.random.choice(verbs))()
@@ -197,6 +200,11 @@ class Case:
     def state(self) -> str:
         """The record's state."""
         return self.seen.holder.state
+
+    @property
+    def values(self) -> list[str | None]:
+        """What the locks of permits beside the first say, if it is that second exactly."""
+        return [] if self.now % SECOND else [permit.value for permit in self.store.others]
 
     @property
     def is_orphaned(self) -> bool:
@@ -402,7 +410,9 @@ class Case:
         name, record = self.pair
         second = str(self.now // SECOND + choose((-3, -2, -1, 0, 1, 2, 3)))
         number = choose((second, second, f"{second}.5", f"{second}.", f"00{second}", "0"))
-        what = choose(FOREIGN)
+        kept = self.focus and self.state == "handed" and self.random.random() < 0.3
+        what = "list" if kept else choose(FOREIGN)
+        rarely |= bool(kept)
         if what == "getset" and store.value != NOT_A_STRING:
             changed, commands = {"value": number, "expiry": None}, [("GETSET", name, number)]
         elif what == "setnx":

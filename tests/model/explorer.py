@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.model.lock import Lock
-from tests.model.store import SECOND, Answer, Store, purge
+from tests.model.permits import permits_of, trimmed
+from tests.model.store import SECOND, Answer, Permit, Record, Store, purge
 
 TICK = SECOND // 2
 START = 10 * SECOND
@@ -118,6 +119,8 @@ class World:
         self.end = START + ticks * TICK
         clients = tuple(program.begin() for program in programs)
         self.start = State(START, store, clients, crashes, losses, wipes)
+        if self.limit > 1:
+            self.representative = Likeness(programs).representative
 
     def run(self, verb: str, state: State, **about: Any) -> Answer:
         """What the server does with a verb; computed once for equal arguments."""
@@ -154,6 +157,81 @@ class World:
         if wipes and store != NOTHING:
             restarted = state._replace(now=now + TICK, store=NOTHING, wipes=wipes - 1)
             yield Event(None, "data is lost"), restarted
+
+
+class Likeness:
+    """Which states of clients with several permits are alike: only one of them need be followed.
+
+    That is so if clients differ in their names only, or if a record says of a past holder what nobody asks.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.needs_all_tokens = any(type(program).__name__ in ("LateCopy", "Parent") for program in programs)
+        self.rests = any(getattr(program, "at_least_for", 0) for program in programs)
+        named = {getattr(program, "task", "") for program in programs if type(program).__name__ == "Freed"}
+        children = {getattr(program, "child", -1) for program in programs}
+        copied = {getattr(program, "of", -1) for program in programs}
+        kinds: dict[Any, list[int]] = {}
+        tasks = [getattr(program, "task", None) for program in programs]
+        for index, program in enumerate(programs):
+            about = {name: value for name, value in vars(program).items() if name != "task"}
+            own = tasks[index] is not None and tasks.count(tasks[index]) == 1 and tasks[index] not in named
+            if own and index not in children | copied:
+                kinds.setdefault((type(program).__name__, str(sorted(about.items()))), []).append(index)
+        self.groups = [group for group in kinds.values() if len(group) > 1]
+
+    def representative(self, state: State) -> State:
+        """One of the states that are alike, always the same."""
+        permits = permits_of(state.store, 1 + len(state.store.others))
+        permits = [self._without_the_past(state, permit) for permit in permits]
+        known = state.store.known and state.store.known._replace(lease=0)
+        clients, buried, to = list(state.clients), state.buried, dict[str, str]()
+        for group in self.groups:
+            order = sorted(group, key=lambda index: clients[index])
+            renamed = [state.clients[index] for index in order]
+            for place, index in zip(group, order):
+                to[self._name(index)] = self._name(place)
+            for place, client in zip(group, renamed):
+                clients[place] = client
+        if any(old != new for old, new in to.items()):
+            permits = [self._renamed_permit(permit, to) for permit in permits]
+            clients = [
+                client._replace(seen=_renamed(client.seen, to), dead=_renamed(client.dead, to))
+                for client in clients
+            ]
+            buried = tuple(sorted((_renamed(token, to), fence) for token, fence in buried))
+        store = state.store._replace(**permits[0]._asdict(), others=trimmed(permits[1:]), known=known)
+        return state._replace(store=store, clients=tuple(clients), buried=buried, fence=0)
+
+    def _name(self, index: int) -> str:
+        return f"{getattr(self.programs[index], 'task', '')} {index:x}"
+
+    def _without_the_past(self, state: State, permit: Permit) -> Permit:
+        record = permit.record
+        if not isinstance(record, Record):
+            return permit
+        if not self.rests:
+            permit = permit._replace(record=record._replace(since=0))
+        if permit.value is not None or record.deadline or record.fence >= state.now:
+            return permit
+        sender = state.clients[int(record.token.rsplit("|", 1)[1], 16)]
+        return permit if self.needs_all_tokens or sender.at not in ENDED else Permit()
+
+    def _renamed_permit(self, permit: Permit, to: dict[str, str]) -> Permit:
+        record = permit.record
+        if not isinstance(record, Record):
+            return permit
+        return permit._replace(record=record._replace(token=_renamed(record.token, to)))
+
+
+def _renamed(token: str, to: dict[str, str]) -> str:
+    """A token as that of another client."""
+    if not token:
+        return token
+    task, attempt, index = token.split("|")
+    task, _, index = to.get(f"{task} {index}", f"{task} {index}").partition(" ")
+    return f"{task}|{attempt}|{index}"
 
 
 @cache

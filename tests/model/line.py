@@ -231,8 +231,16 @@ class Waiting:
         return at(after, number), reply
 
     def rank_of_lapsed(self) -> int | None:
-        """How well a permit fits a service that was handed to a call in vain: it comes before what is free."""
+        """How well a permit fits that was handed to a call in vain: it is served before one that is free."""
         return 3
+
+    def looks_at_others(self, word: str) -> bool:
+        """Whether a line is to be looked at again when another permit ends."""
+        return True
+
+    def drains(self, choice: Choice, limit: int) -> bool:
+        """Whether a permit is nobody's any more, as the limit was lowered."""
+        return choice.number >= limit
 
     def _serve_one(
         self,
@@ -255,7 +263,7 @@ class Waiting:
         store, found, heir = self.put_back(store, now), store.holder, self.heir_of(record)
 
         def answer(after: Store, word: str, to: str | None, look: int) -> Answer:
-            if choice and choice.next:
+            if choice and choice.next and self.looks_at_others(word):
                 look = min(look, choice.next) if look else choice.next
             if choice and choice.spare > 0 and waiting(after):
                 look = now
@@ -283,7 +291,7 @@ class Waiting:
         after = store
         if heir is not None:
             after = self.taken_back(store, heir) if unsent else self.passed_over(store, heir, now, lease)
-        drains = choice is not None and choice.number >= limit
+        drains = choice is not None and self.drains(choice, limit)
         to, lingers, gone = (None, 0, ()) if unsent or drains else self.next_in_line(after, now)
         for task in gone:
             after = without_call(without_place(after, task), task)

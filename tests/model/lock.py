@@ -130,9 +130,8 @@ class Lock(Waiting):
         def fits(record: Record, live: bool) -> int | None:
             if record.state == "handed":
                 return 2 if self.is_for(record.info, task) else 6 if live and woken else None
-            own = record.token == token or (task is not None and task_of(record.token)[0] == task)
-            if live and own:
-                return 3 if record.state == "resting" else 1
+            if self.is_own(record, token) and (live or self.takes_its_own_over()):
+                return 1 if live and record.state != "resting" else 3
             return 5 if live and self.proves_death(record, dead) else None
 
         choice = self.choose(store, now, count, limit, fits)
@@ -141,6 +140,15 @@ class Lock(Waiting):
         after, reply = self._acquire_one(at(store, choice.number), now, asked, *about)
         after = at(after, choice.number)
         return after, reply if reply == FOREIGNRECORD else (*reply, *extras(choice))
+
+    def takes_its_own_over(self) -> bool:
+        """Whether a task whose permit has lapsed takes that one, and none that is free."""
+        return True
+
+    def is_own(self, record: Record, token: str) -> bool:
+        """Whether a permit is this token's, or another's of the same task."""
+        task, _ = task_of(token)
+        return record.token == token or (task is not None and task_of(record.token)[0] == task)
 
     def choose(self, store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice:
         """The permit that a verb is about."""

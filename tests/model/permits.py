@@ -39,10 +39,11 @@ def at(store: Store, number: int) -> Store:
     permits = permits_of(store, max(number, len(store.others)) + 1)
     first, other = permits[0], permits[number]
     permits[number] = first
-    return store._replace(**other._asdict(), others=_trimmed(permits[1:]))
+    return store._replace(**other._asdict(), others=trimmed(permits[1:]))
 
 
-def _trimmed(others: list[Permit]) -> tuple[Permit, ...]:
+def trimmed(others: list[Permit]) -> tuple[Permit, ...]:
+    """The permits beside the first, without those at the end of which there is nothing."""
     while others and others[-1] == Permit():
         others = others[:-1]
     return tuple(others)

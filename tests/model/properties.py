@@ -1,12 +1,13 @@
 """What must be true of every step, and of every state that can be reached."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
 from tests.model.lock import Lock
-from tests.model.permits import at, highest_in, permit_in
-from tests.model.store import MS, NUMBER, Store, purge, seconds, task_of
+from tests.model.permits import at, highest_in, permit_in, permits_of
+from tests.model.store import MS, NUMBER, Permit, Record, Store, purge, seconds, task_of
 
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
@@ -178,7 +179,30 @@ def others_mark_kept(world: World, before: State, event: Event, after: State) ->
     return task_of(event.token)[0] == mark.task_id or event.token == mark.task_id
 
 
+@caused_by("acquire")
+def one_each(world: World, before: State, event: Event, after: State) -> bool:
+    """No token has two permits, and no task."""
+    owners = []
+    for permit in permits_of(after.store, world.limit):
+        record = permit.record
+        if permit.value is not None and isinstance(record, Record) and after.now < record.deadline:
+            owners.append(task_of(record.token)[0])
+    return len(set(owners)) == len(owners)
+
+
+@caused_by("acquire")
+def beyond_drains(world: World, before: State, event: Event, after: State) -> bool:
+    """A permit beyond a client's limit, which was lowered, is had by its own task only."""
+    number = permit_in(event.reply)
+    if event.reply[0] in ("held", "more") or event.actor is None:
+        return True
+    record = at(before.store, number).holder
+    own = task_of(record.token)[0] == task_of(event.token)[0]
+    return own or number < getattr(world.programs[event.actor], "limit", 1)
+
+
 SAFETY = (exclusion, one_taker, entry_kept, no_stale_release, no_release_lost, no_false_loss, fences_rise)
+PERMITS_SAFETY = (*SAFETY, one_each, beyond_drains)
 MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
 
@@ -192,19 +216,33 @@ def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
     return _slowest(acquires, result, bound)
 
 
-def slowest_to_have_all(lock: Lock, result: Result, bound: int, limit: int) -> int:
-    """In how many ticks lone clients have all permits, from the worst of all reachable states."""
+def lost_permit(lock: Lock, result: Result, bound: int, limit: int) -> tuple[Store, int] | None:
+    """A reachable state so many ticks after which lone clients do not get all permits; None if none is."""
+    known: dict[Any, bool] = {}
+    for store, now in result.moments:
+        later = now + bound * TICK
+        left = purge(store, later)
+        permits = permits_of(left, limit)
+        seen = tuple((permit.value, _end_of(permit)) for permit in permits), later
+        if seen not in known:
+            known[seen] = _has_all(lock, left, later, limit)
+        if not known[seen]:
+            return store, now
+    return None
 
-    def has_all(store: Store, now: int) -> bool:
-        for number in range(limit):
-            asked = {"token": f"alone {number}", "lease": TICK, "retention": RETENTION_MS, "line": True}
-            count = max(limit, highest_in(store)[0])
-            store, reply = lock.acquire(store, now, **asked, limit=limit, count=count)
-            if reply[0] == "held":
-                return False
-        return True
 
-    return _slowest(has_all, result, bound)
+def _end_of(permit: Permit) -> tuple[int, str] | None:
+    return (permit.record.deadline, permit.record.state) if isinstance(permit.record, Record) else None
+
+
+def _has_all(lock: Lock, store: Store, now: int, limit: int) -> bool:
+    for number in range(limit):
+        asked = {"token": f"alone {number}", "lease": TICK, "retention": RETENTION_MS, "line": True}
+        count = max(limit, highest_in(store)[0])
+        store, reply = lock.acquire(store, now, **asked, limit=limit, count=count)
+        if reply[0] == "held":
+            return False
+    return True
 
 
 def slowest_publish(lock: Lock, result: Result, bound: int, *, until_done: bool) -> int:

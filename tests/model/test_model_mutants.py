@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model import properties
-from tests.model.clients import Call, Classic, Freed, Ours
+from tests.model.clients import RETENTION_MS, Call, Classic, Freed, Ours
 from tests.model.explorer import DONE, TICK, Client, Move, Program, State, World, assert_broken, explore
 from tests.model.lock import Lock
+from tests.model.permits import Choice, choose
 from tests.model.store import MS, Answer, Mark, Record, Store, task_of
 
 Kind = TypeVar("Kind")
@@ -54,10 +55,10 @@ def resumes_any_attempt(lock: Lock, record: Record, token: str) -> bool:
     return record.state == "held_for_retry" and task_of(token)[0] == task_of(record.token)[0]
 
 
-def frees_any_hold(lock: Lock, store: Store, now: int, *, task_id: str, remember: int) -> Answer:
+def frees_any_hold(lock: Lock, store: Store, now: int, *, task_id: str, **rest: Any) -> Answer:
     """A revoked task frees whatever is held for a retry."""
     holder = task_of(store.holder.token)[0]
-    return Lock.free(lock, store, now, task_id=holder or task_id, remember=remember)
+    return Lock.free(lock, store, now, task_id=holder or task_id, **rest)
 
 
 def marks_again_over_anothers(lock: Lock, store: Store, now: int, token: str, again: int) -> Store:
@@ -126,6 +127,40 @@ class TwoRoundTrips(Ours):
         answered = me._replace(at="answered", until=me.sent + self.lease, seen="")
         reply = (me.word, *reply[1:5], me.seen)  # it reports whom it found before
         yield Move(answered, store, "acquire", self.token(me, index), reply)
+
+
+def one_more(lock: Lock, store: Store, now: int, count: int, limit: int, fits: Any) -> Choice:
+    """A permit more than there are."""
+    return choose(store, now, max(count, limit + 1), limit + 1, fits)
+
+
+def the_last_first(lock: Lock, store: Store, now: int, count: int, limit: int, fits: Any) -> Choice:
+    """The permit at the end, whoever has it."""
+    found = choose(store, now, count, limit, fits)
+    return found._replace(number=limit - 1)
+
+
+class KnowsTheFirst(Ours):
+    """A client that releases and renews the first permit, whichever it has."""
+
+    def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        return super()._when_answered(me._replace(permit=0), index, state, world)
+
+
+class AsksOfItsOwn(Ours):
+    """A client that looks at the permits within its limit only, though more are in use."""
+
+    def acquire(self, me: Client, index: int, state: State, world: World) -> Answer:
+        asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
+        forgotten = state._replace(store=state.store._replace(known=None))
+        return world.run(
+            "acquire", forgotten, **asked, limit=self.limit, count=self.limit, line=self.limit > 1
+        )
+
+
+def of_two(tasks: str, kind: type[Ours] = Ours, **options: Any) -> list[Ours]:
+    """Clients of a lock with two permits."""
+    return [kind(task, limit=2, **options) for task in tasks]
 
 
 def classics() -> list[Classic]:
@@ -205,6 +240,32 @@ MUTANTS = {
         ticks=3),
     "mark kept by the skipped": mutant("no_ghost",
         *calls(False, changed(Call, after_conflict=lambda *_: DONE)), Ours("c", tries=1), ticks=2),
+    "one permit too many": mutant("exclusion", *of_two("abc"), choose=one_more, ticks=2),
+    "one permit too many for one with a lower limit": mutant("beyond_drains", *of_two("a"), Ours("b"),
+        choose=one_more, ticks=2),
+    "permit chosen that is held": mutant("exclusion", *of_two("abc"), choose=the_last_first,
+        record_decides=lambda *_: False, is_past=lambda *_: True, ticks=2),
+    "second delivery has a second permit": mutant("one_each", *of_two("aa"),
+        is_own=lambda _, record, token: record.token == token, ticks=2),
+    "second delivery has another permit than that which has lapsed": mutant("one_each",
+        *of_two("a", hold=3, retries=1, lease=2), *of_two("a", tries=1), *of_two("b", lease=2, tries=1),
+        takes_its_own_over=lambda *_: False, ticks=3),
+    "acquire sent again has a second permit": mutant("one_each", *of_two("a"), is_own=lambda *_: False,
+        ticks=2, losses=1),
+    "second delivery with a lower limit looks at its own permits": mutant("one_each", Ours("b", limit=3),
+        Ours("a", limit=3), AsksOfItsOwn("a"), ticks=2),
+    "release of another permit": mutant("no_release_lost", *of_two("ab", KnowsTheFirst), ticks=2),
+    "renewal of another permit": mutant("no_false_loss", *of_two("ab", KnowsTheFirst, beats=1), ticks=2),
+    "permit taken over one tick early": mutant("exclusion", *of_two("abc"),
+        is_past=lambda _, now, deadline: now >= deadline - TICK,
+        choose=lambda _, store, now, *rest: choose(store, now + TICK, *rest), ticks=6),
+    "fence that stands still": mutant("fences_rise", *of_two("ab"), next_fence=lambda _, n, now: n or now,
+        ticks=4),
+    "proof of anybody's death opens a permit": mutant("exclusion",
+        *of_two("a", lease=1, tries=1), *of_two("bd", tries=1), *of_two("c", proof=True, tries=2), ticks=2,
+        crashes=1,        proves_death=lambda _, record, dead: dead != "" and record.state == "running"),
+    "another's permit freed": mutant("no_stale_release", *of_two("a", hold=3, retries=1), *of_two("b"),
+        Freed("b"), free=frees_any_hold, ticks=4),
     "mark freed by the waiting": mutant("mark_lasts", *calls(False, FreesWhileItWaits), ticks=2),
 }  # fmt: skip
 
@@ -214,6 +275,13 @@ def test_mutant_is_killed(name):
     """The mistake breaks its property."""
     must_break, world = MUTANTS[name]
     assert_broken(world, must_break, [getattr(properties, must_break)])
+
+
+def test_mutant_that_loses_a_permit_is_killed():
+    """A permit that nobody takes over is lost for ever with its holder."""
+    for lock, holds in ((Lock(), True), (wrong(acquire=never_takes_over), False)):
+        world = World(*of_two("ab", lease=2), lock=lock, ticks=3, crashes=1)
+        assert (properties.lost_permit(lock, explore(world, []), 3, 2) is None) == holds
 
 
 def test_mutant_that_never_takes_over_is_killed():

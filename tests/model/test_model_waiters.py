@@ -12,6 +12,7 @@ from tests.bounds import DEEP, SMALL, bound
 from tests.model.explorer import Event, Property, assert_broken, assert_holds
 from tests.model.line import waiter
 from tests.model.lock import Lock
+from tests.model.permits import Choice, choose
 from tests.model.store import Store, Ticket
 from tests.model.test_model_mutants import changed, wrong
 from tests.model.waiters import (
@@ -21,16 +22,21 @@ from tests.model.waiters import (
     Scene,
     Waiters,
     at_most_once,
+    beyond_drains,
     in_order,
     known_in_line,
+    line_moves,
+    one_permit_each,
     one_wake_up,
     passed_over_in_vain,
+    serves_all,
     side_by_side,
     with_the_broker,
     woken_are_let_in,
 )
 
 SAFE = (at_most_once, side_by_side, in_order, woken_are_let_in)
+SAFE_PERMITS = (*SAFE, one_permit_each, beyond_drains, line_moves, serves_all)
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
 
 FEW = "abc" if DEEP else "ab"
@@ -63,6 +69,79 @@ WORLDS = {
     "second deliveries, amid parking": lambda: Waiters("ab", late="ab", seconds=1, early_seconds=True),
     "tickets that are forgotten": lambda: Waiters("ab", forgets=True, late_wakes=1),
 }  # fmt: skip
+
+
+TWO: dict[str, Any] = {"limit": 2}
+DOWN: dict[str, Any] = {"limit": 2, "limits": dict.fromkeys("cd", 1)}
+UP: dict[str, Any] = {"limit": 1, "limits": dict.fromkeys("cd", 2)}
+RAISED: dict[str, Any] = {"limit": 3, "parked": "bcd"}
+PERMITS = {
+    "wake-ups alone": lambda: Waiters(bound("abcd", full="abcde"), slots=5, **TWO, **ALONE),
+    "wake-ups alone, three permits": lambda: Waiters("abcd", slots=4, limit=3, **ALONE),
+    "wake-ups alone, beside a call that runs for ever": lambda: Waiters("abcd", slots=bound(3, full=4),
+        endless="a", **TWO, **ALONE),
+    "wake-ups alone, two of three run for ever": lambda: Waiters("abcd", slots=4, endless="ab", limit=3,
+        **ALONE),
+    "wake-ups alone, asking again first": lambda: Waiters("abc", slots=3, linger=True, **TWO, **ALONE),
+    "wake-ups alone, calls that leave": lambda: Waiters(bound("abc", full="abcd"), slots=4, revokes=1, **TWO,
+        **ALONE),
+    "wake-ups alone, limits that differ": lambda: Waiters(bound("abc", full="abcd"), slots=4, **DOWN,
+        **ALONE),
+    "wake-ups alone, a limit that was raised": lambda: Waiters(bound("abcd", full="abcde"), slots=4, visits=1,
+        **RAISED, **ALONE),
+    "workers that die": lambda: Waiters("abc", slots=3, crashes=bound(1, full=2),
+        late_wakes=bound(1, full=2), **TWO, **SWEPT),
+    "workers that die, four calls": lambda: Waiters("abcd", slots=3, crashes=bound(1, full=2), **TWO,
+        **SWEPT),
+    "workers that die, three permits": lambda: Waiters("abcd", slots=4, crashes=1,
+        late_wakes=bound(0, full=1), limit=3, **SWEPT),
+    "workers that die, beside a call that runs for ever": lambda: Waiters("abc", slots=3, crashes=1,
+        late_wakes=1, endless="a", **TWO, **SWEPT),
+    "workers that die, asking again first": lambda: Waiters("abc", slots=3, linger=True,
+        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **TWO, **SWEPT),
+    "workers that die, late acknowledgement": lambda: Waiters("abc", slots=bound(2, full=3), late="a",
+        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **TWO, **SWEPT),
+    "workers that die, a limit that was raised": lambda: Waiters("abcd", slots=bound(2, full=3), crashes=1,
+        late_wakes=bound(0, full=1), **RAISED, **SWEPT),
+    "children that die": lambda: Waiters("abc", slots=3, proof=True, parents=True, crashes=2, **TWO, **SWEPT),
+    "calls that leave": lambda: Waiters("abc", slots=3, revokes=1, crashes=1, late_wakes=bound(0, full=1),
+        **TWO, **SWEPT),
+    "calls that retry themselves": lambda: Waiters("abc", slots=bound(2, full=3), retries={"a": 1},
+        crashes=bound(0, full=1), **TWO, **SWEPT),
+    "permits that rest": lambda: Waiters("abc", slots=3, rests=True, crashes=1, late_wakes=bound(0, full=1),
+        **TWO, **SWEPT),
+    "anybody who lets the line go on": lambda: Waiters("abc", slots=3, visits=bound(1, full=2), crashes=1,
+        late_wakes=1, **TWO, **SWEPT),
+    "limits that differ": lambda: Waiters(bound("abc", full="abcd"), slots=bound(3, full=4), crashes=1,
+        late_wakes=bound(0, full=1), **DOWN, **SWEPT),
+    "second deliveries": lambda: Waiters("abc", late="a", seconds=1, slots=bound(2, full=3), **TWO),
+    "couriers": lambda: Waiters("abc", slots=3, crashes=1, late_wakes=bound(0, full=1), **TWO),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PERMITS)
+def test_no_line_stands_beside_a_free_permit(name):
+    """Whoever waits has his turn, though others run for ever; nobody overtakes, runs twice, or has two."""
+    world = PERMITS[name]()
+    assert_holds(world, SAFE_PERMITS, goal=world.all_end if world.endless else world.is_over)
+
+
+def test_no_line_of_several_permits_waits_for_one_call():
+    """All others end, though one is never there when it is woken, and does not leave the line."""
+    world = Waiters("abc", slots=3, absent="a", crashes=1, late_wakes=DEEP, **TWO, **SWEPT)
+    assert_holds(world, SAFE_PERMITS, goal=world.all_end)
+
+
+def test_nobody_is_passed_over_who_was_not_woken_for_a_permit():
+    """Nobody would wake it for a lease: who hands out several wakes everybody for whom one is kept."""
+    assert_holds(Waiters("abc", slots=3, late_wakes=1, **TWO, **SWEPT), [passed_over_in_vain])
+    assert_holds(Waiters("abcde", slots=3, **RAISED, **ALONE), [passed_over_in_vain])
+
+
+def test_no_call_is_lost_with_the_data_of_several_permits():
+    """When Redis loses its data every waiting call runs all the same."""
+    world = Waiters("abc", slots=bound(2, full=3), wipes=1, **TWO)
+    assert_holds(world, [], goal=world.all_end)
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -236,6 +315,16 @@ def test_overtaken_call_that_parks_again_may_be_woken_twice():
     assert_holds(with_methods("abc", **LATE, **STILL_COMES), [one_wake_up])
 
 
+def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Process:
+    """Whoever was to be woken before is forgotten."""
+    return process._replace(heir=heir, call=call)
+
+
+def one_more(lock: Lock, store: Store, now: int, count: int, limit: int, fits: Any) -> Choice:
+    """A permit more than the limit has."""
+    return choose(store, now, count + 1, limit + 1, fits)
+
+
 FORGETS = {"forgets": True, "late_wakes": 1}
 LOST = "all_end"
 MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
@@ -287,6 +376,39 @@ MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
     "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
     "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
+    "permit handed over in vain, and another served": (LOST, "abc",
+        {"slots": 3, "crashes": 1, "rank_of_lapsed": lambda _: None, **TWO, **SWEPT}),
+    "permit handed over, and the line forgotten": (LOST, "abc",
+        {"slots": 3, "crashes": 1, "looks_at_others": lambda _, word: word != "empty", **TWO, **SWEPT}),
+    "two handed a permit, and one woken": (passed_over_in_vain, "abcde",
+        {"slots": 3, "knowing": knows_the_last, **RAISED, **ALONE}),
+    "newcomer hands out one permit": (serves_all, "abcd",
+        {"slots": 4, "visits": 1, "serves_again": no, **RAISED, **ALONE}),
+    "raised limit, and nobody told": (line_moves, "abcd", {"lets_others_in": no, **RAISED, **ALONE}),
+    "second delivery beside its first": (one_permit_each, "abc",
+        {"late": "a", "seconds": 1, "is_own": lambda _, record, token: record.token == token, **TWO}),
+    "one permit too many": (side_by_side, "abc", {"slots": 3, "choose": one_more, **TWO, **ALONE}),
+    "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
+        {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
+    "permit beyond the limit handed over once more": (beyond_drains, "abcd",
+        {"slots": 3, "late_wakes": 1, "drains": no, **DOWN, **SWEPT}),
+    "permit handed over to nobody": (line_moves, "abc",
+        {"slots": 3, "next_in_line": lambda *_: (None, 0, ()), **TWO, **ALONE}),
+    "permit kept for one open to none": (LOST, "abc",
+        {"slots": 3, "is_for": no, "is_woken": no, **TWO, **ALONE}),
+    "permit goes to the last": (in_order, "abcd",
+        {"slots": 4, "next_in_line": hands_to_the_last, **TWO, **ALONE}),
+    "newcomer passes the line for a permit": (in_order, "abcde", {"may_pass": yes, **RAISED, **ALONE}),
+    "parked beside a free permit without a second look": (line_moves, "abc",
+        {"slots": 3, "is_free": no, **TWO, **ALONE}),
+    "left a permit without passing on": (line_moves, "abcd",
+        {"slots": 4, "revokes": 1, "passes_on": no, **TWO, **ALONE}),
+    "permit held, and passed over for ever": (LOST, "abc",
+        {"slots": 3, "crashes": 1, "put_back": lambda _, store, now: store, **TWO, **SWEPT}),
+    "woken late for a permit, and refused": (woken_are_let_in, "abcd",
+        {"slots": 4, "is_woken": no, "late_wakes": 1, **TWO, **SWEPT}),
+    "ticket not checked, two permits": (at_most_once, "abc",
+        {"slots": 3, "late_wakes": 1, "is_stale": no, **TWO}),
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from tests.model.explorer import START, TICK, Event
 from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Lock
-from tests.model.store import Answer, Calls, Line, Record, Store, Ticket, seconds, task_of
+from tests.model.permits import at, highest_in, permit_in, permits_of
+from tests.model.store import Answer, Calls, Known, Line, Permit, Record, Store, Ticket, seconds, task_of
 
 LEASE = 4 * TICK
 OVER = START - TICK
@@ -27,8 +28,9 @@ LATE = "~"
 class Message(NamedTuple):
     """A message in the broker: `call`, `courier` or `nudge`; or the business of a `sweep` or a `visitor`.
 
-    `copy`: which of the call's messages it is; of a courier, what it wakes its call with. `again`: whether it
-    is `redelivered`, or has met its `own` other delivery. `late`: whether the lock was handed over in vain.
+    `copy`: which of the call's messages it is; of a courier, what it wakes its call with; of a nudge, whose
+    rest it has waited for. `again`: whether it is `redelivered`, or has met its `own` other delivery. `late`:
+    whether the lock was handed over in vain.
     """
 
     kind: str
@@ -45,7 +47,7 @@ SWEEP, VISITOR = Message("sweep", ""), Message("visitor", "")
 class Process(NamedTuple):
     """A worker with a message: where it stands, the token of what it holds, whom it is about to wake and how.
 
-    `then`: what follows when it has woken that one.
+    `then`: what follows when it has woken that one, and `others`. `permit`: which of several it holds.
     """
 
     at: str
@@ -54,6 +56,13 @@ class Process(NamedTuple):
     heir: str = ""
     call: str = ""
     then: str = ""
+    permit: int = 0
+    others: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def heirs(self) -> tuple[tuple[str, str], ...]:
+        """Whom it is about to wake, and with what."""
+        return ((self.heir, self.call), *self.others) if self.heir else ()
 
 
 class Scene(NamedTuple):
@@ -91,6 +100,10 @@ class Waiters:
     tasks: str  # their ids, a letter each
     _: KW_ONLY
     slots: int = 2  # workers
+    limit: int = 1  # how many permits there are
+    limits: Mapping[str, int] = field(default_factory=dict)  # for some calls, whose worker has another code
+    endless: str = ""  # calls that run for ever
+    parked: str = ""  # who waits from the start, while the first runs: then there was one permit
     late: str = ""  # whose messages are acknowledged late
     retries: Mapping[str, int] = field(default_factory=dict)  # how often a call retries itself
     couriers: bool = True  # are delivered
@@ -120,7 +133,9 @@ class Waiters:
             self.on_canonical_keys(verb) for verb in verbs
         )
         # Whether the calls differ in their names only; then no two are ever at one place.
-        self.alike = not (self.late or self.retries or self.linger or self.absent)
+        told_apart = self.late or self.retries or self.linger or self.absent or self.limits or self.endless
+        self.alike = not told_apart
+        self.most = max(self.limit, *self.limits.values()) if self.limits else self.limit
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
         self.start = Scene(
             START,
@@ -132,6 +147,24 @@ class Waiters:
             False,
             *[getattr(self, name) for name in Scene._fields[Scene._fields.index("crashes") :]],
         )
+        if self.parked:
+            self.start = self.with_parked(self.start)
+
+    def with_parked(self, scene: Scene) -> Scene:
+        """Some wait already: the limit is raised at the start."""
+        first, rest = Message("call", self.tasks[0]), scene
+        asked = {"token": f"{first.task}|0|0", "lease": LEASE, "retention": REMEMBER_MS, "line": True}
+        rest, _ = _answered(rest, self.acquire, **asked)
+        rest = self._fated(_with(rest, Process("inside", first, asked["token"])), first, "running")
+        waits = [Message("call", task) for task in self.parked]
+        for message in waits:
+            about = {"task": message.task, "attempt": 0, "copy": message.copy, "call": self.call_of(message)}
+            since = self._since(rest, message)
+            rest, _ = _answered(rest, self.park, **about, since=since, remember=REMEMBER_MS)
+            index = self.tasks.index(message.task)
+            rest = self._fated(rest, message, "owed")
+            rest = rest._replace(since=_changed(rest.since, index, 0, since), is_due=True)
+        return rest._replace(broker=tuple(m for m in rest.broker if m not in (first, *waits)))
 
     def on_canonical_keys(self, verb: Callable[..., Answer]) -> Callable[..., Answer]:
         """A verb at the start's time, computed once for equal arguments."""
@@ -142,6 +175,18 @@ class Waiters:
             return _canonical(after, self.forgets), reply
 
         return run
+
+    def limit_of(self, task: str) -> int:
+        """How many permits there are, as far as a call's worker knows."""
+        return self.limits.get(task, self.limit)
+
+    def told(self, store: Store, task: str, *, limit: bool = False) -> dict[str, int]:
+        """Of how many permits a script is told: asked again with more, if more are in use."""
+        if self.most == 1:
+            return {}
+        own = self.limit_of(task)
+        about = {"count": max(own, highest_in(store)[0])}
+        return {**about, "limit": own} if limit else about
 
     def representative(self, scene: Scene) -> Scene:
         """Of the scenes that differ in the calls' names only, one: calls are named in order of what they did.
@@ -184,7 +229,8 @@ class Waiters:
         """Every call has ended, or is lost as any task of Celery is; but for the one that never comes."""
         fates = zip(self.tasks, scene.fates)
         ends = {"", "ended", "twice", "left"}
-        return all(fate in ends for task, attempts in fates if task != self.absent for fate in attempts)
+        never = self.absent + self.endless
+        return all(fate in ends for task, attempts in fates if task not in never for fate in attempts)
 
     def steps(self, scene: Scene) -> Iterator[Step]:
         """Everything that may happen next."""
@@ -203,7 +249,8 @@ class Waiters:
                 yield _event(message, "dies at once"), self._abandoned(lost, message)
         for process in sorted(set(scene.processes)):
             rest = scene._replace(processes=_without(scene.processes, process))
-            yield from getattr(self, f"_{process.at}")(rest, process)
+            if process.at != "inside" or process.message.task not in self.endless:
+                yield from getattr(self, f"_{process.at}")(rest, process)
             if scene.crashes:
                 yield from self._killed(rest._replace(crashes=scene.crashes - 1), process)
             if scene.seconds and process.message.task in self.late and process.at in self.delivers_again:
@@ -224,10 +271,15 @@ class Waiters:
 
     def _deadlines(self, scene: Scene) -> Iterator[Step]:
         """The lock's deadline passes, because nobody alive sees to it, or though somebody does."""
-        store, record = scene.store, scene.store.record
+        for number in range(1 + len(scene.store.others)):
+            yield from self._deadline(scene, number)
+
+    def _deadline(self, scene: Scene, number: int) -> Iterator[Step]:
+        store = at(scene.store, number)
+        record = store.record
         if store.value is not None and isinstance(record, Record) and record.deadline > START:
             past = record._replace(deadline=OVER)
-            after = scene._replace(store=store._replace(value=seconds(OVER), record=past))
+            after = scene._replace(store=at(store._replace(value=seconds(OVER), record=past), number))
             if record.state == "running":
                 kept = any(process.token == record.token for process in scene.processes)
                 after, may = (after._replace(lapses=scene.lapses - kept), not kept or scene.lapses > 0)
@@ -238,7 +290,8 @@ class Waiters:
             else:
                 may = True
             if may:
-                yield Event(None, f"the deadline of a {record.state} lock passes"), after
+                what = f"the deadline of a {record.state} lock passes"
+                yield Event(None, f"{what} ({number})" if number else what), after
 
     def _other_times(self, scene: Scene) -> Iterator[Step]:
         """The time passes until which a call is passed over, or asks again, or is known to have begun."""
@@ -270,7 +323,7 @@ class Waiters:
         return (
             any(m.kind == "call" and m.task == heir and not m.late for m in scene.broker)
             or any(process.message.task == heir for process in scene.processes)
-            or any(process.heir == heir for process in scene.processes)
+            or any(task == heir for process in scene.processes for task, _ in process.heirs)
         )
 
     def _taken(self, scene: Scene, message: Message) -> Iterator[Step]:
@@ -281,7 +334,7 @@ class Waiters:
                 revoked = scene._replace(revokes=scene.revokes - 1)
                 yield _event(message, "is revoked"), _with(revoked, Process("quits", message))
             yield from self._acquires(scene, Process("", message))
-        elif not _rests(scene.store):
+        elif not _rests(scene.store, 0 if message.copy == ORIGINAL else int(message.copy)):
             yield _event(message, "comes"), _with(scene, Process("goes_on", message))
 
     def _acquires(self, scene: Scene, process: Process, linger: int = 0) -> Iterator[Step]:
@@ -294,6 +347,7 @@ class Waiters:
             "linger": linger,
             "since": self._since(scene, message),
             "attempt": message.attempt,
+            **self.told(scene.store, message.task, limit=True),
         }
         for dead in self._proofs(scene):
             asked = {"token": token, "lease": LEASE, "retention": REMEMBER_MS, "dead": dead}
@@ -306,12 +360,25 @@ class Waiters:
             elif reply[0] == "held":
                 yield from self._meets_holder(after, process, token, reply)
             elif fate == "ended" and self.may_have_ended(process):
-                dropped = self._goes(after, process, "leaves", token)
+                dropped = self._goes(after, process._replace(permit=permit_in(reply)), "leaves", token)
                 yield _event(message, "has run before", token, reply), dropped
             else:
                 fate = "twice" if fate in ("running", "ended", "twice") else "running"
-                after = self._goes(self._fated(after, message, fate), process, "inside", token)
-                yield _event(message, "starts", token, reply), after
+                then = "spares" if self.lets_others_in(reply) else "inside"
+                process = process._replace(permit=permit_in(reply))
+                started = self._goes(self._fated(after, message, fate), process, then, token)
+                yield _event(message, "starts", token, reply), started
+
+    def lets_others_in(self, reply: tuple[Any, ...]) -> bool:
+        """Whether a call that starts finds another permit free beside a line, which it lets go on."""
+        return len(reply) > 9 and reply[9] != "0" and reply[7] != "0"
+
+    def _spares(self, scene: Scene, process: Process) -> Iterator[Step]:
+        for event, after, reply in self._served(scene, process, "serves beside itself"):
+            then = process._replace(at="inside")
+            if reply[5]:
+                then = process._replace(at="wakes", then="inside", heir=reply[4], call=reply[5])
+            yield event, _with(after, self._known_late(after, then))
 
     def has_others(self, process: Process) -> bool:
         """Whether it is to be remembered for long that this message has begun its call."""
@@ -321,22 +388,25 @@ class Waiters:
     def _goes(self, scene: Scene, process: Process, at: str, token: str = "") -> Scene:
         """A call that has its answer goes on, when it has woken the one to whom it has handed the lock."""
         process = self._known_late(scene, process)
-        after = Process(at, process.message, token)
+        after = Process(at, process.message, token, permit=process.permit)
         if process.heir:
             after = process._replace(at="wakes", token=token, then=at)
         return _with(scene, after) if after.at else scene
 
     def _known_late(self, scene: Scene, process: Process) -> Process:
         """One that is about to wake a call, and has passed it over itself."""
-        late = process.heir in _away(scene.store) and not process.call.endswith(LATE)
-        return process._replace(call=process.call + LATE) if late else process
+        away = _away(scene.store)
+        return _with_heirs(process, [(t, _late(c)) if t in away else (t, c) for t, c in process.heirs])
 
     def _serves(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A call that was refused lets the line go on, and asks again."""
         for event, after, reply in self._served(scene, process, "serves"):
-            heir = {"heir": reply[4], "call": reply[5]} if reply[5] else {}
-            asks = self._known_late(after, process)._replace(at="asks", **heir)
-            yield event, _with(after, asks)
+            asks = self._known_late(after, process)._replace(at="asks")
+            yield event, _with(after, self.knowing(asks, reply[4], reply[5]) if reply[5] else asks)
+
+    def knowing(self, process: Process, heir: str, call: str) -> Process:
+        """A process that is about to wake one more."""
+        return _with_heirs(process, [*process.heirs, (heir, call)])
 
     def _asks(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._acquires(scene, process)
@@ -354,18 +424,17 @@ class Waiters:
 
     def _proofs(self, scene: Scene) -> list[str]:
         """The dead tokens that an acquire may come with: none, or that of a holder who is dead."""
-        record = scene.store.record
-        if not self.proof or not isinstance(record, Record) or record.state != "running":
+        if not self.proof:
             return [""]
-        if any(process.token == record.token for process in scene.processes):
-            return [""]
-        return ["", record.token]
+        records = [permit.record for permit in permits_of(scene.store, 1 + len(scene.store.others))]
+        running = {r.token for r in records if isinstance(r, Record) and r.state == "running"}
+        return ["", *sorted(running - {process.token for process in scene.processes})]
 
     def _meets_holder(
         self, scene: Scene, process: Process, token: str, reply: tuple[Any, ...]
     ) -> Iterator[Step]:
         """A call finds the lock held: by its own other delivery, for a moment, or for longer."""
-        message, record = process.message, scene.store.record
+        message, record = process.message, at(scene.store, permit_in(reply)).record
         assert isinstance(record, Record)
         if record.state == "running" and task_of(record.token)[0] == message.task:
             own = message._replace(again="own")
@@ -442,11 +511,12 @@ class Waiters:
         if reply[0] == "stale":
             yield _event(message, "is dropped", "", reply), after
             return
-        if reply[0] == "handed" or (self.is_free(scene.store) and reply[4] == "1"):
+        limit = self.limit_of(message.task)
+        if reply[0] == "handed" or (self.is_free(scene.store, limit) and reply[4] == "1"):
             then = self.its_turn
-        elif self.is_free(scene.store):
+        elif self.is_free(scene.store, limit):
             then = "goes_on"
-        elif _rests(scene.store):
+        elif all(_rests(scene.store, number) for number in range(limit)):
             then = self.met_a_rest
         after = self.noted_after(after)
         if self.couriers and self.sends_courier_later(message) and not self.has_courier(message):
@@ -464,12 +534,13 @@ class Waiters:
         """What a call is woken with: which attempt it is, and whether it has been delivered twice."""
         return f"{message.attempt}!" if message.again else str(message.attempt)
 
-    def is_free(self, store: Store) -> bool:
+    def is_free(self, store: Store, limit: int) -> bool:
         """Whether a call that has parked is to let the line go on itself."""
-        return _is_free(store)
+        return any(_is_free(at(store, number)) for number in range(limit))
 
     def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "since": self._since(scene, message)}
+        about |= self.told(scene.store, message.task, limit=True)
         return _answered(scene, self.park, **about, copy=copy, call=call, remember=REMEMBER_MS)
 
     def _visit(self, scene: Scene, courier: Message) -> Iterator[Step]:
@@ -493,18 +564,28 @@ class Waiters:
     def _served(self, scene: Scene, process: Process, what: str, away: str = "") -> Iterator[Any]:
         """What comes of serving the line: event, scene and answer."""
         about = {"token": "s", "hand_over": LEASE, "remember": REMEMBER_MS, "lease": LEASE, "away": away}
+        about |= self.told(scene.store, process.message.task)
         for dead in self._proofs(scene):
             after, reply = _answered(scene, self.serve, **about, dead=dead)
             yield _event(process.message, what, "s", reply), after, reply
 
     def _goes_on(self, scene: Scene, process: Process, away: str = "") -> Iterator[Step]:
+        again = "passes_on" if away else "goes_on"
         for event, after, reply in self._served(scene, process, "lets the line go on", away):
+            then = again if self.serves_again(reply) else ""
             if reply[5]:
-                after = _with(after, process._replace(at="wakes", heir=reply[4], call=reply[5]))
+                waking = process._replace(at="wakes", heir=reply[4], call=reply[5], then=then)
+                after = _with(after, self._known_late(after, waking))
+            elif then:
+                after = _with(after, process._replace(at=then))
             elif process.message == SWEEP and reply[0] == "empty" and reply[6] == "0":
                 after = _with(after, Process("settles", SWEEP))
-            if after != scene or process.message != SWEEP:
+            if after != scene or process.message != SWEEP or process.at:
                 yield event, after
+
+    def serves_again(self, reply: tuple[Any, ...]) -> bool:
+        """Whether whoever has served a line does it again: somebody waits beside another free permit."""
+        return bool(reply[6] == str(START))
 
     def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._goes_on(scene, process, away=process.message.task)
@@ -536,26 +617,39 @@ class Waiters:
         yield from self._releases(scene, process, START + LEASE if self.rests else 0)
 
     def _releases(self, scene: Scene, process: Process, rest_until: int = 0) -> Iterator[Step]:
-        about = {"token": process.token, "rest_until": rest_until, "hand_over": LEASE}
+        about: dict[str, Any] = {"token": process.token, "rest_until": rest_until}
+        about["hand_over"] = LEASE if self.may_hand_over(process) else ""
+        about |= {"permit": process.permit} if process.permit else {}
         after, reply = _answered(scene, self.release, **about, remember=REMEMBER_MS, line=True)
         heir, call = reply[3:5]
         if heir and call:
             call = "nudge" if reply[0] == "resting" else call
-            after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call))
+            permit = process.permit if reply[0] == "resting" else 0
+            after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=permit))
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
+
+    def may_hand_over(self, process: Process) -> bool:
+        """Whether a permit goes to the next in line: not one beyond the limit, which was lowered."""
+        return process.permit < self.limit_of(process.message.task)
 
     _frees = _releases  # a parent gives back what its dead child held
 
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
         what = f"wakes {process.heir}"
-        yield _event(process.message, what), self._finished(self.with_wake(scene, process), process)
+        woken = self.with_wake(scene, process)
+        if process.others:
+            left = _with(woken, _with_heirs(process, list(process.others)))
+        else:
+            left = self._finished(woken, process)
+        yield _event(process.message, what), left
 
     def with_wake(self, scene: Scene, process: Process) -> Scene:
         """A wake-up is sent, or, if the lock rests, somebody who will see to it then."""
         if process.call == "nudge":
-            return _sent(scene, Message("nudge", process.heir))
+            copy = str(process.permit) if process.permit else ORIGINAL
+            return _sent(scene, Message("nudge", process.heir, copy=copy))
         call = process.call.rstrip(LATE)
         attempt, again = int(call.rstrip("!")), "own" if call.endswith("!") else ""
         copy = _new_copy(scene, process.heir)
@@ -565,7 +659,10 @@ class Waiters:
         if process.then == "ends":
             ended = self._fate(scene, process.message) != "twice"
             return self._fated(scene, process.message, "ended") if ended else scene
-        return _with(scene, Process(process.then, process.message, process.token)) if process.then else scene
+        after = Process(process.then, process.message, process.token)
+        if process.token:
+            after = after._replace(permit=process.permit)
+        return _with(scene, after) if process.then else scene
 
     def _stores(self, scene: Scene, process: Process) -> Iterator[Step]:
         after = self._finished(scene, process._replace(then="ends"))
@@ -587,6 +684,7 @@ class Waiters:
 
     def _left(self, scene: Scene, message: Message, copy: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "copy": copy}
+        about |= self.told(scene.store, message.task)
         return _answered(scene, self.leave, **about, remember=BEGUN_MS)
 
     def _killed(self, scene: Scene, process: Process) -> Iterator[Step]:
@@ -604,7 +702,7 @@ class Waiters:
         after = self._abandoned(scene, message)
         yield event, after
         if self.parents and process.at != "frees":
-            freed = Process("frees", message, process.token or "nothing")
+            freed = Process("frees", message, process.token or "nothing", permit=process.permit)
             yield _event(message, "dies, and its parent lives"), _with(after, freed)
 
     def _abandoned(self, scene: Scene, message: Message) -> Scene:
@@ -650,23 +748,31 @@ def _renamed_process(process: Process, names: str, to: str) -> Process:
         message=_renamed_message(process.message, names, to),
         token=_renamed(process.token, names, to),
         heir=_renamed(process.heir, names, to),
+        others=tuple((_renamed(task, names, to), call) for task, call in process.others),
     )
 
 
 @cache
 def _renamed_store(store: Store, names: str, to: str) -> Store:
-    record = store.record
-    if isinstance(record, Record):
-        token, info = (_renamed(text, names, to) for text in (record.token, record.info))
-        record = record._replace(token=token, info=info)
+    others = tuple(
+        permit._replace(record=_renamed_record(permit.record, names, to)) for permit in store.others
+    )
     places = sorted((since, _renamed(task, names, to)) for since, task in store.line.places)
     fields = [(_renamed(task, names, to), call) for task, call in store.calls.fields]
     return store._replace(
-        record=record,
+        record=_renamed_record(store.record, names, to),
+        others=others,
         line=store.line._replace(places=tuple(places)),
         calls=store.calls._replace(fields=tuple(sorted(fields))),
         tickets=tuple(sorted((_renamed(task, names, to), ticket) for task, ticket in store.tickets)),
     )
+
+
+def _renamed_record(record: Record | str | None, names: str, to: str) -> Record | str | None:
+    if not isinstance(record, Record):
+        return record
+    token, info = (_renamed(text, names, to) for text in (record.token, record.info))
+    return record._replace(token=token, info=info)
 
 
 def at_most_once(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
@@ -675,17 +781,38 @@ def at_most_once(world: Waiters, before: Scene, event: Event, after: Scene) -> b
 
 
 def side_by_side(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
-    """No two calls run at the same time."""
-    return sum(process.at in ("inside", "leaves") for process in after.processes) <= 1
+    """No more calls run at the same time than there are permits, by the highest limit that any knows."""
+    return sum(process.at in ("inside", "leaves") for process in after.processes) <= world.most
+
+
+def one_permit_each(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """No call has two permits, or one and another kept for it."""
+    owners = []
+    for permit in permits_of(after.store, 1 + len(after.store.others)):
+        record = permit.record
+        if permit.value is not None and isinstance(record, Record) and record.deadline > START:
+            owners.append(record.info if record.state == "handed" else task_of(record.token)[0])
+    return len(set(owners)) == len(owners)
+
+
+def line_moves(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """No line stands beside a free permit, but while somebody is about to see to it."""
+    busy = any(process.at != "inside" for process in after.processes)
+    comes = any(message.kind == "nudge" or _is_woken(message) for message in after.broker)
+    if busy or comes or not waiting(after.store):
+        return True
+    limit = min(highest_in(after.store)[1], *[world.limit_of(task) for task in world.tasks])
+    is_free = any(_is_free(at(after.store, number)) for number in range(limit))
+    return not is_free or (world.sweeps and after.is_due)
 
 
 def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """A lock goes to the first in line, and no call starts before that one unless it was woken."""
-    store, record = before.store, before.store.record
+    store = before.store
     task = event.what.split()[0]
     line = waiting(store)
     if event.what.endswith(" starts"):
-        is_heir = isinstance(record, Record) and record.state == "handed" and record.info == task
+        is_heir = task in _heirs(store)
         woken = any(p.token == event.token and p.message.copy != ORIGINAL for p in after.processes)
         return not line or line[0] == task or is_heir or woken
     if event.what.endswith(" releases") and event.reply[3]:
@@ -694,9 +821,44 @@ def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
         known = [(until, task, waiter(store, task)) for until, task in store.line.places]
         back = [(who.since, task) for until, task, who in known if until == AWAY + OVER and who]
         order = sorted([*back, *[place for place in store.line.places if place[0] < AWAY]])
-        heir = record.info if isinstance(record, Record) and record.state == "handed" else ""
+        served = event.reply[3].split("\n") if event.reply[3] else [""] * 6
+        heir = served[5] if served[3] == "handed" else ""
         return bool(event.reply[4] == _first_of(store, [task for _, task in order if task != heir]))
     return True
+
+
+def _is_woken(message: Message) -> bool:
+    return message.kind == "call" and message.copy != ORIGINAL and not message.late
+
+
+def serves_all(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """Who lets a line go on does so until nobody waits beside a free permit."""
+    if not event.what.endswith("lets the line go on") or not waiting(after.store):
+        return True
+    goes_on = any({process.at, process.then} & {"goes_on", "passes_on"} for process in after.processes)
+    limit = highest_in(after.store)[1]
+    return goes_on or not any(_is_free(at(after.store, number)) for number in range(limit))
+
+
+def beyond_drains(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A permit beyond a limit is had by nobody who knows of that limit, but by whose it was already."""
+    task, what = event.what.split()[0], event.what.partition(" ")[2]
+    if what == "starts":
+        (process,) = [p for p in after.processes if p.token == event.token]
+        return process.permit < world.limit_of(task) or task in _heirs(at(before.store, process.permit), 1)
+    for number in range(
+        world.limit_of(task) if what == "releases" else highest_in(before.store)[1], world.most
+    ):
+        old, new = at(before.store, number), at(after.store, number)
+        if (what == "releases" or event.token == "s") and _heirs(new, 1) - _heirs(old, 1):
+            return False
+    return True
+
+
+def _heirs(store: Store, limit: int = 100) -> set[str]:
+    """For whom permits are kept, or were until their deadline."""
+    records = [permit.record for permit in permits_of(store, min(limit, 1 + len(store.others)))]
+    return {r.info for r in records if isinstance(r, Record) and r.state == "handed"}
 
 
 def _first_of(store: Store, line: list[str]) -> str:
@@ -710,15 +872,17 @@ def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bo
         (m.task, m.attempt) for m in after.broker if m.kind == "call" and m.copy != ORIGINAL and not m.late
     ]
     for process in after.processes:
-        if process.heir and process.call != "nudge" and not process.call.endswith(LATE):
-            woken.append((process.heir, int(process.call.rstrip("!"))))
+        for heir, call in process.heirs:
+            if call != "nudge" and not call.endswith(LATE):
+                woken.append((heir, int(call.rstrip("!"))))
     return len(set(woken)) == len(woken)
 
 
 def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """Who is passed over was woken before, or is about to be, or to ask."""
     on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
-    on_their_way |= {task for process in after.processes for task in (process.heir, process.message.task)}
+    on_their_way |= {task for process in after.processes for task, _ in process.heirs}
+    on_their_way |= {process.message.task for process in after.processes}
     return _away(after.store) - _away(before.store) <= on_their_way
 
 
@@ -743,8 +907,8 @@ def known_in_line(world: Waiters, before: Scene, event: Event, after: Scene) -> 
 
 def woken_are_let_in(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """A woken call is not refused a lock that is only kept for another."""
-    record = before.store.record
-    return not (event.what.endswith(", woken") and isinstance(record, Record) and record.state == "handed")
+    task = event.what.split()[0]
+    return not (event.what.endswith(", woken") and _heirs(before.store, world.limit_of(task)))
 
 
 def _answered(scene: Scene, verb: Callable[..., Answer], **arguments: Any) -> Answered:
@@ -762,12 +926,23 @@ def _too_late(scene: Scene, tasks: set[str]) -> Scene:
     """The wake-ups of these calls come after the end of their hand-over."""
     broker = [m._replace(late=m.kind == "call") if m.task in tasks else m for m in scene.broker]
     processes = [
-        p._replace(call=p.call + LATE)
-        if p.heir in tasks and p.call != "nudge" and not p.call.endswith(LATE)
-        else p
+        _with_heirs(p, [(t, _late(call)) if t in tasks else (t, call) for t, call in p.heirs])
         for p in scene.processes
     ]
     return scene._replace(broker=tuple(sorted(broker)), processes=tuple(sorted(processes)))
+
+
+def _late(call: str) -> str:
+    """What a call is woken with, if that comes too late for its hand-over."""
+    return call if call == "nudge" or call.endswith(LATE) else call + LATE
+
+
+def _with_heirs(process: Process, heirs: list[tuple[str, str]]) -> Process:
+    """A process that is about to wake these."""
+    if not heirs:
+        return process
+    (heir, call), *others = heirs
+    return process._replace(heir=heir, call=call, others=tuple(others))
 
 
 def _noted(scene: Scene) -> Scene:
@@ -781,14 +956,36 @@ def _is_free(store: Store) -> bool:
     return store.value is None or (isinstance(record, Record) and record.deadline <= START)
 
 
-def _rests(store: Store) -> bool:
+def _rests(store: Store, number: int) -> bool:
+    store = at(store, number)
     record = store.record
     return not _is_free(store) and isinstance(record, Record) and record.state == "resting"
 
 
 def _canonical(store: Store, forgets: bool) -> Store:
     """The keys without what makes no difference when no clock runs."""
-    record, value = store.record, store.value
+    first, *others = (_canonical_permit(permit) for permit in permits_of(store, 1 + len(store.others)))
+    while others and others[-1] == Permit():
+        others.pop()
+    places = [
+        (since if since < AWAY else AWAY + (START + LEASE if since > AWAY + START else OVER), task)
+        for since, task in store.line.places
+    ]
+    fields = []
+    for task, call in store.calls.fields:
+        who = waiter(store, task)
+        fields.append((task, str(who._replace(vain=min(who.vain, 1))) if who else call))
+    tickets = [
+        (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else 0))
+        for task, (text, lease) in store.tickets
+    ]
+    known = store.known and Known(store.known.text, 0)
+    line, calls = Line(tuple(sorted(places))), Calls(tuple(fields))
+    return Store(*first, None, line, calls, tuple(tickets), tuple(others), known)
+
+
+def _canonical_permit(permit: Permit) -> Permit:
+    value, _, record, _ = permit
     if isinstance(record, Record):
         if record.deadline == 0:
             record = None
@@ -797,21 +994,7 @@ def _canonical(store: Store, forgets: bool) -> Store:
             token = "h" if record.state == "handed" else record.token
             record = record._replace(token=token, deadline=deadline, fence=0, since=0)
             value = value and seconds(deadline)
-    places = [
-        (since if since < AWAY else AWAY + (START + LEASE if since > AWAY + START else OVER), task)
-        for since, task in store.line.places
-    ]
-    fields = []
-    for task, call in store.calls.fields:
-        known = waiter(store, task)
-        fields.append((task, str(known._replace(vain=min(known.vain, 1))) if known else call))
-    tickets = [
-        (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else 0))
-        for task, (text, lease) in store.tickets
-    ]
-    return Store(
-        value, None, record, None, None, Line(tuple(sorted(places))), Calls(tuple(fields)), tuple(tickets)
-    )
+    return Permit(value, None, record, None)
 
 
 def _lingers(until: int) -> str:
@@ -819,9 +1002,9 @@ def _lingers(until: int) -> str:
 
 
 def _new_token(scene: Scene, prefix: str) -> str:
-    record = scene.store.record
+    records = [permit.record for permit in permits_of(scene.store, 1 + len(scene.store.others))]
     used = {process.token for process in scene.processes}
-    used |= {record.token} if isinstance(record, Record) else set()
+    used |= {record.token for record in records if isinstance(record, Record)}
     return next(token for n in range(16) if (token := f"{prefix}{n:x}") not in used)
 
 

@@ -23,6 +23,8 @@ from uuid import UUID
 
 # Found, not imported: the tests may run against an installed wheel.
 LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lock" / "lua"  # type: ignore[union-attr]
+OF_PERMITS = ("acquire", "free", "leave", "park", "serve")
+"""The scripts that are sent behind permits.lua where several permits are named."""
 RETENTION_MS = 86_400_000
 REMEMBER_MS = 60_000
 LINES_MS = 691_200_000
@@ -72,13 +74,14 @@ class Server:
         second, microsecond = self.ask("TIME")
         return int(second) * 1_000_000 + int(microsecond)
 
-    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any) -> list[Any]:
+    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any, of_several: bool = False) -> list[Any]:
         """What a script answers; the parts of a short answer as an array.
 
         Raises:
             ServerError: As `ask`.
         """
-        text = (LUA / f"{verb}.lua").read_bytes()
+        files = ("permits", verb) if of_several and verb in OF_PERMITS else (verb,)
+        text = b"".join((LUA / f"{file}.lua").read_bytes() for file in files)
         try:
             reply = self.ask("EVALSHA", hashlib.sha1(text).hexdigest(), len(keys), *keys, *arguments)
         except ServerError as error:
@@ -87,6 +90,16 @@ class Server:
             reply = self.ask("EVAL", text, len(keys), *keys, *arguments)
         items = reply if isinstance(reply, list) else reply.split(b" ")
         return [item.decode() if isinstance(item, bytes) else item for item in items]
+
+    def run_of_permits(
+        self, verb: str, lock: str, keys: tuple[str, ...], *arguments: Any, count: int = 1
+    ) -> list[Any]:
+        """What a script answers that is told of as many permits as are in use: so many, or more."""
+        others = [name for number in range(1, count) for name in permit_names(lock, number)]
+        reply = self.run(verb, (*keys, *others), *arguments, of_several=count > 1)
+        if reply[0] != "more":
+            return reply
+        return self.run_of_permits(verb, lock, keys, *arguments, count=int(reply[1]))
 
 
 def packed(*command: Any) -> bytes:
@@ -153,6 +166,14 @@ def record_name(lock: str) -> str:
     _before, _, after = lock.partition("{")
     has_tag = after.find("}") > 0
     return f"{lock}:holder" if has_tag else "{" + lock + "}:holder"
+
+
+def permit_names(lock: str, number: int) -> tuple[str, str]:
+    """The names of a permit and of its record; the lock itself is number 0."""
+    if number == 0:
+        return lock, record_name(lock)
+    name = record_name(lock).removesuffix(":holder") + f"#{number}"
+    return name, f"{name}:holder"
 
 
 def lines_name(prefix: str, broker: str) -> str:
@@ -259,6 +280,8 @@ class FullClient:
     lease_us: int = 30_000_000
     info: Mapping[str, Any] = field(default_factory=dict)  # what the record says of this client
     is_task_lock: bool = False  # with a line and a mark beside it
+    limit: int = 1  # how many permits the lock has
+    permit: int = 0  # which of them this client has, or had last
     clock: Callable[[], float] = time.monotonic
     token: str = ""  # the proof of being the holder, once it tried
     fence: int = 0
@@ -268,25 +291,32 @@ class FullClient:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Lock and record."""
-        return (self.lock, record_name(self.lock))
+        """Lock and record of the permit that it has."""
+        return permit_names(self.lock, self.permit)
+
+    @property
+    def keys_to_keep(self) -> tuple[str, ...]:
+        """The same, and what is to last as long."""
+        return (*self.keys, self._beside("permits")) if self.permit else self.keys
 
     def acquire(self, token: str = "") -> str:
         """The word; whoever holds the lock by it has a fence."""
         self.token = token or os.urandom(16).hex()
-        beside = tuple(f"{self.lock}:{what}" for what in ("line", "calls", "queued"))
-        keys = self.keys + beside if self.is_task_lock else self.keys
+        beside = map(self._beside, ("line", "calls", "queued", f"ticket:{self.token}", "permits"))
+        keys = permit_names(self.lock, 0) + (tuple(beside) if self.is_task_lock or self.limit > 1 else ())
         before = self.clock()
-        arguments = (self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), "")
-        word, *rest = self.server.run("acquire", keys, *arguments)
-        if len(rest) == 2:
-            now, self.fence = map(int, rest)
+        arguments = [self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), ""]
+        if self.limit > 1:
+            arguments += ["-", 0, 0, 0, 0, self.limit]
+        word, *rest = self.server.run_of_permits("acquire", self.lock, keys, *arguments, count=self.limit)
+        if len(rest) < 4:
+            now, self.fence, self.permit = (int(each) for each in (*rest, 0)[:3])
             self.deadline_us = now + self.lease_us
         else:
-            self.deadline_us, fence, now, _value, record, _mark, _waiters = rest
+            self.deadline_us, fence, now, _value, record, _mark, _waiters, *of_several = rest
             if word in ("held", "stale", "line"):
                 return str(word)
-            self.fence = fence
+            self.fence, self.permit = fence, of_several[0] if of_several else 0
             self.dead = Record.parsed(record) if word == "taken_over" and record else None
         self._relies_until(before, self.deadline_us - now)
         if self.clock() >= self.relies_until:
@@ -297,9 +327,8 @@ class FullClient:
     def renew(self) -> str:
         """The word."""
         before = self.clock()
-        word, deadline, now, _value = self.server.run(
-            "renew", self.keys, self.token, self.lease_us, RETENTION_MS
-        )
+        arguments = (self.token, self.lease_us, RETENTION_MS)
+        word, deadline, now, _value = self.server.run("renew", self.keys_to_keep, *arguments)
         if word in ("renewed", "repaired"):
             self.deadline_us = int(deadline)
             self._relies_until(before, int(deadline) - int(now))
@@ -317,9 +346,12 @@ class FullClient:
         return self.clock() < self.relies_until
 
     def seen(self) -> tuple[str | None, Record | None]:
-        """The lock's value, and its record."""
-        _now, value, record, *_waiters = self.server.run("look", self.keys)
+        """The lock's value, and its record; of several permits, of the first one."""
+        _now, _waiting, _permits, value, record, *_rest = self.server.run("look", permit_names(self.lock, 0))
         return value, Record.parsed(record) if record else None
+
+    def _beside(self, what: str) -> str:
+        return f"{record_name(self.lock).removesuffix(':holder')}:{what}"
 
     def _relies_until(self, before: float, remaining_us: int) -> None:
         margin_s = max(self.lease_us / 1e6 / 100, 0.002)
@@ -362,10 +394,11 @@ class Sweeper:
 
     def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:
         """Hand the lock to the first in line."""
-        keys = (lock, record_name(lock), f"{lock}:line", f"{lock}:calls")
+        keys = (lock, record_name(lock), f"{lock}:line", f"{lock}:calls", f"{lock}:permits")
         hand_over_us = min(10_000_000, self.lease_us)
         arguments = (token or os.urandom(16).hex(), hand_over_us, REMEMBER_MS, self.lease_us, dead, away)
-        word, now, value, record, heir, call, when = self.server.run("serve", keys, *arguments)
+        reply = self.server.run_of_permits("serve", lock, keys, *arguments)
+        word, now, value, record, heir, call, when = reply
         return Served(word, int(now), value, record, heir, call, int(when))
 
     def settle(self, task: str, lock: str, within_us: int | None) -> str:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from tests.soak.driver import MUTANTS, Scenario, catch, soak
+from tests.soak.driver import MUTANTS, PERMITS, Scenario, catch, soak
 from tests.soak.history import Report
 from tests.soak.hunt import end_on_sigterm, hunt, side_by_side
 
@@ -27,6 +27,7 @@ def main() -> int:
     options = parser.parse_args()
     end_on_sigterm()
     held = options.seconds <= 0 or _main_soak(options.seconds, options.seed, options.lanes)
+    held &= options.seconds <= 0 or _permits_soak(options.seconds / 3, options.seed, options.lanes)
     wanted = {"all": list(MUTANTS), "none": []}.get(options.mutants, [options.mutants])
     if options.controls:
         plain = [(replace(MUTANTS[name], flaw="none"), CONTROL_S, options.seed) for name in wanted]
@@ -40,6 +41,14 @@ def _main_soak(seconds: float, seed: int, lanes: int) -> bool:
     rows = [(Scenario(), BESIDE * seconds / rounds, seed + number) for number in range(rounds)]
     floors = {"kills of a holder": seconds / 3, "connection faults": seconds}
     return _total(f"soak of {seconds:g} s, {lanes} at a time", rows, lanes, floors)
+
+
+def _permits_soak(seconds: float, seed: int, lanes: int) -> bool:
+    """The same on a lock that three may hold."""
+    rounds = max(lanes, round(seconds / ROUND_S))
+    rows = [(PERMITS, BESIDE * seconds / rounds, seed + number) for number in range(rounds)]
+    floors = {"kills of a holder": seconds / 6, "connection faults": seconds / 2}
+    return _total(f"soak of {seconds:g} s with three permits, {lanes} at a time", rows, lanes, floors)
 
 
 def _total(title: str, rows: list[tuple], lanes: int, floors: dict[str, float] | None = None) -> bool:

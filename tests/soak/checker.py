@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from tests.soak.history import Record, Report, Span, entitled, of_kind, overlaps, paused
+from tests.soak.history import Record, Report, Span, entitled, most_at_a_time, of_kind, overlaps, paused
 
 SLACK_S = 1.0
 POLL_S = 0.1
@@ -52,10 +52,11 @@ class _Life:
         return entitled(self.start["t"], self.start["until"], self.renewals, min(ended, killed))
 
 
-def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True) -> Report:
+def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True, limit: int = 1) -> Report:
     """Everything that the history shows; if it is not final, what may still come is not missed.
 
-    `awaited` says that somebody always waits for each lock, so that a take-over must come in time.
+    `awaited` says that somebody always waits for each lock, so that a take-over must come in time; `limit`,
+    how many may hold a lock at a time, each under a permit that is checked as a lock of its own.
     """
     report = Report()
     lives = _lives(records, report)
@@ -63,6 +64,7 @@ def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True
     by_lock: dict[str, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_lock[life.lock].append(life)
+    _check_crowds(lives, limit, report)
     for lock, of_lock in sorted(by_lock.items()):
         for ms, one, other in overlaps({life.token: life.entitled() for life in of_lock}):
             report.broken(f"{lock}: {one} and {other} overlap by {ms:.3f} ms")
@@ -91,6 +93,7 @@ def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
             life.lease_s, life.direct = record["lease"], record["direct"]
         elif kind == "granted":
             life.granted, life.since, life.fence = record, record["since"], record["fence"]
+            life.lock = record["lock"]
         elif kind in ("start", "end"):
             setattr(life, kind, record)
         elif kind == "renewed" and life.end is None:
@@ -115,6 +118,7 @@ def _lives(records: Sequence[Record], report: Report) -> dict[str, _Life]:
             if earlier not in lives:
                 lives[earlier] = replace(
                     life, token=earlier, since=victim["since"], fence=victim["fence"], granted=None,
+                    lock=record["lock"],
                     start=None, end=None, releases=[], renewals=[], named_by=[],
                 )  # fmt: skip
             life = lives[earlier]
@@ -142,6 +146,17 @@ def _count(records: Sequence[Record], lives: dict[str, _Life], report: Report) -
         "losses noticed": kinds["lost"],
         "unavailable": kinds["unavailable"] + kinds["renew_failed"] + kinds["release_failed"],
     }
+
+
+def _check_crowds(lives: dict[str, _Life], limit: int, report: Report) -> None:
+    """No more than so many rely on one lock at a time, whatever permits they say they have."""
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for life in lives.values():
+        by_name[life.lock.partition("#")[0]] += life.entitled()
+    for name, spans in by_name.items():
+        most = most_at_a_time(spans)
+        if most > limit:
+            report.broken(f"{name}: {most} relied on it at a time, of {limit}")
 
 
 def _check_fences(lock: str, acquired: list[_Life], report: Report) -> None:

@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from celery_setnx.lock.names import permit_names, permits_name
 from examples.embedded import EmbeddedServer
 from tests.proxy import Fault, Proxy
 from tests.soak.checker import check
@@ -39,6 +40,7 @@ class Scenario:
     processes: int = 8
     proxied: int = 4  # of them reach the server by way of the proxy
     locks: int = 3
+    limit: int = 1  # how many may hold a lock at a time
     leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)  # each attempt chooses one
     kill: float = 0.25  # kill -9 of a process, every other time of a holder
     stop: float = 0.2  # SIGSTOP for 0.3 to 2.5 leases
@@ -47,6 +49,9 @@ class Scenario:
     full: float = 3.0  # no memory for up to 0.3 s
     forget: float = 0.3  # the record of a free lock lost
 
+
+# Several permits of one lock: never more than three hold it.
+PERMITS = Scenario(locks=1, limit=3)
 
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
 MUTANTS: dict[str, Scenario] = {
@@ -61,6 +66,8 @@ MUTANTS: dict[str, Scenario] = {
     "expired lease revived": Scenario("reviving_renewal", processes=4, proxied=0, locks=8, stop=0.1),
     "renewal of another's lock": Scenario("careless_renewal", locks=2, kill=1.0, stop=0.08),
     "take-over 10 ms early": Scenario("take_over_10_ms_early"),
+    "a permit too many": replace(PERMITS, flaw="one_permit_more"),
+    "permits taken over 10 ms early": replace(PERMITS, flaw="take_over_10_ms_early"),
 }
 
 
@@ -104,15 +111,17 @@ class Soak:
             return found or self._check(final=True)
 
     def _check(self, *, final: bool) -> Report:
-        awaited = self.scenario.processes > 2 * self.scenario.locks
-        return check(read(self.history), final=final, awaited=awaited)
+        scenario = self.scenario
+        awaited = scenario.processes > 2 * scenario.locks * scenario.limit
+        return check(read(self.history), final=final, awaited=awaited, limit=scenario.limit)
 
     def _start(self, *, direct: bool, once: bool = False) -> _Process:
         self._started += 1
         port = self._port if direct else self._proxy.port
         uid = _CLOSER if once else self._started
         scenario = self.scenario
-        duty = Duty(uid, port, direct, self._locks, scenario.leases, self.history, scenario.flaw, once)
+        about = self.history, scenario.flaw, once, scenario.limit
+        duty = Duty(uid, port, direct, self._locks, scenario.leases, *about)
         process = _Process(Fork(hold, duty), duty)
         self._processes.append(process)
         return process
@@ -164,7 +173,7 @@ class Soak:
 
     def _choose(self, among: list[_Process]) -> _Process:
         """Every other time a holder."""
-        record = self._admin.get(f"{{{self._random.choice(self._locks)}}}:holder") or b""
+        record = self._admin.get(self._any_permit()[1]) or b""
         holders = [p for p in among if record.startswith(f"{p.duty.uid}-".encode())]
         return self._random.choice(holders if holders and self._random.random() < 0.5 else among)
 
@@ -214,11 +223,19 @@ class Soak:
         self._memory_back_at = time.monotonic() + seconds
 
     def _forget(self) -> None:
-        name = self._random.choice(self._locks)
+        name, record = self._any_permit()
+        if self.scenario.limit > 1 and self._random.random() < 0.3:
+            self._admin.delete(permits_name(self._locks[0]))
         # The server may have no memory for a script of its own just now.
         with suppress(redis.ResponseError):
-            if self._admin.eval(_FORGET, 2, name, f"{{{name}}}:holder"):
+            if self._admin.eval(_FORGET, 2, name, record):
                 self._notes.note("forgot", name=name)
+
+    def _any_permit(self) -> tuple[str, str]:
+        """The names of a permit and of its record."""
+        limit = self.scenario.limit
+        number = self._random.randrange(limit) if limit > 1 else 0
+        return permit_names(self._random.choice(self._locks), number)
 
     def _drain(self) -> None:
         self._continue(float("inf"))

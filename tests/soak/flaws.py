@@ -75,7 +75,7 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
     # A call to which the lock was handed in vain is the first in line again at once.
     "no_passing_over": ("serve", "h_since = int(4000000000000000 + now +", "local _ = int(now +"),
     # Whoever finds a line beside a lock that nobody has waits behind it.
-    "line_is_held": ("acquire", "return {'line',", "return {'held',"),
+    "line_is_held": ("acquire", "return answer('line',", "return answer('held',"),
     # A message that has started its call does not start it again when it is delivered again.
     "claimed_once": ("acquire", _LATER_COPY, "t_copy ~= '' then"),
 }  # fmt: skip
@@ -131,6 +131,11 @@ def _script(verb: str) -> Any:
 def _set_text(verb: str, text: str) -> None:
     script = _script(verb)
     script.text, script.sha = text, sha1(text.encode()).hexdigest()
+
+
+def one_permit_more() -> Callable[..., SetnxLock]:
+    """A process knows of a limit that is higher by one."""
+    return lambda *names, limit, **options: SetnxLock(*names, limit=limit + 1, **options)
 
 
 def no_deadline_check() -> type[SetnxLock]:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,6 +113,12 @@ def overlaps(spans: dict[str, list[Span]]) -> Iterator[tuple[float, str, str]]:
             yield (min(end, last_end) - begin) * 1000, who, last
         if end > last_end:
             last_end, last = end, who
+
+
+def most_at_a_time(spans: Iterable[Span]) -> int:
+    """How many holders are entitled at the same time, at most."""
+    moments = sorted((moment, change) for begin, end in spans for moment, change in ((begin, 1), (end, -1)))
+    return max(accumulate(change for _, change in moments), default=0)
 
 
 def paused(pauses: Iterable[Span], begin: float, end: float) -> float:

@@ -40,6 +40,12 @@ class Duty:
     history: Path
     flaw: str = "none"
     once: bool = False  # whether it acquires each lock exactly once and ends, to close a soak
+    limit: int = 1  # how many may hold a lock at a time
+
+
+def permit_of(name: str, number: str = "0") -> str:
+    """By what name the history knows a permit: each is a lock of its own."""
+    return f"{name}#{number}" if int(number) else name
 
 
 class _Witness:
@@ -76,41 +82,56 @@ class Holder:
     def run(self) -> None:
         """Work until told to end."""
         if self._duty.once:
+            close = self._have_all if self._duty.limit > 1 else self._one_round
             for name in self._duty.locks:
-                self._one_round(name, wait=max(self._duty.leases) + 1.0)
+                close(name, wait=max(self._duty.leases) + 1.0)
             return
         while not self._ending:
             self._one_round(self._random.choice(self._duty.locks), wait=WAIT_S)
+
+    def _have_all(self, name: str, wait: float) -> None:
+        """Have all permits of a lock at a time: none is lost."""
+        held = [self._acquired(name, wait, lease=10.0) for _ in range(self._duty.limit)]
+        for lock, token in filter(None, held):
+            self._history.note("end", token=token)
+            lock.release()
 
     def _end(self, *_signal: object) -> None:
         self._ending = True
 
     def _one_round(self, name: str, wait: float) -> None:
+        acquired = self._acquired(name, wait)
+        if acquired is not None:
+            self._section(*acquired)
+
+    def _acquired(self, name: str, wait: float, lease: float = 0.0) -> tuple[Any, str] | None:
         self._attempts += 1
-        lease = self._random.choice(self._duty.leases)
+        lease = lease or self._random.choice(self._duty.leases)
         token = f"{self._duty.uid}-{self._attempts}"
         pid, note = os.getpid(), self._history.note
-        lock = self._make_lock(self._client, name, lease=lease, info={"pid": pid}, retention=RETENTION_S)
+        about: dict[str, Any] = {"info": {"pid": pid}, "retention": RETENTION_S}
+        about |= {"limit": self._duty.limit} if self._duty.limit > 1 else {}
+        lock = self._make_lock(self._client, name, lease=lease, **about)
         note("try", lock=name, token=token, lease=lease, pid=pid, direct=self._duty.direct)
         try:
             outcome = lock.acquire(wait, token=token)
         except LockUnavailable as error:
             note("unavailable", token=token, error=error.reason)
             time.sleep(STEP_S)
-            return
+            return None
         except LockRefused as error:
             note("crash", token=token, error=str(error))
-            return
+            return None
         if outcome.lock is None:
             if self._duty.once:
                 note("stuck", lock=name, holder=str(outcome.holder))
-            return
+            return None
         victim = outcome.taken_over_from
         note(
             "start", lock=name, token=token, until=outcome.lock._valid_until, replied_at=self._replied_at,
             reported=victim and victim.token, reported_pid=victim and victim.info.get("pid"),
         )  # fmt: skip
-        self._section(outcome.lock, token)
+        return outcome.lock, token
 
     def _section(self, held: Any, token: str) -> None:
         kept = self._random.random() < 0.5 and isinstance(held, HeldLock)
@@ -167,13 +188,13 @@ class Holder:
 
     def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
         self._replied_at = at
-        if len(reply) == 3:  # it was free, and nobody waits
-            word, now, fence = reply
+        if reply[0] in ("held", "more"):
+            return
+        if len(reply) < 5:  # it was free, and nobody waits
+            word, now, fence, *permits = reply
             deadline, record = int(now) + asked[2], None
         else:
-            word, deadline, fence, now, _value, record, *_rest = reply
-        if word == "held":
-            return
+            word, deadline, fence, now, _value, record, _mark, _waiters, *permits = reply
         since = int(record.split("\n")[4]) if word == "again" else int(now)
         victim = None
         if word == "taken_over" and record:
@@ -181,8 +202,9 @@ class Holder:
             victim = {"token": dead[0], "info": dead[5]}
             victim |= {"deadline": int(dead[1]), "fence": int(dead[2]), "since": int(dead[4])}
         self._history.note(
-            "granted", t=at, lock=asked[0][0], token=asked[1], word=word, since=since, now=int(now),
-            deadline=int(deadline), fence=int(fence), began_us=began_us, victim=victim,
+            "granted", t=at, lock=permit_of(asked[0][0], *permits[:1]), token=asked[1], word=word,
+            since=since, now=int(now), deadline=int(deadline), fence=int(fence), began_us=began_us,
+            victim=victim,
         )  # fmt: skip
 
     def _released(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:

@@ -45,6 +45,20 @@ def test_survey_follows_a_slot_that_has_moved(client, cluster):
     assert look(client, keys[0]).holder is not None
 
 
+def test_survey_of_several_permits_on_a_cluster(client, cluster):
+    """They are in the slot of their lock; one is dropped as it was seen."""
+    keys = [key_name("t", "app.sync", digest([number])) for number in range(30)]
+    assert len({cluster.owner(cluster.slot(key)).port for key in keys}) == 3
+    for key in keys:
+        for _ in range(3):
+            assert SetnxLock(client, key, limit=4, info={"task": "app.sync"}).acquire().acquired
+    for seen in survey(client, "t"):
+        assert ([holder.permit for holder in seen.holders], seen.limit) == ([0, 1, 2], 4)
+        assert all(drop(client, one) for one in list(seen.of_each())[:2])
+    found = {seen.key: [holder.permit for holder in seen.holders] for seen in survey(client, "t")}
+    assert found == {key: [2] for key in keys}
+
+
 def test_drop_on_a_cluster(client):
     """Lock and record share a slot, and go together."""
     key = hold(client, 7)

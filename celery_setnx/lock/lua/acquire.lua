@@ -75,10 +75,10 @@ if found then
   local own = task and task .. '|'
   permit = permit_for(found, 8, limit, now, function(state, h_token, of, live)
     if state == 'handed' then return task and heir_in(of) == task and 2 or live and woken and 6 or nil end
-    if not live then return nil end
     local is_own = own and string.sub(h_token, 1, #own) == own and string.match(h_token, '^(.*)|%d+|%x+$') == task
-    if is_own or h_token == token then return state == 'resting' and 3 or 1 end
-    return dead ~= '' and h_token == dead and state == 'running' and 5 or nil
+    -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it.
+    if is_own or h_token == token then return live and state ~= 'resting' and 1 or 3 end
+    return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
   local ms = permit.rank < 9 and math.ceil(lease / 1000) + retention or 0 -- one that is held has seen to that
   note_permits(KEYS[7], permits, math.max(limit, permit.top), limit, ms)

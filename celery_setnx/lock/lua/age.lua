@@ -1,36 +1,52 @@
 -- Let a lock grow older at once, with all that stands beside it: time passes for a test that does not wait.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark (see acquire.lua)
--- ARGV  1 by       microseconds
---       2 living   token of a holder that renews meanwhile, whose deadline stays; '' = nobody does
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits, 7... the others (see acquire.lua)
+-- ARGV  1 by          microseconds
+--       2... living   tokens of holders that renew meanwhile, whose deadlines stay
 -- Returns {word}
---       aged | nothing (none of the keys is there)
+--       aged | nothing (none of the keys is there) | more (as acquire.lua)
 
-local by, living = tonumber(ARGV[1]), ARGV[2]
+local by = tonumber(ARGV[1])
 local function int(number) return string.format('%.0f', number) end
 local function before(time) return int(time > 0 and math.max(time - by, 1) or 0) end
 local function expire_sooner(key)
-  local left = redis.call('PTTL', key) - math.floor(by / 1000)
+  local left = redis.call('PTTL', key)
+  if left <= 0 then return end
+  left = left - math.floor(by / 1000)
   if left > 0 then redis.call('PEXPIRE', key, int(left)) else redis.call('DEL', key) end
 end
 
+local permits = redis.call('GET', KEYS[6])
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
+if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
-local value = redis.pcall('GET', KEYS[1])
-local record = redis.call('GET', KEYS[2])
-local token, deadline, fence, state, since, info =
-  string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(%d+)\n(.*)$')
-local renews = living ~= '' and token == living and state == 'running'
-local ours = token and value == int(math.ceil(tonumber(deadline) / 1000000))
+local living, renews = {}, false
+for place = 2, #ARGV do living[ARGV[place]] = true end
 
-if token then
-  if not renews then deadline = before(tonumber(deadline)) end
-  local fields = {token, deadline, fence, state, before(tonumber(since)), info}
-  redis.call('SET', KEYS[2], table.concat(fields, '\n'), 'KEEPTTL')
-end
-if ours then
-  redis.call('SET', KEYS[1], int(math.ceil(tonumber(deadline) / 1000000)), 'KEEPTTL')
-elseif type(value) == 'string' and string.match(value, '^%d+%.?%d*$') then
-  redis.call('SET', KEYS[1], int(math.ceil(math.max(tonumber(value) - by / 1000000, 1))), 'KEEPTTL')
+local locks = {KEYS[1], KEYS[2], unpack(KEYS, 7)}
+for place = 1, #locks, 2 do
+  local name, beside = locks[place], locks[place + 1]
+  local value = redis.pcall('GET', name)
+  local token, deadline, fence, state, since, info =
+    string.match(redis.call('GET', beside) or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(%d+)\n(.*)$')
+  local lives = token and living[token] and state == 'running'
+  local ours = token and value == int(math.ceil(tonumber(deadline) / 1000000))
+  if token then
+    if not lives then deadline = before(tonumber(deadline)) end
+    local fields = {token, deadline, fence, state, before(tonumber(since)), info}
+    redis.call('SET', beside, table.concat(fields, '\n'), 'KEEPTTL')
+  end
+  if ours then
+    redis.call('SET', name, int(math.ceil(tonumber(deadline) / 1000000)), 'KEEPTTL')
+  elseif type(value) == 'string' and string.match(value, '^%d+%.?%d*$') then
+    redis.call('SET', name, int(math.ceil(math.max(tonumber(value) - by / 1000000, 1))), 'KEEPTTL')
+  end
+  if lives then
+    renews = true
+  else
+    expire_sooner(name)
+    expire_sooner(beside)
+  end
 end
 local line = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
 for place = 1, #line, 2 do redis.call('ZADD', KEYS[3], before(tonumber(line[place + 1])), line[place]) end
@@ -41,7 +57,5 @@ for place = 1, #calls, 2 do
   if not head then head, moment, rest = string.match(calls[place + 1], '^(@)(%d+)(.*)$') end
   if head then redis.call('HSET', KEYS[4], calls[place], head .. before(tonumber(moment)) .. rest) end
 end
-for place, key in ipairs(KEYS) do
-  if not (renews and place <= 2) and redis.call('PTTL', key) > 0 then expire_sooner(key) end
-end
+for place = 3, renews and 5 or 6 do expire_sooner(KEYS[place]) end
 return {'aged'}
