@@ -127,7 +127,9 @@ def work(seconds: float) -> None:
 @contextmanager
 def _running() -> Iterator[list[int]]:
     with broker.pipeline() as pipe:
-        _added, pids = pipe.sadd(RUNNING, os.getpid()).smembers(RUNNING).execute()
+        pipe.sadd(RUNNING, os.getpid())
+        pipe.smembers(RUNNING)
+        _added, pids = pipe.execute()
     yield [int(pid) for pid in pids]
     broker.srem(RUNNING, os.getpid())
 
