@@ -59,7 +59,8 @@ CALLS, QUICK_CALLS = 200, 100
 WORKERS, PROCESSES = 2, 5
 OF_IDEAL = 1.25
 
-DURATION_S, LONGER_S, HOLD_S, SETTLE_S = 4, 3.0, 600.0, 0.5
+DURATION_S, QUICK_DURATION_S = 4, 2
+LONGER_S, HOLD_S, SETTLE_S = 3.0, 600.0, 0.5
 CHILD, WORKER, ELSEWHERE = "pool process", "worker", "celery_setnx, elsewhere"
 KILLED = {CHILD: (WAIT, SEMAPHORE, RATE), WORKER: (WAIT, ELSEWHERE, SEMAPHORE, RATE)}
 
@@ -133,9 +134,13 @@ def measured(batch: Batch, calls: int) -> Sample:
             task.apply_async((-1, number + 1, 0.3), queue=f"own-{number % WORKERS}")
         stage.wait_for(RUNS, WORKERS * PROCESSES)
         stage.forget()
+        stage.broker.delete(STARTS)
         first = LIMIT if batch.gathered else 0
-        for number in range(calls):
-            task.apply_async((number, 0, UNTIL_OPEN if number < first else batch.body_ms / 1000))
+        for number in range(first):
+            task.apply_async((number, 0, UNTIL_OPEN))
+        stage.wait_for(STARTS, first)
+        for number in range(first, calls):
+            task.apply_async((number, 0, batch.body_ms / 1000))
         if batch.gathered:
             stage.wait_for(WAITS, calls - LIMIT)
             stage.broker.rpush(GATE, *["open"] * LIMIT)
@@ -210,13 +215,13 @@ class Death:
     at_a_time: float
 
 
-def killed(what: str, way: str) -> Death:
+def killed(what: str, way: str, duration_s: int) -> Death:
     """Five calls that hold, six that wait; one of the five is killed.
 
     Raises:
         AssertionError: No body has started in time.
     """
-    environment = {DURATION: str(DURATION_S), **({ELSEWHERE_TOO: "1"} if way == ELSEWHERE else {})}
+    environment = {DURATION: str(duration_s), **({ELSEWHERE_TOO: "1"} if way == ELSEWHERE else {})}
     with new_clients(), Stage(limitapp) as stage:
         task: Any = stage.tasks[WAIT if way == ELSEWHERE else way]
         victim = stage.start_worker(concurrency=1, queues="victim", environment=environment)
@@ -235,7 +240,7 @@ def killed(what: str, way: str) -> Death:
         else:
             victim.kill()
         wait_until(lambda: stage.broker.llen(STARTS) > LIMIT, "the next body")
-        time.sleep(max(0.0, killed_at + DURATION_S + LONGER_S - time.monotonic()))
+        time.sleep(max(0.0, killed_at + duration_s + LONGER_S - time.monotonic()))
         return of_death(stage.notes(STARTS), pid, killed_at)
 
 
@@ -276,22 +281,24 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
     yield table("commands on the lock server", "per call", lambda sample: sample.commands)
     yield table("time on the lock server", "us per call", lambda sample: sample.server_us)
     yield table("deliveries", "per call", lambda sample: sample.deliveries)
-    yield from deaths(1 if quick else rounds)
+    yield from deaths(1 if quick else rounds, quick)
 
 
-def deaths(rounds: int) -> Iterator[Table]:
+def deaths(rounds: int, quick: bool) -> Iterator[Table]:
     """Two tables of what the death of a pool process costs, and two of that of a worker."""
-    for what, ways in KILLED.items():
+    duration_s = QUICK_DURATION_S if quick else DURATION_S
+    for what, all_ways in KILLED.items():
+        ways = (WAIT, SEMAPHORE) if quick else all_ways
         lost: Samples = {way: [] for way in ways if way != RATE}
         lived: Samples = {way: [] for way in ways}
         for number in range(rounds):
             for way in ways:
-                death = killed(what, way)
+                death = killed(what, way, duration_s)
                 lived[way].append(death.at_a_time)
                 if way != RATE:  # which has no permits to lose
                     lost[way].append(death.lost_s)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-        title = f"limit, kill -9 of one {what} of five"
+        title = f"limit, kill -9 of one {what} of five, duration {duration_s} s"
         never = tuple(Promise(way, LIMIT, guard=LIMIT) for way in ways if way in (WAIT, ELSEWHERE))
         yield Table(f"{title}: until the next body", "s", lost, SEMAPHORE)
         yield Table(f"{title}: bodies at a time", "at most", lived, SEMAPHORE, never)
