@@ -39,7 +39,7 @@ class Semaphore:
     """The basic counting semaphore of Josiah Carlson, "Redis in Action" (2013), section 6.3.1.
 
     Holders are the members of a sorted set, by the time at which each came, on its own clock. One that is
-    older than the timeout counts no more, whether it lives or not, and nobody renews it: as in the book.
+    older than the timeout counts no more, whether it lives or not; sections 6.3.2 to 6.3.4 refine that.
     """
 
     def __init__(self, client: redis.Redis, name: str, limit: int, timeout_s: float) -> None:

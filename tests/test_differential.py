@@ -223,7 +223,8 @@ MISTAKES = [
     ("serve", "elseif recorded then", "elseif true then", "elseif false then"),
     ("serve", "died = state ~= 'resting' and not h_heir", "died = true", "died = not h_heir",
         "died = state ~= 'resting'"),
-    ("serve", "local till = (math.min(tonumber(value), 1e11) + 1)", "local till = math.min(tonumber(value), 1e11)",
+    ("serve", "local till = (math.min(tonumber(value), 1e11) + 1)",
+        "local till = math.min(tonumber(value), 1e11)",
         "local till = (tonumber(value) + 1)"),
     ("serve", "if now < till then", "if now <= till then"),
     ("serve", "    died = true\n", ""),
@@ -276,7 +277,8 @@ MISTAKES = [
     ("acquire#", "elseif now < deadline or deadline > 0 and value == int(math.ceil(deadline / 1000000)) then",
         "elseif now < deadline then"),
     ("acquire#", "fits(state, token, record, now < deadline)", "fits(state, token, record, true)"),
-    ("acquire#", "        till = (math.min(tonumber(value), 1e11) + 1)", "        till = math.min(tonumber(value), 1e11)"),
+    ("acquire#", "        till = (math.min(tonumber(value), 1e11) + 1)",
+        "        till = math.min(tonumber(value), 1e11)"),
     ("acquire#", "number < limit, now >= till", "true, now >= till", "number < limit, now > till"),
     ("serve#", "if free and not rank and state == 'handed' then", "if false then",
         "if free and not rank and value and state == 'handed' then"),
@@ -297,9 +299,11 @@ MISTAKES = [
     ("acquire#", "or rank == best_rank and till < best_till)", ")", "or rank == best_rank)"),
     ("acquire#", "if highest > 1 + math.max(0, #KEYS - 7) / 2 then", "if false then"),
     ("acquire", "if highest > 1 + math.max(0, #KEYS - 7) / 2 then", "if false then"),
-    ("acquire#", "task and heir_in(of) == task and 2 or live and woken and 6 or nil", "live and woken and 6 or nil",
-        "task and heir_in(of) == task and 2 or nil", "task and heir_in(of) == task and 2 or live and 6 or nil"),
-    ("acquire#", "if is_own or h_token == token then", "if false then", "if is_own then", "if h_token == token then"),
+    ("acquire#", "task and heir_in(of) == task and 2 or live and woken and 6 or nil",
+        "live and woken and 6 or nil", "task and heir_in(of) == task and 2 or nil",
+        "task and heir_in(of) == task and 2 or live and 6 or nil"),
+    ("acquire#", "if is_own or h_token == token then", "if false then", "if is_own then",
+        "if h_token == token then"),
     ("acquire#", "return live and state ~= 'resting' and 1 or 3 end", "return 3 end", "return 1 end",
         "return live and 1 or 3 end", "return live and (state == 'resting' and 3 or 1) or nil end"),
     ("acquire#", "return live and dead ~= '' and", "return false and", "return dead ~= '' and"),
@@ -331,7 +335,9 @@ MISTAKES = [
     ("leave#", "return heir_in(of) == task and 1 end", "return nil end"),
     ("free#", "return state == 'held_for_retry' and", "return"),
     *[(verb, "then return {'more', int(highest)} end", "then highest = 1 end")
-        for verb in ("park", "leave", "free", "serve", "look", "park#", "leave#", "free#", "serve#", "look#")],
+        for verb in ("park", "leave", "free", "serve", "look")],
+    *[(verb, "then return {'more', int(highest)} end", "then highest = 1 end")
+        for verb in ("park#", "leave#", "free#", "serve#", "look#")],
 ]  # fmt: skip
 MUTANTS = [(verb, right, wrong) for verb, right, *wrongs in MISTAKES for wrong in wrongs]
 

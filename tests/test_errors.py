@@ -30,7 +30,7 @@ NEEDED_BY = {
     "rest": {"eval", "evalsha", "time", "get", "pexpireat", "set"},
 }
 COMMANDS = sorted(set.union(*NEEDED_BY.values()))
-SCRIPT_OF = dict.fromkeys(ACQUIRING, lock_module._ACQUIRE) | {
+SCRIPT_OF = dict.fromkeys(ACQUIRING, lock_module._ACQUIRE.one) | {
     "renew": lock_module._RENEW,
     "release": lock_module._RELEASE,
     "rest": lock_module._RELEASE,
@@ -442,7 +442,7 @@ def test_server_that_is_gone_is_unavailable(admin, proxy, far, verb):
 
 def test_command_that_redis_7_0_forbids_in_a_script_is_named():
     """That server says in which line, and not which command."""
-    acquire = lock_module._ACQUIRE
+    acquire = lock_module._ACQUIRE.one
     (line,) = [n for n, text in enumerate(acquire.text.splitlines(), 1) if "redis.call('GETSET'" in text]
     said = (
         "The user executing the script can't run this command or subcommand script: e977b3, on @user_script:"

@@ -226,7 +226,7 @@ def test_second_delivery_takes_its_own_lapsed_permit_over(locks):
 
 
 def test_permit_held_for_a_retry_is_resumed(locks):
-    """The retry has the same permit and fence; before it nobody else has it, and its other delivery neither."""
+    """The retry has the same permit and fence; before it nobody has it, nor its other delivery."""
     held_by(locks, "one")
     held = of_task(locks, "a").lock
     assert held.hold(LEASE) == "held_for_retry"
@@ -285,7 +285,7 @@ def test_lapsed_permit_is_taken_over_from_its_dead_holder(locks):
 
 
 def test_permit_of_a_proved_dead_holder_is_taken_over(locks):
-    """Before its deadline, when all are held; another's proof opens nothing, nor does a proof beside a free one."""
+    """Before its deadline, when all are held; another's proof opens nothing, nor one beside a free one."""
     held_by(locks, "one", "two", "three")
     assert not the_lock(locks).acquire(dead="nobody").acquired
     outcome = the_lock(locks).acquire(dead="two")
@@ -398,7 +398,7 @@ def test_permit_beyond_a_lowered_limit_is_handed_to_nobody(locks):
 
 
 def test_raised_limit_serves_the_line(locks):
-    """A call that enters it says so, and whoever serves it hands out what is new; a newcomer passes nobody."""
+    """A call that enters it says so, and whoever serves it hands out what is new; a newcomer passes none."""
     held_by(locks, "one", limit=1)
     wait(locks, "a", 10.0, limit=1)
     found = wait(locks, "b", 20.0, limit=2)

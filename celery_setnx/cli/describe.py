@@ -33,36 +33,28 @@ _ON_CONFLICT = {
 
 def row(sighting: Sighting) -> dict[str, Any]:
     """A lock as plain JSON values, under the names that docs/cli.md promises."""
-    several = sighting.has_several
+    found = _row_of_holder(sighting)
+    found["held"] = len(sighting.holders)
+    found["limit"] = sighting.limit
+    found["holders"] = list(map(_row_of_permit, sighting.of_each())) if sighting.has_several else None
+    return found
+
+
+def _row_of_permit(sighting: Sighting) -> dict[str, Any]:
+    """Who holds one of several permits; without what is the lock's."""
+    found = _row_of_holder(sighting)
+    for name in ("key", "scope", "waiting"):
+        del found[name]
+    return {"permit": sighting.holder and sighting.holder.permit, **found}
+
+
+def _row_of_holder(sighting: Sighting) -> dict[str, Any]:
+    holder = sighting.holder
+    info: Mapping[str, Any] = holder.info if holder else {}
     return {
         "key": sighting.key,
         "task": sighting.task,
         "scope": sighting.scope,
-        **_held_row(sighting),
-        "waiting": sighting.waiting,
-        "value": sighting.holder.value if sighting.holder else None,
-        "held": len(sighting.holders),
-        "limit": sighting.limit,
-        "holders": list(map(holder_row, sighting.of_each())) if several else None,
-    }
-
-
-def holder_row(sighting: Sighting) -> dict[str, Any]:
-    """Who holds one of several permits, as plain JSON values."""
-    holder = sighting.holder
-    return {
-        "permit": holder and holder.permit,
-        "task": sighting.task,
-        **_held_row(sighting),
-        "value": holder and holder.value,
-    }
-
-
-def _held_row(sighting: Sighting) -> dict[str, Any]:
-    """What the JSON of a lock and that of a holder both have."""
-    holder = sighting.holder
-    info: Mapping[str, Any] = holder.info if holder else {}
-    return {
         "state": holder.state if holder else "free",
         "stale": sighting.is_stale,
         "task_id": info.get("task_id"),
@@ -75,6 +67,8 @@ def _held_row(sighting: Sighting) -> dict[str, Any]:
         "age_s": rounded(sighting.age_s),
         "deadline": holder.deadline if holder else None,
         "remaining_s": rounded(sighting.remaining_s),
+        "waiting": sighting.waiting,
+        "value": holder.value if holder else None,
     }
 
 

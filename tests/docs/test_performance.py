@@ -101,3 +101,36 @@ def test_rates_of_the_readme_are_those_of_the_results():
         shown = [ratio(found, name, "plain Celery") for found in rates]
         assert ", ".join(shown) in text_of("docs/others.md"), name
         assert all(figure in text_of("README.md") for figure in shown), name
+
+
+LIMITS = {
+    '`limit=5`, `"wait"`': 'celery_setnx, "wait", {} ms',
+    "the same, all in line before the first may go": 'celery_setnx, "wait", {} ms, all in line',
+    '`limit=5`, `"retry"`': 'celery_setnx, "retry", {} ms',
+    "a sorted set as semaphore": "a sorted set as semaphore, {} ms",
+    "celery-heimdall's `RateLimit`": "celery-heimdall, RateLimit, {} ms",
+}
+LIMIT_COLUMNS = {
+    "total, 50 ms": ("total", 50, 2),
+    "250 ms": ("total", 250, 2),
+    "at a time": ("bodies at a time", 50, 0),
+    "overtaken, 50 ms": ("overtaken", 50, 0),
+    "by at most": ("overtaken, farthest", 50, 0),
+    "commands per call, 50 ms": ("commands on the lock server", 50, 1),
+    "250 ms ": ("commands on the lock server", 250, 1),
+    "server time per call, 50 ms": ("time on the lock server", 50, 0),
+    "250 ms  ": ("time on the lock server", 250, 0),
+    "deliveries per call, 50 ms": ("deliveries", 50, 1),
+    "250 ms   ": ("deliveries", 250, 1),
+}
+
+
+def test_limits_are_those_of_the_results():
+    """Five at a time, and what else does something like it: medians."""
+    rows = table(text_of(PAGE), "", *(name.strip() for name in LIMIT_COLUMNS))
+    assert [row[0] for row in rows] == list(LIMITS)
+    for label, *shown in rows:
+        for cell, (title, body_ms, digits) in zip(shown, LIMIT_COLUMNS.values()):
+            found = samples("limit", f"limit, {title}").get(LIMITS[label].format(body_ms))
+            expected = "" if found is None else f"{statistics.median(found):.{digits}f}"
+            assert cell.strip("*").removesuffix(" us") == expected, (label, title, body_ms)

@@ -40,7 +40,7 @@ def with_test_clock(text: str, reads: int = 1) -> str:
 
 
 def texts() -> dict[str, str]:
-    """The package's scripts, by verb, on the test's clock; `<verb>#` is the one that is told of several permits."""
+    """The package's scripts, by verb, on the test's clock; `<verb>#` is told of several permits."""
     found = {}
     for verb, (module, name) in SCRIPTS.items():
         script = getattr(module, name)

@@ -43,7 +43,7 @@ WORLDS = {
 TWO = {"limit": 2}
 PERMITS = {
     "three clients and a crash": lambda: World(Ours("a", lease=2, **TWO), Ours("b", **TWO), Ours("c", **TWO),
-        ticks=bound(4, small=3, full=6, deep=9), crashes=1 + DEEP),
+        ticks=bound(3, full=6, deep=9), crashes=1 + DEEP),
     "four clients, three permits": lambda: World(*[Ours(task, limit=3, tries=1, lease=2) for task in "abcd"],
         ticks=bound(2, small=1, full=3, deep=5), crashes=1 + DEEP),
     "renewals": lambda: World(Ours("a", lease=2, beats=1, **TWO), Ours("b", lease=2, **TWO),
@@ -57,7 +57,7 @@ PERMITS = {
     "a second delivery with another limit": lambda: World(Ours("a", lease=2, limit=3), Ours("a", tries=1),
         Ours("b", limit=3), ticks=bound(3, full=4, deep=6), crashes=1),
     "permits that rest": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1, **TWO), Ours("b", **TWO),
-        Ours("c", tries=1, **TWO), ticks=bound(3, full=5, deep=7), crashes=1),
+        Ours("c", tries=1, **TWO), ticks=bound(2, full=5, deep=7), crashes=1),
     "permits held for a retry, with a second delivery": lambda: World(
         Ours("a", lease=2, hold=3, retries=1, **TWO), Ours("a", tries=1, **TWO),
         Ours("b", lease=2, tries=1, **TWO), ticks=bound(3, full=5, deep=6), crashes=1),

@@ -112,7 +112,7 @@ PERMITS = {
         **TWO, **SWEPT),
     "anybody who lets the line go on": lambda: Waiters("abc", slots=3, visits=bound(1, full=2), crashes=1,
         late_wakes=1, **TWO, **SWEPT),
-    "limits that differ": lambda: Waiters(bound("abc", full="abcd"), slots=bound(3, full=4), crashes=1,
+    "limits that differ": lambda: Waiters(bound("abc", deep="abcd"), slots=3, crashes=1,
         late_wakes=bound(0, full=1), **DOWN, **SWEPT),
     "second deliveries": lambda: Waiters("abc", late="a", seconds=1, slots=bound(2, full=3), **TWO),
     "couriers": lambda: Waiters("abc", slots=3, crashes=1, late_wakes=bound(0, full=1), **TWO),

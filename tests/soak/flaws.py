@@ -24,6 +24,7 @@ from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock import scripts as scripts_module
 from celery_setnx.lock.keeper import Keeper
 from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.run import acquire as acquire_module
 from celery_setnx.run import courier as courier_module
 from celery_setnx.run import join as join_module
@@ -86,7 +87,7 @@ def _nothing(*_arguments: Any) -> None:
     """In place of what is left out."""
 
 
-_NO_WAKE = [(acquire_module, "wake", _nothing), (request_module, "wake", _nothing)]
+_NO_WAKE = [(acquire_module, "wake_all", _nothing), (request_module, "wake_all", _nothing)]
 _NO_SWEEP = [(Sweep, "sweep", _nothing)]
 
 ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
@@ -108,8 +109,6 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     "no_sweep": _NO_SWEEP,
     # A wake-up that is not sent is sent by nobody.
     "lost_wake": [*_NO_WAKE, *_NO_SWEEP],
-    # Whoever serves a line wakes nobody; whoever releases a lock does.
-    "serve_without_wake": [(wake_module, "wake", _nothing)],
     # All data of Redis look the same.
     "epoch_unnoticed": [(line_module, "_new_epoch", lambda: 1)],
     # That a call has begun is remembered no longer than that it waits.
@@ -124,12 +123,13 @@ def _replace(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-def _script(verb: str) -> Any:
-    return getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
+def _scripts(verb: str) -> list[Any]:
+    """A verb's script; of some verbs also the one that chooses among several permits."""
+    script = getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
+    return [script.one, script.several] if isinstance(script, PermitScript) else [script]
 
 
-def _set_text(verb: str, text: str) -> None:
-    script = _script(verb)
+def _set_text(script: Any, text: str) -> None:
     script.text, script.sha = text, sha1(text.encode()).hexdigest()
 
 
@@ -148,11 +148,12 @@ def no_deadline_check() -> type[SetnxLock]:
 
 def client_clock() -> None:
     """The worker's clock decides, not the server's."""
-    acquire, template = lock_module._acquire, lock_module._ACQUIRE.text
+    acquire, script = lock_module._acquire, lock_module._ACQUIRE.one
+    template = script.text
     _replace(template, _CLOCK, "")
 
     def by_own_clock(*arguments: Any, **options: Any) -> list[Any]:
-        _set_text("acquire", template.replace(_CLOCK, f"local time = {{'{time.time():.0f}', '0'}}"))
+        _set_text(script, template.replace(_CLOCK, f"local time = {{'{time.time():.0f}', '0'}}"))
         return acquire(*arguments, **options)
 
     lock_module._acquire = by_own_clock
@@ -193,6 +194,17 @@ def no_serve() -> None:
         module.let_the_line_go_on = _nothing
 
 
+def serve_without_wake() -> None:
+    """Whoever serves a line wakes nobody; whoever releases a lock does."""
+    wake, wake_module.wake = wake_module.wake, _nothing
+
+    def wake_all(app: Any, lock: SetnxLock) -> None:
+        while lock.heirs:
+            wake(app, lock.heirs.pop(0), lock.name)
+
+    acquire_module.wake_all = request_module.wake_all = wake_all
+
+
 def twin_wakes() -> None:
     """Each wake-up is sent twice, and nothing tells one from the other."""
     wake = wake_module.wake
@@ -202,7 +214,7 @@ def twin_wakes() -> None:
         wake(app, heir, key)
         wake(app, heir, key)
 
-    for module in (acquire_module, request_module, wake_module, park_module):
+    for module in (wake_module, park_module):
         module.wake = twice
 
 
@@ -296,5 +308,6 @@ def seed(name: str) -> Callable[..., Any]:
         return globals()[name]() or SetnxLock  # type: ignore[no-any-return]
     verbs, old, new = SCRIPTS[name]
     for verb in verbs.split():
-        _set_text(verb, _replace(_script(verb).text, old, new))
+        for script in _scripts(verb):
+            _set_text(script, _replace(script.text, old, new))
     return SetnxLock

@@ -18,6 +18,7 @@ from celery_setnx.lock import keeper as keeper_module
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.keeper import Keeper
 from celery_setnx.lock.lock import HeldLock
+from celery_setnx.lock.scripts import PermitScript
 from tests.soak import flaws
 from tests.soak.history import History, note_renewals, now_us
 
@@ -52,13 +53,15 @@ class _Witness:
     """A script that also writes down what the server decided, before the client can think about it."""
 
     def __init__(self, script: Any, write: Callable[[Sequence[Any], list[Any], int, float], None]) -> None:
-        self.text, self.sha = script.text, script.sha
         self._script = script
         self._write = write
 
     def __call__(self, client: Any, *arguments: Any) -> list[Any]:
         began_us = now_us()
         reply: list[Any] = self._script(client, *arguments)
+        if isinstance(self._script, PermitScript):  # which is told the lock's name, and of how many permits
+            _name, keys, _count, *rest = arguments
+            arguments = keys, *rest
         self._write(arguments, reply, began_us, time.monotonic())
         return reply
 
