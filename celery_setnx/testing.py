@@ -239,7 +239,7 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
     client = client_for(app)
     if isinstance(what, Held):
         keys = [what.key]
-    elif isinstance(what, Task) and (args or kwargs):
+    elif args or kwargs:
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
