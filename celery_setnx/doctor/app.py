@@ -295,7 +295,8 @@ def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
     policy = options.on_conflict
     if policy in ("skip", "raise"):
         yield "max_wait", f"on_conflict={policy!r} does not wait"
-    if policy in ("retry", "wait", "join", "raise") and options.dedupe != "until_started":
+    may_skip = options.dedupe == "until_started" or options.dedupe_for  # what nobody asked when it was sent
+    if policy in ("retry", "wait", "join", "raise") and not may_skip:
         yield "skip_result", f"on_conflict={policy!r} does not skip"
     if not options.dedupe:
         yield "on_duplicate", "without dedupe there is no duplicate"
