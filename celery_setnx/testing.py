@@ -24,11 +24,18 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.lock import HeldLock, SetnxLock
-from celery_setnx.lock.names import line_names, mark_name, other_permits, permits_name, record_name
+from celery_setnx.lock.names import (
+    done_name,
+    line_names,
+    mark_name,
+    other_permits,
+    permits_name,
+    record_name,
+)
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.scripts import Script
-from celery_setnx.lock.survey import Sighting, survey, waiters
+from celery_setnx.lock.survey import Sighting, successes, survey, waiters
 from celery_setnx.options import settings
 from celery_setnx.task import guard_for, lock_for
 
@@ -206,7 +213,8 @@ def crash(held: Held) -> None:
 
 
 def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
-    """Let time pass for locks without waiting: they, their marks, and those who wait in line grow older.
+    """Let time pass for locks without waiting: they, their marks, those who wait in line, and what counts as
+    done (`dedupe_for`) grow older.
 
     A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other is taken for one that stood
     still: past its lease the next call takes the lock over, and its own next renewal tells it so. Clocks
@@ -231,10 +239,10 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
     client = client_for(app)
     if isinstance(what, Held):
         keys = [what.key]
-    elif isinstance(what, Task) and (args or kwargs):
+    elif args or kwargs:
         keys = [lock_for(what, args, kwargs).name]
     else:
-        keys = [sighting.key for sighting in _sightings(client, what, args, kwargs)]
+        keys = sorted(_keys(client, what))
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
         _age(client, lock=key, by_s=by_s, living=living)
@@ -245,7 +253,8 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
     """Fail if a lock is held, a key marked, or a call in line: every task has ended, and left nothing behind.
 
-    A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not.
+    A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not, nor does a call that
+    has succeeded, and makes duplicates (`dedupe_for`).
 
     Args:
         what: An app: all its locks; a task without any arguments: all of its scope; with them: that call's.
@@ -268,7 +277,7 @@ def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwar
 
 
 def clear(app: Celery) -> int:
-    """Delete all keys under the app's prefix, found by SCAN: locks, marks, lines; returns how many.
+    """Delete all keys under the app's prefix, found by SCAN: locks and all beside them; returns how many.
 
     For a server that tests have for themselves, or an app with a prefix of its own. A task that runs on
     another host is a sign that it is neither, and nothing is deleted then.
@@ -316,11 +325,26 @@ def _app_of(what: Any) -> Celery:
     raise TypeError(f"expected a task or an app (or, to pass time, a holder), not {what!r}")
 
 
+def _keys(client: Any, what: Any) -> set[str]:
+    """The locks of an app or of a task that are there, or have a call that counts as done."""
+    keys = {sighting.key for sighting in _sightings(client, what, (), {})}
+    scope = _scope_of(what)
+    for success in successes(client, settings(_app_of(what).conf).prefix):
+        if scope in (None, success.scope):
+            keys.add(success.key)
+    return keys
+
+
+def _scope_of(what: Any) -> str | None:
+    """The scope of a task's locks; None of an app."""
+    guard = guard_for(what) if isinstance(what, Task) else None
+    return (guard.options.scope or guard.task) if guard else None
+
+
 def _sightings(client: Any, what: Any, args: Any, kwargs: Any) -> Iterator[Sighting]:
     """What there is of the locks of an app, of a task, or of a call."""
     key = lock_for(what, args, kwargs).name if args or kwargs else None
-    guard = guard_for(what) if isinstance(what, Task) else None
-    scope = guard and (guard.options.scope or guard.task)
+    scope = _scope_of(what)
     for sighting in survey(client, settings(_app_of(what).conf).prefix):
         if key in (None, sighting.key) and scope in (None, sighting.scope):
             yield sighting
@@ -358,7 +382,8 @@ def _escaped(text: str) -> str:
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
     """Run lua/age.lua, told of more permits if more are in use: its word."""
-    keys = (lock, record_name(lock), *line_names(lock), mark_name(lock), permits_name(lock))
+    beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock))
+    keys = (lock, record_name(lock), *beside)
     count = 1
     while True:
         word, *more = _AGE(client, keys + other_permits(lock, count), round(by_s * 1e6), *living)

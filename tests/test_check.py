@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,8 @@ def subjects(app: Celery) -> list[tuple[str, str]]:
     return [(found.level, found.subject) for found in problems(app)]
 
 
+DAILY = {"dedupe": "until_done", "dedupe_for": 86_400}
+
 # Options and settings that go together.
 SOUND = [
     ({}, {}),
@@ -91,6 +94,10 @@ SOUND = [
     ({"task": LATE}, {"broker_transport_options": {"visibility_timeout": 7200}}),
     ({"retry_delay_max": 900}, {}),
     ({"dedupe": "until_done"}, {}),
+    # Results are kept for as long as they are given away: a day, unless it is said.
+    ({**DAILY, "on_conflict": "wait", "skip_result": 0}, {}),
+    ({**DAILY, "dedupe_for": 604_800}, {"result_expires": timedelta(days=7)}),
+    ({**DAILY, "dedupe_for": 604_800}, {"result_expires": None}),
     # RabbitMQ knows when a consumer is gone.
     (PATIENT, {"broker_url": "amqp://localhost"}),
     (PATIENT, {"broker_url": "memory://"}),
@@ -131,6 +138,10 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         ("visibility", {"retry_delay_max": 901}, {}, ""),
         # A dead worker's calls come back after the visibility timeout.
         ("queue_lease", {"dedupe": "until_done", "queue_lease": 3599}, {}, ""),
+        # What duplicates get is gone while there are duplicates.
+        ("dedupe_for", {**DAILY, "dedupe_for": 86_401}, {}, "results are kept for 86400 s (result_expires)"),
+        ("dedupe_for", DAILY, {"result_expires": 3600}, "results are kept for 3600 s"),
+        ("dedupe_for", DAILY, {"result_expires": timedelta(hours=23)}, "results are kept for 82800 s"),
         # Options without effect are named.
         ("useless", {"on_conflict": "skip", "max_wait": 5}, {}, "max_wait ("),
         ("useless", {"on_conflict": "raise", "max_wait": 5}, {}, "max_wait ("),
@@ -151,6 +162,19 @@ def test_what_does_not_go_together_is_told(app, subject, options, conf, said):
     assert subjects(app) == [("error" if subject == "join" else "warning", subject)]
     (found,) = problems(app)
     assert said in f"{found.what} {found.why}"
+
+
+@pytest.mark.parametrize(
+    ("task", "conf"),
+    [({"ignore_result": True}, {}), ({}, {"task_ignore_result": True}), ({}, {"result_backend": None})],
+)
+def test_window_of_a_task_whose_results_are_not_stored_is_a_note(app, task, conf):
+    """Its duplicates get an id and no result, which may be all that is wanted."""
+    app.conf.update(conf, result_expires=60)
+    add(app, **DAILY, task=task)
+    (found,) = check(app)
+    assert (found.level, found.subject) == ("note", "dedupe_for")
+    assert "its results are not stored" in found.what
 
 
 def test_task_whose_self_is_an_argument_is_told(app):

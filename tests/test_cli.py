@@ -23,12 +23,19 @@ from rich.console import ConsoleDimensions
 
 from celery_setnx import HeldLock, SetnxLock
 from celery_setnx.cli import _picture, screen, setnx
-from celery_setnx.cli.describe import COLUMNS, MARK_COLUMNS
+from celery_setnx.cli.describe import COLUMNS, DONE_COLUMNS, MARK_COLUMNS
 from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import key_name, mark_name, permit_names, permits_name, record_name
+from celery_setnx.lock.names import (
+    done_name,
+    key_name,
+    mark_name,
+    permit_names,
+    permits_name,
+    record_name,
+)
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.options import Options
@@ -125,6 +132,17 @@ class Stage:
         """A call that is marked as queued."""
         mark_all(self.locks, [Mark(self.key(name, customer), "t-2")], dedupe="until_started", lease=600)
 
+    def succeed(
+        self, name: str = "daily", customer: int = 7, task_id: str = "t-3", at_least_for: float = 0
+    ) -> str:
+        """A call that has succeeded, and counts for two hours; its key."""
+        info = {"task": TASK + name, "task_id": task_id}
+        lock = SetnxLock(self.locks, self.key(name, customer), line=True, info=info, lease=600)
+        held = lock.acquire(token=f"{task_id}|0|ab").lock
+        assert held is not None
+        held.release(at_least_for=at_least_for, done_for=7200)
+        return held.key
+
     def park(self, name: str = "sync") -> None:
         """A call that has waited in line for 5 s."""
         park(self.locks, Place(self.key(name), "t-9", 0, 60), since=time.time() - 5, call="")
@@ -154,8 +172,13 @@ def documented_fields(command: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [((), "No locks"), (("--stale",), "No stale locks"), (("--queued",), "No marks")],
-    ids=["locks", "stale", "marks"],
+    [
+        ((), "No locks"),
+        (("--stale",), "No stale locks"),
+        (("--queued",), "No marks"),
+        (("--done",), "No done calls"),
+    ],
+    ids=["locks", "stale", "marks", "done"],
 )
 def test_list_says_that_there_is_nothing(cli, options, says):
     """No table, one line, exit code 0; as JSON an empty array, which can always be parsed."""
@@ -272,7 +295,49 @@ def test_list_of_marks_prints_a_table_and_json_with_the_documented_fields(cli):
     assert row == {"key": cli.key("pending"), "task": TASK + "pending", "task_id": "t-2"}
 
 
+def test_list_of_done_calls_prints_a_table_and_json_with_the_documented_fields(cli):
+    """Whose success counts, and for how long; the other lists do not have them, nor has this one locks."""
+    key = cli.succeed()
+    other = cli.succeed("crowd_daily", 8, "t-4")
+    cli.hold("sync")
+    cli.queue("pending")
+    result = ask("list", "--done")
+    heading, *lines = result.stdout.splitlines()
+    assert re.split("  +", heading) == list(DONE_COLUMNS)
+    assert re.fullmatch(r"day crowd +for (2 h 0 min|1 h 5\d min) +t-4 +t:\{day crowd:\w+\}", lines[0])
+    assert re.fullmatch(r"tests\.cliapp\.daily  for (2 h 0 min|1 h 5\d min) +t-3 +t:\{tests.+\}", lines[1])
+    assert result.stderr == "2 done calls under t:{...}.\n"
+    assert ask("list", "--done", "--task", TASK + "crowd_hourly").stderr == (
+        f"1 done call of {TASK}crowd_hourly under t:{{...}}.\n"
+    )
+    rows = {row["key"]: row for row in ask_json("list", "--done")}
+    assert rows.keys() == {key, other}
+    assert documented_fields("list --done --json") == set(rows[key])
+    assert rows[key].pop("counts_for_s") == pytest.approx(7200, abs=600)
+    assert rows[key] == {"key": key, "task": TASK + "daily", "task_id": "t-3"}
+    assert not {key, other} & {row["key"] for row in [*ask_json("list"), *ask_json("list", "--queued")]}
+
+
+def test_list_of_done_calls_leaves_out_what_is_no_text(cli, locks):
+    """Another program's key of that name."""
+    locks.rpush(done_name(cli.key("daily")), "x")
+    locks.expire(done_name(cli.key("daily")), 60)
+    assert ask_json("list", "--done") == []
+
+
 # show
+
+
+def test_show_and_release_name_a_done_call(cli):
+    """Which, and for how long; where none is there is no such line."""
+    key = cli.succeed()
+    shown = ask("show", key, ends=0).stdout
+    assert re.search(r"^done      as t-3, counts for (2 h 0 min|1 h 5\d min) more$", shown, re.MULTILINE)
+    found = ask_json("show", key)
+    assert (found["done"], found["done_counts_for_s"]) == ("t-3", pytest.approx(7200, abs=600))
+    assert "A call has succeeded and counts, as t-3: see release --done." in ask("release", key).stderr
+    assert "done" not in ask("show", TASK + "daily", "8").stdout
+    assert ask_json("show", TASK + "daily", "8")["done"] is None
 
 
 def test_show_prints_what_is_known(cli):
@@ -350,7 +415,7 @@ def test_show_json_has_the_documented_fields(cli):
     held = cli.hold()
     cli.park()
     shown = ask_json("show", held.key)
-    more = {*SHOWN_MORE, "mark", "mark_lapses_in_s"}
+    more = {*SHOWN_MORE, "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
     assert set(shown) == {*ask_json("list")[0], *more}
     assert documented_fields("show --json") == more
     assert documented_fields("list --json") == set(ask_json("list")[0])
@@ -369,6 +434,7 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
     ("command", "says"),
     [
         (["list", "--stale", "--queued"], "give one of them"),
+        (["list", "--queued", "--done"], "give one of them"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "tests.cliapp.snyc"], "did you mean tests.cliapp.sync?"),
         (["show", "a}b"], "cannot be named"),
@@ -381,6 +447,11 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["release"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
         (["release", "t:{a}", "--queued", "--task", "a"], "give a KEY"),
         (["release", "--queued"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
+        (["release", "--done"], "with --done either"),
+        (["release", "--done", "t:{a}", "--task", "a"], "give a KEY"),
+        (["release", "--done", "--queued", "--task", "a"], "give a KEY"),
+        (["release", "--task", "a"], "give a KEY"),
+        (["release", "--done", "tests.cliapp.dayly", "7"], "did you mean tests.cliapp.daily?"),
         # What is neither a task nor a lock is no lock that is free.
         (["release", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (
@@ -409,7 +480,15 @@ SCENES = {
     "held for a retry of the dead": lambda cli, name: cli.hold(name, where=DEAD).hold(60),
     "foreign": lambda cli, name: cli.foreign(name),
     "queued": lambda cli, name: cli.queue(name),
+    "done": lambda cli, name: cli.succeed(name),
+    "done, and resting": lambda cli, name: cli.succeed(name, at_least_for=60),
+    "done, and queued": lambda cli, name: (cli.succeed(name), cli.queue(name)),
+    "done, and runs": lambda cli, name: (cli.succeed(name), cli.hold(name)),
 }
+DONE = (
+    r"the same call has succeeded, as t-3, and counts for (2 h 0 min|1 h 5\d min) more; "
+    r"a new one would not be published\."
+)
 QUEUED = "the same call is queued, as t-2; a new one would not be published."
 
 
@@ -451,6 +530,11 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
         ("queued", "pending", "No", rf"{QUEUED}\n.*the result of t-2"),
         ("queued", "unique", "No", rf"{QUEUED}\n.*DuplicateTask"),
         ("held", "unique", "No", r"the same call runs already, as t-1; a new one would not be published\.\n"),
+        ("done", "daily", "No", rf"{DONE}\n  The caller would get the result of t-3 "),
+        ("done, and resting", "daily", "No", rf"{DONE}\n.*\n  Held by tests.cliapp.daily\[t-3\]"),
+        ("done, and queued", "daily", "No", QUEUED),
+        ("done, and runs", "daily", "No", r"the same call runs already, as t-1;"),
+        ("done", "unique", "Yes", r"nothing holds its lock\."),  # without dedupe_for nobody asks
         ("foreign", "sync", "No", r".*\n  Held by a foreign client \(value 'maintenance'"),
         ("foreign", "sync", "No", r"[^$]*Its value is not a time, so it never ends by itself\."),
         ("resting", "sync", "No", r"[^$]*It rests for .+ more \(at_least_for\); nobody runs\."),
@@ -465,7 +549,7 @@ def test_why_says_yes_or_no_and_why(cli, scene, task, answer, says):
 
 def untimed(line: str) -> str:
     """A line without its durations, which pass."""
-    return re.sub(r"(?:[\d.]+ (?:s|min)\b ?)+", "T ", line)
+    return re.sub(r"(?:[\d.]+ (?:s|min|h)\b ?)+", "T ", line)
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -479,7 +563,7 @@ def test_why_json_says_the_same(cli, scene):
     assert untimed(answer["reason"]) == untimed(told.stdout.splitlines()[0].partition(": ")[2])
     shown = [line[2:] for line in told.stdout.splitlines()[1:-1]]
     assert [untimed(line) for line in answer["details"]] == [untimed(line) for line in shown]
-    more = {"runs", "reason", "details", "mark", "mark_lapses_in_s"}
+    more = {"runs", "reason", "details", "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
     assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
     assert documented_fields("why --json") == more
     assert answer["key"] == cli.key("pending")
@@ -594,6 +678,51 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
+
+
+def test_release_of_done_calls_forgets_those_of_the_task(cli, locks, caplog):
+    """All of them, and nobody else's; who shares the scope is said. Where there are none the code is 1."""
+    keys = [cli.succeed("daily", customer) for customer in range(3)]
+    other = cli.succeed("crowd_daily")
+    command = ("release", "--done", "--task", TASK + "daily")
+    refused = ask(*command, answer="n\n", ends=1)
+    assert refused.stderr == "Not forgotten.\n"
+    assert locks.exists(*map(done_name, keys)) == 3
+    result = ask(*command, answer="y\n", ends=0)
+    assert "3 calls of tests.cliapp.daily count as done, such as t-3.\n" in result.stdout
+    assert "Forgot 3 done calls of tests.cliapp.daily.\n" in result.stdout
+    assert (locks.exists(*map(done_name, keys)), locks.exists(done_name(other))) == (0, 1)
+    assert "3 done calls of tests.cliapp.daily were forgotten by hand, by " in caplog.text
+    result = ask(*command, "--yes", ends=1)
+    assert result.stderr == "Nothing to forget: no call of tests.cliapp.daily counts as done.\n"
+    result = ask("release", "--done", "--task", TASK + "crowd_hourly", "--yes", ends=0)
+    assert "tests.cliapp.crowd_daily share its scope: calls of theirs are among them." in result.stdout
+
+
+@pytest.mark.parametrize("named", ["key", "call"])
+def test_release_of_a_done_call_forgets_that_one(cli, locks, caplog, named):
+    """Named by its key, or by its task and arguments; it is shown, and a log line stays."""
+    key, other = cli.succeed(), cli.succeed("daily", 8)
+    command = ("release", "--done", *([key] if named == "key" else [TASK + "daily", "7"]))
+    result = ask(*command, answer="y\n", ends=0)
+    assert result.stdout.startswith(f"The call of {key} has succeeded, as t-3, and counts for ")
+    assert "Forget it? [y/N]: y\nForgot t-3.\n" in result.stdout
+    assert (locks.exists(done_name(key)), locks.exists(done_name(other))) == (0, 1)
+    assert f"{key}, done as t-3, was forgotten by hand, by " in caplog.text
+    assert ask(*command, ends=1).stderr == f"Nothing to forget: no call of {key} counts as done.\n"
+
+
+def test_release_leaves_a_done_call_that_was_not_shown(cli, locks, monkeypatch):
+    """Between the question and the answer another has succeeded."""
+    key = cli.succeed()
+
+    def confirm(_text: str) -> bool:
+        cli.succeed(task_id="t-4")
+        return True
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    assert "has changed meanwhile" in ask("release", "--done", key, ends=1).stderr
+    assert locks.get(done_name(key)) == "t-4"
 
 
 # several permits

@@ -154,7 +154,7 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
     made = {
         names.record_name(lock), names.mark_name(lock), *names.line_names(lock), names.take_over_name(lock),
         names.ticket_name(lock, "<task id>"), names.ticket_name(lock, "<task id>", "<call id>"),
-        names.instead_name(lock, "<task id>"), names.permits_name(lock),
+        names.instead_name(lock, "<task id>"), names.permits_name(lock), names.done_name(lock),
         *(name.replace("#7", "#<number>") for name in names.permit_names(lock, 7)),
     }  # fmt: skip
     cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
@@ -814,3 +814,27 @@ def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_
     producer = Producer(wire(), queued.lock_key(8))
     assert producer.mark("5f1c0a", "until_done") == ("queued", ours.id)
     assert producer.not_sent("5f1c0a") == "lost"
+
+
+def test_success_of_a_foreign_client_makes_duplicates_of_our_calls_and_back(server, wire, locks):
+    """For as long as it says; `done` keeps a foreign producer from sending, until it is taken back."""
+    app = Celery("protocol", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
+    options = {"key": "n", "dedupe": "until_done", "dedupe_for": 3600}
+
+    @app.task(name="proj.daily", shared=False, base=SingletonTask, singleton=options)
+    def daily(n: int) -> None: ...
+
+    key = client.lock_name("setnx", "proj.daily", client.canonical([7]))
+    holder, producer = FullClient(wire(), key, is_task_lock=True), Producer(wire(), key)
+    assert holder.acquire("5f1c0a|0|ab") == "acquired"
+    assert holder.release(done_for_ms=3_600_000) == "released"
+    assert 0 < locks.pttl(f"{key}:done") <= 3_600_000
+    theirs = daily.delay(7)
+    assert (theirs.deduplicated, theirs.id) == (True, "5f1c0a")
+    assert producer.mark("another", "dedupe_for") == ("done", "5f1c0a")
+    assert producer.mark("another", "until_done") == ("marked", "another"), "it does not ask for that"
+    assert producer.not_sent("another") == "freed"
+    assert producer.failed_after_all("another") == "lost"
+    assert producer.failed_after_all("5f1c0a") == "freed"
+    assert not daily.delay(7).deduplicated

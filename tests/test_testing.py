@@ -31,7 +31,7 @@ from celery_setnx import (
 )
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import permit_names, permits_name
+from celery_setnx.lock.names import done_name, permit_names, permits_name
 from celery_setnx.signals import lock_acquired, lock_taken_over
 from celery_setnx.testing import (
     Held,
@@ -583,6 +583,45 @@ def test_what_is_forgotten_is_gone_when_time_has_passed(app, work, locks):
         assert locks.pttl(f"{held.key}:holder") > 0
         pass_time(2000, held)
         assert not lock_keys(locks)
+
+
+@pytest.mark.parametrize("of", ["call", "task", "app"])
+def test_done_call_counts_no_more_when_time_has_passed(app, locks, of):
+    """`dedupe_for` is tested without waiting; what counts is nothing left, and clear() deletes it."""
+    task = task_of(app, dedupe="until_done", dedupe_for=3600)
+    key, other = succeeded(locks, task, "a"), succeeded(locks, task_of(app), "a")
+    assert_released(app)
+    what = {"call": (task, "a"), "task": (task,), "app": (app,)}[of]
+    pass_time(3000, *what)
+    first = task.delay("a")
+    assert (first.id, first.deduplicated) == ("first", True)
+    assert 0 < locks.pttl(done_name(key)) <= 600_000
+    pass_time(600, *what)
+    assert not locks.exists(done_name(key))
+    assert bool(locks.exists(done_name(other))) == (of != "app")
+    assert not task.delay("a").deduplicated
+    succeeded(locks, task, "b")
+    clear(app)
+    assert not lock_keys(locks)
+
+
+def succeeded(locks: Any, task: Any, *args: Any) -> str:
+    """The key of a call that has succeeded as "first", and counts for an hour."""
+    key = str(task.lock_key(*args))
+    held = SetnxLock(locks, key, line=True).acquire(token="first|0|ab").lock
+    assert held is not None
+    held.release(done_for=3600)
+    return key
+
+
+def test_done_call_ages_beside_a_holder_that_lives(app, locks):
+    """Who renews its lease does not renew what another call has left."""
+    task = task_of(app, dedupe="until_done", dedupe_for=3600)
+    key = succeeded(locks, task, "a")
+    with hold(task, "a") as held:
+        pass_time(3600, held)
+        assert not locks.exists(done_name(key))
+        assert task.locked("a").task_id == held.task_id
 
 
 @pytest.mark.parametrize("of", ["app", "task"])

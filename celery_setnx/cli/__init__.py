@@ -78,9 +78,10 @@ def _of_call(function: Any) -> Any:
 @click.option("--task", metavar="NAME", help="Only those of this task.")
 @click.option("--stale", is_flag=True, help="Only locks whose deadline has passed, or whose process is dead.")
 @click.option("--queued", is_flag=True, help="Marks instead of locks: the calls that are queued.")
+@click.option("--done", is_flag=True, help="Calls that have succeeded, and count for their dedupe_for.")
 @_as_json
 @click.pass_context
-def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_json: bool) -> None:
+def list_(ctx: click.Context, /, task: str | None, as_json: bool, **chosen: bool) -> None:
     """List the locks: task, state, age, deadline, process, who waits, holder.
 
     A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
@@ -88,28 +89,32 @@ def list_(ctx: click.Context, task: str | None, stale: bool, queued: bool, as_js
     dead is known on its own host. Reads by SCAN, so it may run in production. A terminal gets what fits its
     width.
     """
-    if stale and queued:
-        raise click.UsageError("--stale is about locks, --queued about marks; give one of them")
-    from celery_setnx.cli.asked import find, loaded, prefix, unknown
-    from celery_setnx.cli.describe import COLUMNS, MARK_COLUMNS, cells, many, mark_cells, mark_row, row, style
+    if sum(chosen.values()) > 1:
+        raise click.UsageError(
+            "--stale is about locks, --queued about marks, --done about calls that have succeeded; "
+            "give one of them"
+        )
+    from celery_setnx.cli.asked import find, find_done, loaded, prefix, unknown
+    from celery_setnx.cli.describe import many, shape_of
     from celery_setnx.cli.screen import Line, say, table, width
 
     app = loaded(ctx.obj.app)
     gc.freeze()  # else, of 100,000 locks, a fourth of the time is spent on cycles in what is loaded
-    found = find(app, task, stale=stale, queued=queued)
+    done, queued, stale = chosen["done"], chosen["queued"], chosen["stale"]
+    found = find_done(app, task) if done else find(app, task, stale=stale, queued=queued)
+    shape = shape_of(done=done, queued=queued)
     if as_json:
-        count = _print_json(map(mark_row if queued else row, found))
+        count = _print_json(map(shape.row, found))
     else:
-        columns, as_cells = (MARK_COLUMNS, mark_cells) if queued else (COLUMNS, cells)
         rows, looks = [], []
         for one in found:
-            rows.append(as_cells(one))
-            looks.append({} if queued else style(one))
+            rows.append(shape.cells(one))
+            looks.append(shape.style(one))
         count = len(rows)
         if rows:
-            heading, *lines = table(columns, rows, width())
+            heading, *lines = table(shape.columns, rows, width())
             say(heading, *(Line(line, look) if look else line for line, look in zip(lines, looks)))
-    what = "mark" if queued else "stale lock" if stale else "lock"
+    what = "stale lock" if stale else shape.name
     what = many(count, what) if count else f"No {what}s"
     of = f" of {task}" if task else ""
     hint = f" {unknown(app, task)}" if task and not count and task not in app.tasks else ""
@@ -131,7 +136,8 @@ def show(
 ) -> None:
     """Show all that is known of one lock.
 
-    Its record, its last take-over, its mark, and who waits in line.
+    Its record, its last take-over, its mark, who waits in line, and which
+    call has succeeded and counts.
 
     Give its key, or a task and a call's arguments. Each of ARGS is JSON, or else text; name=value is a
     keyword argument. Put -- before arguments that begin with a dash. What this leaves ambiguous, give by
@@ -141,14 +147,15 @@ def show(
     from celery_setnx.cli.describe import all_of, page
     from celery_setnx.cli.screen import say
     from celery_setnx.connection import client_for
-    from celery_setnx.lock.survey import waiters
+    from celery_setnx.lock.survey import success_of, waiters
     from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
     sighting = sight(app, target, arguments, args_json, kwargs)
     client = client_for(app)
     line = waiters(client, sighting.key, sighting.server_time)
-    details = all_of(sighting, last_take_over(client, sighting.key), line)
+    done = success_of(client, sighting.key)
+    details = all_of(sighting, last_take_over(client, sighting.key), line, done)
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
@@ -177,14 +184,17 @@ def why(
     from celery_setnx.cli.asked import key_of, loaded, look_at, the_guard_of, unknown
     from celery_setnx.cli.describe import answer, verdict
     from celery_setnx.cli.screen import say
+    from celery_setnx.connection import client_for
+    from celery_setnx.lock.survey import success_of
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
     sighting = look_at(app, key_of(app.tasks[task], arguments, args_json, kwargs))
-    runs, because = verdict(the_guard_of(app.tasks[task]), sighting)
+    done = success_of(client_for(app), sighting.key)
+    runs, because = verdict(the_guard_of(app.tasks[task]), sighting, done)
     if as_json:
-        click.echo(json.dumps(answer(runs, because, sighting), indent=2))
+        click.echo(json.dumps(answer(runs, because, sighting, done), indent=2))
     else:
         reason, *more = because
         more.append(f"The key is {sighting.key}")
@@ -196,12 +206,13 @@ def why(
 @click.argument("target", required=False, metavar="[KEY|TASK]")
 @_of_call
 @click.option("--queued", is_flag=True, help="Free the marks of a task, as a purge leaves them behind.")
-@click.option("--task", metavar="NAME", help="The task whose marks --queued frees.")
+@click.option("--done", is_flag=True, help="Forget that a call has succeeded, or all calls of a task.")
+@click.option("--task", metavar="NAME", help="The task that --queued or --done is about.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Release even what a living process may hold.")
 @click.pass_context
-def release(ctx: click.Context, /, target: str | None, queued: bool, task: str | None, **given: Any) -> None:
-    """Release a lock by hand, or free the marks of a task.
+def release(ctx: click.Context, /, target: str | None, task: str | None, **given: Any) -> None:
+    """Release a lock by hand, free the marks of a task, or forget successes.
 
     The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
     permits those are released that are abandoned; KEY#3 names permit 3 alone.
@@ -210,20 +221,25 @@ def release(ctx: click.Context, /, target: str | None, queued: bool, task: str |
     has not passed, and whose process is not surely dead, is only released with --force. The first who waits
     in line has its turn.
     """
-    if (target is None) != queued or queued != (task is not None):
-        raise click.UsageError("give a KEY, or a TASK and its ARGS, or --queued and --task NAME")
+    queued, done, yes, force = (given.pop(name) for name in ("queued", "done", "yes", "force"))
+    if (target is None) == (task is None) or (target is None and queued == done) or (target and queued):
+        raise click.UsageError(
+            "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either"
+        )
     from celery_setnx.cli.asked import loaded, permit_of, sight
-    from celery_setnx.cli.byhand import free_marks, release_lock
+    from celery_setnx.cli.byhand import forget_done_call, forget_done_of, free_marks, release_lock
 
     app = loaded(ctx.obj.app)
-    yes, force = given.pop("yes"), given.pop("force")
     if target is None:
-        free_marks(app, str(task), yes=yes)
-    elif found := permit_of(app, target):
+        (forget_done_of if done else free_marks)(app, str(task), yes=yes)
+    elif not done and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
-        release_lock(app, sighting, yes=yes, force=force)
+        if done:
+            forget_done_call(app, sighting.key, yes=yes)
+        else:
+            release_lock(app, sighting, yes=yes, force=force)
 
 
 @setnx.command()

@@ -19,7 +19,7 @@ from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url, masked
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS
-from celery_setnx.lock.survey import COMMANDS, Sighting, look, survey
+from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings
 from celery_setnx.wording import sentence
 
@@ -123,6 +123,14 @@ def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterato
         is_lock = sighting.holder is not None or sighting.waiting > 0
         if sighting.mark is not None if queued else is_lock and (sighting.is_abandoned or not stale):
             yield sighting
+
+
+def find_done(app: Celery, task: str | None) -> Iterator[Success]:
+    """The successes that count, of a task or of all."""
+    scope = _scope(app, task)
+    for success in successes(client_for(app), prefix(app)):
+        if task is None or success.scope == scope:
+            yield success
 
 
 def the_guard_of(task: Task) -> Guard:

@@ -1,4 +1,4 @@
-"""Locks and marks released by hand: shown, asked about, and dropped if they are still what was shown."""
+"""Locks, marks and successes, by hand: shown, asked about, and dropped if they are still what was shown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 from celery import Celery
 
 from celery_setnx.call.wake import let_the_line_go_on
-from celery_setnx.cli.asked import also_under, find, look_at, prefix, unknown
-from celery_setnx.cli.describe import fate, many, of_permits, until
+from celery_setnx.cli.asked import also_under, find, find_done, look_at, prefix, unknown
+from celery_setnx.cli.describe import fate, many, of_permits, span, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
-from celery_setnx.lock.marks import Mark, free_all
-from celery_setnx.lock.survey import Sighting, drop
+from celery_setnx.lock.marks import Mark, forget_each, free_all
+from celery_setnx.lock.survey import Sighting, Success, drop, success_of
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
@@ -48,9 +48,11 @@ def release_lock(
     """
     shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
     if not shown:
-        marked = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
+        more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
+        if done := success_of(client_for(app), sighting.key):
+            more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
         name = sighting.key if permit is None else f"{sighting.key}#{permit}"
-        raise NotReleased(f"Nothing to release: {name} is free.{marked}")
+        raise NotReleased(f"Nothing to release: {name} is free.{more}")
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
         raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
     in_short = sighting.has_several and permit is None
@@ -114,9 +116,7 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
     are = "is" if len(shown) == 1 else "are"
     say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
     say("  A call that is queued after all runs all the same; it may only be published twice.")
-    others = also_under(app, task)
-    if others:
-        say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
+    _say_who_shares(app, task)
     if not yes and not click.confirm("Free the marks?"):
         raise NotReleased("Not freed.")
     marks = [Mark(sighting.key, str(sighting.mark)) for sighting in shown]
@@ -126,6 +126,56 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
             raise error
     _note(app, "%d marks of %s were freed by hand, by %s.", len(marks), task, _user())
     say(f"Freed {many(len(marks), 'mark')} of {task}.")
+
+
+def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
+    """Show how many calls of a task have succeeded and count, ask, and forget those that still do."""
+    shown = list(find_done(app, task))
+    if not shown:
+        hint = "" if task in app.tasks else f" {unknown(app, task)}"
+        raise NotReleased(f"Nothing to forget: no call of {task} counts as done.{hint}")
+    are = "counts" if len(shown) == 1 else "count"
+    say(f"{many(len(shown), 'call')} of {task} {are} as done, such as {shown[0].task_id}.")
+    _say_who_shares(app, task)
+    forgotten = _forgotten(app, shown, yes=yes)
+    _note(app, "%d done calls of %s were forgotten by hand, by %s.", forgotten, task, _user())
+    say(f"Forgot {many(forgotten, 'done call')} of {task}.")
+
+
+def forget_done_call(app: Celery, key: str, *, yes: bool) -> None:
+    """Show which call of a key has succeeded and counts, ask, and forget it if it still does."""
+    shown = success_of(client_for(app), key)
+    if shown is None:
+        raise NotReleased(f"Nothing to forget: no call of {key} counts as done.")
+    counts = f"counts for {span(shown.counts_for_s)} more"
+    say(f"The call of {key} has succeeded, as {shown.task_id}, and {counts}.")
+    if not _forgotten(app, [shown], yes=yes):
+        raise NotReleased(f"Not forgotten: {key} has changed meanwhile. Look again.")
+    _note(app, "%s, done as %s, was forgotten by hand, by %s.", key, shown.task_id, _user())
+    say(f"Forgot {shown.task_id}.")
+
+
+def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:
+    """Ask, and forget what is still what was shown: how many."""
+    which = "it" if len(shown) == 1 else "them"
+    say(f"  Without {which} the next call is published, and runs.")
+    if not yes and not click.confirm(f"Forget {which}?"):
+        raise NotReleased("Not forgotten.")
+    count = 0
+    for start in range(0, len(shown), _BATCH):
+        batch = [Mark(success.key, success.task_id) for success in shown[start : start + _BATCH]]
+        for forgotten in forget_each(client_for(app), batch):
+            if isinstance(forgotten, Exception):
+                raise forgotten
+            count += forgotten
+    return count
+
+
+def _say_who_shares(app: Celery, task: str) -> None:
+    """Say whose calls are shown as well, if other tasks share the scope."""
+    others = also_under(app, task)
+    if others:
+        say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
 
 
 def _note(app: Celery, text: str, *details: Any) -> None:

@@ -5,14 +5,14 @@ Nothing here asks a server: what is said is what `celery_setnx.lock.survey` has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery_setnx.call.guard import Guard
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder, Waiter
-from celery_setnx.lock.survey import Sighting, last_holder
+from celery_setnx.lock.survey import Sighting, Success, last_holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
 
@@ -20,6 +20,7 @@ _SHOWN = 3  # holders that `why` names
 
 COLUMNS = ("TASK", "STATE", "AGE", "DEADLINE", "PROCESS", "WAITING", "TASK ID", "WORKER", "KEY")
 MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
+DONE_COLUMNS = ("TASK", "COUNTS", "TASK ID", "KEY")
 
 _ON_CONFLICT = {
     "skip": "it would be skipped: it succeeds with its skip_result, and does nothing",
@@ -82,6 +83,16 @@ def mark_row(sighting: Sighting) -> dict[str, Any]:
     }
 
 
+def done_row(success: Success) -> dict[str, Any]:
+    """A success that counts as plain JSON values, under the names that docs/cli.md promises."""
+    return {
+        "key": success.key,
+        "task": success.scope,
+        "task_id": success.task_id,
+        "counts_for_s": rounded(success.counts_for_s),
+    }
+
+
 def cells(sighting: Sighting) -> list[str]:
     """A lock as the cells of a table, one for each of `COLUMNS`."""
     holder = sighting.holder
@@ -121,7 +132,37 @@ def mark_cells(sighting: Sighting) -> list[str]:
     return [sighting.scope, f"in {span(sighting.mark_ends_s)}", str(sighting.mark), sighting.key]
 
 
-def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter]) -> dict[str, Any]:
+def done_cells(success: Success) -> list[str]:
+    """A success that counts as the cells of a table, one for each of `DONE_COLUMNS`."""
+    return [success.scope, f"for {span(success.counts_for_s)}", success.task_id, success.key]
+
+
+class Shape(NamedTuple):
+    """How one kind of thing is listed: its name, and each as JSON, as cells, and in which style."""
+
+    name: str
+    row: Callable[[Any], dict[str, Any]]
+    columns: Sequence[str]
+    cells: Callable[[Any], list[str]]
+    style: Callable[[Any], dict[str, Any]]
+
+
+def shape_of(*, done: bool, queued: bool) -> Shape:
+    """How locks are listed, or marks, or successes that count."""
+    if done:
+        return Shape("done call", done_row, DONE_COLUMNS, done_cells, _plain)
+    if queued:
+        return Shape("mark", mark_row, MARK_COLUMNS, mark_cells, _plain)
+    return Shape("lock", row, COLUMNS, cells, style)
+
+
+def _plain(_one: Any) -> dict[str, Any]:
+    return {}
+
+
+def all_of(
+    sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter], done: Success | None
+) -> dict[str, Any]:
     """All that is known of one lock, as JSON has it."""
     holder, last = sighting.holder, last_holder(sighting)
     found, holders = row(sighting), sighting.holders
@@ -133,6 +174,7 @@ def all_of(sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waite
         "last_take_over": taken_over and asdict(taken_over),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+        **_done_row(done),
         "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],
         "holders": details and [{**one, "token": holder.token} for one, holder in zip(details, holders)],
     }
@@ -163,6 +205,8 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
         yield f"          from {take_over['holder'].get('description')}"
     queued = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
     yield f"mark      {queued}"
+    if details["done"]:
+        yield f"done      as {details['done']}, counts for {span(details['done_counts_for_s'])} more"
     yield f"waiting   {sighting.waiting or '-'}"
     for waiter in details["line"]:
         yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
@@ -182,7 +226,12 @@ def _page_of(sighting: Sighting, holder: Holder | None) -> Iterator[str]:
     yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
 
 
-def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, Any]:
+def _done_row(done: Success | None) -> dict[str, Any]:
+    """What the JSON of one lock says of a success that counts."""
+    return {"done": done and done.task_id, "done_counts_for_s": rounded(done.counts_for_s if done else None)}
+
+
+def answer(runs: bool, because: Sequence[str], sighting: Sighting, done: Success | None) -> dict[str, Any]:
     """A verdict as plain JSON values, and the lock that it is about."""
     return {
         "runs": runs,
@@ -191,10 +240,11 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, 
         **row(sighting),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+        **_done_row(done),
     }
 
 
-def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
+def verdict(guard: Guard, sighting: Sighting, done: Success | None) -> tuple[bool, list[str]]:
     """Whether a call would run now, and why, the main reason first."""
     options = guard.options
     limit, own = options.limit, sighting.within(options.limit)
@@ -202,6 +252,10 @@ def verdict(guard: Guard, sighting: Sighting) -> tuple[bool, list[str]]:
         because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
         lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
         return False, [because, _duplicate(options, sighting.mark), lapses, *_who(own, limit)]
+    if options.dedupe_for and done and not _is_run(own):
+        counts = f"as {done.task_id}, and counts for {span(done.counts_for_s)} more"
+        because = f"the same call has succeeded, {counts}; a new one would not be published."
+        return False, [because, _duplicate(options, done.task_id), *_who(own, limit)]
     in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
     if own.holder is None:
         runs, reasons = not in_line, ["nothing holds its lock.", *in_line]
@@ -222,8 +276,7 @@ def _verdict_of_one(
     if sighting.is_stale:
         late = span(-(sighting.remaining_s or 0))
         return True, [f"the holder's lease ended {late} ago; the call takes its lock over.", *_who(sighting)]
-    held_by_call = holder.state in ("running", "held_for_retry") and holder.task_id
-    if options.dedupe == "until_done" and held_by_call:
+    if options.dedupe == "until_done" and _is_run(sighting):
         because = f"the same call runs already, as {holder.task_id}; a new one would not be published."
         return False, [because, _duplicate(options, str(holder.task_id)), *_who(sighting)]
     if not in_line and guard.settings.same_host and sighting.process == "dead":
@@ -234,6 +287,13 @@ def _verdict_of_one(
         *_who(sighting),
         _on_conflict(options, sighting),
     ]
+
+
+def _is_run(sighting: Sighting) -> bool:
+    """True if a call runs under the lock, or has it for its retry."""
+    holder = sighting.holder
+    is_held = holder is not None and holder.state in ("running", "held_for_retry") and not sighting.is_stale
+    return bool(is_held and holder and holder.task_id)
 
 
 def _verdict_of_several(guard: Guard, sighting: Sighting, in_line: list[str]) -> tuple[bool, list[str]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from string import Formatter
 from typing import Any, Literal
 
 from celery import Celery, Task
 from celery._state import _announce_app_finalized
+from celery.backends.base import DisabledBackend
 from celery.local import maybe_evaluate
 
 from celery_setnx.call.back import visibility_timeout_s
@@ -74,6 +76,7 @@ def check_tasks(app: Celery) -> list[Finding]:
         found += _task_findings(app, task, guard)
         found += _redelivery_findings(app, task, guard)
         found += _waiting_findings(task, guard)
+        found += _done_findings(app, task, guard)
     if guarded and app.conf.task_always_eager:
         found.append(
             warn(
@@ -259,12 +262,41 @@ def _waiting_findings(task: Task, guard: Guard) -> Iterator[Finding]:
         )
 
 
+def _done_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
+    """A result that is gone while its call still makes duplicates: that result is what they get."""
+    dedupe_for, kept_s = guard.options.dedupe_for, _results_kept_s(app)
+    if dedupe_for is None:
+        return
+    counts = f"{task.name} makes duplicates for {dedupe_for:g} s (dedupe_for)"
+    if task.ignore_result or isinstance(app.backend, DisabledBackend):
+        yield note(
+            "dedupe_for",
+            f"{counts}, and its results are not stored.",
+            "Who publishes a duplicate gets the first call's id, and no result.",
+            "Nothing, if nobody asks for it; else store the results.",
+        )
+    elif kept_s and kept_s < dedupe_for:
+        yield warn(
+            "dedupe_for",
+            f"{counts}; results are kept for {kept_s:g} s (result_expires).",
+            "A duplicate gets the first call's result. Once that has expired it is PENDING for ever.",
+            "Set result_expires to dedupe_for or more.",
+        )
+
+
+def _results_kept_s(app: Celery) -> float:
+    """Seconds for which a result backend keeps a result; 0 for ever."""
+    kept = app.conf.result_expires
+    return kept.total_seconds() if isinstance(kept, timedelta) else float(kept or 0)
+
+
 def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
     """Options that do nothing beside the others, and why."""
     policy = options.on_conflict
     if policy in ("skip", "raise"):
         yield "max_wait", f"on_conflict={policy!r} does not wait"
-    if policy in ("retry", "wait", "join", "raise") and options.dedupe != "until_started":
+    may_skip = options.dedupe == "until_started" or options.dedupe_for  # what nobody asked when it was sent
+    if policy in ("retry", "wait", "join", "raise") and not may_skip:
         yield "skip_result", f"on_conflict={policy!r} does not skip"
     if not options.dedupe:
         yield "on_duplicate", "without dedupe there is no duplicate"

@@ -92,7 +92,13 @@ def done_by(client: redis.Redis, key: str) -> str | None:
 
 def forget_done(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
     """Let the successes of tasks no longer count, where they do; the first error."""
-    return _first_error(_UNMARK.many(client, [((done_name(mark.key),), (mark.task_id,)) for mark in marks]))
+    return _first_error(forget_each(client, marks))
+
+
+def forget_each(client: redis.Redis, marks: Sequence[Mark]) -> list[bool | LockUnavailable | LockRefused]:
+    """The same: for each whether it counted until now, or why Redis did not say."""
+    replies = _UNMARK.many(client, [((done_name(mark.key),), (mark.task_id,)) for mark in marks])
+    return [reply[0] == "freed" if isinstance(reply, list) else reply for reply in replies]
 
 
 def extend_all(

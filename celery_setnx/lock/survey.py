@@ -1,4 +1,4 @@
-"""What locks, marks and lines there are: found by SCAN, read many at a time, and dropped by hand."""
+"""What locks, marks, lines and successes there are, found by SCAN and read many at a time; drops by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import redis
 
 from celery_setnx.lock.line import IN_LINE
 from celery_setnx.lock.names import (
+    done_name,
     line_names,
     mark_name,
     other_permits,
@@ -137,6 +138,23 @@ class Sighting:
         return replace(self, holder=_first_to_look_at(holders, self.server_time), of_several=holders)
 
 
+@dataclass(frozen=True)
+class Success:
+    """A call that has succeeded, and counts for its `dedupe_for`: its like are duplicates.
+
+    Attributes:
+        key: The lock's Redis key.
+        scope: The name the key lives under: the task's, unless tasks share one.
+        task_id: Id of the task that has succeeded.
+        counts_for_s: Seconds for which it counts still.
+    """
+
+    key: str
+    scope: str
+    task_id: str
+    counts_for_s: float
+
+
 def survey(client: Any, prefix: str) -> Iterator[Sighting]:
     """Every lock, mark and line under a prefix, by key.
 
@@ -157,6 +175,20 @@ def survey(client: Any, prefix: str) -> Iterator[Sighting]:
 def look(client: Any, key: str) -> Sighting:
     """What there is of one lock now; a free one has no holder."""
     return _look(client, [key], [key], {key: None})[0]
+
+
+def successes(client: Any, prefix: str) -> Iterator[Success]:
+    """Every call under a prefix whose success counts, by key; as `survey` finds locks."""
+    pattern = f"{_escaped(prefix)}:{{*}}:done"
+    names = {_text(name) for name in client.scan_iter(match=pattern, count=BATCH)}
+    keys = iter(sorted(name.removesuffix(":done") for name in names))
+    while batch := list(islice(keys, BATCH)):
+        yield from _successes(client, batch)
+
+
+def success_of(client: Any, key: str) -> Success | None:
+    """The call of a key whose success counts; None if none does."""
+    return next(_successes(client, [key]), None)
 
 
 def waiters(client: Any, key: str, server_time: float) -> list[Waiter]:
@@ -205,7 +237,7 @@ def _names(client: Any, prefix: str) -> _Names:
     """What there is under a prefix, by name. SCAN may name one twice."""
     has_line: dict[str, bool] = {}
     permits: dict[str, set[int]] = {}
-    pattern = _GLOB.sub(r"\\\1", prefix) + ":{*"
+    pattern = f"{_escaped(prefix)}:{{*"
     for name in client.scan_iter(match=pattern, count=BATCH):
         base, brace, what = _text(name).rpartition("}")
         if brace and what in ("", ":queued"):
@@ -218,6 +250,16 @@ def _names(client: Any, prefix: str) -> _Names:
             has_line.setdefault(base + brace, False)
             permits.setdefault(base + brace, set()).add(int(permit[1]))
     return _Names(has_line, permits)
+
+
+def _successes(client: Any, keys: Sequence[str]) -> Iterator[Success]:
+    """The successes that count, of these keys."""
+    names = [done_name(key) for key in keys]
+    answers = _ask(client, [(verb, name) for name in names for verb in ("MGET", "PTTL")])
+    for key, values, ttl_ms in zip(keys, answers[::2], answers[1::2]):
+        (task_id,) = _checked(values)
+        if task_id is not None:
+            yield Success(key, scope_and_digest(key)[0], _text(task_id), max(0, _int(ttl_ms)) / 1000)
 
 
 def _look(
@@ -333,6 +375,11 @@ def _first_to_look_at(holders: Sequence[Holder], server_time: float) -> Holder |
         return 0 if ended else 1 if died else 2 if holder.deadline is None else 3, holder.since or 0.0
 
     return min(holders, key=order, default=None)
+
+
+def _escaped(prefix: str) -> str:
+    """A prefix that SCAN takes as it stands."""
+    return _GLOB.sub(r"\\\1", prefix)
 
 
 def _ask(client: Any, commands: Sequence[tuple[str, ...]]) -> list[Any]:

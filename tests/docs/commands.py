@@ -48,6 +48,10 @@ def report(month): ...
 
 @app.task(base=SingletonTask, singleton={"dedupe": "until_started"})
 def reindex(name): ...
+
+
+@app.task(base=SingletonTask, singleton={"key": "user_id", "dedupe": "until_done", "dedupe_for": 86400})
+def remind(user_id): ...
 """
 
 _APP = r"celery -A (app|shop|proj) setnx "
@@ -68,11 +72,13 @@ COMMANDS: list[Run | Elsewhere] = [
     Run(_APP + "check", 0, "their options go together"),
     Run(_APP + "list", 0, "No locks"),
     Run(_APP + "list --queued", 0, "No marks"),
+    Run(_APP + r"list --done( --task shop\.remind)?", 0, "No done calls"),
     # On the pages some of these are held, or marked: tests/test_cli.py has those.
     Run(_APP + r"show \w+\.sync 42", 0, "state +free"),
-    Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A)", 0, "Yes"),
+    Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A|remind 42)", 0, "Yes"),
     Run(_APP + r"release (setnx:\S+|KEY)", 1, "Nothing to release"),
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
+    Run(_APP + r"release --done (--task )?shop\.remind( 42)?", 1, "Nothing to forget"),
     Elsewhere(r"echo \$\?", f"{_CLI}::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"),
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere("make demo", ".ci/run: make -C"),

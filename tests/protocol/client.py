@@ -336,9 +336,14 @@ class FullClient:
             self.relies_until = 0.0
         return str(word)
 
-    def release(self) -> str:
-        """The word."""
-        word, *_found = self.server.run("release", self.keys, self.token, 0, REMEMBER_MS, 0, 0)
+    def release(self, done_for_ms: int = 0) -> str:
+        """The word; whoever has succeeded says for how long that counts."""
+        keys: list[str] = [*self.keys]
+        arguments: list[Any] = [self.token, 0, REMEMBER_MS, 0, 0]
+        if done_for_ms:
+            keys += map(self._beside, ("line", "calls", "queued", "permits", "done"))
+            arguments[4:] = ["", done_for_ms]  # handed to nobody: it cannot wake a task
+        word, *_found = self.server.run("release", tuple(keys), *arguments)
         return str(word)
 
     def holds(self) -> bool:
@@ -449,10 +454,18 @@ class Producer:
 
     def mark(self, task_id: str, dedupe: str, queue_lease_s: float = 3600) -> tuple[str, str]:
         """The word, and whose mark or lock it is."""
-        keys = (self._lock, record_name(self._lock), self._mark, f"{self._lock}:line")
+        keys = (self._lock, record_name(self._lock), self._mark, *map(self._beside, ("line", "done")))
         grace_ms = int(min(10, queue_lease_s) * 1000)
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
+
+    def failed_after_all(self, task_id: str) -> str:
+        """The word: a call whose success was noted has failed, and counts no more."""
+        (word,) = self._server.run("unmark", (self._beside("done"),), task_id)
+        return str(word)
+
+    def _beside(self, what: str) -> str:
+        return f"{self._lock}:{what}"
 
     def header(self, task: str, task_id: str) -> dict[str, Any]:
         """The header of the call that was marked."""

@@ -6,9 +6,9 @@ from typing import Any
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
-from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.marks import Mark, forget_each, mark_all
 from celery_setnx.lock.names import key_name
-from celery_setnx.lock.survey import drop, look, survey, waiters
+from celery_setnx.lock.survey import drop, look, success_of, successes, survey, waiters
 
 LOCKS = 300
 
@@ -66,3 +66,21 @@ def test_drop_on_a_cluster(client):
     assert drop(client, seen)
     assert not drop(client, seen)
     assert list(survey(client, "t")) == []
+
+
+def test_successes_on_a_cluster(client, cluster):
+    """Found on every primary, once; and they are forgotten there."""
+    keys = [key_name("t", "app.daily", digest([number])) for number in range(30)]
+    assert len({cluster.owner(cluster.slot(key)).port for key in keys}) == 3
+    for key in keys:
+        held = SetnxLock(client, key, line=True).acquire(token=f"of-{key}|0|ab").lock
+        assert held is not None
+        held.release(done_for=60)
+    found = list(successes(client, "t"))
+    assert [(success.key, success.task_id) for success in found] == [
+        (key, f"of-{key}") for key in sorted(keys)
+    ]
+    assert all(0 < success.counts_for_s <= 60 for success in found)
+    marks = [Mark(keys[0], f"of-{keys[0]}"), Mark(keys[1], "another")]
+    assert forget_each(client, marks) == [True, False]
+    assert [success_of(client, key) is None for key in keys[:2]] == [True, False]

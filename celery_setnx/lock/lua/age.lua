@@ -1,6 +1,7 @@
 -- Let a lock grow older at once, with all that stands beside it: time passes for a test that does not wait.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits, 7... the others (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits (see acquire.lua), 7 done (see release.lua)
+--       8... the other permits
 -- ARGV  1 by          microseconds
 --       2... living   tokens of holders that renew meanwhile, whose deadlines stay
 -- Returns {word}
@@ -18,12 +19,12 @@ end
 
 local permits = redis.call('GET', KEYS[6])
 local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
-if highest > 1 + (#KEYS - 6) / 2 then return {'more', int(highest)} end
+if highest > 1 + (#KEYS - 7) / 2 then return {'more', int(highest)} end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 local living, renews = {}, false
 for place = 2, #ARGV do living[ARGV[place]] = true end
 
-local locks = {KEYS[1], KEYS[2], unpack(KEYS, 7)}
+local locks = {KEYS[1], KEYS[2], unpack(KEYS, 8)}
 for place = 1, #locks, 2 do
   local name, beside = locks[place], locks[place + 1]
   local value = redis.pcall('GET', name)
@@ -57,5 +58,7 @@ for place = 1, #calls, 2 do
   if not head then head, moment, rest = string.match(calls[place + 1], '^(@)(%d+)(.*)$') end
   if head then redis.call('HSET', KEYS[4], calls[place], head .. before(tonumber(moment)) .. rest) end
 end
-for place = 3, renews and 5 or 6 do expire_sooner(KEYS[place]) end
+for place = 3, 7 do -- what is known of the permits lasts as long as one that is renewed
+  if place ~= 6 or not renews then expire_sooner(KEYS[place]) end
+end
 return {'aged'}
