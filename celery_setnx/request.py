@@ -177,7 +177,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
         options, call = self._guard.options_of(self.call.options), self.call
         may_count = bool(options.dedupe_for) and not is_sent_again
         if may_count and not call.key:
-            call = call._replace(key=self._guard.lock(call, self.args, self.kwargs).name)
+            try:
+                call = call._replace(key=self._guard.key(self.args, self.kwargs, call.options))
+            except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
+                may_count = False
         if has_released:  # what it has now is its retry's
             call = Call(call.task, call.task_id, call.attempt, call.key)
         about = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 from celery.exceptions import Ignore
 
 from celery_setnx import SingletonTask
+from celery_setnx.testing import locks_on
 from tests.app import body, control, journal, make_app
 
 __all__ = ["app", "control", "journal"]
@@ -47,6 +49,8 @@ def variant(name: str, **options: Any) -> Any:
 daily = variant("daily")
 briefly = variant("briefly", dedupe_for=0.2)
 strict = variant("strict", on_duplicate="raise")
+retrying = variant("retrying", on_conflict="retry")
+waiting = variant("waiting", on_conflict="wait")
 plain_until_done = variant("plain_until_done", dedupe_for=None)
 
 
@@ -54,3 +58,10 @@ plain_until_done = variant("plain_until_done", dedupe_for=None)
 def after(*_args: Any) -> str:
     """What follows."""
     return "after"
+
+
+@app.task(name="starts")
+def starts(name: str, url: str = "") -> str:
+    """Publish a call from within a task; if told, while the locks are elsewhere."""
+    with locks_on(app, url) if url else nullcontext():
+        return str(daily.delay(name).id)

@@ -9,7 +9,7 @@ import pytest
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
-from celery_setnx.lock.names import done_name
+from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import locks_on
 from tests.harness import Journal, Worker, wait_until
 
@@ -147,6 +147,92 @@ def test_call_that_was_published_while_redis_was_away_is_skipped(tasks, name, jo
     assert not unasked.deduplicated
     assert is_skipped(unasked.get(timeout=30))
     assert runs(journal, name) == [first.id]
+
+
+@pytest.mark.parametrize("policy", ["retrying", "waiting"])
+def test_call_that_nobody_asked_asks_after_it_has_waited(tasks, name, journal, gates, policy):
+    """It met the first while that ran: when it comes back, its message is no longer as bare as it was."""
+    task, gate = getattr(tasks, policy), f"gated-{name}"
+    first = journal.reached("start", task.delay(gate))
+    bare = journal.reached("conflict", tasks.app.send_task(policy, [gate]))
+    gates(gate, 2)
+    assert first.get(timeout=30) == gate
+    assert is_skipped(bare.get(timeout=30))
+    assert runs(journal, gate) == [first.id]
+
+
+def test_call_whose_mark_had_lapsed_when_its_like_was_published_asks(tasks, name, journal, parked, locks):
+    """Two are queued, each the only one for all that its publisher could know: the second is skipped."""
+    first = tasks.daily.apply_async([name], queue="parked")
+    locks.delete(mark_name(tasks.daily.lock_key(name)))
+    second = tasks.daily.apply_async([name], queue="parked")
+    assert not second.deduplicated
+    parked.move()
+    assert first.get(timeout=30) == name
+    parked.move()
+    assert is_skipped(second.get(timeout=30))
+    assert runs(journal, name) == [first.id]
+
+
+def test_call_from_within_a_task_asks_where_nobody_could_be_asked(tasks, name, journal):
+    """It has a parent, which does not wait for it."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    sent = tasks.starts.delay(name, "redis://127.0.0.1:1/1").get(timeout=30)
+    assert is_skipped(tasks.daily.AsyncResult(sent).get(timeout=30))
+    assert runs(journal, name) == [first.id]
+
+
+def test_fan_out_while_redis_was_away_is_skipped(tasks, name, journal):
+    """Each message says that nobody could be asked."""
+    first = tasks.daily.delay(name)
+    first.get(timeout=30)
+    with locks_on(tasks.app, "redis://127.0.0.1:1/1"):
+        assert tasks.daily.fan_out([(name,)]).accepted == 1
+    (told,) = journal.wait_for("deduplicated", key=tasks.daily.lock_key(name))
+    assert told["task_id"] == first.id
+    assert runs(journal, name) == [first.id]
+
+
+@pytest.mark.parametrize("pool", ["solo", "threads"])
+def test_failure_after_the_release_is_taken_back_in_every_pool(
+    tasks, name, counts, journal, start_worker, pool
+):
+    """A result that cannot be stored, in the worker's own process."""
+    start_worker("tests.doneapp", pool=pool, queues=pool)
+    first = tasks.daily.apply_async([name, "unwritable"], queue=pool)
+    journal.reached("released", first)
+    wait_until(lambda: counts(name) is None, "it counts no more")
+
+
+def test_success_whose_result_backend_is_away_does_not_count(tasks, name, counts, journal, start_worker):
+    """Nobody will ever read its result."""
+    away = {"result_backend": "redis://127.0.0.1:1/0", "result_backend_transport_options": {"max_retries": 0}}
+    start_worker("tests.doneapp", queues="away", conf={**away, "redis_retry_on_timeout": False})
+    first = tasks.daily.apply_async([name], queue="away")
+    journal.reached("released", first)
+    wait_until(lambda: counts(name) is None, "it counts no more")
+
+
+def active(module: Worker, tasks: Any) -> set[str]:
+    """Ids of the calls that the worker takes for running."""
+    name = f"{module.name}@test"
+    return {call["id"] for call in tasks.app.control.inspect([name], timeout=10, limit=1).active()[name]}
+
+
+def test_bare_call_without_a_key_ends_as_any_failure(tasks, module):
+    """Its arguments fit nothing: there is no success of it to take back, and its worker goes on."""
+    sent = tasks.app.send_task("daily", kwargs={"other": 1})
+    with pytest.raises(Exception, match="missing a required argument"):
+        sent.get(timeout=30)
+    wait_until(lambda: sent.id not in active(module, tasks), "the worker has done with it")
+
+
+def test_bare_call_without_a_key_is_revoked_as_any(tasks, module, journal):
+    """The worker that discards it goes on."""
+    sent = tasks.app.send_task("daily", kwargs={"other": 1}, expires=-1)
+    journal.reached("revoked", sent)
+    assert tasks.daily.delay(sent.id).get(timeout=30) == sent.id
 
 
 def test_call_for_which_something_waits_runs(tasks, name, journal):

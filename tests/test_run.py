@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -14,10 +15,12 @@ from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
 from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask
-from celery_setnx.call.back import Dropped
+from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.lock import HeldLock
 from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import done_name, record_name
 from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
@@ -231,6 +234,38 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
         assert words[0] in ("released", "lost"), words
         rival.renew()
         rival.release()
+
+
+@pytest.fixture
+def counting(task, monkeypatch) -> Any:
+    """The task, whose success counts for a minute."""
+    options = replace(task._guard.options, dedupe="until_done", dedupe_for=60.0)
+    monkeypatch.setattr(task._guard, "options", options)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "counts"),
+    [
+        (lambda locks: None, True),
+        (lambda locks: locks.delete(KEY), False),
+        (lambda locks: (locks.delete(KEY, record_name(KEY)), SetnxLock(locks, KEY).acquire()), False),
+        (lambda locks: locks.set(KEY, "1"), True),
+    ],
+    ids=["kept", "gone", "taken", "overwritten"],
+)
+def test_success_counts_if_the_call_was_surely_alone(counting, locks, meanwhile, counts):
+    """Not if its lock was gone, or another's, when the body ended."""
+    execute(counting, lambda: meanwhile(locks))
+    assert locks.get(done_name(KEY)) == (counting.request.id if counts else None)
+
+
+def test_lock_that_grew_old_while_redis_was_away_is_given_back(counting, locks, monkeypatch):
+    """Nobody has renewed it until Redis said whether the call is to run: it comes back, and asks again."""
+    monkeypatch.setattr(HeldLock, "remaining_s", lambda held: held.lease_s / 3)
+    with pytest.raises(ComesBack, match="held for too long"):
+        execute(counting, lambda: pytest.fail("the body ran"))
+    assert SetnxLock(locks, KEY).acquire().acquired
 
 
 def test_release_is_tried_until_redis_is_back(task, proxy, locks, caplog):

@@ -21,7 +21,7 @@ from celery_setnx.call.wake import leave_line, look_within, wake_all
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.lock import HAND_OVER_S, Outcome
+from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
@@ -69,6 +69,8 @@ class Asking:
             raise
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
+        if self.call.bare and self.options.dedupe_for and not self._is_awaited():
+            self.call = self.call._replace(unasked=True)  # which its message says, should it come back
         nonce = (request.properties or {}).get(NONCE) or os.urandom(6).hex()
         self.token = task_token(request.id, request.retries, nonce)
 
@@ -109,16 +111,24 @@ class Asking:
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
-    def done_by(self) -> str | None:
+    def done_by(self, held: HeldLock) -> str | None:
         """Id of the task that has succeeded in this call's stead; None if the call is to run.
 
-        For one that nobody has asked when it was published, and for which nothing waits.
+        Asked under the lock, because a success is noted in the step that gives it back. For a call that
+        nobody asked when it was published, or whose mark may have lapsed since; not where something waits
+        for it.
         """
-        call, options, request = self.call, self.options, self.request
-        is_unasked = (call.bare or call.unasked) and not (request.retries or request.is_eager)
-        if not (options.dedupe_for and is_unasked) or self._is_awaited():
+        call, request = self.call, self.request
+        may_be_duplicate = call.unasked or call.marked is True
+        has_callbacks = request.callbacks or request.errbacks
+        if not (self.options.dedupe_for and may_be_duplicate) or has_callbacks:
+            return None
+        if request.retries or request.is_eager:
             return None
         done: str | None = self.patiently(partial(done_by, self.lock.client, self.lock.name), None)
+        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and nobody has renewed it yet
+            reason = f"{self.lock.name} had been held for too long when Redis said that the call is to run"
+            come_back(self.task, call, backoff(self.options, call.waits), reason)
         return None if done == request.id else done
 
     def joined_result(self) -> Any:

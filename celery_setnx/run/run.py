@@ -17,6 +17,7 @@ from celery.utils.dispatch import Signal
 
 from celery_setnx.call.back import (
     EVENTS,
+    ComesBack,
     Dropped,
     Waits,
     counts_once,
@@ -107,25 +108,29 @@ class Run:
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
             self.acquired_at = self.lock.clock()
-            # Asked under the lock: a success is noted in the step that gives it back.
-            done = asking.done_by()
-            if done is not None:
-                return resolve_done(self.task, self.call, self.options, done)
-            if joins:  # the other may have had the lock when that was asked, and have given it back since
-                result = holders_result(self.task, self.call, self.options, None, held.server_time())
-                if result is not UNSET:
-                    return result
+            if (result := self._result_without_body(held, joins=joins)) is not UNSET:
+                return result
             return self._in_lock(held, cast("Outcome", outcome), body)
         except BaseException as error:
             back_in = self._comes_back_in(error)
             parked = isinstance(error, Parked)
-            hold = back_in is not None and self.options.hold_on_retry and isinstance(error, Retry)
+            is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
+            hold = back_in is not None and self.options.hold_on_retry and is_retry
             raise
         finally:
             if held is not None:
                 self._end(held, back_in, hold=hold)
             elif not stale:
                 self._end_wait(back_in, parked=parked)
+
+    def _result_without_body(self, held: HeldLock, *, joins: bool) -> Any:
+        """What a call ends with whose like has succeeded; `UNSET` if it is to run."""
+        done = self.asking.done_by(held)
+        if done is not None:
+            return resolve_done(self.task, self.call, self.options, done)
+        if joins:  # the other may have had the lock when that was asked, and have given it back since
+            return holders_result(self.task, self.call, self.options, None, held.server_time())
+        return UNSET
 
     def _comes_back_in(self, error: BaseException) -> float | None:
         """Seconds until the call that ends with this error is delivered again; None if it is not.

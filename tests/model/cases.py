@@ -13,6 +13,7 @@ from tests.model.permits import at
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
+DONE = "{lock.foo}:done"
 LINE, CALLS, LINES = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
@@ -22,7 +23,7 @@ PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
 PERMITS, NO_TICKET = "{lock.foo}:permits", "{lock.foo}:ticket:nobody"
 PAIRS = (PAIR, *((f"{{lock.foo}}#{number}", f"{{lock.foo}}#{number}:holder") for number in (1, 2)))
 OTHERS = tuple(name for pair in PAIRS[1:] for name in pair)
-KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS)
+KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS, DONE)
 CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
 SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
 COPIES = ("-", "x1", "y2")
@@ -58,7 +59,20 @@ WHEN_ONE_LINGERS = ("advance", "release", "serve", "acquire") * 5
 WHEN_CLAIMED = ("settle",) * 12
 WHEN_AT_A_SECOND = ("mark",) * 30
 WHEN_ONE_IS_AWAY = ("advance", "advance", "serve", "serve", "look", "acquire", "release") * 3
-FOREIGN = ("getset", "getset", "setnx", "setnx", "del", "garbage", "list", "record", "mark", "line", "crowd")
+FOREIGN = (
+    "getset",
+    "getset",
+    "setnx",
+    "setnx",
+    "del",
+    "garbage",
+    "list",
+    "record",
+    "mark",
+    "done",
+    "line",
+    "crowd",
+)
 
 SEES = f"""
 local seen = {{}}
@@ -88,7 +102,7 @@ return table.concat(seen, '\\n')
 
 def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
-    value, expiry, record, record_expiry, mark, line, calls, tickets, others, known = store
+    value, expiry, record, record_expiry, mark, line, calls, tickets, others, known, done = store
     dues = [("", -swept.epoch)] if swept.epoch is not None else []
     dues += [(name, moment) for moment, name in swept.due]
     found: list[tuple[str, object, object]] = [
@@ -104,6 +118,7 @@ def sight_of(store: Store, swept: Lines, now: int) -> str:
     for (name, record_name), permit in zip(PAIRS[1:], others):
         found.append((name, permit.value, permit.expiry))
         found.append((record_name, permit.record, _expires(permit.record, permit.record_expiry)))
+    found.append((DONE, done and done.task_id, done and done.expiry and f"in {done.expiry - now // MS}"))
     return "\n".join(
         f"{key} {content} {-1 if expiry is None else expiry}"
         for key, content, expiry in found
@@ -256,8 +271,11 @@ class Case:
         keys = choose((self.pair, self.pair + WAITING, *[(*self.pair, *WAITING, MARK)] * 5))
         if self.state == "handed":
             keys = self.pair + WAITING  # as it was handed with them
-        if self.focus and MARK in keys:
+        done_for = choose((0, *MARK_LEASES_MS)) if MARK in keys else 0
+        if (self.focus or done_for) and MARK in keys:
             keys += (PERMITS,)
+        if PERMITS in keys and (done_for or choose((False, True))):
+            keys += (DONE,)
         return self.script(
             "release",
             keys,
@@ -266,6 +284,7 @@ class Case:
             remember=REMEMBER_MS,
             again=choose((0, *MARK_LEASES_MS)) if MARK in keys else 0,
             hand_over="" if self.focus and self.random.random() < 0.2 else choose(HAND_OVERS),
+            done_for=done_for,
         )
 
     def free(self) -> Step:
@@ -362,9 +381,9 @@ class Case:
     def mark(self) -> Step:
         """By the publisher of a new call, or of one that is marked or runs."""
         lease = self.random.choice(MARK_LEASES_MS)
-        dedupe = self.random.choice(("until_started", "until_done", "until_done"))
+        dedupe = self.random.choice(("until_started", "until_done", "dedupe_for", "dedupe_for"))
         more, count = self.several()
-        keys = (*PAIR, MARK, LINE, *more[::2])
+        keys = (*PAIR, MARK, LINE, DONE, *more[::2])
         return self.script("mark", keys, task_id=self.task_id(), lease=lease, dedupe=dedupe, **count)
 
     def extend(self) -> Step:
@@ -373,7 +392,9 @@ class Case:
         return self.script("extend", (MARK,), task_id=self.task_id(), lease=lease)
 
     def unmark(self) -> Step:
-        """By the mark's publisher, or by anybody else."""
+        """By the mark's publisher, by a worker whose task has failed after all, or by anybody else."""
+        if self.store.done is not None and self.random.random() < 0.3:
+            return self.script("unmark", (DONE,), task_id=self.task_id())
         return self.script("unmark", (MARK,), task_id=self.task_id())
 
     def advance(self) -> Step:
@@ -391,12 +412,14 @@ class Case:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
-        mark = before.mark
-        if mark is not None and mark.expiry is not None:
-            # The server counts a mark's lease by a clock of its own, on which no time passes here.
-            mark = mark._replace(expiry=mark.expiry + self.now // MS - began // MS)
+        # The server counts a mark's lease by a clock of its own, on which no time passes here.
+        passed = self.now // MS - began // MS
+        mark, done = (
+            of and of._replace(expiry=None if of.expiry is None else of.expiry + passed)
+            for of in (before.mark, before.done)
+        )
         before = self.store
-        self.store = purge(before._replace(mark=mark), self.now)
+        self.store = purge(before._replace(mark=mark, done=done), self.now)
         expired = []
         for number, (name, record) in enumerate(PAIRS):
             was, left = at(before, number), at(self.store, number)
@@ -429,6 +452,8 @@ class Case:
             changed, commands = {"record": text, "record_expiry": None}, [("SET", record, text)]
         elif what == "mark" and rarely:
             changed, commands = {"mark": Mark(NOT_A_STRING, None)}, [("DEL", MARK), ("RPUSH", MARK, "x")]
+        elif what == "done" and rarely:
+            changed, commands = {"done": Mark(NOT_A_STRING, None)}, [("DEL", DONE), ("RPUSH", DONE, "x")]
         elif what == "line" and rarely:
             changed = {"line": Line(), "calls": Calls(), "tickets": ()}
             commands = [("DEL", *WAITING, *TICKETS.values())]
@@ -438,7 +463,7 @@ class Case:
             changed, commands = self.crowd()
         else:
             lock_alone = [[name]] * (10 if self.state == "handed" else 2)
-            gone = choose((*lock_alone, [name, record], [record], [MARK]))
+            gone = choose((*lock_alone, [name, record], [record], [MARK], [DONE]))
             changed, commands = {}, [("DEL", *gone)]
             if name in gone:
                 changed |= {"value": None, "expiry": None}
@@ -446,6 +471,8 @@ class Case:
                 changed |= {"record": None, "record_expiry": None}
             if MARK in gone:
                 changed |= {"mark": None}
+            if DONE in gone:
+                changed |= {"done": None}
         self.store = at(store._replace(**changed), self.focus)
         return self.plain(f"foreign {commands}", commands)
 
@@ -484,6 +511,8 @@ class Case:
         """Mostly the marked task's or the holder's."""
         mark, holder = self.store.mark, task_of(self.seen.holder.token)[0]
         known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
+        done = self.store.done
+        known += [done.task_id] * 2 if done is not None and done.task_id != NOT_A_STRING else []
         return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
 
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
@@ -498,7 +527,8 @@ class Case:
             sent["line"] = LINE in keys
         if verb == "release":
             sent["with_permits"] = PERMITS in keys
-        self.store, reply = getattr(self.model, verb)(self.store, self.now, **sent)
+        what_it_is = "forget_done" if keys == (DONE,) else verb
+        self.store, reply = getattr(self.model, what_it_is)(self.store, self.now, **sent)
         return Step(what, [command], reply, self.sight)
 
     def plain(self, what: str, commands: list[tuple[Any, ...]]) -> Step:

@@ -346,6 +346,89 @@ class Call(Ours):
 
 
 @dataclass(eq=False)
+class Counted(Call):
+    """A call whose success counts for a while (`dedupe_for`): the release notes it, and it is taken back if
+    the call fails after that. Under its lock it asks once more whether another has succeeded.
+    """
+
+    _: KW_ONLY
+    window: int  # how long a success counts
+    is_bare: bool = False  # nobody asks when it is published
+    until_done: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.window *= TICK
+        self.dedupe = "dedupe_for"
+
+    def has_succeeded(self, me: Client) -> bool:
+        """Whether the release notes a success."""
+        return me.word == "well"
+
+    def release(self, me: Client, index: int, state: State, world: World, **_: int) -> Answer:
+        """Release, and note the success."""
+        done = {"done_for": self.window // MS} if self.has_succeeded(me) else {}
+        return Ours.release(self, me, index, state, world, **done)
+
+    def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        if self.is_bare:
+            yield Move(self._queued(me), state.store)
+        else:
+            yield from super()._when_idle(me, index, state, world)
+
+    def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in super()._when_answered(me, index, state, world):
+            if move.client.at == "inside" and self.sees_another(state):
+                yield Move(self._leaving(me), state.store, "skipped", self.task)
+            else:
+                yield move
+
+    def sees_another(self, state: State) -> bool:
+        """Whether another's success counts: asked under the lock."""
+        return state.store.done is not None and state.store.done.task_id != self.task
+
+    def _when_inside(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in super()._when_inside(me, index, state, world):
+            yield move  # an exception
+            if move.client.at == "leaving":
+                yield move._replace(client=move.client._replace(word="well"))
+
+    def _when_leaving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.release(me, index, state, world)
+        if me.word == "well" and store != state.store and reply[0] in ("released", "resting", "repaired"):
+            me = me._replace(counts_until=state.now + self.window)
+        after = Client("storing", counts_until=me.counts_until) if me.word == "well" else DONE
+        yield from self.answers(me, after, state, store, "release", self.token(me, index), reply)
+
+    def _when_storing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield Move(Client("done", counts_until=me.counts_until), state.store)
+        yield Move(Client("failing"), state.store)  # its result cannot be stored
+
+    def _when_failing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = world.run("forget_done", state, task_id=self.task)
+        yield from self.answers(me, Client("failed"), state, store, "forget_done", self.task, reply)
+
+    def _when_failed(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield from ()
+
+
+@dataclass(eq=False)
+class ParentOfCounted(Parent):
+    """A worker parent whose dead child may have succeeded: what it has noted is taken back."""
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        """Wait for the death, release, and take the success back."""
+        child = world.programs[self.child]
+        assert isinstance(child, Counted)
+        if me.at == "forgetting":
+            store, reply = world.run("forget_done", state, task_id=child.task)
+            yield Move(Client("forgotten"), store, "forget_done", child.task, reply)
+        elif me.at != "forgotten":
+            for move in super().moves(me, index, state, world):
+                yield move._replace(client=Client("forgetting")) if move.client is DONE else move
+
+
+@dataclass(eq=False)
 class Classic(Program):
     """The recipe of the Redis documentation, on its own clock (which is right here)."""
 

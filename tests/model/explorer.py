@@ -23,14 +23,15 @@ START = 10 * SECOND
 INSIDE = frozenset({"inside", "renewing", "renewed"})
 NOTHING = Store()
 ENDED = frozenset({"done", "dead"})
-VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark")
+VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark", "forget_done")
 
 
 class Client(NamedTuple):
     """Where a client stands.
 
     `until`: the time to which it relies on the lock, by its own reckoning; `marked_until`: to which its mark
-    lasts. `extends`: its message is sent, and its mark is yet to be extended.
+    lasts; `counts_until`: to which its success counts. `extends`: its message is sent, and its mark is yet to
+    be extended.
     """
 
     at: str = "idle"
@@ -46,6 +47,7 @@ class Client(NamedTuple):
     marked_until: int = 0
     extends: bool = False
     permit: int = 0
+    counts_until: int = 0
 
 
 DONE, DEAD = Client("done"), Client("dead")

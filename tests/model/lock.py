@@ -280,18 +280,30 @@ class Lock(Waiting):
         remember: int,
         again: int = 0,
         hand_over: int | str = 0,
+        done_for: int = 0,
         line: bool = False,
         permit: int = 0,
         with_permits: bool = False,
     ) -> Answer:
-        """lua/release.lua; `again`: the milliseconds for which it marks the key; `line`: as for acquire."""
+        """lua/release.lua; `again`: the milliseconds for which it marks the key; `done_for`: for which it
+        notes the success; `line`: as for acquire.
+        """
         about = token, rest_until, remember, again, hand_over
         before = at(store, permit)
         after, reply = self._release_one(before, now, *about, line=line)
-        keeps = permit and with_permits and after.record != before.record and after.holder.deadline > 0
+        keeps = with_permits and after.record != before.record and after.holder.deadline > 0
         if keeps:
             after = lasting(after, after.holder.deadline - now, remember)
+        if done_for > 0 and after.record != before.record:
+            after = self.succeeded(after, now, token, done_for, reply[0])
         return at(after, permit), reply
+
+    def succeeded(self, store: Store, now: int, token: str, done_for: int, word: str) -> Store:
+        """The keys when the task of a lock that was released had succeeded: noted if it was surely alone."""
+        task_id = task_of(token)[0]
+        if task_id is None or word not in ("released", "resting", "repaired"):
+            return store
+        return store._replace(done=self.mark_of(task_id, now, done_for))
 
     def _release_one(
         self,
@@ -408,8 +420,13 @@ class Lock(Waiting):
                 idle = idle or other.value is None or (bool(number) and now >= float(other.value) * SECOND)
             stalled = bool(store.line.places) and idle
             return store, ("stalled" if stalled else "queued", mark.task_id, str(now), None, None)
-        if dedupe == "until_done" and self.executes_a_task(store, now):
+        if dedupe != "until_started" and self.executes_a_task(store, now):
             return store, ("running", task_of(record.token)[0], str(now), store.value, str(record))
+        done = store.done if dedupe == "dedupe_for" else None
+        if done is not None and done.task_id == NOT_A_STRING:
+            return store, WRONGTYPE
+        if done is not None and not self.may_mark(done, task_id):
+            return store, ("done", done.task_id, str(now), None, None)
         after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
         return after, ("marked", task_id, str(now), None, None)
 
@@ -452,11 +469,19 @@ class Lock(Waiting):
 
     def unmark(self, store: Store, now: int, *, task_id: str) -> Answer:
         """lua/unmark.lua."""
-        if store.mark is not None and store.mark.task_id == NOT_A_STRING:
+        return self._unset(store, "mark", task_id)
+
+    def forget_done(self, store: Store, now: int, *, task_id: str) -> Answer:
+        """lua/unmark.lua, of the note that a task has succeeded."""
+        return self._unset(store, "done", task_id)
+
+    def _unset(self, store: Store, name: str, task_id: str) -> Answer:
+        of: Mark | None = getattr(store, name)
+        if of is not None and of.task_id == NOT_A_STRING:
             return store, WRONGTYPE
-        if store.mark is None or not self.may_unmark(store.mark, task_id):
+        if of is None or not self.may_unmark(of, task_id):
             return store, ("lost",)
-        return store._replace(mark=None), ("freed",)
+        return store._replace(**{name: None}), ("freed",)
 
     def may_unmark(self, mark: Mark, task_id: str) -> bool:
         """Whether a mark is the task's own."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.model.clients import RETENTION_MS, Call, Ours, is_dead
-from tests.model.explorer import DEAD, INSIDE, TICK, Event, Result, State, World, caused_by, grant_in
+from tests.model.clients import RETENTION_MS, Call, Counted, Ours, is_dead
+from tests.model.explorer import DEAD, INSIDE, TICK, Client, Event, Result, State, World, caused_by, grant_in
 from tests.model.lock import Lock
 from tests.model.permits import at, highest_in, permit_in, permits_of
 from tests.model.store import MS, NUMBER, Permit, Record, Store, purge, seconds, task_of
@@ -179,6 +179,66 @@ def others_mark_kept(world: World, before: State, event: Event, after: State) ->
     return task_of(event.token)[0] == mark.task_id or event.token == mark.task_id
 
 
+@caused_by("inside")
+def no_second_body(world: World, before: State, event: Event, after: State) -> bool:
+    """No body begins while another's success counts: noted, and neither taken back nor lost."""
+    if event.actor is None or before.clients[event.actor].at in INSIDE:
+        return True
+    others = enumerate(after.clients)
+    return not any(index != event.actor and _counts(client, after.now) for index, client in others)
+
+
+def _counts(client: Client, now: int) -> bool:
+    return client.at in ("storing", "done") and now < client.counts_until
+
+
+def success_lasts(world: World, before: State, event: Event, after: State) -> bool:
+    """What says that a call has succeeded is there for as long as that counts, and no longer."""
+    note, now = after.store.done, after.now
+    counting = {
+        p.task for p, c in zip(world.programs, after.clients) if isinstance(p, Ours) and _counts(c, now)
+    }
+    if note is None:
+        return not counting
+    windows = [p.window for p in world.programs if isinstance(p, Counted)]
+    return note.expiry is not None and note.expiry <= (now + max(windows)) // MS
+
+
+@caused_by("mark", "skipped")
+def no_ghost_success(world: World, before: State, event: Event, after: State) -> bool:
+    """No call is dropped in favour of one that has failed, unless that cannot be known yet."""
+    if event.what == "mark" and event.reply[0] != "done":
+        return True
+    note = before.store.done
+    for program, client in zip(world.programs, before.clients):
+        if isinstance(program, Counted) and note is not None and program.task == note.task_id:
+            # A key lives to the end of its last millisecond.
+            counts = client.counts_until >= before.now and client.at in ("leaving", "storing", "done")
+            return counts or client == DEAD or client.at == "failing"
+    return False
+
+
+def failure_frees(world: World, before: State, event: Event, after: State) -> bool:
+    """A call that has failed after its release, or has died, counts no more once that is seen."""
+    note = after.store.done
+    for program, client in zip(world.programs, after.clients):
+        task = getattr(program, "task", None)
+        if client.at == "forgotten":
+            task = getattr(world.programs[getattr(program, "child", -1)], "task", None)
+        elif client.at != "failed":
+            continue
+        if note is not None and note.task_id == task:
+            return False
+    return True
+
+
+@caused_by("forget_done")
+def others_success_kept(world: World, before: State, event: Event, after: State) -> bool:
+    """Only the call that has succeeded takes that back."""
+    note = before.store.done
+    return note == after.store.done or (note is not None and note.task_id == event.token)
+
+
 @caused_by("acquire")
 def one_each(world: World, before: State, event: Event, after: State) -> bool:
     """No token has two permits, and no task."""
@@ -203,6 +263,7 @@ def beyond_drains(world: World, before: State, event: Event, after: State) -> bo
 
 SAFETY = (exclusion, one_taker, entry_kept, no_stale_release, no_release_lost, no_false_loss, fences_rise)
 PERMITS_SAFETY = (*SAFETY, one_each, beyond_drains)
+WINDOW = (no_second_body, success_lasts, no_ghost_success, failure_frees, others_success_kept)
 MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
 

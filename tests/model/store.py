@@ -30,7 +30,8 @@ NOBODY = Record("", 0, 0, "", 0)
 
 
 class Mark(NamedTuple):
-    """A queued call: its task id, and the millisecond at which the key expires (None: never).
+    """A queued call, or one that has succeeded: its task id, and the millisecond at which the key expires
+    (None: never).
 
     The task id is NOT_A_STRING if a foreign program made a list of the key.
     """
@@ -114,6 +115,7 @@ class Store(NamedTuple):
     tickets: tuple[tuple[str, Ticket], ...] = ()
     others: tuple[Permit, ...] = ()
     known: Known | None = None
+    done: Mark | None = None
 
     @property
     def holder(self) -> Record:
@@ -136,6 +138,8 @@ def purge(store: Store, now: int) -> Store:
     if mark is not None and mark.expiry is not None and now_ms > mark.expiry:
         mark = None
     left = Store(value, expiry, record, record_expiry, mark, *store[5:])
+    if left.done is not None and left.done.expiry is not None and now_ms > left.done.expiry:
+        left = left._replace(done=None)
     if not store.others:
         return left
     others = [Permit(*purge(Store(*permit), now)[:4]) for permit in store.others]

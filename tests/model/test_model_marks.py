@@ -1,13 +1,17 @@
-"""Marks: at most one call queued (or running), no mark outlives its lease, no call is dropped for a ghost."""
+"""Marks: at most one call queued (or running), no mark outlives its lease, no call is dropped for a ghost.
+
+And the window: no second body while a success counts, and a failure frees its key at once.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.bounds import DEEP, bound
-from tests.model.clients import Call, Ours
+from tests.model.clients import Call, Counted, Ours, ParentOfCounted
 from tests.model.explorer import Client, Move, State, World, assert_holds
-from tests.model.properties import MARKS, slowest_publish
+from tests.model.properties import MARKS, SAFETY, WINDOW, slowest_publish
 
 QUEUE_LEASE = LEASE = 3
 GRACE = 1
@@ -70,3 +74,27 @@ def test_publisher_that_dies_before_the_send_blocks_for_the_grace_lease(until_do
     world = World(dead, ticks=2, crashes=1, losses=1)
     result = assert_holds(world, MARKS)
     assert (slowest_publish(world.lock, result, GRACE + 1, until_done=until_done) <= GRACE + 1) == holds
+
+
+def counted(task: str, **options: Any) -> Counted:
+    """A call whose success counts for two ticks."""
+    return Counted(task, queue_lease=2, grace=GRACE, lease=LEASE, window=2, **options)
+
+
+WINDOWS = {
+    "two publishers": (counted("a"), counted("b")),
+    "one that nobody asks": (counted("a"), counted("b", is_bare=True, tries=1)),
+    "none that anybody asks": (counted("a", is_bare=True), counted("b", is_bare=True, tries=1)),
+    "skipped on conflict": (counted("a"), counted("b", skips=True)),
+    "the lock rests": (counted("a", at_least_for=2), counted("b", is_bare=True, tries=1)),
+    "its worker lives": (counted("a", publishes=1), counted("b", publishes=1), ParentOfCounted(0)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window_holds_in_every_interleaving(name):
+    """Bodies that succeed or fail, results that cannot be stored, crashes, lost replies, lapsed marks."""
+    is_watched = name == "its worker lives"
+    ticks = bound(3, small=2, full=3 if is_watched else 4, deep=6)
+    world = World(*WINDOWS[name], ticks=ticks, crashes=1, losses=0 if is_watched else 1)
+    assert_holds(world, (*SAFETY, *WINDOW))

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model import properties
-from tests.model.clients import RETENTION_MS, Call, Classic, Freed, Ours
+from tests.model.clients import RETENTION_MS, Call, Classic, Counted, Freed, Ours, ParentOfCounted
 from tests.model.explorer import DONE, TICK, Client, Move, Program, State, World, assert_broken, explore
 from tests.model.lock import Lock
 from tests.model.permits import Choice, choose
@@ -163,6 +163,54 @@ def of_two(tasks: str, kind: type[Ours] = Ours, **options: Any) -> list[Ours]:
     return [kind(task, limit=2, **options) for task in tasks]
 
 
+def windows(kind: type[Counted] = Counted, **of_b: Any) -> list[Counted]:
+    """Two calls with one key whose success counts for a while."""
+    about = {"queue_lease": 2, "lease": 3, "window": 2}
+    return [kind("a", **about), kind("b", **about, **of_b)]
+
+
+class NotesAfterRelease(Counted):
+    """A success that is noted in a round trip of its own, after the release."""
+
+    def has_succeeded(self, me: Client) -> bool:
+        return False
+
+    def _when_storing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield Move(Client("noting", counts_until=state.now + self.window), state.store)
+
+    def _when_noting(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        done = Mark(self.task, me.counts_until // MS)
+        yield Move(Client("done", counts_until=me.counts_until), state.store._replace(done=done), "note")
+
+
+class AsksBeforeItsLock(Counted):
+    """A call that asks whether another has succeeded, and acquires then."""
+
+    def _when_queued(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        if self.sees_another(state):
+            yield Move(me._replace(at="freeing"), state.store)
+        else:
+            yield Move(me._replace(at="sent", sent=state.now), state.store)
+
+    def _when_answered(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        return Call._when_answered(self, me, index, state, world)
+
+
+class LeavesItsSuccess(Counted):
+    """A call that fails after its release, and takes nothing back."""
+
+    def _when_failing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        yield Move(Client("failed"), state.store)
+
+
+class LeavesTheDead(ParentOfCounted):
+    """A worker parent that gives the lock of its child back, and no more."""
+
+    def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in super().moves(me, index, state, world):
+            yield move._replace(client=Client("forgotten")) if move.client.at == "forgetting" else move
+
+
 def classics() -> list[Classic]:
     """A dead classic lock's takers: prompt, with the same timeout."""
     return [Classic(timeout=1), Classic(timeout=1)]
@@ -266,6 +314,29 @@ MUTANTS = {
         crashes=1,        proves_death=lambda _, record, dead: dead != "" and record.state == "running"),
     "another's permit freed": mutant("no_stale_release", *of_two("a", hold=3, retries=1), *of_two("b"),
         Freed("b"), free=frees_any_hold, ticks=4),
+    "success that counts for one who has failed": mutant("no_ghost_success",
+        *windows(changed(Counted, has_succeeded=lambda *_: True)), ticks=2),
+    "success not noted": mutant("success_lasts", *windows(), ticks=2,
+        succeeded=lambda _, store, *rest: store),
+    "success noted for a quarter of the time": mutant("success_lasts", *windows(), ticks=3,
+        succeeded=lambda lock, store, now, token, ms, word: Lock.succeeded(
+            lock, store, now, token, ms // 4, word)),
+    "success noted for ever": mutant("success_lasts", *windows(), ticks=2,
+        succeeded=lambda lock, store, now, token, ms, word: store._replace(done=Mark("a", None))),
+    "another's success taken back": mutant("others_success_kept", *windows(is_bare=True), ticks=4,
+        may_unmark=lambda *_: True),
+    "success noted after the release": mutant("success_lasts", *windows(NotesAfterRelease), ticks=2),
+    "second body before the note": mutant("no_second_body", *windows(NotesAfterRelease), ticks=2),
+    "bare call that does not ask": mutant("no_second_body",
+        *windows(changed(Counted, sees_another=lambda *_: False), is_bare=True), ticks=2),
+    "marked call that does not ask, though its mark may have lapsed": mutant("no_second_body",
+        *windows(changed(Counted, sees_another=lambda *_: False)), ticks=3),
+    "asked before the lock is had": mutant("no_second_body",
+        *windows(AsksBeforeItsLock, is_bare=True), ticks=2),
+    "failure after the release that is not taken back": mutant("failure_frees", *windows(LeavesItsSuccess),
+        ticks=2),
+    "death after the release that is not taken back": mutant("failure_frees", *windows()[:1],
+        LeavesTheDead(0), ticks=2, crashes=1),
     "mark freed by the waiting": mutant("mark_lasts", *calls(False, FreesWhileItWaits), ticks=2),
 }  # fmt: skip
 

@@ -80,12 +80,12 @@ if gone[1] then
   redis.call('ZREM', KEYS[3], unpack(gone))
   redis.call('HDEL', KEYS[4], unpack(gone))
 end
+local task_id = string.match(token, '^(.*)|%d+|%x+$')
 if again ~= '0' then -- unless another call has been marked meanwhile
-  local task_id = string.match(token, '^(.*)|%d+|%x+$')
   if task_id then redis.call('SET', KEYS[5], task_id, 'NX', 'PX', again) end
 end
-if KEYS[7] and ARGV[6] ~= '0' and word ~= 'gone' then -- else it may not have been alone
-  redis.call('SET', KEYS[7], string.match(token, '^(.*)|%d+|%x+$'), 'PX', ARGV[6])
+if KEYS[7] and ARGV[6] ~= '0' and word ~= 'gone' and task_id then -- if gone, it may not have been alone
+  redis.call('SET', KEYS[7], task_id, 'PX', ARGV[6])
 end
 if heir then return answer(word, heir) end
 return word == 'released' and word or {word, now, value}
