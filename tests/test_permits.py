@@ -398,7 +398,7 @@ def test_permit_beyond_a_lowered_limit_is_handed_to_nobody(locks):
 
 
 def test_call_whose_own_permit_has_lapsed_beyond_a_lowered_limit_stands_in_line(locks):
-    """It passes nobody who waits, and is told who holds what it may have: nobody can serve the line with its own."""
+    """It passes nobody who waits, and is told who holds what it may have: its own serves no line."""
     held_by(locks, "one", "two")
     of_task(locks, "a")
     lapse(locks, 2)
@@ -576,6 +576,21 @@ def test_call_that_comes_late_has_a_free_permit_or_one_that_is_kept_for_another(
     assert locks.zrange(LINE, 0, -1) == ["b"]
     two.release()
     assert of_task(locks, "b", 2, copy="b1").lock.permit == 1
+
+
+def test_script_hands_its_permit_to_nobody_as_it_wakes_nobody(locks):
+    """Who waits is not passed, and keeps its place until a worker looks; else it would be passed over."""
+    script = SetnxLock(locks, NAME, limit=2, lease=LEASE)
+    assert script.acquire(token="script").acquired
+    held_by(locks, "other", limit=2)
+    for task_id, since in (("a", 10.0), ("b", 20.0)):
+        wait(locks, task_id, since, limit=2)
+    assert script.release() == "released"
+    refused = script.acquire(token="again")
+    assert (refused.acquired, refused.holder.token, refused.waiters) == (False, "other", 2)
+    assert states(locks) == {1: "running"}
+    assert locks.zrange(LINE, 0, -1) == ["a", "b"]
+    assert the_lock(locks, 2).serve().heir.task_id == "a"
 
 
 # What others put there

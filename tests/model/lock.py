@@ -131,7 +131,7 @@ class Lock(Waiting):
         def fits(record: Record, live: bool) -> int | None:
             if record.state == "handed":
                 return 2 if self.is_for(record.info, task) else 6 if live and woken else None
-            if self.is_own(record, token) and (live or passes and self.takes_its_own_over()):
+            if self.is_own(record, token) and (live or (passes and self.takes_its_own_over())):
                 return 1 if live and record.state != "resting" else 3
             return 5 if live and self.proves_death(record, dead) else None
 
