@@ -660,11 +660,12 @@ def test_permit_with_a_foreign_record_is_refused(locks, foreign_keys, garbage):
     assert not locks.exists(f"{NAME}#1")
 
 
-@pytest.mark.parametrize("text", ["", "many", "3", "-1 3", "3 3 3"])
+@pytest.mark.parametrize("text", ["", "many", "3", "-1 3", "3 3 3", "3 0", "0 0"])
 def test_what_is_known_of_permits_may_be_garbage(locks, text):
     """It counts as nothing known, and is written anew."""
     held_by(locks, "one")
     locks.set(PERMITS, text, px=60_000)
+    assert the_lock(locks).serve().holder.token == "one"
     assert of_task(locks, "a").lock.permit == 1
     assert locks.get(PERMITS) == "3 3"
 

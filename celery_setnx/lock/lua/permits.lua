@@ -5,7 +5,7 @@
 local function int(number) return string.format('%.0f', number) end
 
 -- `<name>:permits` says how many permits are in use, and how many there are for newcomers.
-local function limit_in(text) return tonumber(string.match(text or '', '^%d+ (%d+)$') or 1) end
+local function limit_in(text) return tonumber(string.match(text or '', '^%d+ ([1-9]%d*)$') or 1) end
 
 local function note_permits(key, text, highest, limit, ms)
   local new = int(highest) .. ' ' .. int(limit)
