@@ -563,7 +563,7 @@ class SetnxLock:
             before = self.clock()
             reply = _acquire(self, token, "", call_id, waiter)
         else:
-            raise LockUnavailable(self.name, f"its line was served {MOST_PERMITS} times, and others wait still")
+            raise LockUnavailable(self.name, f"its line was served {MOST_PERMITS} times, and there are more")
         if len(reply) < 5:  # it was free, and nobody waits
             word, now_us, fence, *permit = reply
             told = _Told(word, int(now_us) + self._lease_us, int(fence), int(now_us), permit=int(*permit))
