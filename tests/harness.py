@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,11 +180,14 @@ def server_us(client: redis.Redis) -> int:
     return int(seconds * 1_000_000 + microseconds)
 
 
-def age(client: redis.Redis, key: str, seconds: float) -> None:
-    """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does."""
+def age(client: redis.Redis, key: str, seconds: float, living: Collection[str] = ()) -> None:
+    """Let time pass for one lock, with its line and its mark, as `celery_setnx.testing.pass_time` does.
+
+    For all its permits, but those of the tokens that renew meanwhile.
+    """
     from celery_setnx import testing  # not in every worker
 
-    testing._age(client, lock=key, by_s=seconds)
+    testing._age(client, lock=key, by_s=seconds, living=living)
 
 
 def is_parked(locks: redis.Redis, key: str, task_id: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_setnx.lock.names import permit_names, permits_name
+from celery_setnx.lock.names import permits_name
 from tests.harness import DEADLINE_S, Worker, age, wait_until
 from tests.limitstage import LIMIT, Bench, worker_children
 from tests.stage import redeliver
@@ -35,12 +35,14 @@ def test_killed_worker_costs_its_permits_for_a_lease(bench, locks, start_worker)
     assert set(bench.permits().values()) == {result.id for result in dead}
     again = bench.fill(3, queue="elsewhere")
     late = [bench.parked(queue="elsewhere") for _ in range(2)]
-    for permit in {bench.of(result)["permit"] for result in dead}:
-        age(locks, permit_names(bench.task.lock_key(bench.key), permit)[0], 600)
+    ids = {result.id for result in dead}
+    living = [holder.token for holder in bench.task.holders(bench.key) if holder.task_id not in ids]
+    age(locks, bench.task.lock_key(bench.key), 600, living=living)
     for result in late:
         bench.has_run(result)
     died = {entry["holder"]["task_id"] for entry in bench.journal.entries(what="taken_over")}
-    assert died == {result.id for result in dead}
+    assert died == ids
+    assert not bench.journal.entries(what="lost")
     bench.open(3)
     for result in again:
         bench.has_run(result)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import redis
@@ -397,6 +397,25 @@ def test_permit_beyond_a_lowered_limit_is_handed_to_nobody(locks):
     assert (one.heirs[-1].task_id, states(locks)[0]) == ("a", "handed")
 
 
+def test_call_whose_own_permit_has_lapsed_beyond_a_lowered_limit_stands_in_line(locks):
+    """It passes nobody who waits, and is told who holds what it may have: its own serves no line."""
+    held_by(locks, "one", "two")
+    of_task(locks, "a")
+    lapse(locks, 2)
+    wait(locks, "b", 10.0, limit=2)
+    again = the_lock(locks, 2)
+    asked: list[None] = []
+
+    def serve_once(*_: Any) -> NoReturn:
+        asked.append(None)
+        raise LockUnavailable(NAME, "it would ask for ever")
+
+    again._serve_once = serve_once
+    outcome = again.acquire(token=task_token("a", 0, "0b"))
+    assert (outcome.acquired, outcome.holder.token, outcome.ends_first.token) == (False, "one", "one")
+    assert asked == []
+
+
 def test_raised_limit_serves_the_line(locks):
     """A call that enters it says so, and whoever serves it hands out what is new; a newcomer passes none."""
     held_by(locks, "one", limit=1)
@@ -491,6 +510,19 @@ def test_call_that_does_not_come_for_its_permit_is_passed_over_though_another_is
     assert tokens(locks) == {}
 
 
+def test_each_call_that_does_not_come_for_its_permit_is_passed_over(locks):
+    """One at a time: whoever serves the line is told to go on at once, though nobody else waits."""
+    one, two = held_by(locks, "one", "two", limit=2)
+    for task_id, since in (("a", 10.0), ("b", 20.0)):
+        wait(locks, task_id, since, limit=2)
+    one.release()
+    two.release()
+    lapse(locks, 0, 1)
+    assert the_lock(locks, 2).serve().look_in == 0
+    assert the_lock(locks, 2).serve().look_in == pytest.approx(LEASE, abs=5)
+    assert {task: str(call)[:2] for task, call in locks.hgetall(CALLS).items()} == {"a": "1|", "b": "1|"}
+
+
 def test_call_that_does_not_come_for_a_permit_beyond_the_limit_is_passed_over(locks):
     """Its permit drains, and the next one has what is free within the limit."""
     one, two = held_by(locks, "one", "two", limit=2)
@@ -546,6 +578,21 @@ def test_call_that_comes_late_has_a_free_permit_or_one_that_is_kept_for_another(
     assert of_task(locks, "b", 2, copy="b1").lock.permit == 1
 
 
+def test_script_hands_its_permit_to_nobody_as_it_wakes_nobody(locks):
+    """Who waits is not passed, and keeps its place until a worker looks; else it would be passed over."""
+    script = SetnxLock(locks, NAME, limit=2, lease=LEASE)
+    assert script.acquire(token="script").acquired
+    held_by(locks, "other", limit=2)
+    for task_id, since in (("a", 10.0), ("b", 20.0)):
+        wait(locks, task_id, since, limit=2)
+    assert script.release() == "released"
+    refused = script.acquire(token="again")
+    assert (refused.acquired, refused.holder.token, refused.waiters) == (False, "other", 2)
+    assert states(locks) == {1: "running"}
+    assert locks.zrange(LINE, 0, -1) == ["a", "b"]
+    assert the_lock(locks, 2).serve().heir.task_id == "a"
+
+
 # What others put there
 
 
@@ -595,6 +642,7 @@ def test_permit_whose_key_is_of_another_type_is_held_by_a_foreigner(locks, forei
     locks.rpush(name, "x")
     wait(locks, "b", 20.0)
     assert the_lock(locks).serve().heir.task_id == "b"
+    assert the_lock(locks).serve().look_in != 0, "it is served for ever"
     assert locks.lrange(name, 0, -1) == ["x"]
     assert of_task(locks, "b", copy="b1").lock.permit != 1
 
@@ -612,11 +660,12 @@ def test_permit_with_a_foreign_record_is_refused(locks, foreign_keys, garbage):
     assert not locks.exists(f"{NAME}#1")
 
 
-@pytest.mark.parametrize("text", ["", "many", "3", "-1 3", "3 3 3"])
+@pytest.mark.parametrize("text", ["", "many", "3", "-1 3", "3 3 3", "3 0", "0 0"])
 def test_what_is_known_of_permits_may_be_garbage(locks, text):
     """It counts as nothing known, and is written anew."""
     held_by(locks, "one")
     locks.set(PERMITS, text, px=60_000)
+    assert the_lock(locks).serve().holder.token == "one"
     assert of_task(locks, "a").lock.permit == 1
     assert locks.get(PERMITS) == "3 3"
 

@@ -268,7 +268,7 @@ class SetnxLock:
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
         mark: Redis key of the mark beside the lock: a task's own ends when it acquires. Defaults to none.
         line: Whether tasks may wait in line for it, as they do for a task's lock: a release hands it to the
-            first. Defaults to False.
+            first. Defaults to False: with several permits their line is not passed, and workers see to it.
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
 
     Attributes:
@@ -310,7 +310,8 @@ class SetnxLock:
         self.limit = limit
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
             raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
-        self.line = line_names(name) if line or mark is not None or limit > 1 else ()
+        self._wakes = line or mark is not None  # else nobody does to whom the lock would be handed
+        self.line = line_names(name) if self._wakes or limit > 1 else ()
         self._permit = 0  # the one that was acquired last
         self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
@@ -559,22 +560,27 @@ class SetnxLock:
     def _acquire_once(self, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> Outcome:
         before = self.clock()
         reply = _acquire(self, token, dead, call_id, waiter)
-        while reply[0] == "line":  # nobody living has it: it goes to the first who waits
+        for _ in range(MOST_PERMITS):  # of which each goes to the next in line, if nobody living has it
+            if reply[0] != "line" or not self._wakes:
+                break
             self._serve_once(dead)
             before = self.clock()
             reply = _acquire(self, token, "", call_id, waiter)
+        else:
+            raise LockUnavailable(self.name, f"its line was served {MOST_PERMITS} times, and there are more")
         if len(reply) < 5:  # it was free, and nobody waits
             word, now_us, fence, *permit = reply
             told = _Told(word, int(now_us) + self._lease_us, int(fence), int(now_us), permit=int(*permit))
         else:
             told = _Told(*reply)
-        return told.conflict(token) if told.word in ("held", "stale") else self._acquired(told, token, before)
+        is_held = told.word in ("held", "stale", "line")
+        return told.conflict(token) if is_held else self._acquired(told, token, before)
 
     def _acquired(self, told: _Told, token: str, before: float) -> Outcome:
         """The outcome of a lock that was acquired though there was something to be told."""
         word = told.word
         held = self._now_held(told, token, before)
-        if told.spare and told.waiters != "0":  # the limit was raised: the line has not heard of it
+        if told.spare and told.waiters != "0" and self._wakes:  # the limit was raised, unheard by the line
             with suppress(SetnxError):
                 while self._serve_once().look_in == 0:
                     pass
@@ -662,7 +668,8 @@ class SetnxLock:
                 keys += (self.mark,)
         mark_ms = _ms(mark_for) if self.mark else 0
         # One beyond the limit, which was lowered, is handed to nobody.
-        hand_over_us = min(_HAND_OVER_US, self._lease_us) if permit < self.limit else ""
+        hands_over = self._wakes and permit < self.limit
+        hand_over_us = min(_HAND_OVER_US, self._lease_us) if hands_over else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
         reply = _RELEASE(self.client, keys, *about)
         if len(reply) > 3 and reply[3]:
@@ -719,6 +726,8 @@ class _Told(NamedTuple):
             return Outcome(False, server_time=server_time, mark=self.mark, stale=True)
         longest = parse_holder(self.longest_record, self.longest_value, self.now_us)
         longest = _of_permit(longest, self.longest_permit)
+        if self.word == "line":  # it is free for those who wait, and a worker will wake the first
+            return Outcome(False, holder=longest, server_time=server_time, waiters=int(self.waiters))
         is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
         return Outcome(
             False,

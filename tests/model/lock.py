@@ -126,11 +126,12 @@ class Lock(Waiting):
         about = line, mark, ticket, woken
         if count == 1:
             return self._acquire_one(store, now, asked, *about)
+        passes = not line or self.may_pass(store, task, None, woken=woken)
 
         def fits(record: Record, live: bool) -> int | None:
             if record.state == "handed":
                 return 2 if self.is_for(record.info, task) else 6 if live and woken else None
-            if self.is_own(record, token) and (live or self.takes_its_own_over()):
+            if self.is_own(record, token) and (live or (passes and self.takes_its_own_over())):
                 return 1 if live and record.state != "resting" else 3
             return 5 if live and self.proves_death(record, dead) else None
 

@@ -94,11 +94,11 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
         elif value is not None:
             until = int((min(float(value), 1e11) + 1) * SECOND)
         within, free = number < limit, now >= until
-        if free and not rank and known is not None and known.state == "handed":
+        is_handed = known is not None and known.state == "handed"
+        if permit.value == NOT_A_STRING and free and (is_handed or best is None or best[0] > 4):
+            free, until = False, FOREVER
+        if free and not rank and known is not None and is_handed:
             rank = fits(known, False)
-        is_better = best is None or best[0] > (rank or 4)
-        if permit.value == NOT_A_STRING and free and is_better:
-            free, until, rank = False, FOREVER, None
         rank = rank or (4 if free else 9)
         until = 0 if free else until
         top = number + 1 if value is not None else top

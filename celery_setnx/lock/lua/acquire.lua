@@ -68,6 +68,7 @@ if ticket then
   woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
 end
 local task, retries
+local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local permit = false
 if found then
   local limit = tonumber(ARGV[11] or 1)
@@ -76,8 +77,10 @@ if found then
   permit = permit_for(found, 8, limit, now, function(state, h_token, of, live)
     if state == 'handed' then return task and heir_in(of) == task and 2 or live and woken and 6 or nil end
     local is_own = own and string.sub(h_token, 1, #own) == own and string.match(h_token, '^(.*)|%d+|%x+$') == task
-    -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it.
-    if is_own or h_token == token then return live and state ~= 'resting' and 1 or 3 end
+    -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it. But not past a
+    -- line: nobody serves that with a permit beyond the limit, and who is told of it would ask for ever.
+    local passes = live or not first or woken or task == first
+    if is_own or h_token == token then return live and state ~= 'resting' and 1 or passes and 3 or nil end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
   local ms = permit.rank < 9 and math.ceil(lease / 1000) + retention or 0 -- one that is held has seen to that
@@ -95,7 +98,6 @@ end
 local heir = h_state == 'handed' and string.sub(record, h_info)
 if waiters ~= '0' or mark or ticket or heir then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
 -- Nobody passes a line but who stands at its head, or was woken, though late.
-local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local barred = first and not (task and (task == heir or woken or task == first))
 
 local deadline = now + lease

@@ -5,7 +5,7 @@
 local function int(number) return string.format('%.0f', number) end
 
 -- `<name>:permits` says how many permits are in use, and how many there are for newcomers.
-local function limit_in(text) return tonumber(string.match(text or '', '^%d+ (%d+)$') or 1) end
+local function limit_in(text) return tonumber(string.match(text or '', '^%d+ ([1-9]%d*)$') or 1) end
 
 local function note_permits(key, text, highest, limit, ms)
   local new = int(highest) .. ' ' .. int(limit)
@@ -44,12 +44,12 @@ local function permit_for(found, first, limit, now, fits)
       end
     end
     local within, free = number < limit, now >= till
-    if free and not rank and state == 'handed' then rank = fits(state, token, record, false) end
-    if free and not value and best_rank > (rank or 4) then
+    if free and not value and (state == 'handed' or best_rank > 4) then
       if redis.call('EXISTS', number == 0 and KEYS[1] or KEYS[first + 2 * number - 2]) == 1 then
-        free, till, rank = false, 1e17, nil -- another program's list, hash, or the like
+        free, till = false, 1e17 -- another program's list, hash, or the like
       end
     end
+    if free and not rank and state == 'handed' then rank = fits(state, token, record, false) end
     if free then
       rank, till = rank or 4, 0
       if within then best.spare = best.spare + 1 end
