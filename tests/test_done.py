@@ -2,16 +2,18 @@
 
 import importlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import locks_on
 from tests.harness import Journal, Worker, wait_until
+from tests.stage import Parked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,6 +28,13 @@ def module(module_worker) -> Worker:
 def tasks(module, locks, journal) -> Any:
     """The app's module, with clean databases."""
     return importlib.import_module("tests.doneapp")
+
+
+@pytest.fixture
+def parked(server) -> Iterator[Parked]:
+    """The queue of this broker that no worker consumes."""
+    with redis.Redis.from_url(server.url(8), decode_responses=True) as client:
+        yield Parked(client)
 
 
 @pytest.fixture
@@ -90,12 +99,13 @@ def test_what_does_not_succeed_does_not_count(tasks, name, journal, counts, ends
     assert (second.deduplicated, second.get(timeout=30)) == (False, name)
 
 
-def test_retry_does_not_count_and_its_success_does(tasks, name, journal, parked, counts):
+def test_retry_does_not_count_and_its_success_does(tasks, name, journal, gates, counts):
     """Between its attempts the call makes duplicates as one that is queued."""
-    first = journal.reached("released", tasks.daily.delay(name, "retried"))
+    first = tasks.daily.delay(name, "retried")
+    journal.wait_for("start", task_id=first.id, retries=1)
     assert counts(name) is None
     assert tasks.daily.delay(name).id == first.id
-    parked.move()
+    gates(name)
     assert first.get(timeout=30) == name
     assert counts(name) == first.id
 

@@ -68,7 +68,7 @@ class Run:
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
         self.acquired_at = 0.0
-        self.has_succeeded = False
+        self.has_begun = self.has_succeeded = False  # its body
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -183,6 +183,7 @@ class Run:
         has_begun = self.call.redelivered and outcome.mark is None
         if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
             self._report_lapse(outcome.mark)
+        self.has_begun = True
         result = body()
         self.has_succeeded = True
         return result
@@ -283,7 +284,7 @@ class Run:
         def give_back() -> Released:
             if hold:
                 return held.hold(again_s)
-            rest = self.options.at_least_for
+            rest = self.options.at_least_for if self.has_begun else 0.0
             return held.release(at_least_for=rest, mark_for=mark_for, done_for=done_for)
 
         try:
