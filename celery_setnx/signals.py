@@ -40,7 +40,7 @@ by a thread of its own."""
 call_deduplicated = Signal(name="call_deduplicated", providing_args={"task_id", "key", "state"})
 """A call was not published, because the task `task_id` is `queued` or `running`, or has succeeded (`done`,
 with `dedupe_for`). Sent by the publisher, with the task's name as sender if it does not have the task's code.
-Where nobody was asked when it was published: sent by the worker, which skips it."""
+A call that asks again when it has its lock is skipped, and its worker sends this."""
 
 uniqueness_lapsed = Signal(name="uniqueness_lapsed", providing_args={"task_id", "key", "marked_by"})
 """A call that was marked starts, and its mark is gone, or another's (`marked_by`): another with its key
