@@ -13,7 +13,9 @@ from tests.app import body, control, journal, make_app
 
 __all__ = ["app", "control", "journal"]
 
-app = make_app("doneapp")
+BROKER_DB = 12
+# A broker of its own, as the other workers of a test run do not know these tasks; nor do other apps.
+app = make_app("doneapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 OPTIONS = {"key": "name", "lease": 5, "retry_delay": 0.1, "dedupe": "until_done", "dedupe_for": 3600}
 
 

@@ -2,16 +2,18 @@
 
 import importlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import locks_on
 from tests.harness import Journal, Worker, wait_until
+from tests.stage import Parked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,6 +28,13 @@ def module(module_worker) -> Worker:
 def tasks(module, locks, journal) -> Any:
     """The app's module, with clean databases."""
     return importlib.import_module("tests.doneapp")
+
+
+@pytest.fixture
+def parked(server, tasks) -> Iterator[Parked]:
+    """The queue of the app's broker that no worker consumes, empty."""
+    with redis.Redis.from_url(server.url(tasks.BROKER_DB), decode_responses=True) as client:
+        yield Parked(client)
 
 
 @pytest.fixture
@@ -276,7 +285,7 @@ def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
     """If it says what the task says."""
     first = tasks.daily.delay(name)
     first.get(timeout=30)
-    sender = importlib.import_module("tests.app").make_app("sender")
+    sender = importlib.import_module("tests.app").make_app("sender", tasks.BROKER_DB)
     sender.tasks.unregister("daily")  # which all apps of this process share
     options = {"key": "name", "dedupe": "until_done", "dedupe_for": 3600}
     sent = send_task(sender, "daily", kwargs={"name": name}, singleton=options)
