@@ -31,9 +31,9 @@ def tasks(module, locks, journal) -> Any:
 
 
 @pytest.fixture
-def parked(server) -> Iterator[Parked]:
-    """The queue of this broker that no worker consumes."""
-    with redis.Redis.from_url(server.url(8), decode_responses=True) as client:
+def parked(server, tasks) -> Iterator[Parked]:
+    """The queue of the app's broker that no worker consumes, empty."""
+    with redis.Redis.from_url(server.url(tasks.BROKER_DB), decode_responses=True) as client:
         yield Parked(client)
 
 
@@ -99,13 +99,12 @@ def test_what_does_not_succeed_does_not_count(tasks, name, journal, counts, ends
     assert (second.deduplicated, second.get(timeout=30)) == (False, name)
 
 
-def test_retry_does_not_count_and_its_success_does(tasks, name, journal, gates, counts):
+def test_retry_does_not_count_and_its_success_does(tasks, name, journal, parked, counts):
     """Between its attempts the call makes duplicates as one that is queued."""
-    first = tasks.daily.delay(name, "retried")
-    journal.wait_for("start", task_id=first.id, retries=1)
+    first = journal.reached("released", tasks.daily.delay(name, "retried"))
     assert counts(name) is None
     assert tasks.daily.delay(name).id == first.id
-    gates(name)
+    parked.move()
     assert first.get(timeout=30) == name
     assert counts(name) == first.id
 
@@ -286,7 +285,7 @@ def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
     """If it says what the task says."""
     first = tasks.daily.delay(name)
     first.get(timeout=30)
-    sender = importlib.import_module("tests.app").make_app("sender")
+    sender = importlib.import_module("tests.app").make_app("sender", tasks.BROKER_DB)
     sender.tasks.unregister("daily")  # which all apps of this process share
     options = {"key": "name", "dedupe": "until_done", "dedupe_for": 3600}
     sent = send_task(sender, "daily", kwargs={"name": name}, singleton=options)
