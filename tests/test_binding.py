@@ -209,7 +209,7 @@ def test_task_that_may_be_meant_so_is_bound(app, task):
     app.finalize()
 
 
-def test_coroutine_that_a_base_class_runs_has_its_lock(app, server):
+def test_coroutine_that_a_base_class_runs_has_its_lock(app, server, locks):
     """As that class stands below ours: the lock is given back when it has run."""
     app.conf.setnx_url = server.url(1)
     base = type("Both", (SingletonTask, Awaiting), {"abstract": True})

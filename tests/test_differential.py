@@ -315,7 +315,7 @@ MISTAKES = [
     ("acquire#", "if is_own or h_token == token then", "if false then", "if is_own then",
         "if h_token == token then"),
     ("acquire#", "return live and state ~= 'resting' and 1 or passes and 3 or nil end",
-        "return passes and 3 or nil end", "return 1 end", "return live and 1 or passes and 3 or nil end",
+        "return passes and 3 or nil end", "return 1 end",
         "return live and (state == 'resting' and 3 or 1) or nil end",
         "return live and state ~= 'resting' and 1 or 3 end"),
     ("acquire#", "live or not first or woken or task == first", "live or not first or woken"),

@@ -11,7 +11,7 @@ from celery.exceptions import WorkerLostError
 
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
 from celery_setnx.lock.names import done_name, mark_name
-from celery_setnx.testing import locks_on
+from celery_setnx.testing import guarded, locks_on
 from tests.harness import Journal, Worker, wait_until
 from tests.stage import Parked
 
@@ -263,6 +263,13 @@ def test_delivery_of_the_very_call_is_no_duplicate_of_it(tasks, name, journal):
     first.get(timeout=30)
     assert tasks.app.send_task("daily", [name], task_id=first.id).id == first.id
     wait_until(lambda: runs(journal, name) == [first.id] * 2, "it runs again")
+
+
+def test_eager_success_does_not_count(tasks, name, counts):
+    """Its result is stored nowhere."""
+    with guarded(tasks.app):
+        assert tasks.daily.apply([name]).get() == name
+    assert counts(name) is None
 
 
 def test_fan_out_counts_them_as_duplicates(tasks, name):
