@@ -294,6 +294,8 @@ MISTAKES = [
     ("acquire#", "number < limit, now >= till", "true, now >= till", "number < limit, now > till"),
     ("serve#", "if free and not rank and state == 'handed' then", "if false then",
         "if free and not rank and value and state == 'handed' then"),
+    ("serve#", "limit > 0 and limit or limit_in(found[3])", "limit_in(found[3])", "limit"),
+    ("serve#", "if permit and limit ~= limit_in(found[3]) then", "if false then", "if permit then"),
     ("serve#", "      return 3\n", "      return nil\n", "      return 5\n"),
     ("serve#", "if permit and lapsed > (permit.rank == 3 and 1 or 0) then till = now end",
         "if permit and lapsed > 0 then till = now end"),  # of two that have lapsed: test_permits.py

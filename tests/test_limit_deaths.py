@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from celery_setnx.call.wake import lines_of
 from celery_setnx.lock.names import permits_name
 from tests.harness import DEADLINE_S, Worker, age, wait_until
 from tests.limitstage import LIMIT, Bench, worker_children
@@ -145,7 +146,6 @@ def test_line_hears_of_a_raised_limit_with_the_next_call(bench, deploy):
     deploy(5, "five")
     first = bench.fill(3, queue=bench.key)
     waiting = [bench.parked(bench.gate, queue=bench.key) for _ in range(3)]
-    assert set(bench.permits()) == {0, 1, 2}
     newcomer = bench.parked(queue="five")
     for result in waiting[:2]:
         bench.journal.reached("start", result)
@@ -154,4 +154,26 @@ def test_line_hears_of_a_raised_limit_with_the_next_call(bench, deploy):
     assert [waiter.task_id for waiter in bench.task.locked(bench.key).waiters] == [waiting[2].id, newcomer.id]
     bench.open(6)
     for result in (*first, *waiting, newcomer):
+        bench.has_run(result)
+
+
+def test_line_hears_of_a_raised_limit_when_a_worker_looks_at_it(bench, locks, deploy):
+    """Nobody comes, and nobody ends: the worker that knows of two more permits hands them out."""
+    deploy(3)
+    first = bench.fill(3, queue=bench.key)
+    waiting = [bench.parked(bench.gate, queue=bench.key) for _ in range(3)]
+    assert set(bench.permits()) == {0, 1, 2}
+    deploy(5, "five")
+    lines, line = lines_of(bench.tasks.app), f"{bench.task.name}\n{bench.task.lock_key(bench.key)}"
+
+    def are_all_held() -> bool:
+        locks.zadd(lines, {line: locks.time()[0] * 1_000_000}, xx=True)  # it is due
+        return set(bench.permits()) == set(range(5))
+
+    wait_until(are_all_held, "five hold permits")
+    for result in waiting[:2]:
+        bench.journal.reached("start", result)
+    assert set(bench.permits().values()) == {result.id for result in (*first, *waiting[:2])}
+    bench.open(6)
+    for result in (*first, *waiting):
         bench.has_run(result)

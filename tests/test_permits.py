@@ -428,6 +428,19 @@ def test_raised_limit_serves_the_line(locks):
     assert states(locks) == {0: "running", 1: "handed", 2: "handed"}
 
 
+def test_service_that_knows_of_a_raised_limit_hands_out_what_is_new(locks):
+    """Without a call that tells of it; who does not know it goes by what was told last."""
+    held_by(locks, "one", limit=1)
+    for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
+        wait(locks, task_id, since, limit=1)
+    assert the_lock(locks, 3).serve().heir is None
+    served = [the_lock(locks, 3).serve(knows_limit=True) for _ in range(3)]
+    assert [one.heir and one.heir.task_id for one in served] == ["a", "b", None]
+    assert states(locks) == {0: "running", 1: "handed", 2: "handed"}
+    assert locks.get(f"{NAME}:permits") == "3 3"
+    assert of_task(locks, "b", 1, copy="b1").lock.permit == 2
+
+
 def test_woken_call_that_finds_more_free_lets_the_line_go_on(locks):
     """The limit was raised, and nobody has told the line: the first who starts does."""
     (one,) = held_by(locks, "one", limit=1)

@@ -96,9 +96,9 @@ def let_the_line_go_on(
     lease, limit = (HAND_OVER_S, 1) if guard is None else (guard.options.lease, guard.options.limit)
     lock = SetnxLock(client or client_for(app), key, lease=lease, line=True, limit=limit)
     for _ in range(MOST_PERMITS):
-        served = lock.serve(away=away)
+        served = lock.serve(away=away, knows_limit=guard is not None)
         if served.holder is not None and _is_dead(app, served.holder):
-            served = lock.serve(dead=served.holder.token)
+            served = lock.serve(dead=served.holder.token, knows_limit=guard is not None)
         wake(app, served.heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break

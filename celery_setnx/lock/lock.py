@@ -411,7 +411,7 @@ class SetnxLock:
         # The script compares the dead token, so that nobody else's lock is meant.
         return self.acquire(token=token, dead=holder.token, **details)
 
-    def serve(self, *, dead: str = "", away: str = "", unsent: str = "") -> Served:
+    def serve(self, *, dead: str = "", away: str = "", unsent: str = "", knows_limit: bool = False) -> Served:
         """Hand the lock to the first in line, if nobody living has it.
 
         Args:
@@ -419,6 +419,8 @@ class SetnxLock:
             away: Id of a task for which the lock is kept, and which cannot come: it is passed over.
             unsent: Id of a task for which the lock is kept, and which was not woken: it has its place again,
                 and nobody the lock.
+            knows_limit: Whether `limit` is that of those who wait. Defaults to False: that of the last call
+                which has asked for the lock counts.
 
         Raises:
             LockUnavailable: Redis did not decide.
@@ -427,8 +429,7 @@ class SetnxLock:
         keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
         hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
         about: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
-        about += (dead, away or unsent)
-        about += ("unsent" if unsent else "",)
+        about += (dead, away or unsent, "unsent" if unsent else "", self.limit if knows_limit else 0)
         reply = _SERVE(self.client, self.name, keys, self.limit, *about)
         word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))

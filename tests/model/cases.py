@@ -327,6 +327,7 @@ class Case:
             dead=self.token() if self.random.random() < 0.2 else "",
             away=choose(("", "", holder.info, "a")),
             unsent=choose(("", "", "unsent")),
+            limit=(0, 0, 1, 2, 3)[self.now // 7 % 5],
             **count,
         )
 

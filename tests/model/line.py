@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tests.model.permits import Choice, Fits, at, highest_in, noted
 from tests.model.store import (
+    MS,
     NUMBER,
     SECOND,
     Answer,
@@ -14,6 +15,7 @@ from tests.model.store import (
     Record,
     Store,
     Ticket,
+    up,
 )
 
 AWAY = 4_000_000_000_000_000
@@ -201,14 +203,16 @@ class Waiting:
         dead: str = "",
         away: str = "",
         unsent: str = "",
+        limit: int = 0,
         count: int = 1,
     ) -> Answer:
         """lua/serve.lua."""
-        choice, limit, lapsed = None, 1, 0
+        choice, lapsed = None, 0
         if store.known is not None or count > 1:
-            highest, limit = highest_in(store)
+            highest, known = highest_in(store)
             if highest > count:
                 return store, ("more", str(highest))
+            limit = limit or known
 
             def fits(record: Record, live: bool) -> int | None:
                 nonlocal lapsed
@@ -297,6 +301,9 @@ class Waiting:
             after = without_call(without_place(after, task), task)
         if to is not None:
             hand_over = lingers - now + 50_000 if lingers else hand_over
+            if choice is not None and limit != highest_in(store)[1]:
+                ms = up(hand_over, MS) + remember
+                after = noted(after, max(limit, choice.top), limit, ms)
             after = self.handed(after, found._replace(token=token), now, to, hand_over, remember)
             return answer(after, "taken_over" if died else "handed", to, now + hand_over)
         if heir is not None:

@@ -10,6 +10,7 @@
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       6 away        '' or the id of a task for which the lock is kept, and which cannot come
 --       7 unsent      not '': that one was not woken. It has its place again, and nobody the lock
+--       8 limit       how many permits there are; 0 if that is not known
 -- Returns {word, now us, lock value, record, heir, call, next us}; with several permits, of one of them
 --       handed (also as this token did it before) | taken_over (handed, as its holder has died)
 --       held | empty (nobody waits) | more (as acquire.lua)
@@ -29,7 +30,8 @@ local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or
 if highest > 1 + math.max(0, #KEYS - 5) / 2 then return {'more', int(highest)} end
 local limit, lapsed = 1, 0
 if KEYS[6] then
-  limit = limit_in(found[3])
+  limit = tonumber(ARGV[8] or 0)
+  limit = limit > 0 and limit or limit_in(found[3])
   permit = permit_for(found, 6, limit, now, function(state, h_token, of, live)
     if live and state == 'handed' and (h_token == token or heir_in(of) == absent) then return 1 end
     if not live and state == 'handed' then -- in vain: its heir is to have his place again, whatever else is free
@@ -123,6 +125,9 @@ if gone[1] then
 end
 if heir then
   redis.call('ZREM', KEYS[3], heir)
+  if permit and limit ~= limit_in(found[3]) then -- it has changed, and no call has come since
+    note_permits(KEYS[5], found[3], math.max(limit, permit.top), limit, math.ceil(hand_over / 1000) + remember)
+  end
   deadline, state, rest = now + hand_over, 'handed', int(now) .. '\n' .. heir
   local expiry = int(math.ceil(deadline / 1000) + remember)
   redis.call('SET', KEYS[1], int(math.ceil(deadline / 1000000)), 'PXAT', expiry)
