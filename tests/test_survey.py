@@ -271,18 +271,18 @@ def test_survey_survives_foreign_words_about_permits(locks, text):
     assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1], 1)
 
 
-def test_survey_of_locks_with_one_permit_asks_what_it_did(locks):
+def test_survey_of_locks_with_one_permit_asks_what_it_did():
     """The same commands as before there were several; one MGET more for each lock that has."""
-    keys = sorted(fill(locks, 50))
-    with commands(locks) as alone:
-        assert len(list(survey(locks, "t"))) == 50
-    assert alone == {"scan": alone["scan"], "time": 1, "mget": 1}
-    for key in keys[:2]:
-        hold_many(locks, 2, limit=3, key=f"{key[:-4]}more}}")
-    with commands(locks) as several:
-        assert len(list(survey(locks, "t"))) == 52
-    assert several == {"scan": several["scan"], "time": 1, "mget": 1 + 2}
-    locks.flushdb()
+    with EmbeddedServer() as own, redis.Redis(port=own.port, decode_responses=True) as locks:
+        keys = sorted(fill(locks, 50))
+        with commands(locks) as alone:
+            assert len(list(survey(locks, "t"))) == 50
+        assert alone == {"scan": alone["scan"], "time": 1, "mget": 1}
+        for key in keys[:2]:
+            hold_many(locks, 2, limit=3, key=f"{key[:-4]}more}}")
+        with commands(locks) as several:
+            assert len(list(survey(locks, "t"))) == 52
+        assert several == {"scan": several["scan"], "time": 1, "mget": 1 + 2}
 
 
 @pytest.mark.slow

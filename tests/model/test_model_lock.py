@@ -53,7 +53,7 @@ PERMITS = {
     "a second delivery": lambda: World(Ours("a", lease=2, **TWO), Ours("a", **TWO), Ours("b", **TWO),
         ticks=bound(3, full=5, deep=7), crashes=1),
     "limits that differ": lambda: World(Ours("a", limit=3, lease=2), Ours("b", tries=1), Ours("c", **TWO),
-        *bound([], full=[Ours("d", limit=3, tries=1)]), ticks=bound(3, small=2, deep=4), crashes=1),
+        *bound([], deep=[Ours("d", limit=3, tries=1)]), ticks=bound(3, small=2, full=4), crashes=1),
     "a second delivery with another limit": lambda: World(Ours("a", lease=2, limit=3), Ours("a", tries=1),
         Ours("b", limit=3), ticks=bound(3, full=4, deep=6), crashes=1),
     "permits that rest": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1, **TWO), Ours("b", **TWO),
