@@ -16,6 +16,7 @@ from celery import Celery, bootsteps
 from celery.exceptions import Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
+from celery.worker.state import active_requests
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
@@ -50,6 +51,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     """
 
     _timed_out = False
+    _has_died = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,9 +77,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
+        accepted = super().on_accepted(pid, time_accepted)
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
             ends_of_process().watch(self)
-        return super().on_accepted(pid, time_accepted)
+        return accepted
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """A call that ends with an error may do so before its run could begin, and see to what it has.
@@ -86,6 +89,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
+        self._has_died = not return_ok or isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
         if self._ends_with(error):
@@ -101,7 +105,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
         if not soft:
-            self._timed_out = True
+            self._timed_out = self._has_died = True
             ends_of_process().keep(self)
         return super().on_timeout(soft, timeout)
 
@@ -129,10 +133,11 @@ class SingletonRequest(Request):  # type: ignore[misc]
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
             wake_all(self.app, lock)
-            if word == "lost" and not self._comes_back:  # it died before it had the lock
-                self._forget()
-            if word == "ended" and not self._comes_back:  # or after it, and before its result was stored
-                self._forget(has_released=True)
+            if not self._has_returned and not self._comes_back:
+                if word == "lost":  # it died before it had the lock
+                    self._forget()
+                if word == "ended":  # or after it, and before its result was stored
+                    self._forget(has_released=True)
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
@@ -185,6 +190,11 @@ class SingletonRequest(Request):  # type: ignore[misc]
             call = Call(call.task, call.task_id, call.attempt, call.key)
         about = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
         ends_of_process().forget(self.app, call, **about)
+
+    @property
+    def _has_returned(self) -> bool:
+        """True if its run has ended in a child that lived on: what the call has since is none of its."""
+        return self not in active_requests and not self._has_died
 
     @property
     def _comes_back(self) -> bool:

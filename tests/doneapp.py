@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from celery.exceptions import Ignore
+from celery.signals import task_received
 
 from celery_setnx import SingletonTask
 from celery_setnx.testing import locks_on
@@ -17,6 +18,16 @@ BROKER_DB = 12
 # A broker of its own, as the other workers of a test run do not know these tasks; nor do other apps.
 app = make_app("doneapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 OPTIONS = {"key": "name", "lease": 5, "retry_delay": 0.1, "dedupe": "until_done", "dedupe_for": 3600}
+
+
+kept: list[Any] = []
+
+
+@task_received.connect
+def keep(request: Any, **_details: Any) -> None:
+    """Have the worker's parent know every delivery for ever (the setting `keeps_requests`)."""
+    if app.conf.get("keeps_requests"):
+        kept.append(request)
 
 
 class Unwritable:

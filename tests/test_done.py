@@ -1,6 +1,8 @@
 """dedupe_for: a call that has succeeded makes duplicates of its like for a while. Real workers."""
 
 import importlib
+import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,6 +133,21 @@ def test_process_that_dies_before_it_stores_its_result_does_not_count(tasks, nam
         tasks.daily.delay(name, "deadly").get(timeout=30)
     wait_until(lambda: counts(name) is None, "it counts no more")
     assert not tasks.daily.delay(name).deduplicated
+
+
+def test_success_stays_though_its_process_dies_later(tasks, name, journal, counts, start_worker):
+    """Its worker still knows the delivery; but that has ended, and is none of the dead process's."""
+    worker = start_worker("tests.doneapp", concurrency=1, queues=name, conf={"keeps_requests": True})
+    first = tasks.daily.apply_async([name], queue=name)
+    assert first.get(timeout=30) == name
+    (start,) = journal.entries(what="start", task_id=first.id)
+    os.kill(start["pid"], signal.SIGKILL)
+    worker.wait_for_log("exited with")
+    second = tasks.daily.apply_async([f"{name}-2", "deadly"], queue=name)
+    with pytest.raises(WorkerLostError):
+        second.get(timeout=30)
+    wait_until(lambda: counts(f"{name}-2") is None, "the worker has looked after both of its dead")
+    assert counts(name) == first.id
 
 
 def test_call_that_nobody_asked_is_skipped_and_names_the_first(tasks, name, journal, counts):
