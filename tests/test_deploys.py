@@ -89,6 +89,7 @@ def test_waiting_call_of_a_task_that_is_gone_does_not_stop_its_line(stage, deplo
     stage.parked(task=stage.tasks.failing, **options)
     last = stage.parked(task=stage.tasks.silent, ignore_result=False, **options)
     later = deploy()
+    stage.redeliver()  # its courier, whom the worker that was killed had: nobody else need send it
     pass_time(600, stage.tasks.app)
     stage.has_run(last)
     later.wait_for_log("Received unregistered task of type 'tests.waitapp.failing'")
