@@ -16,8 +16,8 @@ from celery import Celery, bootsteps
 from celery.exceptions import Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
-from celery.worker.state import active_requests
 from celery.worker.state import revoked as revoked_tasks
+from celery.worker.state import successful_requests
 
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
@@ -51,7 +51,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     """
 
     _timed_out = False
-    _has_died = False
+    _has_failed = False  # in a child that lived on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,10 +77,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
-        accepted = super().on_accepted(pid, time_accepted)
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
             ends_of_process().watch(self)
-        return accepted
+        return super().on_accepted(pid, time_accepted)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """A call that ends with an error may do so before its run could begin, and see to what it has.
@@ -89,7 +88,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
-        self._has_died = not return_ok or isinstance(error, _DEATHS)
+        self._has_failed = return_ok and not isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
         if self._ends_with(error):
@@ -105,7 +104,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
         if not soft:
-            self._timed_out = self._has_died = True
+            self._timed_out = True
             ends_of_process().keep(self)
         return super().on_timeout(soft, timeout)
 
@@ -194,7 +193,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     @property
     def _has_returned(self) -> bool:
         """True if its run has ended in a child that lived on: what the call has since is none of its."""
-        return self not in active_requests and not self._has_died
+        return self._has_failed or self.id in successful_requests
 
     @property
     def _comes_back(self) -> bool:
