@@ -28,13 +28,12 @@ from celery_setnx.lock.names import (
     done_name,
     line_names,
     mark_name,
-    other_permits,
     permits_name,
     record_name,
 )
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
 from celery_setnx.options import settings
 from celery_setnx.task import guard_for, lock_for
@@ -55,7 +54,7 @@ logger = logging.getLogger("celery_setnx")
 
 _POLL_S = 0.02
 _ELSEWHERE = "elsewhere"
-_AGE = Script("age")
+_AGE = PermitScript("age")
 
 
 @contextmanager
@@ -381,12 +380,6 @@ def _escaped(text: str) -> str:
 
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
-    """Run lua/age.lua, told of more permits if more are in use: its word."""
+    """Run lua/age.lua: its word."""
     beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock))
-    keys = (lock, record_name(lock), *beside)
-    count = 1
-    while True:
-        word, *more = _AGE(client, keys + other_permits(lock, count), round(by_s * 1e6), *living)
-        if word != "more":
-            return str(word)
-        count = int(*more)
+    return str(_AGE(client, lock, (lock, record_name(lock), *beside), 1, round(by_s * 1e6), *living)[0])

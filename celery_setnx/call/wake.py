@@ -15,6 +15,7 @@ import redis
 from celery import Celery
 
 from celery_setnx.call.back import Message, broker_url, deliverable
+from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
@@ -92,7 +93,7 @@ def let_the_line_go_on(
     `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
     lock is kept for it.
     """
-    guard = getattr(app.tasks.get(task), "_guard", None)
+    guard = _guard_of(app, task)
     lease, limit = (HAND_OVER_S, 1) if guard is None else (guard.options.lease, guard.options.limit)
     lock = SetnxLock(client or client_for(app), key, lease=lease, line=True, limit=limit)
     for _ in range(MOST_PERMITS):
@@ -107,7 +108,7 @@ def let_the_line_go_on(
 
 def place_of(app: Celery, call: Call, remember: float) -> Place:
     """A call's place in the line, if its task is known here with how many there may run at a time."""
-    guard = getattr(app.tasks.get(call.task), "_guard", None)
+    guard = _guard_of(app, call.task)
     place = call.place(remember)
     return place if guard is None else replace(place, limit=guard.options.limit)
 
@@ -204,8 +205,13 @@ def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
     return call, message
 
 
+def _guard_of(app: Celery, task: str) -> Guard | None:
+    """The guard of a `SingletonTask` by its name; None if there is none here."""
+    return getattr(app.tasks.get(task), "_guard", None)
+
+
 def is_of_its_scope(app: Celery, call: Call) -> bool:
     """True if the call's key is of a scope that its task has."""
     scope = scope_and_digest(call.key)[0]
-    guard = getattr(app.tasks.get(call.task), "_guard", None)
+    guard = _guard_of(app, call.task)
     return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))

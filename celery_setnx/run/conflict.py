@@ -98,10 +98,7 @@ class Conflict:
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
         logger.info("Skipped %s: %s.", self.call, because)
-        if self.options.skip_result is not UNSET:
-            return self.options.skip_result
-        told = {"task": self.task.name, "key": self.key, "holder": self.holder.as_dict()}
-        return {"celery_setnx": _SKIPPED, **told}
+        return _skip_result(self.task, self.key, self.options, self.holder.as_dict())
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -202,10 +199,14 @@ def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
     logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
     call_deduplicated.send(sender=task, task_id=done, key=call.key, state="done")
+    return _skip_result(task, call.key, options, {"task_id": done, "state": "done"})
+
+
+def _skip_result(task: Task, key: str, options: Options, holder: Mapping[str, Any]) -> Any:
+    """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
     if options.skip_result is not UNSET:
         return options.skip_result
-    holder = {"task_id": done, "state": "done"}
-    return {"celery_setnx": _SKIPPED, "task": task.name, "key": call.key, "holder": holder}
+    return {"celery_setnx": _SKIPPED, "task": task.name, "key": key, "holder": holder}
 
 
 def backoff(options: Options, waits: int) -> float:
