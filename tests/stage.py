@@ -10,7 +10,7 @@ from celery_setnx.call.back import Message
 from celery_setnx.call.wake import COURIER
 from celery_setnx.connection import client_for
 from celery_setnx.lock.names import line_names
-from tests.harness import Journal, wait_until
+from tests.harness import DEADLINE_S, Journal, Worker, wait_until
 
 SOON = {"retry_delay_max": 0.3}
 """Options of a call that waits: its courier comes every 0.3 s, not every ten minutes (see `tests.app`)."""
@@ -110,6 +110,21 @@ def assert_one_at_a_time(journal: Journal) -> None:
 def revoke(app: Any, result: Any, workers: int = 1) -> None:
     """Revoke a call; that many workers know it then."""
     assert len(app.control.revoke(result.id, reply=True, timeout=30, limit=workers)) == workers
+
+
+def wait_for_ends(app: Any, worker: Worker) -> None:
+    """Wait until a worker has heard of the end of all that it has read, but for couriers.
+
+    What is active is not enough: a busy worker may not even have heard that a call has begun.
+    """
+    node = f"{worker.name}@test"
+    asked = app.control.inspect([node], timeout=DEADLINE_S, limit=1)
+
+    def has_heard() -> bool:
+        calls = asked.reserved()[node] + asked.active()[node]
+        return all(call["name"] == COURIER for call in calls)
+
+    wait_until(has_heard, "the worker has heard how its calls ended")
 
 
 def redeliver(broker: Any, queue: str, to: str = "") -> None:

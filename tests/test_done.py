@@ -15,7 +15,7 @@ from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, 
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import guarded, locks_on
 from tests.harness import Journal, Worker, wait_until
-from tests.stage import Parked
+from tests.stage import Parked, wait_for_ends
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -141,8 +141,7 @@ def test_success_stays_though_its_process_dies_later(tasks, name, journal, count
     first = tasks.daily.apply_async([name], queue=name)
     assert first.get(timeout=30) == name
     (start,) = journal.entries(what="start", task_id=first.id)
-    asked = tasks.app.control.inspect([f"{worker.name}@test"], timeout=30, limit=1)
-    wait_until(lambda: asked.active() == {f"{worker.name}@test": []}, "its worker has heard of its end")
+    wait_for_ends(tasks.app, worker)
     os.kill(start["pid"], signal.SIGKILL)
     worker.wait_for_log("exited with")
     second = tasks.daily.apply_async([f"{name}-2", "deadly"], queue=name)

@@ -26,7 +26,7 @@ from celery_setnx.lock.process import has_ended
 from celery_setnx.run.courier import Order
 from celery_setnx.testing import pass_time
 from tests.harness import Worker, wait_until
-from tests.stage import SOON, Stage, assert_one_at_a_time, revoke
+from tests.stage import SOON, Stage, assert_one_at_a_time, revoke, wait_for_ends
 
 APP = "tests.waitapp"
 
@@ -454,8 +454,7 @@ def test_worker_that_shuts_down_gives_its_couriers_back(stage, locks, doomed, ad
     """A warm shutdown returns the couriers to the broker, and the next worker has them at once."""
     stage.held()
     results = stage.line_up(2, queue=stage.key, singleton={"retry_delay_max": 1})
-    inspect = stage.tasks.app.control.inspect(destination=[f"{doomed.name}@test"], timeout=30, limit=1)
-    wait_until(lambda: inspect.active() == {f"{doomed.name}@test": []}, "it has read how the calls ended")
+    wait_for_ends(stage.tasks.app, doomed)
     doomed.stop()
     assert doomed.process.returncode == 0, doomed.log_text()
     assert len([message for message in stage.messages() if COURIER in message]) == 2

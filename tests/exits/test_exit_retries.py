@@ -8,6 +8,7 @@ import pytest
 from celery_setnx.lock.process import has_ended
 from tests.exits import every_pool, in_pools
 from tests.harness import wait_until
+from tests.stage import wait_for_ends
 
 HELD_BACK = {"hold_on_retry": True}
 
@@ -116,9 +117,7 @@ def test_held_lock_outlives_the_process_that_held_it(scene, pool, start):
     result = scene.send(scene.tasks.retrying, "doomed", scene.later, singleton=HELD_BACK)
     scene.journal.wait_for("postrun", task_id=result.id)
     # Until the worker has heard of the attempt's end, the death of its process would fail the call.
-    node = f"{worker.name}@test"
-    inspect = scene.tasks.app.control.inspect([node])
-    wait_until(lambda: inspect.active() == {node: []}, "the worker knows that the first attempt has ended")
+    wait_for_ends(scene.tasks.app, worker)
     pid = scene.started(result).pid
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: has_ended(pid), "the process has ended")

@@ -43,10 +43,10 @@ SUBSET = (
     "tests/test_canvas_dedupe.py",
 )
 # Everything but the model, which knows no version.
-WHOLE = ("-n", "3", "--dist", "loadfile", "--ignore=tests/model")
+WHOLE = ("-n", "2", "--dist", "loadfile", "--ignore=tests/model")
 # Beside either: how a body ends, and what becomes of its lease, on the pool that every version has.
 EXITS = (
-    *("-n", "3", "-k", "prefork"),
+    *("-n", "2", "-k", "prefork"),
     *(f"tests/exits/test_exit_{name}.py" for name in ("returns", "leases", "retries", "freezes")),
 )
 DEADLINE_S = 2400.0
