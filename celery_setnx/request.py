@@ -17,7 +17,6 @@ from celery.exceptions import Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
-from celery.worker.state import successful_requests
 
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
@@ -42,6 +41,18 @@ _DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardI
 _GOES_ON = (Waits, Dropped, ComesBack)
 
 
+def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
+    """What Celery calls when a child has returned; a success is noted, as `on_failure` does the other."""
+
+    @functools.wraps(on_success)
+    def note(self: SingletonRequest, failed__retval__runtime: Any, **kwargs: Any) -> Any:
+        if not failed__retval__runtime[0]:
+            self._has_returned = True
+        return on_success(self, failed__retval__runtime, **kwargs)
+
+    return note
+
+
 class SingletonRequest(Request):  # type: ignore[misc]
     """A delivery of a `SingletonTask` in the worker's parent process.
 
@@ -51,7 +62,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
     """
 
     _timed_out = False
-    _has_failed = False  # in a child that lived on
+    _has_returned = False  # from a child that lived on: what the call has since is none of this run's
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Celery makes a class for each task; in 5.4 that notes nowhere which calls have succeeded."""
+        super().__init_subclass__(**kwargs)
+        cls.on_success = _noting(cls.on_success)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +104,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
-        self._has_failed = return_ok and not isinstance(error, _DEATHS)
+        self._has_returned = return_ok and not isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
         if self._ends_with(error):
@@ -189,11 +205,6 @@ class SingletonRequest(Request):  # type: ignore[misc]
             call = Call(call.task, call.task_id, call.attempt, call.key)
         about = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
         ends_of_process().forget(self.app, call, **about)
-
-    @property
-    def _has_returned(self) -> bool:
-        """True if its run has ended in a child that lived on: what the call has since is none of its."""
-        return self._has_failed or self.id in successful_requests
 
     @property
     def _comes_back(self) -> bool:
