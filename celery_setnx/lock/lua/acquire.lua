@@ -11,7 +11,8 @@
 --       5 mark     id of the task that is queued with this key; its own ends here
 --       6 ticket   of the caller's task (see park.lua)
 --       7 permits  how many permits are in use, and how many there are for newcomers; none if there is one only
---       8... the other permits' locks and records, up to the limit (see permits.lua)
+--       8 starts   when calls have started, if that is paced (see permits.lua)
+--       9... the other permits' locks and records, up to the limit
 -- ARGV  1 token       proof of being the holder, new for every attempt; a task's is id|retries|nonce
 --       2 lease       microseconds
 --       3 retention   milliseconds that both keys outlive the deadline
@@ -23,7 +24,7 @@
 --       8 linger      microseconds for which, if the lock is held, the task stands in line to ask again; '0' = not
 --       9 since       microseconds since which the task waits: its place in the line; '0' = since now
 --      10 attempt     number of the task's attempt, as tickets have it
---      11 limit       how many permits there are; 1 if it is not said
+--      11 terms       how many permits there are, and how many starts (see permits.lua); '1' if it is not said
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
 --       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
 --       With several permits {..., number of the permit, how many others are free, lock value, record, number} or
@@ -32,6 +33,7 @@
 --       acquired (also if it was handed to this task) | again (this token holds it already)
 --       resumed (held for this task's retry) | taken_over
 --       held | stale (another message has started this call: nothing is changed)
+--       paced (it is free, and the deadline is when a start may be; or the token's own, which is held for longer)
 --       line (nobody living has it, but others wait: serve.lua hands it to the first; nothing is changed)
 --       more (and how many permits are in use: not all of them are in KEYS; nothing is changed)
 
@@ -55,8 +57,8 @@ if found or KEYS[3] and redis.call('EXISTS', KEYS[3], KEYS[5], KEYS[6], KEYS[7])
   if not found then mark, ticket, permits = unpack(redis.call('MGET', KEYS[5], KEYS[6], KEYS[7])) end
   waiters = redis.pcall('ZCOUNT', KEYS[3], '-inf', '(4000000000000000')
   waiters = int(type(waiters) == 'number' and waiters or 0)
-  local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
-  if highest > 1 + math.max(0, #KEYS - 7) / 2 then return {'more', int(highest)} end
+  local highest = math.min(tonumber(string.match(permits or '', '^(%d+) [%d ]+$') or 1), 100)
+  if highest > 1 + math.max(0, #KEYS - 8) / 2 then return {'more', int(highest)} end
 end
 local woken, vain = false, '0'
 if ticket then
@@ -69,12 +71,13 @@ if ticket then
 end
 local task, retries
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
-local permit = false
+local permit, terms = false, '1'
 if found then
-  local limit = tonumber(ARGV[11] or 1)
+  terms = ARGV[11] or '1'
+  local limit = limit_of(terms)
   task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
   local own = task and task .. '|'
-  permit = permit_for(found, 8, limit, now, function(state, h_token, of, live)
+  permit = permit_for(found, 9, limit, now, function(state, h_token, of, live)
     if state == 'handed' then return task and heir_in(of) == task and 2 or live and woken and 6 or nil end
     local is_own = own and string.sub(h_token, 1, #own) == own and string.match(h_token, '^(.*)|%d+|%x+$') == task
     -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it. But not past a
@@ -84,7 +87,7 @@ if found then
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
   local ms = permit.rank < 9 and math.ceil(lease / 1000) + retention or 0 -- one that is held has seen to that
-  note_permits(KEYS[7], permits, math.max(limit, permit.top), limit, ms)
+  note_permits(KEYS[7], permits, math.max(limit, permit.top), terms, ms)
   record = permit.record or redis.call('GET', KEYS[2]) -- of which MGET does not say that it is no text
 end
 local h_token, h_deadline, h_fence, h_state, h_info = '', 0, 0, '', 0
@@ -104,9 +107,6 @@ local deadline = now + lease
 local value = math.ceil(deadline / 1000000)
 local word, old, fence = 'acquired', false, math.max(h_fence + 1, now)
 local expiry = math.ceil(deadline / 1000) + retention
--- SETNX, with the key's expiry in one step
-local set = not barred and (not permit or permit.free) and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
-local alone = set and waiters == '0' and not mark -- nothing that the caller is to be told
 local function answer(said, till, of)
   local reply = {said, till, of, now, old, record, mark, waiters}
   if permit then
@@ -116,6 +116,17 @@ local function answer(said, till, of)
   end
   return reply
 end
+if permit and permit.rank < 9 then
+  local paced = paced_till(KEYS[8], terms, permit.handed - (heir and now < h_deadline and 1 or 0), now)
+  local h_retries = h_state == 'held_for_retry' and string.match(h_token, '|(%d+)|%x+$')
+  if permit.rank == 1 and not (h_retries and tonumber(retries) > tonumber(h_retries)) then paced = 0 end
+  if paced > 0 and permit.rank == 1 then old, record = hold_longer(record, paced - now, retention) end
+  if paced > 0 and permit.rank == 2 then hand_back(record, task) end
+  if paced > 0 then return answer('paced', paced, h_fence) end
+end
+-- SETNX, with the key's expiry in one step
+local set = not barred and (not permit or permit.free) and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)
+local alone = set and waiters == '0' and not mark -- nothing that the caller is to be told
 if not set then
   old = redis.pcall('GET', KEYS[1])
   local function line() return answer('line', h_deadline, h_fence) end
@@ -173,6 +184,7 @@ local since = time[1] .. string.sub('00000' .. time[2], -6)
 local fence_text = fence == now and since or int(fence)
 local mine = token .. '\n' .. int(deadline) .. '\n' .. fence_text .. '\nrunning\n' .. since .. '\n' .. info
 redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
+if permit then note_start(KEYS[8], terms, permit.number, now) end
 if mark and mark == task then redis.call('DEL', KEYS[5]) end
 if heir and KEYS[4] and task ~= heir then
   local h_call = redis.call('HGET', KEYS[4], heir) or ''

@@ -1,7 +1,7 @@
 -- Let a lock grow older at once, with all that stands beside it: time passes for a test that does not wait.
 --
 -- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits (see acquire.lua), 7 done (see release.lua)
---       8... the other permits
+--       8 starts, 9... the other permits
 -- ARGV  1 by          microseconds
 --       2... living   tokens of holders that renew meanwhile, whose deadlines stay
 -- Returns {word}
@@ -18,13 +18,13 @@ local function expire_sooner(key)
 end
 
 local permits = redis.call('GET', KEYS[6])
-local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+$') or 1), 100)
-if highest > 1 + (#KEYS - 7) / 2 then return {'more', int(highest)} end
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) [%d ]+$') or 1), 100)
+if highest > 1 + math.max(0, #KEYS - 8) / 2 then return {'more', int(highest)} end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 local living, renews = {}, false
 for place = 2, #ARGV do living[ARGV[place]] = true end
 
-local locks = {KEYS[1], KEYS[2], unpack(KEYS, 8)}
+local locks = {KEYS[1], KEYS[2], unpack(KEYS, 9)}
 for place = 1, #locks, 2 do
   local name, beside = locks[place], locks[place + 1]
   local value = redis.pcall('GET', name)

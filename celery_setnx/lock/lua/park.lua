@@ -8,7 +8,7 @@
 --       4 since      microseconds: its place in the line
 --       5 call       what it is woken with
 --       6 remember   milliseconds for which all this is remembered
---       7 limit      how many permits there are; 0 if that is not known
+--       7 terms      as acquire.lua; '0' if they are not known
 -- Returns {word, now us, lock value, record, place}; with several permits, of one of them: a free one if there is any
 --       parked (it waited already) | new (it did not) | handed (the lock is kept for it, or was and is nobody's)
 --       stale (another message has started this attempt: its place is not changed) | more (as acquire.lua)
@@ -23,13 +23,14 @@ end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 6))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or 1), 100)
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
 if KEYS[7] then
-  local limit = tonumber(ARGV[7]) > 0 and tonumber(ARGV[7]) or limit_in(found[3])
+  local terms = ARGV[7] ~= '0' and ARGV[7] or terms_in(found[3])
+  local limit = limit_of(terms)
   local permit = permit_for(found, 7, limit, now, function(_, _, of) return heir_in(of) == task and 1 end)
   outlive(KEYS[6]) -- first: this is allowed when memory is full, and after a write SET is too
-  note_permits(KEYS[6], found[3], math.max(limit, permit.top), limit, remember)
+  note_permits(KEYS[6], found[3], math.max(limit, permit.top), terms, remember)
 end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])

@@ -4,12 +4,14 @@
 
 local function int(number) return string.format('%.0f', number) end
 
--- `<name>:permits` says how many permits are in use, and how many there are for newcomers.
-local function limit_in(text) return tonumber(string.match(text or '', '^%d+ ([1-9]%d*)$') or 1) end
+-- `<name>:permits` says how many permits are in use, and the terms for newcomers: '5', how many there are; or
+-- '5 50 2000000', that of these 50 may start in any 2 s (us).
+local function terms_in(text) return string.match(text or '', '^%d+ ([1-9][%d ]*)$') or '1' end
+local function limit_of(terms) return tonumber(string.match(terms, '^%d+')) end
 
-local function note_permits(key, text, highest, limit, ms)
-  local new = int(highest) .. ' ' .. int(limit)
-  if highest <= 1 then
+local function note_permits(key, text, highest, terms, ms)
+  local new = int(highest) .. ' ' .. terms
+  if highest <= 1 and terms == '1' then
     if text then redis.call('DEL', key) end
   elseif new ~= text or ms > 0 then
     local left = text and redis.call('PTTL', key) or 0
@@ -20,11 +22,64 @@ end
 -- Whom a lock is kept for, if its record says that it is handed to anybody.
 local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$') end
 
+-- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
+-- `<name>:starts` is a sorted set of `us#permit`, by the time (us) at which each start was.
+local function paced_till(key, terms, handed, now)
+  local count, period = string.match(terms, ' (%d+) (%d+)$')
+  if not count then return 0 end
+  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf') -- the clock was set back
+  local left = tonumber(count) - handed
+  local place = int(math.max(left, 1) - 1)
+  local _, at = unpack(redis.call('ZREVRANGE', key, place, place, 'WITHSCORES'))
+  local till = at and tonumber(at) + tonumber(period) or 0
+  if left < 1 then till = math.max(till, now + math.min(tonumber(period), 1000000)) end -- or later, if they come
+  return till > now and till or 0
+end
+
+-- When the first of the starts that count now will count no more: 0 if there is none.
+local function next_room(key, terms, now)
+  local period = tonumber(string.match(terms, ' (%d+)$') or 0)
+  local _, at = unpack(redis.call('ZRANGEBYSCORE', key, '(' .. int(now - period), '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
+  return at and tonumber(at) + period or 0
+end
+
+-- Those are kept that the longest of several periods may ask for, if it has asked within itself.
+local function note_start(key, terms, number, now)
+  local period = tonumber(string.match(terms, ' (%d+)$') or 0)
+  if period == 0 then return end
+  local keep = math.max(period, redis.call('PTTL', key) * 1000)
+  redis.call('ZADD', key, int(now), int(now) .. '#' .. int(number))
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', int(now - keep))
+  redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
+end
+
+-- A lock that is held for a retry, which comes later: so much longer. Its value and record.
+local function hold_longer(record, by, retention)
+  local token, till, rest = string.match(record, '^([^\n]*\n)(%d+)(\n.*)$')
+  local deadline = tonumber(till) + by
+  local value, expiry = int(math.ceil(deadline / 1000000)), int(math.ceil(deadline / 1000) + retention)
+  redis.call('PEXPIREAT', KEYS[1], expiry) -- first: see renew.lua
+  redis.call('SET', KEYS[1], value, 'PXAT', expiry)
+  redis.call('SET', KEYS[2], token .. int(deadline) .. rest, 'PXAT', expiry)
+  return value, token .. int(deadline) .. rest
+end
+
+-- A permit that was handed to a call which may not start yet: it is nobody's, and the call stands where it stood.
+local function hand_back(record, heir)
+  local token, fence, rest = string.match(record, '^([^\n]*\n)%d+(\n%d+\n)handed(\n.*)$')
+  local since = string.match(redis.call('HGET', KEYS[4], heir) or '', '^%d+%+?|(%d+)|')
+  redis.call('DEL', KEYS[1])
+  redis.call('SET', KEYS[2], token .. '0' .. fence .. 'released' .. rest, 'PX', 60000)
+  if since then redis.call('ZADD', KEYS[3], since, heir) end
+  local left = redis.call('PTTL', KEYS[4])
+  if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
+end
+
 -- Choose a permit. KEYS has those of number 1 and up from `first` on: lock, record, lock, record...; `found` is what
 -- MGET says of KEYS[1], KEYS[2], other keys, and those.
 -- `fits(state, token, record, live)` ranks one that the record speaks of: 1 is the best, 4 a free one, nil none.
 local function permit_for(found, first, limit, now, fits)
-  local best, best_rank, best_till = {spare = 0}, 10, 0
+  local best, best_rank, best_till = {spare = 0, handed = 0}, 10, 0
   local sooner, later, oldest, top = 1e17, 1e17, 1e17, 0 -- when the first two that are held end
   local others = #KEYS - first + 1
   local place = 1 -- in `found`, which has other keys behind the first two
@@ -44,6 +99,7 @@ local function permit_for(found, first, limit, now, fits)
       end
     end
     local within, free = number < limit, now >= till
+    if state == 'handed' and value and now < deadline then best.handed = best.handed + 1 end
     if free and not value and (state == 'handed' or best_rank > 4) then
       if redis.call('EXISTS', number == 0 and KEYS[1] or KEYS[first + 2 * number - 2]) == 1 then
         free, till = false, 1e17 -- another program's list, hash, or the like

@@ -2,7 +2,7 @@
 -- if its holder is proved dead. A call to which it was handed in vain is passed over: it is out of the line for
 -- a lease, twice that the next time, and an hour at most; then it stands where it stood.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 permits, 6... the others (see acquire.lua)
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 permits, 6 starts, 7... the others (see acquire.lua)
 -- ARGV  1 token       new for every service: the lock's while it is kept for the first in line
 --       2 hand over   microseconds for which the lock is kept for that one
 --       3 remember    milliseconds that both keys outlive that
@@ -10,7 +10,7 @@
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       6 away        '' or the id of a task for which the lock is kept, and which cannot come
 --       7 unsent      not '': that one was not woken. It has its place again, and nobody the lock
---       8 limit       how many permits there are; 0 if that is not known
+--       8 terms       as acquire.lua; '0' if they are not known
 -- Returns {word, now us, lock value, record, heir, call, next us}; with several permits, of one of them
 --       handed (also as this token did it before) | taken_over (handed, as its holder has died)
 --       held | empty (nobody waits) | more (as acquire.lua)
@@ -26,13 +26,13 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local function clock() return now end
 local permit, found = false, redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 5))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+$') or 1), 100)
-if highest > 1 + math.max(0, #KEYS - 5) / 2 then return {'more', int(highest)} end
-local limit, lapsed = 1, 0
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
+if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
+local limit, lapsed, terms, paced = 1, 0, '1', 0
 if KEYS[6] then
-  limit = tonumber(ARGV[8] or 0)
-  limit = limit > 0 and limit or limit_in(found[3])
-  permit = permit_for(found, 6, limit, now, function(state, h_token, of, live)
+  terms = ARGV[8] ~= '0' and ARGV[8] or terms_in(found[3])
+  limit = limit_of(terms)
+  permit = permit_for(found, 7, limit, now, function(state, h_token, of, live)
     if live and state == 'handed' and (h_token == token or heir_in(of) == absent) then return 1 end
     if not live and state == 'handed' then -- in vain: its heir is to have his place again, whatever else is free
       lapsed = lapsed + 1
@@ -40,6 +40,7 @@ if KEYS[6] then
     end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
+  paced = paced_till(KEYS[6], terms, permit.handed - (permit.rank == 1 and 1 or 0), now)
 end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])
@@ -69,7 +70,11 @@ local function answer(word, heir, till)
   local _, score = unpack(redis.call('ZRANGEBYSCORE', unpack(next_away)))
   local back = score and tonumber(score) - 4000000000000000
   if permit and permit.next > 0 then till = till == 0 and permit.next or math.min(till, permit.next) end
-  if permit and permit.spare > 0 and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then till = now end
+  if permit and redis.call('ZCOUNT', KEYS[3], '-inf', '(4000000000000000') > 0 then
+    local room = paced > 0 and paced or next_room(KEYS[6], terms, now)
+    if room > 0 then till = till == 0 and room or math.min(till, room) end
+    if permit.spare > 0 and paced == 0 then till = now end
+  end
   if permit and lapsed > (permit.rank == 3 and 1 or 0) then till = now end
   if back and (till == 0 or back < till) then till = back end
   return {word, int(now), value, before, heir, call or false, int(till)}
@@ -110,8 +115,8 @@ end
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
-local drains = permit and permit.number >= limit
-for _, task in ipairs((unsent or drains) and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
+local stays = permit and (permit.number >= limit or paced > 0) -- it is handed to nobody
+for _, task in ipairs((unsent or stays) and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then
     heir, hand_over = task, lingers and tonumber(lingers) - now + 50000 or hand_over
@@ -125,8 +130,8 @@ if gone[1] then
 end
 if heir then
   redis.call('ZREM', KEYS[3], heir)
-  if permit and limit ~= limit_in(found[3]) then -- it has changed, and no call has come since
-    note_permits(KEYS[5], found[3], math.max(limit, permit.top), limit, math.ceil(hand_over / 1000) + remember)
+  if permit and terms ~= terms_in(found[3]) then -- it has changed, and no call has come since
+    note_permits(KEYS[5], found[3], math.max(limit, permit.top), terms, math.ceil(hand_over / 1000) + remember)
   end
   deadline, state, rest = now + hand_over, 'handed', int(now) .. '\n' .. heir
   local expiry = int(math.ceil(deadline / 1000) + remember)
