@@ -71,13 +71,20 @@ class AlreadyRunning(SetnxError):
         self.limit = limit
 
     def _message(self) -> str:
-        return f"{self.task} is already running: {self._held()}."
+        cannot = "may not start yet" if self._is_paced else "is already running"
+        return f"{self.task} {cannot}: {self._held()}."
+
+    @property
+    def _is_paced(self) -> bool:
+        return self.holder.get("state") == "paced"
 
     def _held(self) -> str:
         """By whom, and for how long."""
         who = held(self.key, self.holder.get("description") or "an unknown holder", self.limit)
         if self.remaining_s is None:
             return f"{who}, with no deadline"
+        if self._is_paced:
+            return f"{who}, for {self.remaining_s:.1f} s more"
         if self.limit > 1:
             return f"{who}; the first of them ends in {self.remaining_s:.1f} s unless it renews its lease"
         return f"{who}, for {self.remaining_s:.1f} s more unless it renews its lease or releases it"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
 from inspect import ismodule
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
 from celery_setnx.lock.lock import DAY_S, MOST_PERMITS
+from celery_setnx.lock.record import Terms
 
 ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
 RedisErrorPolicy = Literal["retry", "run", "raise"]
@@ -32,6 +34,18 @@ class _Unset:
 UNSET = _Unset()
 
 
+class Rate(NamedTuple):
+    """How many calls of a key may start within any period.
+
+    Attributes:
+        starts: How many, 1 to 1,000.
+        period_s: The period, in seconds.
+    """
+
+    starts: int
+    period_s: float
+
+
 @dataclass(frozen=True)
 class Options:
     """How one task is guarded. Durations are seconds, given as int, float or timedelta.
@@ -42,11 +56,14 @@ class Options:
             Defaults to the task's name.
         limit: How many calls of a key may run at a time, 1 to 100, each under a permit of its own. It is the
             task's, not a single call's. Defaults to 1.
+        rate: How many calls of a key may start within any period: `"10/m"` (`s`, `m`, `h` or `d`), or a pair
+            of their number, 1 to 1,000, and seconds or a timedelta. It is the task's, not a single call's.
+            Defaults to none: as soon as a permit is free.
         on_conflict: At run time, the lock held by another: `"skip"`, `"retry"` (comes back after a while),
             `"wait"` (is woken when its turn has come, first come first served), `"join"` (waits, and ends
-            with the holder's result), `"raise"`, `"auto"` (a task with `dedupe="until_started"` waits, a step
-            of a workflow retries, any other call skips) or a callable taking a `Conflict`. Defaults to
-            `"auto"`.
+            with the holder's result), `"raise"`, `"auto"` (a task with a `rate` or `dedupe="until_started"`
+            waits, a step of a workflow retries, any other call skips) or a callable taking a `Conflict`.
+            Defaults to `"auto"`.
         skip_result: What a skipped task returns. Defaults to a JSON dict naming the holder.
         lease: Seconds after which a holder that stopped renewing may be taken over. Renewed every third
             of it while the task runs. Defaults to 30.
@@ -73,6 +90,7 @@ class Options:
     key: KeyOption = None
     scope: str | None = None
     limit: int = 1
+    rate: Rate | None = None
     on_conflict: str | Callable[[Any], Any] = "auto"
     skip_result: Any = UNSET
     lease: float = 30.0
@@ -89,6 +107,11 @@ class Options:
     on_redis_error: str = "retry"
 
     @property
+    def terms(self) -> Terms:
+        """How many calls of a key may run at a time, and start within a period."""
+        return Terms(self.limit, *(self.rate or ()))
+
+    @property
     def asks(self) -> str:
         """What makes duplicates at publish time: the mode of `dedupe`, or `dedupe_for`."""
         return "dedupe_for" if self.dedupe_for else str(self.dedupe)
@@ -96,8 +119,8 @@ class Options:
     @cached_property
     def may_wait(self) -> bool:
         """Whether a call may wait in line: `wait`, `join`, a callable's choice, or what `auto` comes to."""
-        auto = self.on_conflict == "auto" and self.dedupe == "until_started"
-        return auto or callable(self.on_conflict) or self.on_conflict in ("wait", "join")
+        auto = self.on_conflict == "auto" and (self.rate or self.dedupe == "until_started")
+        return bool(auto) or callable(self.on_conflict) or self.on_conflict in ("wait", "join")
 
 
 Duration = float | timedelta
@@ -109,6 +132,7 @@ class SingletonOptions(TypedDict, total=False):
     key: KeyOption
     scope: str | None
     limit: int
+    rate: str | tuple[int, Duration] | None
     on_conflict: ConflictPolicy | Callable[[Any], Any]
     skip_result: Any
     lease: Duration
@@ -129,8 +153,11 @@ NAMES = tuple(option.name for option in fields(Options))
 # It acts when a call is published, so its message need not carry it. Key, scope, dedupe and queue_lease do
 # travel: the call's own retry computes its key again, and the worker marks it as queued.
 PUBLISH_ONLY = frozenset({"on_duplicate"})
-OF_THE_TASK = frozenset({"limit", "dedupe_for"})
+OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
+MOST_STARTS = 1000
+_RATE = re.compile(r"(\d{1,6})/([smhd])", re.ASCII)
+_PERIODS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",
@@ -274,9 +301,25 @@ def _value(where: str, name: str, value: Any) -> Any:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if not is_number or not 1 <= value <= MOST_PERMITS:
             raise OptionError(f"limit of {where} must be a whole number from 1 to 100, not {value!r}")
+    elif name == "rate" and value is not None:
+        return _rate(where, value)
     elif name == "hold_on_retry":
         _flag(f"hold_on_retry of {where}", value)
     return value
+
+
+def _rate(where: str, value: Any) -> Rate:
+    found = _RATE.fullmatch(value) if isinstance(value, str) else None
+    pair = (int(found[1]), _PERIODS[found[2]]) if found else value
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise OptionError(
+            f"rate of {where} must be text such as '10/m' (s, m, h or d), or a pair of a number and seconds, "
+            f"not {value!r}"
+        )
+    starts, period = pair
+    if not isinstance(starts, int) or isinstance(starts, bool) or not 1 <= starts <= MOST_STARTS:
+        raise OptionError(f"rate of {where} must be of 1 to {MOST_STARTS} starts, not {value!r}")
+    return Rate(starts, _duration(where, "rate", period, "positive"))
 
 
 def _one_of(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -307,6 +350,11 @@ def _check_together(where: str, options: Options) -> None:
             f"{where} has limit={options.limit} and {other}: with several calls that run at a time there is "
             "not the one whose result the others get; leave the limit at 1, or use on_conflict='wait' and "
             "dedupe='until_started'"
+        )
+    if options.rate and options.limit > 1 and options.hold_on_retry:
+        raise OptionError(
+            f"{where} has limit={options.limit}, a rate and hold_on_retry: permits that are held for retries "
+            "would keep out calls that may start, while theirs may not; drop one of the three"
         )
     if options.dedupe_for is not None and options.dedupe != "until_done":
         raise OptionError(

@@ -21,7 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
-from celery_setnx.call.wake import let_the_line_go_on, wake_all
+from celery_setnx.call.wake import let_others_start, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
@@ -147,7 +147,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
-            wake_all(self.app, lock)
+            let_others_start(self.app, self.task.name, lock)
             if not self._has_returned and not self._comes_back:
                 if word == "lost":  # it died before it had the lock
                     self._forget()

@@ -19,7 +19,7 @@ import redis
 from celery import Celery, Task
 
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
-from celery_setnx.call.wake import lines_of, wake_all
+from celery_setnx.call.wake import let_others_start, lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
@@ -30,9 +30,10 @@ from celery_setnx.lock.names import (
     mark_name,
     permits_name,
     record_name,
+    starts_name,
 )
 from celery_setnx.lock.process import identity
-from celery_setnx.lock.record import task_token
+from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
 from celery_setnx.options import settings
@@ -147,7 +148,7 @@ class Held:
         if self.lives:
             self._end()
             self._held.release()
-            wake_all(self.task.app, self._lock)
+            let_others_start(self.task.app, self.task.name, self._lock)
 
     def _end(self) -> None:
         self.lives = False
@@ -381,5 +382,5 @@ def _escaped(text: str) -> str:
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
     """Run lua/age.lua: its word."""
-    beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock))
-    return str(_AGE(client, lock, (lock, record_name(lock), *beside), 1, round(by_s * 1e6), *living)[0])
+    beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock), starts_name(lock))
+    return str(_AGE(client, lock, (lock, record_name(lock), *beside), PLAIN, round(by_s * 1e6), *living)[0])

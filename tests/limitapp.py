@@ -100,6 +100,7 @@ late = {
     "wait": variant("late_waits", on_conflict="wait", lease=4, celery=LATE),
     "retry": variant("late_retries", on_conflict="retry", lease=4, celery=LATE, **SELDOM),
 }
+paced = variant("paced", limit=10, rate=(50, 2))
 circulates = variant("circulates", circulate, on_conflict="wait")
 step = variant("step", then, on_conflict="wait")
 

@@ -12,7 +12,7 @@ from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.line import Found, Place, leave, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, permit_names, permits_name
-from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from examples.embedded import EmbeddedServer
 from tests.harness import lock_keys
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
@@ -51,7 +51,7 @@ def of_task(
 
 def wait(client: redis.Redis, task_id: str, since: float, limit: int = 3) -> Found:
     """A task enters the line."""
-    place = Place(NAME, task_id, 0, 6000.0, limit=limit)
+    place = Place(NAME, task_id, 0, 6000.0, terms=Terms(limit))
     return park(client, place, copy=ORIGINAL, since=since, call=f"wake {task_id}")
 
 
@@ -434,7 +434,7 @@ def test_service_that_knows_of_a_raised_limit_hands_out_what_is_new(locks):
     for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
         wait(locks, task_id, since, limit=1)
     assert the_lock(locks, 3).serve().heir is None
-    served = [the_lock(locks, 3).serve(knows_limit=True) for _ in range(3)]
+    served = [the_lock(locks, 3).serve(knows_terms=True) for _ in range(3)]
     assert [one.heir and one.heir.task_id for one in served] == ["a", "b", None]
     assert states(locks) == {0: "running", 1: "handed", 2: "handed"}
     assert locks.get(f"{NAME}:permits") == "3 3"
@@ -710,9 +710,9 @@ def test_full_server_gives_no_permit_and_serves_whoever_holds_one():
         assert held[1].heirs[-1].task_id == "a"
         assert outcomes[2].lock.hold(LEASE) == "held_for_retry"
         assert outcomes[3].lock.release(at_least_for=500) == "resting"
-        place = Place(NAME, "b", 0, 200_000.0, limit=4)  # longer than anything is known yet
+        place = Place(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
         assert park(client, place, since=20.0, call="wake b").state == "parked"
-        assert leave(client, Place(NAME, "c", 0, 60.0, limit=4), copy="c1") == "left"
+        assert leave(client, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1") == "left"
         assert the_lock(client, 4).free_held("t2")
         assert the_lock(client, 4).serve().heir.task_id == "b"
         assert all(client.pttl(key) > 0 for key in client.scan_iter())

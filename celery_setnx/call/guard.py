@@ -153,6 +153,7 @@ class Guard:
             mark=mark,
             line=True,
             limit=options.limit,
+            rate=options.rate,
         )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import redis
 from celery import Celery
@@ -93,24 +95,43 @@ def let_the_line_go_on(
     `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
     lock is kept for it.
     """
-    guard = _guard_of(app, task)
-    lease, limit = (HAND_OVER_S, 1) if guard is None else (guard.options.lease, guard.options.limit)
-    lock = SetnxLock(client or client_for(app), key, lease=lease, line=True, limit=limit)
+    serve = _service_of(app, task, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
-        served = lock.serve(away=away, knows_limit=guard is not None)
+        served = serve(away=away)
         if served.holder is not None and _is_dead(app, served.holder):
-            served = lock.serve(dead=served.holder.token, knows_limit=guard is not None)
+            served = serve(dead=served.holder.token)
         wake(app, served.heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break
     return served
 
 
+def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
+    """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
+    wake_all(app, lock)
+    if not lock.terms.starts:
+        return
+    with suppress(SetnxError):  # a sweep sees to it
+        within = next_look(let_the_line_go_on(app, task, lock.name))
+        if within is not None:
+            look_within(app, task, lock.name, within)
+
+
+def _service_of(app: Celery, task: str, key: str, client: redis.Redis) -> Callable[..., Served]:
+    """What serves the line of a lock, on the terms of a task if that is known here."""
+    guard = _guard_of(app, task)
+    if guard is None:
+        return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
+    options = guard.options
+    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=options.rate)
+    return partial(lock.serve, knows_terms=True)
+
+
 def place_of(app: Celery, call: Call, remember: float) -> Place:
-    """A call's place in the line, if its task is known here with how many there may run at a time."""
+    """A call's place in the line; if its task is known here, with the terms on which it may run."""
     guard = _guard_of(app, call.task)
     place = call.place(remember)
-    return place if guard is None else replace(place, limit=guard.options.limit)
+    return place if guard is None else replace(place, terms=guard.options.terms)
 
 
 def lines_of(app: Celery) -> str:
@@ -168,15 +189,14 @@ def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
 def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
     """Free a lock again that was handed to one whose call was not sent: it has its place again."""
     with suppress(SetnxError):  # else that is over when the hand-over is
-        SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True).serve(unsent=heir.task_id)
+        _service_of(app, task, key, client_for(app))(unsent=heir.task_id)
     look_within(app, task, key, _UNSENT_S)
 
 
 def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     """Who is to be woken in the place of one that cannot be sent."""
-    lock = SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True)
     try:
-        return lock.serve(away=heir.task_id).heir
+        return SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True).serve(away=heir.task_id).heir
     except SetnxError as error:
         logger.warning("%s is handed on when its time is over: %s", key, error)
         return None

@@ -23,7 +23,7 @@ from celery_setnx.lock.names import (
     record_name,
     ticket_name,
 )
-from celery_setnx.lock.record import Holder, current_holder
+from celery_setnx.lock.record import PLAIN, Holder, Terms, current_holder
 from celery_setnx.lock.scripts import PermitScript, Script
 
 _PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
@@ -52,7 +52,7 @@ class Place:
         attempt: Number of its attempt; a later one is larger.
         remember: Seconds for which Redis remembers it unless it is asked again.
         call_id: What tells the call from others that were given the same task id. Defaults to nothing.
-        limit: How many may hold the lock at a time. Defaults to 0: that is not known here.
+        terms: On which terms calls have the lock. Defaults to None: they are not known here.
     """
 
     key: str
@@ -60,7 +60,7 @@ class Place:
     attempt: int
     remember: float
     call_id: str = ""
-    limit: int = 0
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,8 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    about = (*waiter, _remember_ms(place), place.limit)
-    count = place.limit or 1
-    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), count, *about)
+    about = (*waiter, _remember_ms(place), place.terms or 0)
+    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *about)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -101,7 +100,7 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     started, in which case nothing was changed.
     """
     about = (place.task_id, place.attempt, copy)
-    reply = _LEAVE(client, place.key, _keys(place), place.limit or 1, *about, _remember_ms(place))
+    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *about, _remember_ms(place))
     return str(reply[0])
 
 
@@ -116,11 +115,13 @@ class Claimed(NamedTuple):
     Attributes:
         epoch: What tells these data from those before Redis lost them.
         until_us: Until when the lines are claimed; to be given back to `settle`.
+        next_s: Seconds until it is time to look at another; None if there is none.
         lines: Names of a task whose calls wait, and of their lock.
     """
 
     epoch: str
     until_us: str
+    next_s: float | None
     lines: list[tuple[str, str]]
 
 
@@ -132,8 +133,10 @@ def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: fl
 def claim(client: redis.Redis, lines: str, tasks: Iterable[str]) -> Claimed:
     """Claim the lines of some tasks that it is time to look at: nobody else does for a moment."""
     found = _SWEEP(client, (lines,), round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), *tasks)
-    pairs = [entry.partition("\n") for entry in found[2:]]
-    return Claimed(found[0], found[1], [(task, key) for task, _, key in pairs])
+    epoch, until_us, next_us, *entries = found
+    pairs = [entry.partition("\n") for entry in entries]
+    next_s = int(next_us) / 1e6 if next_us else None
+    return Claimed(epoch, until_us, next_s, [(task, key) for task, _, key in pairs])
 
 
 def settle(

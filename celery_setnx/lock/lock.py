@@ -36,21 +36,24 @@ from celery_setnx.lock.names import (
     permit_names,
     permits_name,
     record_name,
+    starts_name,
     ticket_name,
 )
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import (
     ORIGINAL,
+    PLAIN,
     US,
     Heir,
     Holder,
     Served,
+    Terms,
     Waiter,
     current_holder,
     parse_holder,
     task_of,
 )
-from celery_setnx.lock.scripts import PermitScript, Script
+from celery_setnx.lock.scripts import PermitScript, Script, reply_to
 
 logger = logging.getLogger("celery_setnx")
 DAY_S = 86_400.0
@@ -64,7 +67,8 @@ _HAND_OVER_US = round(HAND_OVER_S * US)
 _NO_WAITER = (ORIGINAL, 0, 0, 0, 0)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-_ACQUIRE, _FREE, _LOOK, _SERVE = map(PermitScript, ("acquire", "free", "look", "serve"))
+_ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve", asks_pace=True)
+_FREE, _LOOK = PermitScript("free"), PermitScript("look")
 _RENEW, _RELEASE, _HOLD = map(Script, ("renew", "release", "hold"))
 MOST_PERMITS = 100
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
@@ -86,6 +90,8 @@ class Outcome(NamedTuple):
         waiters: How many tasks wait in line.
         stale: True if another message has started this very call: it is not to be run again.
         ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
+        paced: True if a permit is free, or held for this task's retry, and no call may start before
+            `remaining_s` is over.
     """
 
     acquired: bool
@@ -98,6 +104,7 @@ class Outcome(NamedTuple):
     waiters: int = 0
     stale: bool = False
     ends_first: Holder | None = None
+    paced: bool = False
 
 
 class Seen(NamedTuple):
@@ -218,6 +225,12 @@ class HeldLock:
         reply = self._lock._release(self.token, self.permit, rest_until, mark_for, done_for)
         return reply[0]  # type: ignore[no-any-return]
 
+    def take_start_back(self) -> None:
+        """Have the acquisition count as no start, because nothing has begun under it."""
+        if self._lock.terms.starts:
+            start = f"{self._since_us}#{self.permit}"
+            reply_to(self.client, "ZREM", starts_name(self._lock.name), start)
+
     def hold(self, lease: float) -> Released:
         """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
 
@@ -270,8 +283,10 @@ class SetnxLock:
         line: Whether tasks may wait in line for it, as they do for a task's lock: a release hands it to the
             first. Defaults to False: with several permits their line is not passed, and workers see to it.
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
+        rate: How many may acquire it within any so many seconds, as a pair. Defaults to None: any number.
 
     Attributes:
+        terms: Its limit and rate.
         heirs: To whom the lock was handed through this object; whoever wakes them takes them from here.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
@@ -297,6 +312,7 @@ class SetnxLock:
         mark: str | None = None,
         line: bool = False,
         limit: int = 1,
+        rate: tuple[int, float] | None = None,
     ) -> None:
         self.client = client
         self.name = name = str(name)  # as an Enum's member may be one
@@ -308,10 +324,11 @@ class SetnxLock:
         self.clock = clock
         self.mark = mark
         self.limit = limit
+        self.terms = Terms(limit, *(rate or ()))
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
             raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
         self._wakes = line or mark is not None  # else nobody does to whom the lock would be handed
-        self.line = line_names(name) if self._wakes or limit > 1 else ()
+        self.line = line_names(name) if self._wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
         self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
@@ -411,7 +428,7 @@ class SetnxLock:
         # The script compares the dead token, so that nobody else's lock is meant.
         return self.acquire(token=token, dead=holder.token, **details)
 
-    def serve(self, *, dead: str = "", away: str = "", unsent: str = "", knows_limit: bool = False) -> Served:
+    def serve(self, *, dead: str = "", away: str = "", unsent: str = "", knows_terms: bool = False) -> Served:
         """Hand the lock to the first in line, if nobody living has it.
 
         Args:
@@ -419,8 +436,8 @@ class SetnxLock:
             away: Id of a task for which the lock is kept, and which cannot come: it is passed over.
             unsent: Id of a task for which the lock is kept, and which was not woken: it has its place again,
                 and nobody the lock.
-            knows_limit: Whether `limit` is that of those who wait. Defaults to False: that of the last call
-                which has asked for the lock counts.
+            knows_terms: Whether `limit` and `rate` are those of who waits. Defaults to False: those of the
+                last call which has asked for the lock count.
 
         Raises:
             LockUnavailable: Redis did not decide.
@@ -429,8 +446,8 @@ class SetnxLock:
         keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
         hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
         about: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
-        about += (dead, away or unsent, "unsent" if unsent else "", self.limit if knows_limit else 0)
-        reply = _SERVE(self.client, self.name, keys, self.limit, *about)
+        about += (dead, away or unsent, "unsent" if unsent else "", self.terms if knows_terms else 0)
+        reply = _SERVE(self.client, self.name, keys, self.terms, *about)
         word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
@@ -483,7 +500,7 @@ class SetnxLock:
             LockRefused: Redis refuses the command.
         """
         keys = (self.name, self.record, permits_name(self.name))
-        reply = _FREE(self.client, self.name, keys, self.limit, task_id, _REMEMBER_RELEASE_MS)
+        reply = _FREE(self.client, self.name, keys, self.terms, task_id, _REMEMBER_RELEASE_MS)
         return reply[0] in ("released", "repaired")
 
     def holder(self) -> Holder | None:
@@ -574,8 +591,8 @@ class SetnxLock:
             told = _Told(word, int(now_us) + self._lease_us, int(fence), int(now_us), permit=int(*permit))
         else:
             told = _Told(*reply)
-        is_held = told.word in ("held", "stale", "line")
-        return told.conflict(token) if is_held else self._acquired(told, token, before)
+        is_held = told.word in ("held", "stale", "line", "paced")
+        return told.conflict(token, self.terms) if is_held else self._acquired(told, token, before)
 
     def _acquired(self, told: _Told, token: str, before: float) -> Outcome:
         """The outcome of a lock that was acquired though there was something to be told."""
@@ -616,6 +633,7 @@ class SetnxLock:
             permit=told.permit,
         )
         if after >= held._valid_until:
+            held.take_start_back()
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
         self.token, self._permit = token, told.permit
@@ -636,7 +654,7 @@ class SetnxLock:
         keys: tuple[str, ...] = (self.name, self.record)
         if with_waiters or self.line:
             keys += (line_names(self.name)[0], permits_name(self.name))
-        now_us, waiting, count, *found = _LOOK(self.client, self.name, keys, self.limit)
+        now_us, waiting, count, *found = _LOOK(self.client, self.name, keys, self.terms)
         end = 2 * int(count)
         return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
 
@@ -668,8 +686,9 @@ class SetnxLock:
             elif self.mark and mark_for:
                 keys += (self.mark,)
         mark_ms = _ms(mark_for) if self.mark else 0
-        # One beyond the limit, which was lowered, is handed to nobody.
-        hands_over = self._wakes and permit < self.limit
+        # One beyond the limit, which was lowered, is handed to nobody; to whom when, where that is paced, is
+        # known to `serve` only.
+        hands_over = self._wakes and permit < self.limit and not self.terms.starts
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if hands_over else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
         reply = _RELEASE(self.client, keys, *about)
@@ -720,8 +739,10 @@ class _Told(NamedTuple):
         """Who has, or had, the permit that was chosen."""
         return _of_permit(parse_holder(self.record, self.value, self.now_us), self.permit)
 
-    def conflict(self, token: str) -> Outcome:
-        """The outcome where another holds the lock, or another message has started the call."""
+    def conflict(self, token: str, terms: Terms) -> Outcome:
+        """The outcome where another holds the lock, or its pace allows no start, or another message has
+        started the call.
+        """
         server_time, found = self.now_us / US, self.found
         if self.word == "stale":
             return Outcome(False, server_time=server_time, mark=self.mark, stale=True)
@@ -729,11 +750,15 @@ class _Told(NamedTuple):
         longest = _of_permit(longest, self.longest_permit)
         if self.word == "line":  # it is free for those who wait, and a worker will wake the first
             return Outcome(False, holder=longest, server_time=server_time, waiters=int(self.waiters))
+        if self.word == "paced" and found is None:
+            pace = {"pace": terms.pace}
+            longest = found = Holder("", self.deadline_us / US, 0, "paced", None, pace)
         is_own = found is not None and found.task_id is not None and found.task_id == task_of(token)
         return Outcome(
             False,
             holder=found if is_own else longest or found,
             ends_first=found,
+            paced=self.word == "paced",
             remaining_s=(self.deadline_us - self.now_us) / US if self.deadline_us else None,
             server_time=server_time,
             mark=self.mark,
@@ -752,9 +777,9 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
         ticket = ticket_name(name, token if task_id is None else task_id, call_id)
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
     about = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
-    if lock.limit > 1:
-        waiter = (*(waiter or _NO_WAITER), lock.limit)
-    return _ACQUIRE(lock.client, name, keys, lock.limit, *about, *waiter)
+    if lock.terms != PLAIN:
+        waiter = (*(waiter or _NO_WAITER), lock.terms)
+    return _ACQUIRE(lock.client, name, keys, lock.terms, *about, *waiter)
 
 
 def _renew(

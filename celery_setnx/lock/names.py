@@ -58,6 +58,11 @@ def permits_name(lock_name: str) -> str:
     return f"{tagged(lock_name)}:permits"
 
 
+def starts_name(lock_name: str) -> str:
+    """The name of the set of starts beside a lock whose starts are paced, in the same slot."""
+    return f"{tagged(lock_name)}:starts"
+
+
 def mark_name(lock_name: str) -> str:
     """The name of the mark beside a task's lock, in the same cluster slot."""
     return f"{tagged(lock_name)}:queued"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from celery_setnx.wording import printable
 
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
-_PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})", re.ASCII)
+_PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})(?::([1-9]\d{0,3})/([1-9]\d{0,15}))?", re.ASCII)
 US = 1_000_000
 
 ORIGINAL = "-"
@@ -28,6 +28,32 @@ def task_of(token: str) -> str | None:
     """The id of the task whose token it is; None if it is no task's."""
     parts = token.rsplit("|", 2)
     return parts[0] if len(parts) == 3 else None
+
+
+class Terms(NamedTuple):
+    """On what terms a call has a lock.
+
+    Attributes:
+        limit: How many may hold it at a time. Defaults to 1.
+        starts: How many may start within a period. Defaults to 0: any number.
+        period_s: The period, in seconds.
+    """
+
+    limit: int = 1
+    starts: int = 0
+    period_s: float = 0.0
+
+    @property
+    def pace(self) -> str:
+        """How many may start within how long."""
+        return f"{self.starts} in {self.period_s:g} s"
+
+    def __str__(self) -> str:
+        return f"{self.limit}:{self.starts}/{round(self.period_s * US)}" if self.starts else str(self.limit)
+
+
+PLAIN = Terms()
+"""One at a time, as often as you like."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +120,8 @@ class Holder:
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
         state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
-            woken; or `foreign`: a lock that no program of ours has set.
+            woken; `foreign`: a lock that no program of ours has set; or `paced`: nobody has it, and no call
+            may start before the deadline.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: What the holder says of itself: task, task_id, worker, host, pid.
         value: The lock's value in Redis.
@@ -145,6 +172,8 @@ class Holder:
         """Who it is, in words."""
         if self.state == "handed":
             return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
+        if self.state == "paced":
+            return f"its pace of {self.info['pace']} until {_clock(self.deadline)}"
         if self.state == "foreign":
             until = (
                 f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
@@ -179,10 +208,12 @@ def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder |
     return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
 
 
-def parse_permits(text: str | None) -> tuple[int, int]:
-    """How many permits of a lock are in use, and how many there are for newcomers. Defaults to one."""
+def parse_permits(text: str | None) -> tuple[int, Terms]:
+    """How many permits of a lock are in use, and the terms for newcomers. Defaults to one."""
     found = _PERMITS.fullmatch(text or "")
-    return (int(found[1]), int(found[2])) if found else (1, 1)
+    if found is None:
+        return 1, PLAIN
+    return int(found[1]), Terms(int(found[2]), int(found[3] or 0), int(found[4] or 0) / US)
 
 
 def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:

@@ -23,7 +23,8 @@ from redis.exceptions import (
 )
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import other_permits
+from celery_setnx.lock.names import other_permits, starts_name
+from celery_setnx.lock.record import PLAIN, Terms
 from celery_setnx.lock.wire import ask, ask_many
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
@@ -132,28 +133,40 @@ class Script:
 
 
 class PermitScript:
-    """A verb that may be about any of a lock's permits. With one permit it needs no choice among them."""
+    """A verb that may be about any of a lock's permits. With one permit it needs no choice among them.
 
-    def __init__(self, verb: str) -> None:
+    One that starts calls, or lets them start, asks too whether their pace allows it.
+    """
+
+    def __init__(self, verb: str, *, asks_pace: bool = False) -> None:
         self.one, self.several = Script(verb), Script("permits", verb)
+        self.asks_pace = asks_pace
 
-    def __call__(self, client: Any, name: str, keys: Keys, count: int, *arguments: Any) -> list[Any]:
+    def __call__(self, client: Any, name: str, keys: Keys, terms: Terms, *arguments: Any) -> list[Any]:
         """Run it for the lock of a name, told of so many permits; of more, if more are in use."""
-        while True:
-            script = self.one if count == 1 else self.several
-            reply = script(client, keys + other_permits(name, count), *arguments)
-            if reply[0] != "more":
-                return reply
-            count = int(reply[1])
+        if terms == PLAIN:
+            reply, count = self.one(client, keys, *arguments), 1
+        else:
+            reply, count = ["more"], terms.limit
+        starts = (starts_name(name),) if self.asks_pace else ()
+        while reply[0] == "more":
+            count = int(reply[1]) if len(reply) > 1 else count
+            reply = self.several(client, keys + starts + other_permits(name, count), *arguments)
+        return reply
 
 
 def value_of(client: Any, name: str) -> str | None:
     """The text that a key has; None if it has none."""
+    found = reply_to(client, "GET", name)
+    return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+
+
+def reply_to(client: Any, command: str, name: str, *arguments: str) -> Any:
+    """What a server says to a command about a key."""
     try:
-        found = ask(client, ("GET", name))
+        return ask(client, (command, name, *arguments))
     except REDIS_ERRORS as error:
         raise _translated(name, error) from error
-    return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
 
 
 def is_cluster(client: Any) -> bool:

@@ -324,8 +324,8 @@ def _read(
 
 def _permits_of(text: str | None, there: set[int] | None) -> tuple[int, int]:
     """How many permits of a lock may be there, and how many there are for newcomers."""
-    highest, limit = parse_permits(text)
-    return max(highest, limit, 1 + max(there or (), default=0)), limit
+    highest, terms = parse_permits(text)
+    return max(highest, terms.limit, 1 + max(there or (), default=0)), terms.limit
 
 
 def _names_of(key: str, count: int) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Conflict:
     def reason(self) -> str:
         """That the lock is held, and by whom, in words."""
         is_own = self.holder.task_id == self.call.task_id
-        return held(self.key, self.holder, 1 if is_own else self.options.limit)
+        return held(self.key, self.holder, 1 if is_own or self.outcome.paced else self.options.limit)
 
     def skip(self) -> Any:
         """The `skip_result`; to be returned as the task's result."""
@@ -143,20 +143,21 @@ class Conflict:
             AlreadyRunning: Always.
         """
         about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-        raise AlreadyRunning(*about, self.options.limit)
+        raise AlreadyRunning(*about, 1 if self.outcome.paced else self.options.limit)
 
     def wait_for_own(self) -> NoReturn:
-        """Wait for another attempt or delivery of this very call, however long it takes."""
-        self._come_back(self._backoff(), own=True)
+        """Wait for another attempt or delivery of this very call, or for its pace, however long it takes."""
+        self._come_back(self._backoff(), own=not self.outcome.paced)
 
     def _backoff(self) -> float:
-        return backoff(self.options, self.waits)
+        pause = backoff(self.options, self.waits)
+        return max(pause, self.remaining_s or 0.0) if self.outcome.paced else pause
 
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
         if max_wait is not None and self.waited_s >= max_wait:
             about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-            raise LockTimeout(*about, self.waited_s, self.options.limit)
+            raise LockTimeout(*about, self.waited_s, 1 if self.outcome.paced else self.options.limit)
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         come_back(self.task, self.call, countdown, self.reason, own=own)
@@ -219,7 +220,7 @@ def policy_of(options: Options, request: Context) -> Any:
     """What becomes of a call whose lock another holds: `auto` decided."""
     if options.on_conflict != "auto":
         return options.on_conflict
-    if options.dedupe == "until_started":  # published because something changed: it must run, and soon
+    if options.rate or options.dedupe == "until_started":  # it must run: soon, or when its pace allows it
         return "wait"
     return "retry" if in_workflow(request) else "skip"
 

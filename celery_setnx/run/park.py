@@ -88,7 +88,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     parking.note_holder(found)
     if parking.is_parked_first:
         parking.send_courier()
-    if found.state == "handed" or (found.holder is None and found.place == 1):
+    if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
         raise ItsTurn  # it came free meanwhile
     parking.wait(found)
 
@@ -97,7 +97,7 @@ class _Parking:
     """A running call on its way into the line."""
 
     def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
-        self.task, self.app, self.options, self.met = task, task.app, options, call
+        self.task, self.app, self.options, self.met, self.outcome = task, task.app, options, call, outcome
         self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
         # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
         # courier away until it is parked; if the broker has the message still, that may be done first.
@@ -117,7 +117,7 @@ class _Parking:
             remember=remember_s(self.app, options),
             epoch=self.look_within(outcome.remaining_s),
         )
-        self.reason = held(call.key, self.holder, options.limit)
+        self.reason = held(call.key, self.holder, 1 if outcome.paced else options.limit)
         self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
 
     def look_within(self, holds_s: float | None) -> str:
@@ -153,7 +153,9 @@ class _Parking:
 
     def note_holder(self, found: Found) -> None:
         """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
-        if found.holder is None or found.holder.token != self.ends_first.token:
+        if self.outcome.paced:
+            self.look_within(self.outcome.remaining_s)
+        elif found.holder is None or found.holder.token != self.ends_first.token:
             self.look_within(remaining_s(found))
 
     def wait(self, found: Found) -> NoReturn:
@@ -163,7 +165,9 @@ class _Parking:
         lock_waiting.send(
             sender=self.task, task_id=call.task_id, key=call.key, holder=self.holder, place=found.place
         )
-        if found.holder is None:  # it came free meanwhile, for those before this one
+        if self.outcome.paced:
+            pass  # the first start that may be is a sweep's
+        elif found.holder is None:  # it came free meanwhile, for those before this one
             with suppress(SetnxError):  # a sweep sees to it
                 let_the_line_go_on(app, call.task, call.key)
         elif found.holder.state == "resting":  # since its release nobody is there to wake

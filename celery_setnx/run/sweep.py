@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import redis
@@ -38,6 +38,13 @@ SWEEP_S = 2.0
 
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
+
+
+class Swept(NamedTuple):
+    """What came of a sweep: how many lines were due, and in how many seconds another is, if that is known."""
+
+    lines: int
+    next_s: float | None
 
 
 class CourierRequest(Request):  # type: ignore[misc]
@@ -92,11 +99,15 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     terminate = stop
 
     def _run(self, app: Celery) -> None:
-        more = False
-        while not self._stopped.wait(0 if more else SWEEP_S * random.uniform(0.8, 1.0)):
-            more = False
+        usual_s = wait_s = SWEEP_S
+        while not self._stopped.wait(wait_s):
+            is_early, wait_s = wait_s < usual_s, SWEEP_S * random.uniform(0.8, 1.0)
+            usual_s = wait_s
             try:
-                more = self.sweep(app)
+                swept = self.sweep(app)
+                # When the next is due; but whoever came for one that another has looked at waits as usual.
+                if swept.next_s is not None and (swept.lines or not is_early):
+                    wait_s = min(wait_s, swept.next_s)
                 self._fails = False
             except SetnxError as error:
                 if not self._fails:  # it is said once
@@ -105,30 +116,32 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             except Exception:
                 logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
 
-    def sweep(self, app: Celery) -> bool:
-        """Look at every line that it is time to look at, and after the calls whose couriers are here.
-
-        True if there may be more lines to look at.
-        """
+    def sweep(self, app: Celery) -> Swept:
+        """Look at every line that it is time to look at, and after the calls whose couriers are here."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         with between_forks:
             claimed = claim(self._client, lines, tasks)
+        due = [claimed.next_s]
         for task, key in claimed.lines:
             with between_forks:
-                self._serve(app, lines, task, key, claimed)
+                due.append(self._serve(app, lines, task, key, claimed))
         for request in _couriers_here():
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
-        return len(claimed.lines) >= CLAIMED_AT_MOST
+        if len(claimed.lines) >= CLAIMED_AT_MOST:
+            due.append(0.0)
+        return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
-    def _serve(self, app: Celery, lines: str, task: str, key: str, claimed: Claimed) -> None:
+    def _serve(self, app: Celery, lines: str, task: str, key: str, claimed: Claimed) -> float | None:
+        """Let a line go on: seconds until it is time to look at it again."""
         try:
             within = next_look(let_the_line_go_on(app, task, key, client=self._client))
-            settle(self._client, lines, task, key, claimed, within=within)
         except SetnxError as error:  # another line may be on another node, or in order
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
-            settle(self._client, lines, task, key, claimed, within=_AGAIN_S)
+            within = _AGAIN_S
+        settle(self._client, lines, task, key, claimed, within=within)
+        return within
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""

@@ -57,7 +57,7 @@ if found or KEYS[3] and redis.call('EXISTS', KEYS[3], KEYS[5], KEYS[6], KEYS[7])
   if not found then mark, ticket, permits = unpack(redis.call('MGET', KEYS[5], KEYS[6], KEYS[7])) end
   waiters = redis.pcall('ZCOUNT', KEYS[3], '-inf', '(4000000000000000')
   waiters = int(type(waiters) == 'number' and waiters or 0)
-  local highest = math.min(tonumber(string.match(permits or '', '^(%d+) [%d ]+$') or 1), 100)
+  local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
   if highest > 1 + math.max(0, #KEYS - 8) / 2 then return {'more', int(highest)} end
 end
 local woken, vain = false, '0'
@@ -116,13 +116,10 @@ local function answer(said, till, of)
   end
   return reply
 end
-if permit and permit.rank < 9 then
-  local paced = paced_till(KEYS[8], terms, permit.handed - (heir and now < h_deadline and 1 or 0), now)
-  local h_retries = h_state == 'held_for_retry' and string.match(h_token, '|(%d+)|%x+$')
-  if permit.rank == 1 and not (h_retries and tonumber(retries) > tonumber(h_retries)) then paced = 0 end
-  if paced > 0 and permit.rank == 1 then old, record = hold_longer(record, paced - now, retention) end
-  if paced > 0 and permit.rank == 2 then hand_back(record, task) end
-  if paced > 0 then return answer('paced', paced, h_fence) end
+local paced = permit and paced_for(KEYS[8], terms, permit, record, task, retries, now) or 0
+if paced > 0 then
+  if permit.rank == 1 then old, record = hold_longer(record, paced - now, retention) end
+  return answer('paced', paced, h_fence)
 end
 -- SETNX, with the key's expiry in one step
 local set = not barred and (not permit or permit.free) and redis.call('SET', KEYS[1], value, 'NX', 'PXAT', expiry)

@@ -18,7 +18,7 @@ local function expire_sooner(key)
 end
 
 local permits = redis.call('GET', KEYS[6])
-local highest = math.min(tonumber(string.match(permits or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 8) / 2 then return {'more', int(highest)} end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 local living, renews = {}, false
@@ -58,7 +58,9 @@ for place = 1, #calls, 2 do
   if not head then head, moment, rest = string.match(calls[place + 1], '^(@)(%d+)(.*)$') end
   if head then redis.call('HSET', KEYS[4], calls[place], head .. before(tonumber(moment)) .. rest) end
 end
-for place = 3, 7 do -- what is known of the permits lasts as long as one that is renewed
+local starts = redis.call('ZRANGE', KEYS[8], 0, -1, 'WITHSCORES')
+for place = 1, #starts, 2 do redis.call('ZADD', KEYS[8], before(tonumber(starts[place + 1])), starts[place]) end
+for place = 3, 8 do -- what is known of the permits lasts as long as one that is renewed
   if place ~= 6 or not renews then expire_sooner(KEYS[place]) end
 end
 return {'aged'}

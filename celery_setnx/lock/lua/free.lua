@@ -14,7 +14,7 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 3))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 3) / 2 then return {'more', int(highest)} end
 if KEYS[4] then
   permit_for(found, 4, 1, now, function(state, token)

@@ -14,7 +14,7 @@ local task, attempt, copy, remember = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonum
 local function int(number) return string.format('%.0f', number) end
 
 local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 6))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
 if KEYS[7] then permit_for(found, 7, 1, 0, function(_, _, of) return heir_in(of) == task and 1 end) end
 local ticket = redis.call('GET', KEYS[5])

@@ -10,7 +10,7 @@ local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
 local permits = KEYS[4] and redis.call('GET', KEYS[4])
-local highest = math.min(tonumber(string.match(permits or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 local count = 1 + math.max(0, #KEYS - 4) / 2
 if highest > count then return {'more', int(highest)} end
 local found = {int(tonumber(time[1]) * 1000000 + tonumber(time[2])), '0', int(count)}

@@ -23,7 +23,7 @@ end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 6))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
 if KEYS[7] then
   local terms = ARGV[7] ~= '0' and ARGV[7] or terms_in(found[3])

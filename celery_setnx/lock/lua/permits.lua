@@ -5,8 +5,8 @@
 local function int(number) return string.format('%.0f', number) end
 
 -- `<name>:permits` says how many permits are in use, and the terms for newcomers: '5', how many there are; or
--- '5 50 2000000', that of these 50 may start in any 2 s (us).
-local function terms_in(text) return string.match(text or '', '^%d+ ([1-9][%d ]*)$') or '1' end
+-- '5:50/2000000', that 50 may start in any 2 s (us).
+local function terms_in(text) return string.match(text or '', '^%d+ ([1-9]%d*:?[%d/]*)$') or '1' end
 local function limit_of(terms) return tonumber(string.match(terms, '^%d+')) end
 
 local function note_permits(key, text, highest, terms, ms)
@@ -25,7 +25,7 @@ local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nh
 -- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
 -- `<name>:starts` is a sorted set of `us#permit`, by the time (us) at which each start was.
 local function paced_till(key, terms, handed, now)
-  local count, period = string.match(terms, ' (%d+) (%d+)$')
+  local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
   redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf') -- the clock was set back
   local left = tonumber(count) - handed
@@ -38,14 +38,14 @@ end
 
 -- When the first of the starts that count now will count no more: 0 if there is none.
 local function next_room(key, terms, now)
-  local period = tonumber(string.match(terms, ' (%d+)$') or 0)
+  local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   local _, at = unpack(redis.call('ZRANGEBYSCORE', key, '(' .. int(now - period), '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
   return at and tonumber(at) + period or 0
 end
 
 -- Those are kept that the longest of several periods may ask for, if it has asked within itself.
 local function note_start(key, terms, number, now)
-  local period = tonumber(string.match(terms, ' (%d+)$') or 0)
+  local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return end
   local keep = math.max(period, redis.call('PTTL', key) * 1000)
   redis.call('ZADD', key, int(now), int(now) .. '#' .. int(number))
@@ -73,6 +73,19 @@ local function hand_back(record, heir)
   if since then redis.call('ZADD', KEYS[3], since, heir) end
   local left = redis.call('PTTL', KEYS[4])
   if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
+end
+
+-- When a call may start under the permit that was chosen for it, at the earliest; 0 if it may now, or may not have it.
+-- Refused, it gives back what it was handed.
+local function paced_for(key, terms, permit, record, task, retries, now)
+  local token, deadline, state = string.match(record or '', '^([^\n]*)\n(%d+)\n%d+\n([%l_]+)\n')
+  local before = state == 'held_for_retry' and string.match(token, '|(%d+)|%x+$')
+  local is_retry = before and retries and tonumber(retries) > tonumber(before)
+  if permit.rank == 9 or permit.rank == 1 and not is_retry then return 0 end
+  local is_handed = state == 'handed' and now < tonumber(deadline)
+  local till = paced_till(key, terms, permit.handed - (is_handed and 1 or 0), now)
+  if till > 0 and permit.rank == 2 then hand_back(record, task) end
+  return till
 end
 
 -- Choose a permit. KEYS has those of number 1 and up from `first` on: lock, record, lock, record...; `found` is what

@@ -26,7 +26,7 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local function clock() return now end
 local permit, found = false, redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 5))
-local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) [%d ]+$') or 1), 100)
+local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
 local limit, lapsed, terms, paced = 1, 0, '1', 0
 if KEYS[6] then

@@ -5,7 +5,7 @@
 --       2 remember  milliseconds for which all this is remembered
 --       3 epoch     of these data, if they have none
 --       4... tasks whose calls the sweeper can send
--- Returns {epoch, claimed until us, entry...}: a hundred at most
+-- Returns {epoch, claimed until us, microseconds until the next is due ('' if none is), entry...}: a hundred at most
 
 local interval, remember, epoch = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local function int(number) return string.format('%.0f', number) end
@@ -19,13 +19,15 @@ redis.call('PEXPIRE', KEYS[1], remember)
 -- Nobody has a task of theirs, for longer than its calls are remembered.
 local lost = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now - remember * 1000), 'LIMIT', 0, 1000)
 if lost[1] then redis.call('ZREM', KEYS[1], unpack(lost)) end
-local found = {string.sub(redis.call('ZSCORE', KEYS[1], ''), 2), claimed}
+local next_due = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
+local epoch_here = string.sub(redis.call('ZSCORE', KEYS[1], ''), 2)
+local found = {epoch_here, claimed, next_due and int(tonumber(next_due) - now) or ''}
 repeat
   local due = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now), 'LIMIT', from, 1000)
   from = from + #due
   for _, entry in ipairs(due) do
-    if tasks[string.match(entry, '^[^\n]*')] and #found < 102 then found[#found + 1] = entry end
+    if tasks[string.match(entry, '^[^\n]*')] and #found < 103 then found[#found + 1] = entry end
   end
-until #due < 1000 or #found >= 102
-for place = 3, #found do redis.call('ZADD', KEYS[1], claimed, found[place]) end
+until #due < 1000 or #found >= 103
+for place = 4, #found do redis.call('ZADD', KEYS[1], claimed, found[place]) end
 return found
