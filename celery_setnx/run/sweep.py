@@ -104,7 +104,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             is_early, wait_s = wait_s < usual_s, SWEEP_S * random.uniform(0.8, 1.0)
             usual_s = wait_s
             try:
-                swept = self.sweep(app)
+                swept = self.sweep(app, is_early=is_early)
                 # When the next is due; but whoever came for one that another has looked at waits as usual.
                 if swept.next_s is not None and (swept.lines or not is_early):
                     wait_s = min(wait_s, swept.next_s)
@@ -116,8 +116,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             except Exception:
                 logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
 
-    def sweep(self, app: Celery) -> Swept:
-        """Look at every line that it is time to look at, and after the calls whose couriers are here."""
+    def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
+        """Look at every line that is due; unless it comes early for one, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         with between_forks:
@@ -126,7 +126,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         for task, key in claimed.lines:
             with between_forks:
                 due.append(self._serve(app, lines, task, key, claimed))
-        for request in _couriers_here():
+        for request in () if is_early else _couriers_here():
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
         if len(claimed.lines) >= CLAIMED_AT_MOST:
