@@ -93,7 +93,7 @@ def let_the_line_go_on(
     """Hand a lock that nobody living has to the first in line, and wake that one.
 
     `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
-    lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, which has a
+    lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, with a
     client of its own, says that itself.
     """
     guard = _guard_of(app, task)

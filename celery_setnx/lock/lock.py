@@ -292,8 +292,8 @@ class SetnxLock:
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
-        ValueError: A lease that is not positive, a negative retention, a limit or rate out of range, or a name whose
-            record would live in another slot.
+        ValueError: A lease that is not positive, a negative retention, a limit or a rate out of range, or a
+            name whose record would live in another slot.
 
     Example:
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
