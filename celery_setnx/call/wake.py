@@ -96,7 +96,7 @@ def let_the_line_go_on(
     lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, with a
     client of its own, says that itself.
     """
-    guard = _guard_of(app, task)
+    guard = known_guard(app, task)
     serve = _service_of(guard, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
@@ -131,7 +131,7 @@ def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[
 
 def place_of(app: Celery, call: Call, remember: float) -> Place:
     """A call's place in the line; if its task is known here, with the terms on which it may run."""
-    guard = _guard_of(app, call.task)
+    guard = known_guard(app, call.task)
     place = call.place(remember)
     return place if guard is None else replace(place, terms=guard.options.terms)
 
@@ -191,7 +191,7 @@ def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
 def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
     """Free a lock again that was handed to one whose call was not sent: it has its place again."""
     with suppress(SetnxError):  # else that is over when the hand-over is
-        _service_of(_guard_of(app, task), key, client_for(app))(unsent=heir.task_id)
+        _service_of(known_guard(app, task), key, client_for(app))(unsent=heir.task_id)
     look_within(app, task, key, _UNSENT_S)
 
 
@@ -227,7 +227,7 @@ def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
     return call, message
 
 
-def _guard_of(app: Celery, task: str) -> Guard | None:
+def known_guard(app: Celery, task: str) -> Guard | None:
     """The guard of a `SingletonTask` by its name; None if there is none here."""
     return getattr(app.tasks.get(task), "_guard", None)
 
@@ -235,5 +235,5 @@ def _guard_of(app: Celery, task: str) -> Guard | None:
 def is_of_its_scope(app: Celery, call: Call) -> bool:
     """True if the call's key is of a scope that its task has."""
     scope = scope_and_digest(call.key)[0]
-    guard = _guard_of(app, call.task)
+    guard = known_guard(app, call.task)
     return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))

@@ -325,12 +325,7 @@ class SetnxLock:
         self.clock = clock
         self.mark = mark
         self.limit = limit
-        starts, period_s = rate or (0, 0.0)
-        if rate is not None and not (1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S):
-            raise ValueError(f"the rate of {name!r} must be 1 to 1000 in 1 ms to 366 days, not {rate!r}")
-        self.terms = Terms(limit, starts, period_s)
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
-            raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
+        self.terms = _terms(name, limit, rate)
         self._wakes = line or mark is not None  # else nobody does to whom the lock would be handed
         self.line = line_names(name) if self._wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
@@ -798,6 +793,15 @@ def _renew(
         for held in locks
     ]
     return _RENEW.many(client, calls)
+
+
+def _terms(name: str, limit: int, rate: tuple[int, float] | None) -> Terms:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
+        raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
+    starts, period_s = rate or (0, 0.0)
+    if rate is not None and not (1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S):
+        raise ValueError(f"the rate of {name!r} must be 1 to 1000 in 1 ms to 366 days, not {rate!r}")
+    return Terms(limit, starts, period_s)
 
 
 def _of_permit(holder: Holder | None, permit: int) -> Holder | None:
