@@ -116,9 +116,14 @@ local function answer(said, till, of)
   end
   return reply
 end
-local paced = permit and paced_for(KEYS[8], terms, permit, record, task, retries, now) or 0
+local about = permit and {task = task, retries = retries, dead = dead, woken = woken}
+local paced = permit and paced_for(KEYS[8], terms, permit, record, about, now) or 0
 if paced > 0 then
-  if permit.rank == 1 then old, record = hold_longer(record, paced - now, retention) end
+  if h_state == 'held_for_retry' and permit.rank == 1 then
+    old, record = hold_longer(record, paced - now, retention)
+  elseif task and string.match(h_token, '^(.*)|%d+|%x+$') == task then
+    old = permit.rank < 4 and redis.call('GET', KEYS[1]) -- its own: it waits for its pace, whatever its policy
+  end
   return answer('paced', paced, h_fence)
 end
 -- SETNX, with the key's expiry in one step
