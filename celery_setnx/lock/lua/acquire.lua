@@ -116,14 +116,9 @@ local function answer(said, till, of)
   end
   return reply
 end
-local about = permit and {task = task, retries = retries, dead = dead, woken = woken}
-local paced = permit and paced_for(KEYS[8], terms, permit, record, about, now) or 0
+local paced = permit and paced_for(KEYS[8], terms, permit, record, {task, retries, dead, woken}, now) or 0
 if paced > 0 then
-  if h_state == 'held_for_retry' and permit.rank == 1 then
-    old, record = hold_longer(record, paced - now, retention)
-  elseif task and string.match(h_token, '^(.*)|%d+|%x+$') == task then
-    old = permit.rank < 4 and redis.call('GET', KEYS[1]) -- its own: it waits for its pace, whatever its policy
-  end
+  old, record = its_own(record, permit, task, paced - now, retention)
   return answer('paced', paced, h_fence)
 end
 -- SETNX, with the key's expiry in one step

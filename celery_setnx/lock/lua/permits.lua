@@ -57,15 +57,20 @@ local function note_start(key, terms, number, fence, now)
   redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
 end
 
--- A lock that is held for a retry, which comes later: so much longer. Its value and record.
-local function hold_longer(record, by, retention)
-  local token, till, rest = string.match(record, '^([^\n]*\n)(%d+)(\n.*)$')
+-- What a task is told that may not start yet: value and record of a lock of its own, for which it waits whatever its
+-- policy; that is held for so much longer, if it is held for its retry. No value if there is none.
+local function its_own(record, permit, task, by, retention)
+  local token, till, rest = string.match(record or '', '^([^\n]*)\n(%d+)(\n.*)$')
+  if permit.rank > 3 or not task or string.match(token, '^(.*)|%d+|%x+$') ~= task then return false, record end
+  local is_held = permit.rank == 1 and string.match(rest, '^\n%d+\nheld_for_retry\n')
+  if not is_held then return redis.call('GET', KEYS[1]), record end
   local deadline = tonumber(till) + by
   local value, expiry = int(math.ceil(deadline / 1000000)), int(math.ceil(deadline / 1000) + retention)
   redis.call('PEXPIREAT', KEYS[1], expiry) -- first: see renew.lua
   redis.call('SET', KEYS[1], value, 'PXAT', expiry)
-  redis.call('SET', KEYS[2], token .. int(deadline) .. rest, 'PXAT', expiry)
-  return value, token .. int(deadline) .. rest
+  record = token .. '\n' .. int(deadline) .. rest
+  redis.call('SET', KEYS[2], record, 'PXAT', expiry)
+  return value, record
 end
 
 -- A permit that was handed to a call which may not start yet: it is nobody's, and the call stands where it stood.
@@ -83,15 +88,16 @@ end
 -- Refused, it gives back what it was handed. Woken late, it takes the start of another that is handed a permit: else two
 -- would wait for each other for ever.
 local function paced_for(key, terms, permit, record, call, now)
+  local task, retries, dead, woken = unpack(call, 1, 4)
   local token, deadline, state = string.match(record or '', '^([^\n]*)\n(%d+)\n%d+\n([%l_]+)\n')
   local before = state == 'held_for_retry' and string.match(token, '|(%d+)|%x+$')
-  local is_retry = before and call.retries and tonumber(call.retries) > tonumber(before)
-  local is_dead = state == 'running' and token == call.dead
+  local is_retry = before and retries and tonumber(retries) > tonumber(before)
+  local is_dead = state == 'running' and token == dead
   if permit.rank == 9 or permit.rank == 1 and not is_retry and not is_dead then return 0 end
   local is_handed = state == 'handed' and now < tonumber(deadline)
-  local others = is_handed and permit.handed - 1 or call.woken and math.max(permit.handed - 1, 0) or permit.handed
+  local others = is_handed and permit.handed - 1 or woken and math.max(permit.handed - 1, 0) or permit.handed
   local till = paced_till(key, terms, others, now)
-  if till > 0 and permit.rank == 2 then hand_back(record, call.task) end
+  if till > 0 and permit.rank == 2 then hand_back(record, task) end
   return till
 end
 
