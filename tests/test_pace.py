@@ -182,7 +182,7 @@ def test_no_more_starts_are_kept_than_any_rate_asks_for(locks, clock):
 def test_server_that_forbids_to_expire_keys_is_left_without_starts(locks, clock, limited):
     """The acquisition is refused before anything is written that would stay."""
     client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
-    with pytest.raises(LockRefused, match="(?i)pexpire"):
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
         the_lock(client).acquire()
     assert not locks.exists(STARTS, NAME)
     client.close()
@@ -225,9 +225,12 @@ def test_without_a_rate_there_is_no_key_of_starts(locks, clock):
     assert locks.get(PERMITS) == "3 3:5/500000"
 
 
-@pytest.mark.parametrize("rate", [(0, 1), (1001, 1), (1, 0), (1, 0.0001), (1, 1e9), (-1, 60)])
+NO_RATES = [(0, 1), (1001, 1), (1, 0), (1, 0.0001), (1, 1e9), (-1, 60), (2.5, 60), (True, 60)]
+
+
+@pytest.mark.parametrize("rate", NO_RATES)
 def test_rate_out_of_range_is_refused(locks, rate):
-    """1 to 1,000 starts, 1 ms to 366 days."""
+    """1 to 1,000 starts, a whole number, in 1 ms to 366 days."""
     with pytest.raises(ValueError, match="must be 1 to 1000 in 1 ms to 366 days"):
         the_lock(locks, rate=rate)
 
