@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import SetnxLock
+from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.lock.line import Found, Place, park
 from celery_setnx.lock.lock import HeldLock, Outcome
 from celery_setnx.lock.names import line_names, permits_name, starts_name
@@ -170,6 +170,24 @@ def test_starts_are_kept_for_as_long_as_they_may_be_asked_for(locks, clock):
     assert {key for key in lock_keys(locks) if locks.pttl(key) < 0} <= {CLOCK_KEY}
 
 
+def test_no_more_starts_are_kept_than_any_rate_asks_for(locks, clock):
+    """A deploy has made a thousand a day a thousand a second: the set does not grow for two days."""
+    a_day, a_second = (1000, 86_400.0), (1000, 1.0)
+    starts(locks, 10, clock=clock, rate=a_day)
+    starts(locks, *[11 + n / 1000 for n in range(1200)], clock=clock, rate=a_second)
+    assert 1000 <= len(noted(locks)) <= 1100
+    assert the_lock(locks, rate=a_day).acquire().paced
+
+
+def test_server_that_forbids_to_expire_keys_is_left_without_starts(locks, clock, limited):
+    """The acquisition is refused before anything is written that would stay."""
+    client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
+        the_lock(client).acquire()
+    assert not locks.exists(STARTS, NAME)
+    client.close()
+
+
 def test_two_rates_see_each_others_starts(locks, clock):
     """For a minute of a deploy: each call goes by its own, and counts what both have started."""
     old, new = (4, 60.0), (2, 10.0)
@@ -207,9 +225,12 @@ def test_without_a_rate_there_is_no_key_of_starts(locks, clock):
     assert locks.get(PERMITS) == "3 3:5/500000"
 
 
-@pytest.mark.parametrize("rate", [(0, 1), (1001, 1), (1, 0), (1, 0.0001), (1, 1e9), (-1, 60)])
+NO_RATES = [(0, 1), (1001, 1), (1, 0), (1, 0.0001), (1, 1e9), (-1, 60), (2.5, 60), (True, 60)]
+
+
+@pytest.mark.parametrize("rate", NO_RATES)
 def test_rate_out_of_range_is_refused(locks, rate):
-    """1 to 1,000 starts, 1 ms to 366 days."""
+    """1 to 1,000 starts, a whole number, in 1 ms to 366 days."""
     with pytest.raises(ValueError, match="must be 1 to 1000 in 1 ms to 366 days"):
         the_lock(locks, rate=rate)
 
@@ -241,6 +262,22 @@ def test_redelivery_of_a_running_call_is_held_not_paced(locks, clock):
     assert of_task(locks, "a").acquired
     again = the_lock(locks).acquire(token=task_token("a", 0, "0b"))
     assert (again.paced, again.holder.task_id) == (False, "a")
+
+
+@pytest.mark.parametrize("lease_s", [5, LEASE], ids=["its lease has ended", "it is proved dead"])
+def test_redelivery_of_a_dead_call_waits_for_its_pace(locks, clock, lease_s):
+    """Another body is another start. It is told of its own first delivery, and waits whatever its policy."""
+    starts(locks, 10, clock=clock)
+    clock.set(11)
+    first, second = task_token("a", 0, "0a"), task_token("a", 0, "0b")
+    assert the_lock(locks, lease=lease_s).acquire(token=first).acquired
+    clock.set(20)
+    again = the_lock(locks).acquire(token=second, dead=first)
+    assert (again.paced, again.remaining_s, again.holder.task_id) == (True, 50, "a")
+    assert noted(locks) == [10, 11]
+    clock.set(70)
+    assert the_lock(locks).acquire(token=second, dead=first).taken_over_from.token == first
+    assert noted(locks) == [10, 11, 70]
 
 
 # The line
@@ -306,6 +343,24 @@ def test_start_of_one_that_does_not_come_is_another_s(locks, clock):
     assert serve(locks, 2).heir.task_id == "a"
     clock.set(20.1)
     assert serve(locks, 2).heir.task_id == "b"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_call_that_is_woken_late_takes_the_start_of_the_next(locks, clock, limit):
+    """Where each is woken late, each would find the start promised to the other, and none would ever run. The
+    other stands where it stood.
+    """
+    about: Any = {"limit": limit, "rate": (1, 60.0)}
+    for place, task_id in enumerate(("a", "b")):
+        wait(locks, task_id, 10.0 + place, **about)
+    assert serve(locks, **about).heir.task_id == "a"
+    clock.set(20.1)
+    assert serve(locks, **about).heir.task_id == "b"
+    clock.set(22)
+    assert of_task(locks, "a", copy="c", **about).acquired
+    assert not of_task(locks, "b", copy="c", **about).acquired
+    assert noted(locks) == [22]
+    assert locks.zrange(LINE, 0, -1) == ["b"]
 
 
 @pytest.mark.parametrize("late_s", [0, 15], ids=["in time", "late"])

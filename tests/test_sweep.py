@@ -1,5 +1,6 @@
 """What a worker's sweep does, without the worker: each round is a call."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from celery_setnx.lock.names import key_name, line_names
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.run import courier, sweep
 from celery_setnx.run.courier import Order
-from celery_setnx.run.sweep import Sweep
+from celery_setnx.run.sweep import Sweep, Swept
 from tests.harness import age
 
 
@@ -142,6 +143,26 @@ def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog)
     swept._client = client_for(app_without_server())
     swept._run(app)
     assert caplog.text.count("No line is swept until this ends") == 1
+
+
+def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monkeypatch):
+    """The line of a paced task may be due every moment: what else there is to do is done as ever."""
+    now, usual_at = [0.0], []
+
+    def wait(seconds: float) -> bool:
+        now[0] += seconds
+        return now[0] > 20
+
+    def one_line(_app: Celery, *, is_early: bool = False) -> Swept:
+        usual_at.extend([] if is_early else [now[0]])
+        return Swept(lines=1, next_s=0.05)
+
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(swept._stopped, "wait", wait)
+    monkeypatch.setattr(swept, "sweep", one_line)
+    swept._run(app)
+    assert 10 <= len(usual_at) <= 13
+    assert all(1.5 < later - sooner < 2.1 for sooner, later in pairwise(usual_at))
 
 
 def app_without_server() -> Celery:

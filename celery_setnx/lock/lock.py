@@ -799,7 +799,10 @@ def _terms(name: str, limit: int, rate: tuple[int, float] | None) -> Terms:
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
         raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
     starts, period_s = rate or (0, 0.0)
-    if rate is not None and not (1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S):
+    is_number = isinstance(starts, int) and not isinstance(starts, bool)  # else scripts would read no rate
+    if rate is not None and not (
+        is_number and 1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S
+    ):
         raise ValueError(f"the rate of {name!r} must be 1 to 1000 in 1 ms to 366 days, not {rate!r}")
     return Terms(limit, starts, period_s)
 

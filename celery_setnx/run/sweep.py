@@ -100,15 +100,13 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     terminate = stop
 
     def _run(self, app: Celery) -> None:
-        usual_s = wait_s = SWEEP_S
+        wait_s, usual_at = SWEEP_S, time.monotonic()
         while not self._stopped.wait(wait_s):
-            is_early, wait_s = wait_s < usual_s, SWEEP_S * random.uniform(0.8, 1.0)
-            usual_s = wait_s
+            is_early, next_s = time.monotonic() < usual_at, None
             try:
                 swept = self.sweep(app, is_early=is_early)
                 # When the next is due; but whoever came for one that another has looked at waits as usual.
-                if swept.next_s is not None and (swept.lines or not is_early):
-                    wait_s = min(wait_s, max(swept.next_s, _EARLIEST_S))
+                next_s = swept.next_s if swept.lines or not is_early else None
                 self._fails = False
             except SetnxError as error:
                 if not self._fails:  # it is said once
@@ -116,6 +114,12 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._fails = True
             except Exception:
                 logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
+            now = time.monotonic()
+            if not is_early:
+                usual_at = now + SWEEP_S * random.uniform(0.8, 1.0)
+            wait_s = max(0.0, usual_at - now)
+            if next_s is not None:
+                wait_s = min(wait_s, max(next_s, _EARLIEST_S))
 
     def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
         """Look at every line that is due; unless it comes early for one, after the couriers here too."""

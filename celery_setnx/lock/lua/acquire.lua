@@ -116,9 +116,9 @@ local function answer(said, till, of)
   end
   return reply
 end
-local paced = permit and paced_for(KEYS[8], terms, permit, record, task, retries, now) or 0
+local paced = permit and paced_for(KEYS[8], terms, permit, record, {task, retries, dead, woken}, now) or 0
 if paced > 0 then
-  if permit.rank == 1 then old, record = hold_longer(record, paced - now, retention) end
+  old, record = its_own(record, permit, task, paced - now, retention)
   return answer('paced', paced, h_fence)
 end
 -- SETNX, with the key's expiry in one step

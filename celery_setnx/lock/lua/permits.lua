@@ -27,6 +27,8 @@ local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nh
 local function paced_till(key, terms, handed, now)
   local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
+  local ms = math.ceil(tonumber(period) / 1000) -- as long as who asks needs them; and see park.lua
+  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, int(2 * ms)) end
   redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf') -- the clock was set back
   local left = tonumber(count) - handed
   local place = int(math.max(left, 1) - 1)
@@ -43,25 +45,32 @@ local function next_room(key, terms, now)
   return at and tonumber(at) + period or 0
 end
 
--- Those are kept that the longest of several periods may ask for, if it has asked within itself.
+-- Those are kept that the longest of several periods may ask for, if it has asked within itself; but no more than any
+-- rate asks for (1,000), and permits may take back.
 local function note_start(key, terms, number, fence, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return end
   local keep = math.max(period, redis.call('PTTL', key) * 1000)
   redis.call('ZADD', key, int(now), table.concat({int(now), int(number), int(fence)}, '#'))
-  redis.call('ZREMRANGEBYSCORE', key, '-inf', int(now - keep))
+  local _, last = unpack(redis.call('ZREVRANGE', key, 1099, 1099, 'WITHSCORES'))
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. int(math.max(now - keep, tonumber(last or 0))))
   redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
 end
 
--- A lock that is held for a retry, which comes later: so much longer. Its value and record.
-local function hold_longer(record, by, retention)
-  local token, till, rest = string.match(record, '^([^\n]*\n)(%d+)(\n.*)$')
+-- What a task is told that may not start yet: value and record of a lock of its own, for which it waits whatever its
+-- policy; that is held for so much longer, if it is held for its retry. No value if there is none.
+local function its_own(record, permit, task, by, retention)
+  local token, till, rest = string.match(record or '', '^([^\n]*)\n(%d+)(\n.*)$')
+  if permit.rank > 3 or not task or string.match(token, '^(.*)|%d+|%x+$') ~= task then return false, record end
+  local is_held = permit.rank == 1 and string.match(rest, '^\n%d+\nheld_for_retry\n')
+  if not is_held then return redis.call('GET', KEYS[1]), record end
   local deadline = tonumber(till) + by
   local value, expiry = int(math.ceil(deadline / 1000000)), int(math.ceil(deadline / 1000) + retention)
   redis.call('PEXPIREAT', KEYS[1], expiry) -- first: see renew.lua
   redis.call('SET', KEYS[1], value, 'PXAT', expiry)
-  redis.call('SET', KEYS[2], token .. int(deadline) .. rest, 'PXAT', expiry)
-  return value, token .. int(deadline) .. rest
+  record = token .. '\n' .. int(deadline) .. rest
+  redis.call('SET', KEYS[2], record, 'PXAT', expiry)
+  return value, record
 end
 
 -- A permit that was handed to a call which may not start yet: it is nobody's, and the call stands where it stood.
@@ -76,14 +85,18 @@ local function hand_back(record, heir)
 end
 
 -- When a call may start under the permit that was chosen for it, at the earliest; 0 if it may now, or may not have it.
--- Refused, it gives back what it was handed.
-local function paced_for(key, terms, permit, record, task, retries, now)
+-- Refused, it gives back what it was handed. Woken late, it takes the start of another that is handed a permit: else two
+-- would wait for each other for ever.
+local function paced_for(key, terms, permit, record, call, now)
+  local task, retries, dead, woken = unpack(call, 1, 4)
   local token, deadline, state = string.match(record or '', '^([^\n]*)\n(%d+)\n%d+\n([%l_]+)\n')
   local before = state == 'held_for_retry' and string.match(token, '|(%d+)|%x+$')
   local is_retry = before and retries and tonumber(retries) > tonumber(before)
-  if permit.rank == 9 or permit.rank == 1 and not is_retry then return 0 end
+  local is_dead = state == 'running' and token == dead
+  if permit.rank == 9 or permit.rank == 1 and not is_retry and not is_dead then return 0 end
   local is_handed = state == 'handed' and now < tonumber(deadline)
-  local till = paced_till(key, terms, permit.handed - (is_handed and 1 or 0), now)
+  local others = is_handed and permit.handed - 1 or woken and math.max(permit.handed - 1, 0) or permit.handed
+  local till = paced_till(key, terms, others, now)
   if till > 0 and permit.rank == 2 then hand_back(record, task) end
   return till
 end
