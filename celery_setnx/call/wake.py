@@ -109,7 +109,7 @@ def let_the_line_go_on(
 def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
     """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
     wake_all(app, lock)
-    if not lock.terms.starts:
+    if not (lock.terms.starts and lock.leaves_line):
         return
     with suppress(SetnxError):  # a sweep sees to it
         within = next_look(let_the_line_go_on(app, task, lock.name))
