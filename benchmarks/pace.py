@@ -1,4 +1,4 @@
-"""Fifty starts of a key within any two seconds: `rate=(50, 2)` beside a window that polls, and beside RateLimit.
+"""Fifty starts of a key within any two seconds: `rate=(50, 2)` beside a window that polls, and RateLimit.
 
 python -m benchmarks.pace [--rounds 7] [--quick] [--check]
 
@@ -9,6 +9,8 @@ other. Ten may run at a time:
 - a sliding window made at home, the recipe of Redis University's course for Python developers (RU102PY): a
   sorted set. A call that finds it full retries 0.1 s later;
 - celery-heimdall's `RateLimit`, told 50 in 2 s. It has no limit of those that run.
+
+The first of these once more when all calls wait in line before one may start.
 
 - total: from the first body's start to the last one's end, beside the ideal: fifty at once every two seconds,
   so that the last fifty start 10 s after the first. Bodies take nothing, or 20 ms;
@@ -24,9 +26,9 @@ other. Ten may run at a time:
 The same with ten starts in any ten seconds and 40 calls, because the delays of `RateLimit` are whole seconds.
 
 Then one of the two workers is killed when 120 have begun. Messages are acknowledged late, and the broker
-delivers again after ten seconds what a worker has not acknowledged. What counts is how much later the last call
-has run than it could have, the longest time in which no call began, which bodies began twice, and how many
-started in any two seconds.
+delivers again after ten seconds what a worker has not acknowledged. What counts is how much later the last
+call has run than it could have, the longest time in which no call began, how many bodies began twice, and how
+many calls started in any two seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,21 +46,47 @@ from benchmarks import paceapp
 from benchmarks.figures import Promise, Samples, Table, command, interleaved
 from benchmarks.hand_over import overtaken
 from benchmarks.limit import farthest
-from benchmarks.paceapp import FREE, OURS, PACE, RATE, REDELIVERED, RETRY, STARTS, UNREACHED, WAIT, WAYS, WINDOW
+from benchmarks.paceapp import (
+    FREE,
+    OURS,
+    PACE,
+    RATE,
+    REDELIVERED,
+    RETRY,
+    STARTS,
+    UNREACHED,
+    WAIT,
+    WAYS,
+    WINDOW,
+)
 from benchmarks.peers import new_clients
-from benchmarks.serialapp import RUNS
+from benchmarks.serialapp import RUNS, WAITS
 from benchmarks.stage import Stage
-from tests.harness import wait_until
+from celery_setnx.lock.names import starts_name
+from tests.harness import server_us, wait_until
 
 WORKERS, PROCESSES = 2, 4
 QUICK_CALLS = 150
 OF_IDEAL = 1.1
 US = 1_000_000
+GATHER_S = 0.2
 
 KILLED_AFTER, DEADLINE_S = 120, 120.0
 
 # What the benchmark sends itself, what connections begin with, and what is in a script's time already.
-_NOT_SENT = ("info", "config", "hello", "client", "select", "ping", "command", "rpush", "llen", "lrange", "time")
+_NOT_SENT = (
+    "info",
+    "config",
+    "hello",
+    "client",
+    "select",
+    "ping",
+    "command",
+    "rpush",
+    "llen",
+    "lrange",
+    "time",
+)
 _SCRIPTS = ("eval", "evalsha")
 
 
@@ -72,6 +100,7 @@ class Batch:
         starts: How many may start within a period. Defaults to 50.
         period_s: The period. Defaults to 2.
         calls: How many calls there are. Defaults to 300.
+        gathered: Whether all wait in line before one may start. Defaults to False: they are sent at once.
     """
 
     way: str
@@ -79,6 +108,7 @@ class Batch:
     starts: int = 50
     period_s: int = 2
     calls: int = 300
+    gathered: bool = False
 
     @property
     def ideal_s(self) -> float:
@@ -86,18 +116,27 @@ class Batch:
         return (self.calls - 1) // self.starts * self.period_s + self.body_ms / 1000
 
     @property
+    def is_steady(self) -> bool:
+        """Whether it takes the calls little time to get into their line, beside the ideal."""
+        return self.gathered or self.period_s >= LONG_S
+
+    @property
     def environment(self) -> dict[str, str]:
         """What tells its workers of the pace."""
         return {PACE: f"{self.starts}/{self.period_s}"}
 
     def __str__(self) -> str:
-        return f"{self.way}, {self.starts} in {self.period_s} s, {self.body_ms} ms"
+        gathered = ", all in line" if self.gathered else ""
+        return f"{self.way}, {self.starts} in {self.period_s} s, {self.body_ms} ms{gathered}"
 
 
-EMPTY, SHORT = 0, 20
+EMPTY, SHORT, LONG_S = 0, 20, 10
 FAST = [Batch(way, body_ms) for body_ms in (EMPTY, SHORT) for way in WAYS]
-SLOW = [Batch(way, SHORT, starts=10, period_s=10, calls=40) for way in (WAIT, WINDOW, RATE)]
+SLOW_CALLS = 40
+SLOW = [Batch(way, SHORT, starts=10, period_s=10, calls=SLOW_CALLS) for way in (WAIT, WINDOW, RATE)]
+GATHERED = [Batch(WAIT, SHORT, gathered=True)]
 UNPACED = [Batch(way, EMPTY) for way in (FREE, UNREACHED)]
+QUICK = (*GATHERED, Batch(RETRY, SHORT), Batch(WINDOW, SHORT))
 
 
 @dataclass(frozen=True)
@@ -143,8 +182,13 @@ def measured(batch: Batch) -> Sample:
         ready(stage, task, batch.environment)
         stage.broker.config_resetstat()
         before_s = stage.cpu_s()
+        if batch.gathered:
+            note_starts(stage, task, batch)
         for number in range(batch.calls):
             task.apply_async((number, 0, batch.body_ms / 1000))
+        while batch.gathered and stage.broker.llen(WAITS) < batch.calls:
+            note_starts(stage, task, batch)
+            time.sleep(GATHER_S)
         stage.wait_for(RUNS, batch.calls)
         return sampled(batch, stage, stage.cpu_s() - before_s)
 
@@ -163,13 +207,20 @@ def ready(stage: Stage, task: Any, environment: dict[str, str]) -> list[Any]:
     return workers
 
 
+def note_starts(stage: Stage, task: Any, batch: Batch) -> None:
+    """Note as many starts as there may be, so that no call may start for a period."""
+    now_us = server_us(stage.locks)
+    starts = {f"{now_us}#{number}": now_us for number in range(batch.starts)}
+    stage.locks.zadd(starts_name(task.lock_key(0, 0, 0.0)), starts)
+
+
 def sampled(batch: Batch, stage: Stage, cpu_s: float) -> Sample:
     """The sample that the workers' notes make.
 
     Raises:
         RuntimeError: A call has not run exactly once.
     """
-    runs, waits = stage.notes(RUNS), stage.notes("waits")
+    runs, waits = stage.notes(RUNS), stage.notes(WAITS)
     bodies = sorted(runs, key=lambda note: int(note["began_us"]))
     if sorted(note["number"] for note in bodies) != list(range(batch.calls)):
         raise RuntimeError(f"{batch}: not every call has run once; there were {len(bodies)} runs")
@@ -225,7 +276,7 @@ class Death:
         pause_s: The longest time in which no call began.
         twice: How many calls began twice.
         never: How many never ended.
-        starts: How many bodies began within any period, at most.
+        starts: How many acquired within any period, at most; of peers: began.
     """
 
     lost_s: float
@@ -263,15 +314,15 @@ def killed(batch: Batch) -> Death:
             pause_s=max(pauses) / US,
             twice=len(began) - len({note["number"] for note in began}),
             never=batch.calls - len(ended()),
-            starts=most_within(batch.period_s, moments),
+            starts=most_within(batch.period_s, [note["acquired_us"] for note in began]),
         )
 
 
 def measure(rounds: int, quick: bool) -> Iterator[Table]:
     """A table of each figure."""
-    batches = [*FAST, *SLOW, *UNPACED]
+    batches = [*FAST, *GATHERED, *SLOW, *UNPACED]
     if quick:
-        batches = [Batch(way, SHORT, calls=QUICK_CALLS) for way in (WAIT, RETRY, WINDOW)]
+        batches = [replace(batch, calls=QUICK_CALLS) for batch in (*GATHERED, *FAST) if batch in QUICK]
     samples: dict[str, list[Sample]] = {str(batch): [] for batch in batches}
 
     def total(batch: Batch) -> float:
@@ -279,29 +330,29 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
         return samples[str(batch)][-1].total
 
     interleaved({str(batch): partial(total, batch) for batch in batches}, rounds)
-    about = f"{batches[0].calls} calls, {WORKERS} workers of {PROCESSES} processes."
-    paced = [batch for batch in batches if batch.way not in (FREE, UNREACHED)]
+    about = f"{batches[0].calls} calls, or {SLOW_CALLS} in 10 s, {WORKERS} workers of {PROCESSES} processes."
+    paced = [batch for batch in batches if batch.way in WAYS]
 
-    def table(title: str, unit: str, figure: Callable[[Sample], float], *promises: Promise) -> Table:
-        found = {str(batch): [figure(sample) for sample in samples[str(batch)]] for batch in batches}
-        if title in ("total", "starts", "bodies"):
-            found = {str(batch): found[str(batch)] for batch in paced}
+    def table(
+        title: str, unit: str, figure: Callable[[Sample], float], of: list[Batch], *promises: Promise
+    ) -> Table:
+        found = {str(batch): [figure(sample) for sample in samples[str(batch)]] for batch in of}
         return Table(f"pace, {title}", unit, found, str(Batch(WINDOW, SHORT)), promises, about)
 
-    ideal = [Promise(str(batch), OF_IDEAL) for batch in paced if batch.way == WAIT]
-    yield table("total", "x the ideal", lambda sample: sample.total, *ideal)
+    ideal = [Promise(str(batch), OF_IDEAL) for batch in paced if batch.way == WAIT and batch.is_steady]
+    yield table("total", "x the ideal", lambda sample: sample.total, paced, *ideal)
     ours = [batch for batch in paced if batch.way in OURS]
     never = [Promise(str(batch), batch.starts, guard=batch.starts) for batch in ours]
-    yield table("starts", "in a period, at most", lambda sample: sample.starts, *never)
-    yield table("bodies", "begun in a period, at most", lambda sample: sample.bodies)
-    yield table("overtaken", "calls", lambda sample: sample.overtaken)
-    yield table("overtaken, farthest", "calls", lambda sample: sample.farthest)
-    yield table("commands on the lock server", "per call", lambda sample: sample.commands)
-    yield table("time on the lock server", "us per call", lambda sample: sample.server_us)
-    yield table("commands on the broker", "per call", lambda sample: sample.broker_commands)
-    yield table("messages", "per call", lambda sample: sample.messages)
-    yield table("deliveries", "per call", lambda sample: sample.deliveries)
-    yield table("processor", "ms per call", lambda sample: sample.cpu_ms)
+    yield table("starts", "in a period, at most", lambda sample: sample.starts, paced, *never)
+    yield table("bodies", "begun in a period, at most", lambda sample: sample.bodies, paced)
+    yield table("overtaken", "calls", lambda sample: sample.overtaken, paced)
+    yield table("overtaken, farthest", "calls", lambda sample: sample.farthest, paced)
+    yield table("commands on the lock server", "per call", lambda sample: sample.commands, batches)
+    yield table("time on the lock server", "us per call", lambda sample: sample.server_us, batches)
+    yield table("commands on the broker", "per call", lambda sample: sample.broker_commands, batches)
+    yield table("messages", "per call", lambda sample: sample.messages, batches)
+    yield table("deliveries", "per call", lambda sample: sample.deliveries, batches)
+    yield table("processor", "ms per call", lambda sample: sample.cpu_ms, batches)
     yield from deaths(1 if quick else rounds, quick)
 
 
