@@ -35,6 +35,7 @@ NAMES = (
     "hand_over",
     "long_lines",
     "limit",
+    "pace",
     "contention",
     "recovery",
     "startup",

@@ -14,11 +14,11 @@ from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import Place, claim, note_due, park
 from celery_setnx.lock.names import key_name, line_names
-from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.lock.record import ORIGINAL, Served
 from celery_setnx.run import courier, sweep
 from celery_setnx.run.courier import Order
 from celery_setnx.run.sweep import Sweep, Swept
-from tests.harness import age
+from tests.harness import age, server_us
 
 
 class Courier:
@@ -96,6 +96,23 @@ def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhil
     assert locks.zcard(lines_of(app)) == 2
     swept.sweep(app)
     assert locks.zcard(lines_of(app)) == 1
+
+
+@pytest.mark.parametrize(("told_s", "noted_s"), [(0.5, 10.0), (10.0, 0.5), (None, 0.5)])
+def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, told_s, noted_s):
+    """Its sweeper, or a call that has noted it meanwhile; the sweeper comes for it then, and not earlier."""
+    key = key_name("t", "t", "")
+
+    def served(*_args: Any, **_options: Any) -> Served:
+        note_due(locks, lines_of(app), "t", key, within=noted_s)
+        return Served(None, None, told_s)
+
+    monkeypatch.setattr(sweep, "let_the_line_go_on", served)
+    due(app, locks, key)
+    found = swept.sweep(app)
+    left_s = (locks.zscore(lines_of(app), f"t\n{key}") - server_us(locks)) / 1e6
+    assert left_s <= 0.5
+    assert found.next_s == pytest.approx(left_s, abs=0.3)
 
 
 def test_more_lines_than_one_round_takes_are_known_to_be_more(app, locks, swept):

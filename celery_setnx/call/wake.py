@@ -115,7 +115,7 @@ def let_the_line_go_on(
 def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
     """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
     wake_all(app, lock)
-    if lock.terms.starts:
+    if lock.terms.starts and lock.leaves_line:
         with suppress(SetnxError):  # a sweep sees to it
             let_the_line_go_on(app, task, lock.name)
 

@@ -146,10 +146,14 @@ def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collecti
 
 def settle(
     client: redis.Redis, lines: str, task: str, key: str, claimed: Claimed, *, within: float | None
-) -> None:
-    """Say in how many seconds somebody is to look at a line again; None if nobody waits there."""
+) -> float | None:
+    """Say in how many seconds somebody is to look at a line again; None if nobody waits there.
+
+    In how many seconds it is due: somebody else may have said something, too.
+    """
     within_us = "" if within is None else round(within * 1e6)
-    _SETTLE(client, (lines,), f"{task}\n{key}", claimed.until_us, within_us)
+    _word, due_us = _SETTLE(client, (lines,), f"{task}\n{key}", claimed.until_us, within_us)
+    return int(due_us) / 1e6 if due_us else None
 
 
 def _new_epoch() -> int:

@@ -289,6 +289,7 @@ class SetnxLock:
     Attributes:
         terms: Its limit and rate.
         heirs: To whom the lock was handed through this object; whoever wakes them takes them from here.
+        leaves_line: Whether the last release may have left somebody in line whom it did not serve.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
@@ -299,6 +300,8 @@ class SetnxLock:
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
         ...     write_report(fence=held.fence)
     """
+
+    leaves_line = True
 
     def __init__(
         self,
@@ -691,6 +694,7 @@ class SetnxLock:
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if hands_over else ""
         about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
         reply = _RELEASE(self.client, keys, *about)
+        self.leaves_line = len(reply) > 1
         if len(reply) > 3 and reply[3]:
             word, now_us, _value, heir, call = reply
             self.heirs.append(Heir(heir, call, (rest_until_us - now_us) / US if word == "resting" else 0.0))

@@ -147,8 +147,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except SetnxError as error:  # another line may be on another node, or in order
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
-        settle(self._client, lines, task, key, claimed, within=within)
-        return within
+        return settle(self._client, lines, task, key, claimed, within=within)
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""

@@ -53,6 +53,13 @@ def sweep(
 
 def settle(lines: Lines, now: int, *, entry: str, claimed: str, within: int | None) -> Answer:
     """lua/settle.lua."""
-    if str(lines.at(entry)) != claimed:
-        return lines, ("changed",)
-    return noted(lines, entry, None if within is None else now + within), ("settled",)
+    known = lines.at(entry)
+    is_changed = str(known) != claimed
+    if known is None:
+        return lines, ("changed", "")
+    if within is None and not is_changed:
+        return noted(lines, entry, None), ("settled", "")
+    told = known if within is None else now + within
+    due_us = min(told, known) if is_changed else told
+    answer = ("changed" if is_changed else "settled", str(max(0, due_us - now)))
+    return noted(lines, entry, due_us), answer

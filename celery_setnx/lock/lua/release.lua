@@ -88,4 +88,5 @@ if KEYS[7] and ARGV[6] ~= '0' and word ~= 'gone' and task_id then -- if gone, it
   redis.call('SET', KEYS[7], task_id, 'PX', ARGV[6])
 end
 if heir then return answer(word, heir) end
-return word == 'released' and word or {word, now, value}
+local leaves_line = KEYS[3] and not hand_over and redis.call('EXISTS', KEYS[3]) == 1
+return word == 'released' and not leaves_line and word or {word, now, value}

@@ -4,19 +4,23 @@
 -- ARGV  1 entry    task and lock
 --       2 claimed  until when it was (us; see sweep.lua)
 --       3 within   microseconds from now at which to look again; '' = nobody waits
--- Returns {word}
---       settled | changed (somebody has noted another time meanwhile: nothing is changed)
+-- Returns {word, microseconds until the line is due ('' if it is not there)}
+--       settled | changed (somebody has noted another time meanwhile: the line stays, and the earlier time counts)
 
 local entry, claimed, within = ARGV[1], ARGV[2], ARGV[3]
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local known = redis.call('ZSCORE', KEYS[1], entry)
-if not known or int(tonumber(known)) ~= claimed then return {'changed'} end
-if within == '' then
+if not known then return {'changed', ''} end
+local is_changed = int(tonumber(known)) ~= claimed
+if within == '' and not is_changed then
   redis.call('ZREM', KEYS[1], entry)
-else
-  local due = tonumber(time[1]) * 1000000 + tonumber(time[2]) + tonumber(within)
-  redis.call('ZADD', KEYS[1], int(due), entry)
+  return {'settled', ''}
 end
-return {'settled'}
+-- Whoever has noted it knew only that it was claimed, and that by then it is due.
+local due = within ~= '' and now + tonumber(within) or tonumber(known)
+if is_changed then due = math.min(due, tonumber(known)) end
+redis.call('ZADD', KEYS[1], int(due), entry)
+return {is_changed and 'changed' or 'settled', int(math.max(0, due - now))}
