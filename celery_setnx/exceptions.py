@@ -43,16 +43,16 @@ class UnkeyableCall(SetnxError, TypeError):
 
 
 class AlreadyRunning(SetnxError):
-    """The lock is held by another, and the caller asked to be told so by an error.
+    """The lock is held by another, or its pace allows no start, and the caller asked to be told by an error.
 
     Attributes:
         task: Name of the task, or of the lock when no task is involved.
         key: The lock's Redis key.
         holder: The holder's record as plain JSON values; see `Holder.as_dict`. Of several holders that of the
-            one who has held for longest.
+            one who has held for longest. Where only the pace allows no start its state is `paced`.
         remaining_s: Seconds until the holder's deadline, of several the first one's, which a living holder
-            keeps moving forward; None when the lock has no readable deadline.
-        limit: How many may hold the lock at a time, and do. Defaults to 1.
+            keeps moving forward, or until the next start may be; None when the lock has no readable deadline.
+        limit: How many may hold the lock at a time. Defaults to 1.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class AlreadyRunning(SetnxError):
 
     def _held(self) -> str:
         """By whom, and for how long."""
-        who = held(self.key, self.holder.get("description") or "an unknown holder", self.limit)
+        holder = self.holder.get("description") or "an unknown holder"
+        who = held(self.key, holder, self.limit, paced=self._is_paced)
         if self.remaining_s is None:
             return f"{who}, with no deadline"
         if self._is_paced:
@@ -239,10 +240,10 @@ def remedy(reason: str) -> str:
 _URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
 _NEEDED = (
     "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, PTTL, "
-    "PEXPIRE, PEXPIREAT, ZADD, ZREM, ZRANGE, ZRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on "
-    "this key, its :holder, :queued, :line, :calls, :permits, :ticket:* and :instead:*, on its #1 to #99 and "
-    "their :holder, and on <prefix>:lines:*; SELECT for a database other than 0; in a cluster, CLUSTER SLOTS "
-    "and COMMAND"
+    "PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, ZCOUNT, ZRANK, "
+    "ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, :line, :calls, :permits, :starts, :done, "
+    ":taken_over, :ticket:* and :instead:*, on its #1 to #99 and their :holder, and on <prefix>:lines:*; "
+    "SELECT for a database other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
 )
 _DO = {
     "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH": (

@@ -53,13 +53,17 @@ _NOT_SERVED = (
 
 @dataclass(frozen=True)
 class Figure:
-    """What is taken from a signal: a count or, with `seconds`, that argument of it, unless it is None."""
+    """What is taken from a signal: a count or, with `seconds`, that argument of it, unless it is None.
+
+    With `state` only those signals count whose holder is in it.
+    """
 
     name: str
     signal: Signal
     text: str
     label: str | None = None  # the argument that is a label beside the task
     seconds: str | None = None
+    state: str | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -70,6 +74,7 @@ class Figure:
 FIGURES = (
     Figure("acquired", lock_acquired, "Locks that calls have acquired."),
     Figure("conflicts", lock_conflict, "Calls that met their lock held, by what became of them.", "policy"),
+    Figure("paced", lock_conflict, "Conflicts with nothing but the pace.", "policy", state="paced"),
     Figure("taken_over", lock_taken_over, "Locks that were taken over from a dead holder."),
     Figure("lost", lock_lost, "Locks that a living holder has lost."),
     Figure("lapsed", uniqueness_lapsed, "Marks that were gone, or another's, when their call started."),
@@ -208,6 +213,8 @@ def _follow(app: Celery, record: Record, whose: str) -> None:
 def _take(app: Celery, figure: Figure, record: Record, sender: Any, **details: Any) -> None:
     amount = details[figure.seconds] if figure.seconds else 1
     if amount is None or getattr(sender, "app", app) != app:
+        return
+    if figure.state and getattr(details["holder"], "state", None) != figure.state:
         return
     labels = {"task": str(getattr(sender, "name", sender))}
     if figure.label:

@@ -163,7 +163,8 @@ _LIVING: dict[str, Held] = {}  # by token
 def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
     """Have somebody else hold the lock of a call: a living holder in another place, which renews its lease.
 
-    Of a task with a `limit` each holder takes one permit, up to that many at a time.
+    Of a task with a `limit` each holder takes one permit, up to that many at a time. Of a task with a `rate`
+    each is a start, which counts after its release too (see `pass_time`).
 
     Args:
         task: A `SingletonTask`, or a task with `@singleton`.
@@ -173,7 +174,7 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
         The holder; its lock is released in the end, unless it has crashed.
 
     Raises:
-        AlreadyRunning: The lock is held already, with all its permits.
+        AlreadyRunning: The lock is held already, with all its permits; or its pace allows no start.
         TypeError: This is no task.
         OptionError: The task has no lock.
         UnkeyableCall: The key cannot be computed.
@@ -213,8 +214,8 @@ def crash(held: Held) -> None:
 
 
 def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
-    """Let time pass for locks without waiting: they, their marks, those who wait in line, and what counts as
-    done (`dedupe_for`) grow older.
+    """Let time pass for locks without waiting: they, their marks, those who wait in line, their starts
+    (`rate`), and what counts as done (`dedupe_for`) grow older.
 
     A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other is taken for one that stood
     still: past its lease the next call takes the lock over, and its own next renewal tells it so. Clocks
@@ -253,8 +254,8 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
     """Fail if a lock is held, a key marked, or a call in line: every task has ended, and left nothing behind.
 
-    A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not, nor does a call that
-    has succeeded, and makes duplicates (`dedupe_for`).
+    A lock whose holder crashed counts too, but one that rests (`at_least_for`) does not, nor do starts
+    (`rate`), nor does a call that has succeeded, and makes duplicates (`dedupe_for`).
 
     Args:
         what: An app: all its locks; a task without any arguments: all of its scope; with them: that call's.
@@ -326,7 +327,7 @@ def _app_of(what: Any) -> Celery:
 
 
 def _keys(client: Any, what: Any) -> set[str]:
-    """The locks of an app or of a task that are there, or have a call that counts as done."""
+    """The locks of an app or of a task that are there, or have starts, or a call that counts as done."""
     keys = {sighting.key for sighting in _sightings(client, what, (), {})}
     scope = _scope_of(what)
     for success in successes(client, settings(_app_of(what).conf).prefix):

@@ -36,8 +36,10 @@ class _Quoted(str):
         return repr(self.of)
 
 
-def held(key: str, holder: object, limit: int) -> str:
-    """That a lock is held: by one, or as often as its limit says."""
+def held(key: str, holder: object, limit: int, *, paced: bool = False) -> str:
+    """That a lock is held: by one, or as often as its limit says; or that its pace lets nobody have it."""
+    if paced:
+        return f"{key} is held back by {holder}"
     return (
         f"{key} is held by {holder}"
         if limit == 1

@@ -79,6 +79,12 @@ SOUND = [
     ({"hold_on_retry": True, "queue_lease": 60}, {}),
     ({"key": "user_id", "scope": "users"}, {}),
     ({"limit": 5, "on_conflict": "wait", "at_least_for": 1, "hold_on_retry": True}, {}),
+    ({"rate": "10/m"}, {}),
+    ({"rate": "10/m", "max_wait": 60, "queue_lease": 60}, {}),
+    ({"rate": "10/m", "max_wait": 1, "on_conflict": lambda conflict: conflict.wait()}, {}),
+    ({"rate": (6, 60), "at_least_for": 10}, {}),
+    ({"rate": (7, 65), "at_least_for": 10}, {}),  # the seventh may start just within the period
+    ({"rate": "12/m", "limit": 2, "at_least_for": 10}, {}),
     ({"limit": 5, "dedupe": "until_started", "on_duplicate": "raise", "queue_lease": 7200}, {}),
     ({"at_least_for": 3600, "at_most_for": 7200}, {}),
     ({"task": {"acks_late": True, "time_limit": 1800}}, {}),
@@ -148,6 +154,10 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         ("useless", {"on_conflict": "wait", "skip_result": 5}, {}, "skip_result ("),
         ("useless", {"on_duplicate": "raise"}, {}, "on_duplicate ("),
         ("useless", {"queue_lease": 60}, {}, "queue_lease ("),
+        ("useless", {"rate": "10/m", "skip_result": 5}, {}, "skip_result ("),
+        # Permits that rest for longer than the pace would have calls wait.
+        ("rate", {"rate": "7/m", "at_least_for": 10}, {}, "no more than 6 calls start in 60 s"),
+        ("rate", {"rate": "13/m", "limit": 2, "at_least_for": 10}, {}, "no more than 12 calls start in 60 s"),
         ("useless", {"hold_on_retry": True, "task": {"max_retries": 0}}, {}, "hold_on_retry ("),
         # Nothing is locked.
         ("eager", {}, {"task_always_eager": True}, ""),
@@ -175,6 +185,25 @@ def test_window_of_a_task_whose_results_are_not_stored_is_a_note(app, task, conf
     (found,) = check(app)
     assert (found.level, found.subject) == ("note", "dedupe_for")
     assert "its results are not stored" in found.what
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_wait": 59}, "a call that waits for it for more than 59 s fails with LockTimeout"),
+        ({"max_wait": 59, "on_conflict": "retry"}, "as late as 60 s after the last"),
+        (
+            {"task": {"rate_limit": "10/m"}},
+            "Celery's rate_limit of 10/m. The rate is that of a key, over all",
+        ),
+    ],
+)
+def test_what_a_rate_comes_to_beside_other_options_is_a_note(app, options, said):
+    """It may be what is wanted."""
+    add(app, rate="10/m", **options)
+    (found,) = check(app)
+    assert (found.level, found.subject) == ("note", "rate")
+    assert said in f"{found.what} {found.why}"
 
 
 def test_task_whose_self_is_an_argument_is_told(app):
@@ -506,6 +535,23 @@ def test_shared_scope_under_different_limits_is_a_warning(app, first, second, co
         (found,) = problems(app)
         assert "first (limit 5), second (limit 1)" in found.what
         assert "up to 5 run at a time" in found.why
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"scope": "users", "rate": "10/m"}, {"scope": "users"}, "first (rate 10 in 60 s), second (no rate)"),
+        ({"rate": "1/s"}, {"scope": "first", "rate": "2/s"}, "first (rate 1 in 1 s), second (rate 2 in 1 s)"),
+        ({"scope": "users", "rate": "1/m"}, {"scope": "users", "rate": (1, 60)}, ""),
+        ({"rate": "1/s"}, {"rate": "2/s"}, ""),
+    ],
+)
+def test_shared_scope_under_different_rates_is_a_warning(app, first, second, told):
+    """They share starts, and no rate is that of all."""
+    add(app, "first", **first)
+    add(app, "second", **second)
+    assert subjects(app) == [("warning", "rate")] * bool(told)
+    assert all(told in found.what for found in problems(app))
 
 
 def test_scopes_of_one_task_each_are_left_alone(app):

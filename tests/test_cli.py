@@ -143,6 +143,18 @@ class Stage:
         held.release(at_least_for=at_least_for, done_for=7200)
         return held.key
 
+    def start(self, name: str = "paced", count: int = 2, customer: int = 7, ago: float = 0) -> str:
+        """So many calls have started and ended, so many seconds ago; their key."""
+        options = self.task(name)._guard.options
+        about = {"info": {"task": TASK + name}, "limit": options.limit, "rate": options.rate}
+        for number in range(count):
+            lock = SetnxLock(self.locks, self.key(name, customer), **about)
+            held = lock.acquire(token=f"t-{number}|0|ab").lock
+            assert held is not None
+            held.release()
+        age(self.locks, self.key(name, customer), ago)
+        return self.key(name, customer)
+
     def park(self, name: str = "sync") -> None:
         """A call that has waited in line for 5 s."""
         park(self.locks, Place(self.key(name), "t-9", 0, 60), since=time.time() - 5, call="")
@@ -273,10 +285,11 @@ def test_list_json_has_the_documented_fields(cli):
     assert types(rows["running"]) == (
         "key:str task:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int process:str "
         "fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str "
-        "held:int limit:int holders:NoneType"
+        "held:int limit:int holders:NoneType rate:NoneType starts:NoneType next_start_s:NoneType"
     )
     unknown = [name for name, value in rows["foreign"].items() if value is None]
-    assert " ".join(unknown) == "task_id worker host pid process since age_s deadline remaining_s holders"
+    of_holder = "task_id worker host pid process since age_s deadline remaining_s"
+    assert " ".join(unknown) == f"{of_holder} holders rate starts next_start_s"
     assert (rows["free"]["waiting"], rows["free"]["task"]) == (1, TASK + "waiting")
     assert documented_fields("list --json") == set(rows["running"])
 
@@ -451,6 +464,10 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["release", "--done", "t:{a}", "--task", "a"], "give a KEY"),
         (["release", "--done", "--queued", "--task", "a"], "give a KEY"),
         (["release", "--task", "a"], "give a KEY"),
+        (["release", "--starts"], "with --starts the former"),
+        (["release", "--starts", "--task", "a"], "give a KEY"),
+        (["release", "--starts", "--done", "t:{a}"], "give a KEY"),
+        (["release", "--starts", "--queued", "--task", "a"], "give a KEY"),
         (["release", "--done", "tests.cliapp.dayly", "7"], "did you mean tests.cliapp.daily?"),
         # What is neither a task nor a lock is no lock that is free.
         (["release", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
@@ -747,6 +764,9 @@ def test_list_says_how_many_permits_are_held(cli):
         "held",
         "limit",
         "holders",
+        "rate",
+        "starts",
+        "next_start_s",
     }
     assert not SetnxLock(cli.locks, cli.key("several"), line=True).acquire().acquired
     assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 1/1 +1"
@@ -928,6 +948,126 @@ def test_release_of_a_permit_lets_the_first_in_line_run(cli, caplog):
     result = ask("release", f"{held[0].key}#2", "--yes", "--force", ends=0)
     assert "Others wait in line; the first has its turn." in result.stdout
     assert f"{held[0].key} is handed to task t-9" in caplog.text
+
+
+# a pace
+
+
+def test_list_says_that_a_lock_is_paced(cli):
+    """One that is free, and that no call may have yet; when the next may start is its deadline."""
+    key = cli.start(ago=55)
+    cli.park("paced")
+    cli.start(count=1, customer=8)  # another may start at once: there is nothing to see
+    result = ask("list")
+    _heading, line = result.stdout.splitlines()
+    assert re.fullmatch(rf"{TASK}paced  paced  -  +in [2-5]\.\d s +-  +1  +-  +-  +{re.escape(key)}", line)
+    assert result.stderr == "1 lock under t:{...}.\n"
+    (row,) = ask_json("list")
+    assert (row["state"], row["rate"], row["starts"], row["held"]) == ("paced", [2, 60.0], 2, 0)
+    assert 0 < row["next_start_s"] < 5
+    assert ask("list", "--stale").stdout == ""
+
+
+def test_list_says_that_permits_are_free_though_their_pace_allows_no_start(cli):
+    """The row is about the pace; but trouble comes first."""
+    about = {"info": {"task": TASK + "paced_several"}, "limit": 3, "rate": (2, 60), "lease": 600}
+    for _ in range(2):
+        assert SetnxLock(cli.locks, cli.key("paced_several"), **about).acquire().acquired
+    assert re.split("  +", ask("list").stdout.splitlines()[1])[1:5] == ["paced 2/3", "-", "in 1 min 0 s", "-"]
+    (row,) = ask_json("list")
+    assert [row["state"], *(one["state"] for one in row["holders"])] == ["paced", "running", "running"]
+    age(cli.locks, cli.key("paced_several"), 40)
+    dead = SetnxLock(cli.locks, cli.key("paced_several"), **{**about, "info": DEAD, "rate": None}).acquire()
+    assert dead.acquired
+    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 3/3"
+    age(cli.locks, cli.key("paced_several"), 600, living=[dead.lock.token])
+    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 3/3"
+
+
+def test_show_says_how_many_starts_count(cli):
+    """Of how many, and when the next may be."""
+    cli.start(count=1)
+    assert re.search(r"^state     free\n(?:.*\n)?starts    1 of 2 in 60 s$", show_paced(), re.MULTILINE)
+    cli.start(count=1)
+    assert re.search(r"^starts    2 of 2 in 60 s; the next may be in (59 s|1 min 0 s)$", show_paced(), re.M)
+    assert "\nstate     paced\n" in show_paced()
+    cli.hold("sync")
+    assert "starts" not in ask("show", TASK + "sync", "7").stdout
+
+
+def show_paced() -> str:
+    """What is shown of the paced key."""
+    return str(ask("show", TASK + "paced", "7").stdout)
+
+
+BECOMES_PACED = {
+    "paced": "it would wait in line, at place 1, and be woken when its turn has come .on_conflict='auto'",
+    "paced_several": "it would come back after (59 s|1 min 0 s), and then after up to 60 s each time",
+    "paced_skips": "it would be skipped: it succeeds with its skip_result, and does nothing .on_conflict=",
+}
+
+
+@pytest.mark.parametrize("task", BECOMES_PACED)
+def test_why_says_when_the_next_call_may_start_and_what_becomes_of_this_one(cli, task):
+    """The pace is in the way of what nobody holds; a start that is left is a yes."""
+    cli.start(task, count=1)
+    ask("why", TASK + task, "7", ends=0)
+    cli.start(task, count=1)
+    told = ask("why", TASK + task, "7", ends=1).stdout
+    because = r"No: its pace allows the next start in (59 s|1 min 0 s) \(starts: 2 of 2 in 60 s\)\."
+    assert re.match(rf"{because}\n  A call now: {BECOMES_PACED[task]}", told), told
+    found = json.loads(ask("why", TASK + task, "7", "--json", ends=1).stdout)
+    assert (found["runs"], found["state"], found["starts"]) == (False, "paced", 2)
+    age(cli.locks, cli.key(task), 60)
+    ask("why", TASK + task, "7", ends=0)
+
+
+@pytest.mark.parametrize(
+    ("where", "lease", "says"),
+    [
+        (ELSEWHERE, 600, r"its lock is held\.\n(.*\n)*  Nor does its pace allow a start: 2 of 2 in 60 s;"),
+        (DEAD, 600, r"its pace allows the next start in "),
+        (ELSEWHERE, 10, r"its pace allows the next start in "),
+    ],
+    ids=["held", "dead", "stale"],
+)
+def test_why_knows_that_a_take_over_is_paced_too(cli, where, lease, says):
+    """A lock that the call could have had, but for its pace; and one that is held all the same."""
+    cli.start(count=1)
+    info = {**where, "task": TASK + "paced", "task_id": "t-1"}
+    assert SetnxLock(cli.locks, cli.key("paced"), info=info, rate=(2, 60), lease=lease).acquire().acquired
+    age(cli.locks, cli.key("paced"), 20)
+    told = ask("why", TASK + "paced", "7", ends=1).stdout
+    assert re.match(f"No: {says}", told), told
+
+
+def test_why_goes_by_the_rate_of_the_app_and_names_another(cli):
+    """While a deploy changes it: what a call of this app would find."""
+    for _ in range(2):
+        SetnxLock(cli.locks, cli.key("paced"), rate=(9, 60.0)).acquire().lock.release()
+    told = ask("why", TASK + "paced", "7", ends=1).stdout
+    assert "(starts: 2 of 2 in 60 s)" in told
+    assert "  The rate is 2 in 60 s for this app, and 9 in 60 s for who used the lock last: a deploy" in told
+    SetnxLock(cli.locks, cli.key("sync"), rate=(1, 60.0)).acquire().lock.release()
+    told = ask("why", TASK + "sync", "7", ends=0).stdout
+    assert "  The rate is none for this app, and 1 in 60 s for who used the lock last" in told
+
+
+def test_release_of_starts_lets_calls_start_at_once(cli, caplog):
+    """They are shown, asked about, and forgotten; the first in line has its turn."""
+    key = cli.start()
+    refused = ask("release", key, ends=1).stderr
+    assert f"Nothing to release: {key} is free. Its pace allows no start (2 of 2 in 60 s; the next" in refused
+    assert "see release --starts.\n" in refused
+    cli.park("paced")
+    assert ask("release", "--starts", key, answer="n\n", ends=1).stderr == "Not forgotten.\n"
+    assert ask_json("show", key)["starts"] == 2
+    result = ask("release", "--starts", TASK + "paced", "7", answer="y\n", ends=0)
+    assert f"Starts of {key}: 2 of 2 in 60 s; the next may be in " in result.stdout
+    assert "Forgot 2 starts.\nOthers wait in line; as many as may start have their turn.\n" in result.stdout
+    assert f"2 starts of {key} were forgotten by hand, by " in caplog.text
+    assert f"{key} is handed to task t-9" in caplog.text
+    assert "no start of" in ask("release", "--starts", TASK + "sync", "7", ends=1).stderr
 
 
 # what is not to reach a terminal

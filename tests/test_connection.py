@@ -170,7 +170,8 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
 NEEDED = [
     *("eval", "evalsha", "time", "get", "mget", "exists", "set", "getset"),
     *("del", "pttl", "pexpire", "pexpireat"),
-    *("zadd", "zrem", "zrange", "zrangebyscore", "zcount", "zrank", "zscore", "hset", "hget", "hdel"),
+    *("zadd", "zrem", "zremrangebyscore", "zrange", "zrangebyscore", "zrevrange"),
+    *("zcount", "zrank", "zscore", "hset", "hget", "hdel"),
 ]
 
 

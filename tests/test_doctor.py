@@ -17,7 +17,9 @@ from celery_setnx.doctor import server as doctor
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
 from celery_setnx.doctor.trial import trial_name
+from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.record import Terms
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
@@ -238,6 +240,7 @@ FORBIDDEN = r"'{0}'|\([a-z ]*{0}|{0} is forbidden|'eval"
         ([">other", "<pw"], "connection", "error", "invalid username-password pair"),
         # Each command was really tried, those of a take-over and of a line included.
         (["-getset"], "permissions", "error", FORBIDDEN.format("getset")),
+        (["-zrevrange"], "permissions", "error", FORBIDDEN.format("zrevrange")),
         (["-zrange"], "permissions", "error", FORBIDDEN.format("zrange")),
         (["-pexpireat"], "permissions", "error", FORBIDDEN.format("pexpireat")),
         (["-evalsha", "-eval"], "permissions", "error", FORBIDDEN.format("evalsha")),
@@ -282,6 +285,18 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     assert expired.level == "warning"
     assert "Locks that expired unreleased: 1;" in expired.what
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
+
+
+def test_calls_that_wait_for_their_pace_are_counted(app, locks):
+    """Nothing is wrong with them; they are told from those that wait for a holder."""
+    for key, rate in (("aa", (1, 60.0)), ("bb", None)):
+        held = SetnxLock(locks, f"setnx:{{examined.work:{key}}}", rate=rate).acquire().lock
+        place = Place(f"setnx:{{examined.work:{key}}}", "t-1", 0, remember=60, terms=Terms(1, *(rate or ())))
+        park(locks, place, since=1.0, call="")
+        if rate:
+            held.release()
+    (told,) = findings(app, "locks")
+    assert told.what == "Locks held: 1; calls that wait in line: 2, 1 of them for their pace."
 
 
 def test_permits_are_looked_at_one_by_one(app, locks, foreign_keys):

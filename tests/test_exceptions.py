@@ -23,6 +23,7 @@ from celery_setnx import (
 from tests.test_wording import EVIL, controls
 
 HOLDER = {"task_id": "id-1", "description": "proj.t[id-1] on w (pid 1), running since now"}
+PACED = {"state": "paced", "description": "its pace of 10 in 60 s until then"}
 ALL = [
     SetnxError("x"),
     OptionError("x"),
@@ -66,6 +67,17 @@ def test_messages_name_task_key_holder_and_remedy():
     assert "gave up after waiting 7.2 s (max_wait)" in str(ALL[5])
     assert "Stop what it protects" in str(ALL[6])
     assert "Grant its user what is missing, or point setnx_url" in str(ALL[8])
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_messages_of_a_pace_say_when_a_call_may_start(limit):
+    """Nobody holds the lock, however many may."""
+    back = "setnx:{proj.t} is held back by its pace of 10 in 60 s until then, for 4.2 s more."
+    error = AlreadyRunning("proj.t", "setnx:{proj.t}", PACED, 4.25, limit)
+    assert str(error) == f"proj.t may not start yet: {back}"
+    error = LockTimeout("proj.t", "setnx:{proj.t}", PACED, 4.25, 7.25, limit)
+    assert str(error) == f"proj.t gave up after waiting 7.2 s (max_wait): {back}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize("error", ALL[2:], ids=lambda e: type(e).__name__)

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_setnx import SetnxLock, metrics, signals
 from celery_setnx.keys import digest
 from celery_setnx.lock.names import key_name
+from celery_setnx.lock.record import Holder
 from celery_setnx.lock.survey import survey
 from celery_setnx.metrics import FIGURES
 from tests.harness import Worker, age, wait_until
@@ -233,6 +234,22 @@ def test_prometheus_twice_counts_every_figure_once(app):
     send_each(app)
     assert read(generate_latest(registry).decode()) == EACH
     assert read(generate_latest(others).decode()) == {}
+
+
+def test_conflicts_with_nothing_but_the_pace_are_counted_apart(app):
+    """They are conflicts, too; one can tell the calls that wait from those that are skipped."""
+    registry = CollectorRegistry()
+    metrics.prometheus(app, registry=registry, waiters=False)
+    about = {"sender": app.tasks["shop.settle"], "task_id": "1", "key": "k", "remaining_s": 1.0}
+    for state, policy in (("paced", "wait"), ("paced", "skip"), ("running", "wait")):
+        signals.lock_conflict.send(**about, policy=policy, holder=Holder("", 1.0, 0, state, None))
+    counts = read(generate_latest(registry).decode())
+    assert counts == {
+        ("conflicts_total", "shop.settle", "wait"): 2,
+        ("conflicts_total", "shop.settle", "skip"): 1,
+        ("paced_total", "shop.settle", "wait"): 1,
+        ("paced_total", "shop.settle", "skip"): 1,
+    }
 
 
 def test_figures_stand_when_redis_cannot_be_asked(app, caplog):

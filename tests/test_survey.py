@@ -19,13 +19,25 @@ from celery_setnx.lock.names import (
     permit_names,
     permits_name,
     record_name,
+    starts_name,
     take_over_name,
 )
 from celery_setnx.lock.process import identity
-from celery_setnx.lock.survey import BATCH, NOT_TEXT, drop, last_holder, look, survey, waiters
+from celery_setnx.lock.record import PLAIN, Terms
+from celery_setnx.lock.survey import (
+    BATCH,
+    NOT_TEXT,
+    Sighting,
+    drop,
+    forget_starts,
+    last_holder,
+    look,
+    survey,
+    waiters,
+)
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
 from examples.embedded import EmbeddedServer
-from tests.harness import age, lock_keys
+from tests.harness import age, lock_keys, server_us
 
 KEY = key_name("t", "app.sync", digest([7]))
 
@@ -222,7 +234,7 @@ def test_survey_sees_permits_beyond_a_limit_that_was_lowered(locks):
     assert not SetnxLock(locks, KEY, limit=2).acquire().acquired
     (seen,) = survey(locks, "t")
     assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1, 2], 2)
-    assert [one.permit for one in seen.within(2).holders] == [0, 1]
+    assert [one.permit for one in seen.under(Terms(2)).holders] == [0, 1]
     locks.delete(permits_name(KEY))
     (seen,) = survey(locks, "t")
     assert ([one.permit for one in seen.holders], seen.limit, seen.has_several) == ([0, 1, 2], 1, True)
@@ -283,6 +295,105 @@ def test_survey_of_locks_with_one_permit_asks_what_it_did():
         with commands(locks) as several:
             assert len(list(survey(locks, "t"))) == 52
         assert several == {"scan": several["scan"], "time": 1, "mget": 1 + 2}
+
+
+def start(locks: redis.Redis, count: int, limit: int = 1, rate: tuple[int, float] = (2, 60)) -> None:
+    """So many calls that have started and ended."""
+    for _ in range(count):
+        lock = SetnxLock(locks, KEY, info={"task": "app.sync"}, limit=limit, rate=rate).acquire().lock
+        assert lock is not None
+        lock.release()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_survey_sees_the_starts_of_a_free_lock(locks, count):
+    """How many there were of how many there may be, and when the next may be."""
+    start(locks, count)
+    for seen in (*survey(locks, "t"), look(locks, KEY)):
+        assert (seen.key, seen.holder, seen.mark, seen.waiting) == (KEY, None, None, 0)
+        assert (seen.terms, seen.limit, seen.started) == (Terms(1, 2, 60.0), 1, count)
+        assert seen.is_paced == (count == 2)
+        if count == 2:
+            assert seen.next_start == pytest.approx(seen.starts[0] + 60, abs=1e-5)
+        else:
+            assert seen.next_start is None
+    assert len(list(survey(locks, "t"))) == 1
+
+
+def test_next_start_that_is_seen_is_that_which_a_refused_call_is_told(locks):
+    """With one permit and with several, and as the window moves on."""
+    for rate in ((2, 60.0), (3, 60.0)):
+        start(locks, 1, rate=rate)
+        age(locks, KEY, 20)
+        start(locks, rate[0] - 1, limit=3, rate=rate)
+        seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=3, rate=rate).acquire()
+        assert told.paced
+        assert seen.next_start == pytest.approx(told.server_time + told.remaining_s, abs=1e-3)
+        age(locks, KEY, 41)  # the first one counts no more
+        seen = look(locks, KEY)
+        assert (seen.next_start, seen.started) == (None, rate[0] - 1)
+        locks.flushdb()
+
+
+def test_lock_that_is_held_is_not_paced_though_its_pace_allows_no_start(locks):
+    """Its holder is in the way, until it has released; with several permits nobody is where one is free."""
+    start(locks, 1)
+    held = SetnxLock(locks, KEY, rate=(2, 60)).acquire().lock
+    seen = look(locks, KEY)
+    assert (seen.is_paced, seen.next_start is None, seen.started) == (False, False, 2)
+    held.release()
+    assert look(locks, KEY).is_paced
+    assert look(locks, KEY).under(Terms(1, 5, 60.0)).next_start is None  # a call that may start more often
+    assert look(locks, KEY).under(PLAIN).next_start is None
+    locks.flushdb()
+    several = [SetnxLock(locks, KEY, limit=3, rate=(2, 60)).acquire().lock for _ in range(2)]
+    assert look(locks, KEY).is_paced
+    assert several[1].permit == 1
+
+
+def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
+    """It is about to; if no start is left but that one, the next may be as soon as it has been."""
+    start(locks, 1, limit=2)
+    park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 2, 60.0)), since=time.time(), call="")
+    assert SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)).serve(knows_terms=True).heir is not None
+    seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(2, 60)).acquire()
+    assert [holder.state for holder in seen.holders] == ["handed"]
+    assert (seen.started, told.paced) == (2, True)
+    assert seen.next_start == pytest.approx(told.server_time + told.remaining_s, abs=1e-3)
+
+
+def test_start_that_is_later_than_now_is_none(locks):
+    """The clock was set back: scripts drop it."""
+    start(locks, 2)
+    locks.zadd(starts_name(KEY), {"later": server_us(locks) + 3600e6})
+    seen = look(locks, KEY)
+    assert (seen.started, len(seen.starts)) == (2, 3)
+    assert 0 < seen.next_start - seen.server_time <= 60
+
+
+@pytest.mark.parametrize("forget", ["permits", "kind"])
+def test_survey_survives_starts_of_which_it_knows_no_pace(locks, forget):
+    """`:permits` may lapse before them; another program may have a key of that name."""
+    start(locks, 2)
+    locks.delete(permits_name(KEY) if forget == "permits" else starts_name(KEY))
+    if forget == "kind":
+        locks.set(starts_name(KEY), "7", ex=60)
+    assert [seen.key for seen in survey(locks, "t")] == ([KEY] if forget == "permits" else [])
+    seen = look(locks, KEY)
+    assert (seen.next_start, seen.started, seen.is_paced) == (None, 0, False)
+    if forget == "permits":
+        assert seen.under(Terms(1, 2, 60.0)).is_paced
+
+
+def test_starts_that_were_seen_are_forgotten(locks):
+    """Those that came later count on."""
+    start(locks, 2, rate=(3, 60))
+    seen = look(locks, KEY)
+    start(locks, 1, rate=(3, 60))
+    assert forget_starts(locks, seen) == 2
+    assert (look(locks, KEY).started, locks.zcard(starts_name(KEY))) == (1, 1)
+    assert forget_starts(locks, seen) == 0
+    assert forget_starts(locks, Sighting(KEY, "app.sync", "", 0.0)) == 0
 
 
 @pytest.mark.slow

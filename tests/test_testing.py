@@ -31,7 +31,7 @@ from celery_setnx import (
 )
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import done_name, permit_names, permits_name
+from celery_setnx.lock.names import done_name, permit_names, permits_name, starts_name
 from celery_setnx.signals import lock_acquired, lock_taken_over
 from celery_setnx.testing import (
     Held,
@@ -365,6 +365,56 @@ def test_hold_takes_a_permit_each(app):
         with guarded(app):
             assert task.apply(["a"]).get() == 1
     assert_released(app)
+
+
+def test_hold_is_a_start_of_a_task_with_a_rate(app, locks):
+    """As many as the pace allows; one that is released counts still, until the window has passed."""
+    task = task_of(app, limit=3, rate=(2, 60))
+    with hold(task, "a") as first, hold(task, "a"):
+        paced = r"may not start yet: .* held back by its pace of 2 in 60 s until .*, for \d+\.\d s more\."
+        with pytest.raises(AlreadyRunning, match=paced) as refused, hold(task, "a"):
+            pytest.fail("three starts of two")
+        assert refused.value.holder["state"] == "paced"
+        assert 50 < refused.value.remaining_s <= 60
+        first.release()
+        with guarded(app):
+            assert task.apply(["a"]).state == "RETRY"
+            assert task.apply(["b"]).get() == 1
+    assert_released(app)
+
+
+@pytest.mark.parametrize("of", ["holder", "call", "task", "app"])
+def test_starts_count_no_more_when_time_has_passed(app, locks, of):
+    """Those of the locks that are meant, also where nobody holds one, and `:permits` has lapsed."""
+    task = task_of(app, limit=2, rate=(2, 60))
+    with hold(task, "a") as held, guarded(app):
+        assert task.apply(["a"]).get() == 1
+        assert task.apply(["b"]).get() == 2
+        if of != "holder":
+            held.release()
+            locks.delete(permits_name(held.key))
+        what = {"holder": (held,), "call": (task, "a"), "task": (task,), "app": (app,)}[of]
+        pass_time(59, *what)
+        assert task.apply(["a"]).state == "RETRY"
+        pass_time(1, *what)
+        assert task.apply(["a"]).get() == 3
+        before = locks.zrange(starts_name(task.lock_key("b")), 0, -1, withscores=True)
+        pass_time(60, task, "a")
+        assert locks.zrange(starts_name(task.lock_key("b")), 0, -1, withscores=True) == before
+
+
+def test_starts_are_no_leftover_and_are_cleared(app, locks):
+    """Of ended calls nothing else is there; a test that follows begins with a new window."""
+    task = task_of(app, rate="1/d", on_conflict="skip")
+    with guarded(app):
+        assert task.apply(["a"]).get() == 1
+        assert_released(app)
+        assert_released(task, "a")
+        assert locks.exists(starts_name(task.lock_key("a")))
+        assert is_skipped(task.apply(["a"]).get())
+        assert clear(app) == 3  # the record, what is known of the permits, the starts
+        assert not lock_keys(locks)
+        assert task.apply(["a"]).get() == 2
 
 
 @pytest.mark.clock  # a lease is renewed while it really runs

@@ -119,6 +119,15 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_command_that_is_no_script_is_answered_by_every_kind_of_client(own, kind):
+    """It has no number of keys: a cluster's client, and any other, is asked as it stands."""
+    with kind(own.port) as client:
+        assert ask(client, ("GET", "nothing")) is None
+        assert ask(client, ("ZREM", "nothing", "1#0")) == 0
+        assert ask_many(client, [("GET", "nothing"), (*ECHO, "a")]) == [None, b"a"]
+
+
 def test_interrupted_exchange_leaves_no_reply_behind(client, own):
     """The reply that was not read would be the next one's."""
     assert echo(client, "before")

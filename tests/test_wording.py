@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 
 from celery_setnx.exceptions import LockLost, LockRefused
-from celery_setnx.wording import printable, sentence, unstopped
+from celery_setnx.wording import held, printable, sentence, unstopped
 from tests.harness import raising
 
 EVIL = "\x1b]0;OWNED\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\u2028\x7f\r\nINFO all is well"
@@ -76,6 +76,20 @@ def test_what_is_not_printable_is_escaped(text, shown):
     """All else stays as it is."""
     assert printable(text) == shown
     assert printable(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("limit", "paced", "words"),
+    [
+        (1, False, "k is held by h"),
+        (5, False, "k is held 5 times, for longest by h"),
+        (1, True, "k is held back by h"),
+        (5, True, "k is held back by h"),
+    ],
+)
+def test_lock_is_held_by_somebody_or_back_by_its_pace(limit, paced, words):
+    """By one, by as many as may, or by nobody."""
+    assert held("k", "h", limit, paced=paced) == words
 
 
 def test_words_of_an_error_are_quoted_with_one_full_stop_or_none():

@@ -85,9 +85,9 @@ def list_(ctx: click.Context, /, task: str | None, as_json: bool, **chosen: bool
     """List the locks: task, state, age, deadline, process, who waits, holder.
 
     A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
-    says how many are held ("3/5"), and the row is the holder's that needs a look first. Whether a process is
-    dead is known on its own host. Reads by SCAN, so it may run in production. A terminal gets what fits its
-    width.
+    says how many are held ("3/5"), and the row is the holder's that needs a look first. The deadline of a
+    free one that is paced is when the next call may start. Whether a process is dead is known on its own
+    host. Reads by SCAN, so it may run in production. A terminal gets what fits its width.
     """
     if sum(chosen.values()) > 1:
         raise click.UsageError(
@@ -136,8 +136,8 @@ def show(
 ) -> None:
     """Show all that is known of one lock.
 
-    Its record, its last take-over, its mark, who waits in line, and which
-    call has succeeded and counts.
+    Its record, its starts, its last take-over, its mark, who waits in line,
+    and which call has succeeded and counts.
 
     Give its key, or a task and a call's arguments. Each of ARGS is JSON, or else text; name=value is a
     keyword argument. Put -- before arguments that begin with a dash. What this leaves ambiguous, give by
@@ -207,12 +207,13 @@ def why(
 @_of_call
 @click.option("--queued", is_flag=True, help="Free the marks of a task, as a purge leaves them behind.")
 @click.option("--done", is_flag=True, help="Forget that a call has succeeded, or all calls of a task.")
+@click.option("--starts", is_flag=True, help="Forget when calls of a key have started (rate).")
 @click.option("--task", metavar="NAME", help="The task that --queued or --done is about.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Release even what a living process may hold.")
 @click.pass_context
 def release(ctx: click.Context, /, target: str | None, task: str | None, **given: Any) -> None:
-    """Release a lock by hand, free the marks of a task, or forget successes.
+    """Release a lock by hand, free the marks of a task, or forget successes or starts.
 
     The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
     permits those are released that are abandoned; KEY#3 names permit 3 alone.
@@ -222,22 +223,33 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     in line has its turn.
     """
     queued, done, yes, force = (given.pop(name) for name in ("queued", "done", "yes", "force"))
-    if (target is None) == (task is None) or (target is None and queued == done) or (target and queued):
+    starts = given.pop("starts")
+    is_odd = (target is None and queued == done) or (target and queued) or (starts and done)
+    if (target is None) == (task is None) or is_odd or (starts and task):
         raise click.UsageError(
-            "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either"
+            "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with "
+            "--starts the former"
         )
     from celery_setnx.cli.asked import loaded, permit_of, sight
-    from celery_setnx.cli.byhand import forget_done_call, forget_done_of, free_marks, release_lock
+    from celery_setnx.cli.byhand import (
+        forget_done_call,
+        forget_done_of,
+        forget_starts_of,
+        free_marks,
+        release_lock,
+    )
 
     app = loaded(ctx.obj.app)
     if target is None:
         (forget_done_of if done else free_marks)(app, str(task), yes=yes)
-    elif not done and (found := permit_of(app, target)):
+    elif not (done or starts) and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         if done:
             forget_done_call(app, sighting.key, yes=yes)
+        elif starts:
+            forget_starts_of(app, sighting, yes=yes)
         else:
             release_lock(app, sighting, yes=yes, force=force)
 

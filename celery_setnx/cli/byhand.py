@@ -1,4 +1,4 @@
-"""Locks, marks and successes, by hand: shown, asked about, and dropped if they are still what was shown."""
+"""Locks, marks, starts and successes, by hand: shown, asked about, and dropped if they are what was shown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from celery import Celery
 
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.cli.asked import also_under, find, find_done, look_at, prefix, unknown
-from celery_setnx.cli.describe import fate, many, of_permits, span, until
+from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.marks import Mark, forget_each, free_all
-from celery_setnx.lock.survey import Sighting, Success, drop, success_of
+from celery_setnx.lock.survey import Sighting, Success, drop, forget_starts, success_of
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
@@ -51,6 +51,8 @@ def release_lock(
         more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
         if done := success_of(client_for(app), sighting.key):
             more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
+        if sighting.is_paced:
+            more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
         name = sighting.key if permit is None else f"{sighting.key}#{permit}"
         raise NotReleased(f"Nothing to release: {name} is free.{more}")
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
@@ -92,9 +94,16 @@ def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) ->
             outcome="by_hand",
             held_s=None,
         )
-    if look_at(app, key).waiting:  # else a call that comes just now would meet us
-        let_the_line_go_on(app, dropped[0].task, key)
+    if _let_the_line_go_on(app, dropped[0].task, key):
         say("Others wait in line; the first has its turn.")
+
+
+def _let_the_line_go_on(app: Celery, task: str, key: str) -> bool:
+    """Let the line of a lock go on: whether anybody waits."""
+    if not look_at(app, key).waiting:  # else a call that comes just now would meet us
+        return False
+    let_the_line_go_on(app, task, key)
+    return True
 
 
 def _number(sighting: Sighting) -> int:
@@ -153,6 +162,22 @@ def forget_done_call(app: Celery, key: str, *, yes: bool) -> None:
         raise NotReleased(f"Not forgotten: {key} has changed meanwhile. Look again.")
     _note(app, "%s, done as %s, was forgotten by hand, by %s.", key, shown.task_id, _user())
     say(f"Forgot {shown.task_id}.")
+
+
+def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
+    """Show how many starts of a key count, ask, and forget those that were shown: the next may be at once."""
+    key = sighting.key
+    if not sighting.starts:
+        raise NotReleased(f"Nothing to forget: no start of {key} is noted.")
+    say(f"Starts of {key}: {of_starts(sighting) or len(sighting.starts)}.")
+    say("  Without them as many calls may start at once as in a new window.")
+    if not yes and not click.confirm("Forget them?"):
+        raise NotReleased("Not forgotten.")
+    count = forget_starts(client_for(app), sighting)
+    _note(app, "%d starts of %s were forgotten by hand, by %s.", count, key, _user())
+    say(f"Forgot {many(count, 'start')}.")
+    if _let_the_line_go_on(app, sighting.task, key):
+        say("Others wait in line; as many as may start have their turn.")
 
 
 def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:

@@ -24,8 +24,7 @@ DONE_COLUMNS = ("TASK", "COUNTS", "TASK ID", "KEY")
 
 _ON_CONFLICT = {
     "skip": "it would be skipped: it succeeds with its skip_result, and does nothing",
-    "retry": "it would come back after {options.retry_delay:g} s, and then after up to "
-    "{options.retry_delay_max:g} s each time",
+    "retry": "it would come back after {first}, and then after up to {options.retry_delay_max:g} s each time",
     "wait": "it would wait in line, at place {place}, and be woken when its turn has come",
     "join": "it would wait in line, and end with the holder's result",
     "raise": "it would fail with AlreadyRunning",
@@ -34,10 +33,13 @@ _ON_CONFLICT = {
 
 def row(sighting: Sighting) -> dict[str, Any]:
     """A lock as plain JSON values, under the names that docs/cli.md promises."""
-    found = _row_of_holder(sighting)
+    found = {**_row_of_holder(sighting), "state": _state(sighting)}
     found["held"] = len(sighting.holders)
     found["limit"] = sighting.limit
     found["holders"] = list(map(_row_of_permit, sighting.of_each())) if sighting.has_several else None
+    found["rate"] = [sighting.terms.starts, sighting.terms.period_s] if sighting.terms.starts else None
+    found["starts"] = sighting.started if sighting.terms.starts else None
+    found["next_start_s"] = rounded(_next_start_s(sighting))
     return found
 
 
@@ -95,31 +97,55 @@ def done_row(success: Success) -> dict[str, Any]:
 
 def cells(sighting: Sighting) -> list[str]:
     """A lock as the cells of a table, one for each of `COLUMNS`."""
+    state, waiting = _state(sighting), str(sighting.waiting or "-")
+    permits = of_permits(sighting, " ")
+    if state == "paced":  # that is in the way, and no holder
+        next_start = f"in {span(_next_start_s(sighting))}"
+        return [sighting.task, f"{state}{permits}", "-", next_start, "-", waiting, "-", "-", sighting.key]
     holder = sighting.holder
-    state = (holder.state if holder else "free") + of_permits(sighting, " ")
-    task_id = str((holder and holder.task_id) or "-")
-    waiting, process = str(sighting.waiting or "-"), sighting.process or "-"
+    task_id, process = str((holder and holder.task_id) or "-"), sighting.process or "-"
     return [
-        *(sighting.task, state, span(sighting.age_s), _deadline(sighting), process, waiting),
+        *(sighting.task, f"{state}{permits}", span(sighting.age_s), _deadline(sighting), process, waiting),
         *(task_id, _where(holder), sighting.key),
     ]
+
+
+def _state(sighting: Sighting) -> str:
+    """The state of a lock in one word: its holder's, unless only its pace keeps calls out."""
+    if sighting.is_paced and not _is_trouble(sighting):
+        return "paced"
+    return sighting.holder.state if sighting.holder else "free"
+
+
+def _next_start_s(sighting: Sighting) -> float | None:
+    """Seconds until the next call may start; None if its pace allows it now, or it has none."""
+    next_start = sighting.next_start
+    return None if next_start is None else next_start - sighting.server_time
+
+
+def of_starts(sighting: Sighting) -> str:
+    """How many starts count of how many there may be, and when the next may be; nothing without a pace."""
+    if not sighting.terms.starts:
+        return ""
+    next_start_s = _next_start_s(sighting)
+    then = "" if next_start_s is None else f"; the next may be in {span(next_start_s)}"
+    return f"{sighting.started} of {sighting.terms.pace}{then}"
 
 
 def of_permits(sighting: Sighting, before: str = "") -> str:
     """How many permits are held of how many: "3/5"; of a limit that was lowered "3/3 +2". Nothing of one."""
     if not sighting.has_several:
         return ""
-    within = len(sighting.within(sighting.limit).holders)
+    within = len(sighting.under(sighting.terms).holders)
     beyond = len(sighting.holders) - within
     return f"{before}{within}/{sighting.limit}" + (f" +{beyond}" if beyond else "")
 
 
 def style(sighting: Sighting) -> dict[str, Any]:
     """How a lock's row looks: red if its holder will not come back, or never ends; dim if nobody runs."""
-    holder = sighting.holder
     if _is_trouble(sighting):
         return {"fg": "red"}
-    return {"dim": True} if holder is None or holder.state not in ("running", "foreign") else {}
+    return {} if _state(sighting) in ("running", "foreign") else {"dim": True}
 
 
 def worst_first(sighting: Sighting) -> tuple[bool, int, float]:
@@ -187,7 +213,7 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
     yield f"task      {sighting.task}"
     yield f"scope     {sighting.scope}"
     if holder is None:
-        yield "state     free"
+        yield f"state     {_state(sighting)}"
         if last is not None:
             yield f"last      {last['description']}, fence {last['fence']}"
     elif not sighting.has_several:
@@ -198,6 +224,8 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
             number = one.holder.permit if one.holder else 0
             yield f"permit {number}" + (", beyond the limit" if number >= sighting.limit else "")
             yield from (f"  {line}" for line in _page_of(one, one.holder))
+    if starts := of_starts(sighting):
+        yield f"starts    {starts}"
     take_over = details["last_take_over"]
     if take_over is not None:
         ago = span(sighting.server_time - take_over["at"])
@@ -247,7 +275,7 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting, done: Success
 def verdict(guard: Guard, sighting: Sighting, done: Success | None) -> tuple[bool, list[str]]:
     """Whether a call would run now, and why, the main reason first."""
     options = guard.options
-    limit, own = options.limit, sighting.within(options.limit)
+    limit, own = options.limit, sighting.under(options.terms)
     if options.dedupe and sighting.mark:
         because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
         lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
@@ -263,7 +291,22 @@ def verdict(guard: Guard, sighting: Sighting, done: Success | None) -> tuple[boo
         runs, reasons = _verdict_of_several(guard, own, in_line)
     else:
         runs, reasons = _verdict_of_one(guard, own, own.holder, in_line)
-    return runs, [*reasons, *_deploy(sighting, limit)]
+    if own.next_start is not None and (runs or own.is_paced):
+        runs, reasons = False, _verdict_of_pace(options, own)
+    elif own.next_start is not None:
+        reasons.append(f"Nor does its pace allow a start: {of_starts(own)}.")
+    return runs, [*reasons, *_deploy(sighting, options)]
+
+
+def _verdict_of_pace(options: Options, sighting: Sighting) -> list[str]:
+    """Why a call would not run that could have the lock, or a permit."""
+    next_start_s, starts = _next_start_s(sighting), f"{sighting.started} of {sighting.terms.pace}"
+    before = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
+    return [
+        f"its pace allows the next start in {span(next_start_s)} (starts: {starts}).",
+        *before,
+        _on_conflict(options, sighting, next_start_s),
+    ]
 
 
 def _verdict_of_one(
@@ -425,15 +468,24 @@ def _ends(sighting: Sighting) -> float:
     return float("inf") if sighting.remaining_s is None else sighting.remaining_s
 
 
-def _deploy(sighting: Sighting, limit: int) -> Iterator[str]:
-    """That others use the lock under another limit, and what that comes to."""
-    beyond = len(sighting.holders) - len(sighting.within(limit).holders)
+def _deploy(sighting: Sighting, options: Options) -> Iterator[str]:
+    """That others use the lock under another limit or rate, and what that comes to."""
+    limit, terms, others = options.limit, options.terms, sighting.terms
+    beyond = len(sighting.holders) - len(sighting.under(terms).holders)
     if beyond:
         yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They keep no call out."
-    if sighting.limit != limit and (sighting.holders or sighting.waiting):
+    if not (sighting.holders or sighting.waiting or sighting.starts):
+        return
+    if others.limit != limit:
         yield (
-            f"The limit is {limit} for this app, and {sighting.limit} for who used the lock last: a deploy, "
+            f"The limit is {limit} for this app, and {others.limit} for who used the lock last: a deploy, "
             "or tasks that share the scope under different limits."
+        )
+    if others[1:] != terms[1:]:
+        own, other = (of.pace if of.starts else "none" for of in (terms, others))
+        yield (
+            f"The rate is {own} for this app, and {other} for who used the lock last: a deploy, or tasks "
+            "that share the scope under different rates."
         )
 
 
@@ -446,19 +498,20 @@ def _duplicate(options: Options, task_id: str) -> str:
     return f"The caller would get the result of {task_id} (on_duplicate='return')."
 
 
-def _on_conflict(options: Options, sighting: Sighting) -> str:
-    """What becomes of a call that meets this lock."""
+def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None) -> str:
+    """What becomes of a call that meets this lock; `in_s`: seconds until the next start, if it is paced."""
     policy = options.on_conflict
     if callable(policy):
         return f"A call now: its on_conflict, {_name(policy)}, decides."
     also = ""
-    if policy == "auto" and options.dedupe == "until_started":
+    if policy == "auto" and options.may_wait:
         policy = "wait"
     elif policy == "auto":
         policy, also = "skip", "; as a step of a workflow (chain, chord, link) it would come back later"
     if options.max_wait is not None and policy in ("retry", "wait", "join"):
         also = f"; after {options.max_wait:g} s it fails with LockTimeout"
-    text = _ON_CONFLICT[policy].format(options=options, place=sighting.waiting + 1)
+    first = f"{options.retry_delay:g} s" if options.retry_delay >= (in_s or 0.0) else span(in_s)
+    text = _ON_CONFLICT[policy].format(options=options, place=sighting.waiting + 1, first=first)
     return f"A call now: {text}{also} (on_conflict={options.on_conflict!r})."
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from math import ceil
 from string import Formatter
 from typing import Any, Literal
 
@@ -77,6 +78,7 @@ def check_tasks(app: Celery) -> list[Finding]:
         found += _redelivery_findings(app, task, guard)
         found += _waiting_findings(task, guard)
         found += _done_findings(app, task, guard)
+        found += _rate_findings(task, guard)
     if guarded and app.conf.task_always_eager:
         found.append(
             warn(
@@ -88,6 +90,7 @@ def check_tasks(app: Celery) -> list[Finding]:
         )
     found += _scope_findings(guarded)
     found += _limit_findings(guarded)
+    found += _rates_findings(guarded)
     if guarded:
         return found or [ok("tasks", f"Guarded tasks: {len(guarded)}; their options go together.")]
     return found or [
@@ -293,6 +296,8 @@ def _results_kept_s(app: Celery) -> float:
 def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
     """Options that do nothing beside the others, and why."""
     policy = options.on_conflict
+    if policy == "auto" and options.rate:
+        policy = "wait"
     if policy in ("skip", "raise"):
         yield "max_wait", f"on_conflict={policy!r} does not wait"
     may_skip = options.dedupe == "until_started" or options.dedupe_for  # what nobody asked when it was sent
@@ -321,6 +326,63 @@ def _limit_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
                 f"{max(of_task.values())} run at a time, and a call that knows of fewer waits for the first.",
                 "Give them the same limit, or scopes of their own.",
             )
+
+
+def _rates_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
+    """Tasks that share a scope, under different rates."""
+    paces: dict[str, dict[str, str]] = {}
+    for task, guard in guarded:
+        terms = guard.options.terms
+        pace = f"rate {terms.pace}" if terms.starts else "no rate"
+        paces.setdefault(guard.scope_of({}), {})[task.name] = pace
+    for scope, of_task in paces.items():
+        if len(set(of_task.values())) > 1:
+            told = ", ".join(f"{name} ({pace})" for name, pace in of_task.items())
+            yield warn(
+                "rate",
+                f"Tasks share the scope {scope!r} under different rates: {told}.",
+                "They share the starts of a key, and each call goes by its own rate: one without starts at "
+                "once, and counts for nobody.",
+                "Give them the same rate, or scopes of their own.",
+            )
+
+
+def _rate_findings(task: Task, guard: Guard) -> Iterator[Finding]:
+    """A rate that cannot be reached, or that a call cannot wait for; and another of Celery's own."""
+    options, terms = guard.options, guard.options.terms
+    if not terms.starts:
+        return
+    at_least_for = options.at_least_for
+    most = terms.limit * ceil(terms.period_s / at_least_for) if at_least_for else terms.starts
+    if most < terms.starts:
+        yield warn(
+            "rate",
+            f"{task.name} has a rate of {terms.pace}, and at_least_for={at_least_for:g}.",
+            f"Each permit is kept for that long: no more than {most} calls start in {terms.period_s:.12g} s, "
+            "and the rate has no effect.",
+            "Remove the rate, lower at_least_for, or raise the limit.",
+        )
+    if (max_wait := options.max_wait) is not None and _waits(options) and max_wait < terms.period_s:
+        yield note(
+            "rate",
+            f"{task.name} has a rate of {terms.pace}, and a max_wait of {max_wait:g} s.",
+            f"The next start may be as late as {terms.period_s:.12g} s after the last: a call that waits for "
+            f"it for more than {max_wait:g} s fails with LockTimeout.",
+            "Nothing, if such calls are to fail; else set max_wait to the period or more.",
+        )
+    if task.rate_limit:
+        yield note(
+            "rate",
+            f"{task.name} has a rate of {terms.pace}, and Celery's rate_limit of {task.rate_limit}.",
+            "The rate is that of a key, over all workers. rate_limit is that of the task in each worker by "
+            "itself, whatever the key, and holds back calls before they ask for their lock.",
+            "Remove rate_limit, unless each worker is to go slow as well.",
+        )
+
+
+def _waits(options: Options) -> bool:
+    """True if a call that its pace keeps out comes later."""
+    return options.on_conflict in ("auto", "retry", "wait", "join")
 
 
 def _scope_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:

@@ -340,12 +340,13 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
 
 def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
-    held = waiting = marks = 0
+    held = waiting = paced = marks = 0
     dead, lapses_s = [], 0.0
     for seen in survey(client, own.prefix):
         if seen.scope == TRIAL:  # another's, that runs now, or was killed
             continue
         waiting += seen.waiting
+        paced += seen.waiting if seen.is_paced else 0
         if seen.mark is not None:
             marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
         held += seen.count_held()
@@ -362,7 +363,8 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
                 )
             elif holder is not None and one.is_stale and holder.state in ("running", "held_for_retry"):
                 dead.append(one)
-    yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}.")
+    for_pace = f", {paced} of them for their pace" if paced else ""
+    yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}{for_pace}.")
     if dead:
         oldest = min(dead, key=lambda seen: seen.remaining_s or 0.0)
         yield warn(

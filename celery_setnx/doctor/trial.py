@@ -25,6 +25,7 @@ from celery_setnx.lock.names import (
     permit_names,
     permits_name,
     record_name,
+    starts_name,
     ticket_name,
 )
 from celery_setnx.lock.record import ORIGINAL, task_token
@@ -78,7 +79,9 @@ def trial_name(prefix: str) -> str:
 
 
 def try_lock(client: redis.Redis, name: str) -> None:
-    """Try what a task does with its lock: a take-over, a renewal, a line, permits, a mark. Nothing stays."""
+    """Try what a task does with its lock: a take-over, a renewal, a line, permits, a pace, a mark. Nothing
+    stays.
+    """
     lines = f"{name.partition(':{')[0]}:lines:check"
     try:
         _try_verbs(client, name)
@@ -121,13 +124,14 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
 
 
 def _try_permits(client: redis.Redis, name: str) -> None:
-    """Hold both permits of a lock that has two, renew them and give them back."""
-    lock = SetnxLock(client, name, limit=2)
+    """Hold both permits of a lock that has two and a pace, renew them and give them back."""
+    lock = SetnxLock(client, name, limit=2, rate=(2, 5.0))
     held = [outcome.lock for outcome in (lock.acquire(), lock.acquire()) if outcome.lock is not None]
     for one in held:
         one.renew()
     lock.look()
     for one in held:
+        one.take_start_back()
         one.release()
 
 
@@ -151,7 +155,7 @@ def _try_marks(client: redis.Redis, key: str) -> None:
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
     beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
-    permits = (*permit_names(key, 1), permits_name(key))
+    permits = (*permit_names(key, 1), permits_name(key), starts_name(key))
     with suppress(*REDIS_ERRORS):
         for name in (key, *beside, *line_names(key), *permits, lines):
             try:

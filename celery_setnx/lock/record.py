@@ -46,7 +46,7 @@ class Terms(NamedTuple):
     @property
     def pace(self) -> str:
         """How many may start within how long."""
-        return f"{self.starts} in {self.period_s:g} s"
+        return f"{self.starts} in {self.period_s:.12g} s"
 
     def __str__(self) -> str:
         return f"{self.limit}:{self.starts}/{round(self.period_s * US)}" if self.starts else str(self.limit)

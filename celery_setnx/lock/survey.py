@@ -21,10 +21,11 @@ from celery_setnx.lock.names import (
     permits_name,
     record_name,
     scope_and_digest,
+    starts_name,
 )
 from celery_setnx.lock.process import fate_of
-from celery_setnx.lock.record import Holder, Waiter, parse_holder, parse_permits
-from celery_setnx.lock.scripts import Script, is_cluster
+from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, parse_holder, parse_permits
+from celery_setnx.lock.scripts import Script, is_cluster, reply_to
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""
@@ -37,6 +38,8 @@ NOT_TEXT = "(not a string)"
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
 _PERMIT = re.compile(r"#([1-9]\d?)")
+_SLACK_S = 1.0  # by which a cluster's clocks may differ: a start that seems to come later than now counts
+_HANDED_S = 1.0  # in which a call is expected to start that was handed a permit
 _DROP = Script("drop")
 
 
@@ -57,8 +60,11 @@ class Sighting:
         mark_ends_s: Seconds until the mark lapses; None if there is none.
         waiting: How many tasks wait in line.
         raw: Value and record as Redis has them, for `drop`; then those of each further permit, by number.
-        limit: How many permits there are for newcomers; 1 if no client that knows of more has used it lately.
+        terms: On which terms newcomers have it; one at a time, as often as you like, if no client that knows
+            of others has used it lately.
         of_several: Who has the permits of a lock that has more than one, by number.
+        starts: When calls have started (Unix seconds), if they are paced, the first one first: all that
+            count, and perhaps older ones.
     """
 
     key: str
@@ -70,8 +76,14 @@ class Sighting:
     mark_ends_s: float | None = None
     waiting: int = 0
     raw: tuple[bytes | None, ...] = field(default=(None, None), repr=False)
-    limit: int = 1
+    terms: Terms = PLAIN
     of_several: tuple[Holder, ...] = ()
+    starts: tuple[float, ...] = ()
+
+    @property
+    def limit(self) -> int:
+        """How many permits there are for newcomers."""
+        return self.terms.limit
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -132,10 +144,45 @@ class Sighting:
         for holder in self.holders:
             yield replace(self, holder=holder, of_several=(holder,))
 
-    def within(self, limit: int) -> Sighting:
-        """What a call that knows of so many permits finds: those beyond them are none of its."""
-        holders = tuple(holder for holder in self.holders if holder.permit < limit)
-        return replace(self, holder=_first_to_look_at(holders, self.server_time), of_several=holders)
+    def under(self, terms: Terms) -> Sighting:
+        """What a call finds that has the lock on these terms: permits beyond their limit are none of its."""
+        holders = tuple(holder for holder in self.holders if holder.permit < terms.limit)
+        first = _first_to_look_at(holders, self.server_time)
+        return replace(self, terms=terms, holder=first, of_several=holders)
+
+    @property
+    def started(self) -> int:
+        """How many starts count now, those among them that are about to come: a permit is handed to them."""
+        since = self.server_time - self.terms.period_s
+        return sum(at > since for at in self._past_starts()) + self._count_handed()
+
+    @property
+    def next_start(self) -> float | None:
+        """When the next call may start (server time); None if its pace allows it now, or it has none."""
+        starts, now = self.terms.starts, self.server_time
+        if not starts:
+            return None
+        left = starts - self._count_handed()
+        last = self._past_starts()[-max(left, 1) :]
+        at = last[0] + self.terms.period_s if len(last) == max(left, 1) else 0.0
+        if left < 1:
+            at = max(at, now + min(self.terms.period_s, _HANDED_S))
+        return at if at > now else None
+
+    @property
+    def is_paced(self) -> bool:
+        """True if a permit is free, and no call may start."""
+        return self.count_held() < self.limit and self.next_start is not None
+
+    def _past_starts(self) -> Sequence[float]:
+        """The starts that scripts count: where the clock was set back, some are later than now."""
+        latest = self.server_time + _SLACK_S
+        return [at for at in self.starts if at <= latest] if self.terms.starts else ()
+
+    def _count_handed(self) -> int:
+        """How many calls are about to start, as a permit is kept for them."""
+        each = ((one.holder, one.is_stale) for one in self.of_each())
+        return sum(holder is not None and holder.state == "handed" and not stale for holder, stale in each)
 
 
 @dataclass(frozen=True)
@@ -156,7 +203,7 @@ class Success:
 
 
 def survey(client: Any, prefix: str) -> Iterator[Sighting]:
-    """Every lock, mark and line under a prefix, by key.
+    """Every lock, mark and line under a prefix, and every key whose starts are noted, by key.
 
     The names are collected first, so one that comes meanwhile may be missing, and one that goes is left out.
     What a release leaves behind for a minute is no lock. Locks that the user has named (`SetnxLock`) are
@@ -167,14 +214,16 @@ def survey(client: Any, prefix: str) -> Iterator[Sighting]:
     while batch := list(islice(keys, BATCH)):
         lines = [key for key in batch if named.has_line[key]]
         permits = {key: named.permits[key] for key in batch if key in named.permits} if named.permits else {}
-        for sighting in _look(client, batch, lines, permits):
-            if sighting.holder is not None or sighting.mark is not None or sighting.waiting:
+        paced = [key for key in batch if key in named.paced] if named.paced else []
+        for sighting in _look(client, batch, lines, permits, paced):
+            is_there = sighting.holder is not None or sighting.mark is not None
+            if is_there or sighting.waiting or sighting.starts:
                 yield sighting
 
 
 def look(client: Any, key: str) -> Sighting:
     """What there is of one lock now; a free one has no holder."""
-    return _look(client, [key], [key], {key: None})[0]
+    return _look(client, [key], [key], {key: None}, [key])[0]
 
 
 def successes(client: Any, prefix: str) -> Iterator[Success]:
@@ -221,22 +270,34 @@ def drop(client: redis.Redis, sighting: Sighting) -> bool:
     return bool(word == "dropped")
 
 
+def forget_starts(client: redis.Redis, sighting: Sighting) -> int:
+    """Forget the starts that were seen, so that they count no more: how many. Later ones count."""
+    if not sighting.starts:
+        return 0
+    last_us = str(round(sighting.starts[-1] * US))
+    return int(reply_to(client, "ZREMRANGEBYSCORE", starts_name(sighting.key), "-inf", last_us))
+
+
 class _Names(NamedTuple):
     """What SCAN has named.
 
     Attributes:
         has_line: The keys that have a lock, a mark or a line, and whether it is a line.
-        permits: The keys that have, or had, more than one permit, and the numbers of those that are there.
+        permits: The keys that have, or had, more than one permit, or a pace; and the numbers of those permits
+            that are there.
+        paced: The keys whose starts are noted.
     """
 
     has_line: dict[str, bool]
     permits: dict[str, set[int]]
+    paced: set[str]
 
 
 def _names(client: Any, prefix: str) -> _Names:
     """What there is under a prefix, by name. SCAN may name one twice."""
     has_line: dict[str, bool] = {}
     permits: dict[str, set[int]] = {}
+    paced: set[str] = set()
     pattern = f"{_escaped(prefix)}:{{*"
     for name in client.scan_iter(match=pattern, count=BATCH):
         base, brace, what = _text(name).rpartition("}")
@@ -246,10 +307,13 @@ def _names(client: Any, prefix: str) -> _Names:
             has_line[base + brace] = True
         elif brace and what == ":permits":
             permits.setdefault(base + brace, set())
+        elif brace and what == ":starts":
+            has_line.setdefault(base + brace, False)
+            paced.add(base + brace)
         elif what[:1] == "#" and (permit := _PERMIT.fullmatch(what)):
             has_line.setdefault(base + brace, False)
             permits.setdefault(base + brace, set()).add(int(permit[1]))
-    return _Names(has_line, permits)
+    return _Names(has_line, permits, paced)
 
 
 def _successes(client: Any, keys: Sequence[str]) -> Iterator[Success]:
@@ -262,42 +326,77 @@ def _successes(client: Any, keys: Sequence[str]) -> Iterator[Success]:
             yield Success(key, scope_and_digest(key)[0], _text(task_id), max(0, _int(ttl_ms)) / 1000)
 
 
+class _Beside(NamedTuple):
+    """What the second look has found of those locks that have it, by key; and what is no string, by name."""
+
+    foreign: set[str]
+    mark_ends_s: dict[str, float]
+    waiting: dict[str, int]
+    starts: dict[str, tuple[float, ...]]
+    raws: dict[str, tuple[bytes | None, ...]]
+
+
 def _look(
-    client: Any, keys: Sequence[str], lines: Sequence[str], permits: Mapping[str, set[int] | None]
+    client: Any,
+    keys: Sequence[str],
+    lines: Sequence[str],
+    permits: Mapping[str, set[int] | None],
+    paced: Sequence[str],
 ) -> list[Sighting]:
     """What there is of each lock, in two round trips: the second for what few locks have.
 
-    `permits`: the locks that may have several, and the numbers of those that are there, if that is known.
+    `permits`: the locks that may have several, and the numbers of those that are there, if that is known;
+    `paced`: those that may have starts.
     """
     server_time, found, texts = _read(client, keys, list(permits))
-    unread = [key for key, (value, _, _) in zip(keys, found) if value is None]
-    marked = [key for key, (_, _, mark) in zip(keys, found) if mark is not None]
     in_use = {key: _permits_of(texts[key], there) for key, there in permits.items()}
-    several = [key for key, (highest, _) in in_use.items() if highest > 1]
+    several = {key: count for key, (count, _) in in_use.items() if count > 1}
+    marked = [key for key, (_, _, mark) in zip(keys, found) if mark is not None]
+    unread = [key for key, (value, _, _) in zip(keys, found) if value is None]
+    beside = _look_beside(client, unread, marked, lines, paced, several)
+    foreign = beside.foreign | _foreign_permits(client, beside.raws, permits)
+    sightings = []
+    for key, (value, record, mark) in zip(keys, found):
+        raw: tuple[bytes | None, ...] = (value, record)
+        holders: tuple[Holder, ...] = ()
+        if key not in several:
+            holder = _holder(NOT_TEXT if key in foreign else _text(value), _text(record), server_time)
+        else:
+            raw = beside.raws[key]
+            holders = _holders(key, raw, foreign, server_time)
+            holder = _first_to_look_at(holders, server_time)
+        scope, digest = scope_and_digest(key)
+        queued = (_text(mark), beside.mark_ends_s.get(key), beside.waiting.get(key, 0))
+        seen = Sighting(key, scope, digest, server_time, holder, *queued, raw, of_several=holders)
+        if key in in_use or key in beside.starts:
+            terms = in_use[key][1] if key in in_use else PLAIN
+            seen = replace(seen, terms=terms, starts=beside.starts.get(key, ()))
+        sightings.append(seen)
+    return sightings
+
+
+def _look_beside(
+    client: Any,
+    unread: Sequence[str],
+    marked: Sequence[str],
+    lines: Sequence[str],
+    paced: Sequence[str],
+    several: Mapping[str, int],
+) -> _Beside:
+    """What there is beside the locks that may have it; `several`: how many permits those may have."""
     asked: list[tuple[str, ...]] = [("TYPE", key) for key in unread]
     asked += [("PTTL", mark_name(key)) for key in marked]
     asked += [("ZCOUNT", line_names(key)[0], *IN_LINE) for key in lines]
-    asked += [("MGET", *_names_of(key, in_use[key][0])) for key in several]
+    asked += [("ZRANGEBYSCORE", starts_name(key), "-inf", "+inf", "WITHSCORES") for key in paced]
+    asked += [("MGET", *_names_of(key, count)) for key, count in several.items()]
     answers = iter(_ask(client, asked))
-    foreign = {key for key, kind in zip(unread, answers) if _text(kind) not in ("none", "string")}
-    mark_ends_s = {key: max(0, _int(ttl_ms)) / 1000 for key, ttl_ms in zip(marked, answers)}
-    waiting = {key: _int(count) for key, count in zip(lines, answers)}
-    raws = {key: tuple(_checked(values)) for key, values in zip(several, answers)}
-    foreign |= _foreign_permits(client, raws, permits)
-    sightings = []
-    for key, (value, record, mark) in zip(keys, found):
-        raw, limit = (value, record), 1
-        holders: tuple[Holder, ...] = ()
-        if key not in raws:
-            holder = _holder(NOT_TEXT if key in foreign else _text(value), _text(record), server_time)
-        else:
-            raw, limit = raws[key], in_use[key][1]
-            holders = _holders(key, raw, foreign, server_time)
-            holder = _first_to_look_at(holders, server_time)
-        beside = (_text(mark), mark_ends_s.get(key), waiting.get(key, 0))
-        scope, digest = scope_and_digest(key)
-        sightings.append(Sighting(key, scope, digest, server_time, holder, *beside, raw, limit, holders))
-    return sightings
+    return _Beside(
+        {key for key, kind in zip(unread, answers) if _text(kind) not in ("none", "string")},
+        {key: max(0, _int(ttl_ms)) / 1000 for key, ttl_ms in zip(marked, answers)},
+        {key: _int(count) for key, count in zip(lines, answers)},
+        {key: _times(found) for key, found in zip(paced, answers)},
+        {key: tuple(_checked(values)) for key, values in zip(several, answers)},
+    )
 
 
 def _read(
@@ -322,10 +421,10 @@ def _read(
     return _seconds(clock), found, dict(zip(several, map(_text, texts)))
 
 
-def _permits_of(text: str | None, there: set[int] | None) -> tuple[int, int]:
-    """How many permits of a lock may be there, and how many there are for newcomers."""
+def _permits_of(text: str | None, there: set[int] | None) -> tuple[int, Terms]:
+    """How many permits of a lock may be there, and the terms for newcomers."""
     highest, terms = parse_permits(text)
-    return max(highest, terms.limit, 1 + max(there or (), default=0)), terms.limit
+    return max(highest, terms.limit, 1 + max(there or (), default=0)), terms
 
 
 def _names_of(key: str, count: int) -> tuple[str, ...]:
@@ -410,6 +509,14 @@ def _seconds(clock: tuple[int, int]) -> float:
 
 def _int(reply: Any) -> int:
     return reply if isinstance(reply, int) else 0  # an error: the key is not of our kind
+
+
+def _times(reply: Any) -> tuple[float, ...]:
+    """The times in a sorted set; none of an error: the key is not of our kind."""
+    if not isinstance(reply, list):
+        return ()
+    pairs = reply if reply and isinstance(reply[0], (list, tuple)) else zip(reply[::2], reply[1::2])
+    return tuple(float(at_us) / US for _, at_us in pairs)
 
 
 def _text(item: Any) -> Any:

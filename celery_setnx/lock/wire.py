@@ -29,6 +29,7 @@ Command = tuple[Any, ...]
 """Text: hiredis (3.5) crashes if a signal's handler raises while it makes text of a number."""
 
 _POOLS = (redis.ConnectionPool, SentinelConnectionPool)
+_WITH_COUNT = ("EVAL", "EVALSHA")
 _DEAD = (redis.ConnectionError, redis.TimeoutError)
 
 
@@ -189,7 +190,7 @@ def _is_dead(connection: Any) -> bool:
 
 def _with_count(command: Command) -> Command:
     """With a number for a script's number of keys: by it redis-py 5.0 finds the node of a cluster."""
-    return *command[:2], int(command[2]), *command[3:]
+    return (*command[:2], int(command[2]), *command[3:]) if command[0] in _WITH_COUNT else command
 
 
 def _packed(connection: Any, command: Command) -> list[bytes]:

@@ -89,8 +89,8 @@ class Conflict:
     @property
     def reason(self) -> str:
         """That the lock is held, and by whom, in words."""
-        is_own = self.holder.task_id == self.call.task_id
-        return held(self.key, self.holder, 1 if is_own or self.outcome.paced else self.options.limit)
+        is_own, is_paced = self.holder.task_id == self.call.task_id, self.holder.state == "paced"
+        return held(self.key, self.holder, 1 if is_own else self.options.limit, paced=is_paced)
 
     def skip(self) -> Any:
         """The `skip_result`; to be returned as the task's result."""
@@ -143,7 +143,7 @@ class Conflict:
             AlreadyRunning: Always.
         """
         about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-        raise AlreadyRunning(*about, 1 if self.outcome.paced else self.options.limit)
+        raise AlreadyRunning(*about, self.options.limit)
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, or for its pace, however long it takes."""
@@ -157,7 +157,7 @@ class Conflict:
         max_wait = self.options.max_wait
         if max_wait is not None and self.waited_s >= max_wait:
             about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-            raise LockTimeout(*about, self.waited_s, 1 if self.outcome.paced else self.options.limit)
+            raise LockTimeout(*about, self.waited_s, self.options.limit)
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         come_back(self.task, self.call, countdown, self.reason, own=own)

@@ -117,7 +117,7 @@ class _Parking:
             remember=remember_s(self.app, options),
             epoch=self.look_within(outcome.remaining_s),
         )
-        self.reason = held(call.key, self.holder, 1 if outcome.paced else options.limit)
+        self.reason = held(call.key, self.holder, options.limit, paced=self.holder.state == "paced")
         self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
 
     def look_within(self, holds_s: float | None) -> str:

@@ -50,6 +50,10 @@ def report(month): ...
 def reindex(name): ...
 
 
+@app.task(base=SingletonTask, singleton={"rate": "10/m"})
+def notify(partner): ...
+
+
 @app.task(base=SingletonTask, singleton={"key": "user_id", "dedupe": "until_done", "dedupe_for": 86400})
 def remind(user_id): ...
 """
@@ -79,6 +83,7 @@ COMMANDS: list[Run | Elsewhere] = [
     Run(_APP + r"release (setnx:\S+|KEY)", 1, "Nothing to release"),
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
     Run(_APP + r"release --done (--task )?shop\.remind( 42)?", 1, "Nothing to forget"),
+    Run(_APP + r"release --starts shop\.notify partner", 1, "Nothing to forget"),
     Elsewhere(r"echo \$\?", f"{_CLI}::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"),
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere("make demo", ".ci/run: make -C"),
