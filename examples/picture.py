@@ -1,4 +1,4 @@
-"""Draws what has just happened: the demo's take-over after a kill -9, five calls of a tenant at a time, or ten a minute.
+"""Draws what has just happened: the demo's take-over after a kill -9, five calls of a tenant, ten a minute.
 
 python -m examples.picture docs/take-over.svg
 python -m examples.picture docs/five-at-a-time.svg
@@ -30,7 +30,7 @@ RUNS, RENEWED, LEASE, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#f6e3a8", "#6e77
 NEXT = "#4ac26b"  # what runs, too: so that two bodies, one right after the other, are seen to be two
 LIVES_S = 1.2
 LANES, LANE, NAMES = 30, 32, 95
-"""Of permits and workers: where the first one's row is, how far they are apart, and how wide their names are."""
+"""Of permits and workers: where the first row is, how far they are apart, and how wide their names are."""
 WINDOWS = (0, 5, 10)
 """After which starts of a rate begin the windows that are drawn."""
 
@@ -150,7 +150,7 @@ def permits(entries: list[dict[str, Any]], limit: int, lease_s: float) -> str:
 
 
 def starts(entries: list[dict[str, Any]], period_s: float, workers: tuple[str, ...]) -> str:
-    """Which calls of a partner started when, and how many in three of the windows, from the journal of the example."""
+    """Which calls of a partner started when, and how many in some windows, from the journal of the example."""
     acme = [entry for entry in entries if entry["partner"] == "acme"]
     begun = [entry for entry in acme if entry["what"] == "starts"]
     ended = [entry["us"] for entry in acme if entry["what"] == "ends"]
@@ -178,7 +178,7 @@ def starts(entries: list[dict[str, Any]], period_s: float, workers: tuple[str, .
         picture.text(picture.x(moment) + (8 if anchor == "start" else -8), LANES - 8, said, DEAD, anchor)
     return picture.svg(
         "Ten calls of a partner start, by two workers, and the others wait until the window has moved on: no "
-        f"window of {period_s:g} s has more than ten starts. One call is answered with 429, and starts again later"
+        f"window of {period_s:g} s has more than ten starts. One call is answered with 429, and starts again"
     )
 
 

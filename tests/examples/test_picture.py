@@ -107,7 +107,8 @@ def test_picture_of_the_rate_shows_no_window_with_more_than_ten_starts():
     lanes = bars(SVGS["ten-a-minute"])
     windows = [bar for row in lanes.values() for bar in row if bar.what == LEASE]
     bodies = [row for row in lanes.values() if all(bar.what in (RUNS, NEXT) for bar in row)]
-    assert len(bodies) == 2 and all(len(row) > 2 for row in bodies)
+    assert len(bodies) == 2
+    assert all(len(row) > 2 for row in bodies)
     starts = sorted(bar.left for row in bodies for bar in row)
     period = windows[0].right - windows[0].left
     within = [sum(left <= start < left + period - 0.21 for start in starts) for left in starts]
