@@ -150,7 +150,7 @@ def permits(entries: list[dict[str, Any]], limit: int, lease_s: float) -> str:
 
 
 def starts(entries: list[dict[str, Any]], period_s: float, workers: tuple[str, ...]) -> str:
-    """Which calls of a partner started when, and how many in some windows, from the journal of the example."""
+    """Which calls of a partner started when, and how many in some windows, from the journal."""
     acme = [entry for entry in entries if entry["partner"] == "acme"]
     begun = [entry for entry in acme if entry["what"] == "starts"]
     ended = [entry["us"] for entry in acme if entry["what"] == "ends"]

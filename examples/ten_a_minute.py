@@ -1,7 +1,7 @@
 """At most ten starts of a partner's calls in any minute, over two workers: `python -m examples.ten_a_minute`.
 
-Six seconds play the minute. The calls of two partners are sent, and one is answered with 429. Starts are noted
-in a journal, by the lock server's clock; that is printed and checked at the end.
+Six seconds play the minute. The calls of two partners are sent, and one is answered with 429. Starts are
+noted in a journal, by the lock server's clock; that is printed and checked at the end.
 """
 
 import json
