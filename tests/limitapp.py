@@ -18,6 +18,7 @@ BROKER_DB = 7
 # A broker of its own, as the other workers of a test run do not know these tasks; nor do other apps.
 app: Celery = make_app("limitapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 LIMIT = int(app.conf.get("test_limit") or 5)
+RATE = (int(app.conf.get("test_starts") or 10), 1)
 OPTIONS = {"key": "name", "limit": LIMIT, "lease": 600, "retry_delay": 0.05, "retry_delay_max": 0.3}
 # Two hundred that retry three times a second are more than a busy machine can do.
 SELDOM = {"retry_delay_max": 3}
@@ -101,6 +102,21 @@ late = {
     "retry": variant("late_retries", on_conflict="retry", lease=4, celery=LATE, **SELDOM),
 }
 paced = variant("paced", limit=10, rate=(50, 2))
+# Two at a time, and two in ten minutes: a test says that those have passed.
+slow = {
+    "auto": variant("slow", limit=2, rate=(2, 600)),
+    "skip": variant("slow_skips", limit=2, rate=(2, 600), on_conflict="skip"),
+    "raise": variant("slow_raises", limit=2, rate=(2, 600), on_conflict="raise"),
+    "join": variant("slow_joins", limit=1, rate=(2, 600), on_conflict="join"),
+    "again": variant("slow_again", retry_once, limit=2, rate=(2, 600)),
+}
+quick = {
+    "wait": variant("quick_waits", limit=5, rate=RATE, lease=4, celery=LATE),
+    "retry": variant("quick_retries", limit=5, rate=RATE, lease=4, on_conflict="retry", celery=LATE),
+    "load": variant("quick_load", circulate, limit=5, rate=RATE),
+    "held": variant("quick_held", retry_once, limit=1, rate=(1, 2), hold_on_retry=True),
+}
+paced_step = variant("paced_step", then, limit=5, rate=RATE)
 circulates = variant("circulates", circulate, on_conflict="wait")
 step = variant("step", then, on_conflict="wait")
 

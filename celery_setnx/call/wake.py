@@ -93,9 +93,11 @@ def let_the_line_go_on(
     """Hand a lock that nobody living has to the first in line, and wake that one.
 
     `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
-    lock is kept for it.
+    lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, with a
+    client of its own, says that itself.
     """
-    serve = _service_of(app, task, key, client or client_for(app))
+    guard = known_guard(app, task)
+    serve = _service_of(guard, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
         if served.holder is not None and _is_dead(app, served.holder):
@@ -103,23 +105,23 @@ def let_the_line_go_on(
         wake(app, served.heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break
+    if client is None and guard is not None and guard.options.rate and served.heir is None:
+        within = next_look(served)
+        if within is not None:
+            look_within(app, task, key, within)
     return served
 
 
 def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
     """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
     wake_all(app, lock)
-    if not lock.terms.starts:
-        return
-    with suppress(SetnxError):  # a sweep sees to it
-        within = next_look(let_the_line_go_on(app, task, lock.name))
-        if within is not None:
-            look_within(app, task, lock.name, within)
+    if lock.terms.starts:
+        with suppress(SetnxError):  # a sweep sees to it
+            let_the_line_go_on(app, task, lock.name)
 
 
-def _service_of(app: Celery, task: str, key: str, client: redis.Redis) -> Callable[..., Served]:
-    """What serves the line of a lock, on the terms of a task if that is known here."""
-    guard = _guard_of(app, task)
+def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
+    """What serves the line of a lock, on the terms of its task if that is known here."""
     if guard is None:
         return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
     options = guard.options
@@ -129,7 +131,7 @@ def _service_of(app: Celery, task: str, key: str, client: redis.Redis) -> Callab
 
 def place_of(app: Celery, call: Call, remember: float) -> Place:
     """A call's place in the line; if its task is known here, with the terms on which it may run."""
-    guard = _guard_of(app, call.task)
+    guard = known_guard(app, call.task)
     place = call.place(remember)
     return place if guard is None else replace(place, terms=guard.options.terms)
 
@@ -189,7 +191,7 @@ def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
 def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
     """Free a lock again that was handed to one whose call was not sent: it has its place again."""
     with suppress(SetnxError):  # else that is over when the hand-over is
-        _service_of(app, task, key, client_for(app))(unsent=heir.task_id)
+        _service_of(known_guard(app, task), key, client_for(app))(unsent=heir.task_id)
     look_within(app, task, key, _UNSENT_S)
 
 
@@ -225,7 +227,7 @@ def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
     return call, message
 
 
-def _guard_of(app: Celery, task: str) -> Guard | None:
+def known_guard(app: Celery, task: str) -> Guard | None:
     """The guard of a `SingletonTask` by its name; None if there is none here."""
     return getattr(app.tasks.get(task), "_guard", None)
 
@@ -233,5 +235,5 @@ def _guard_of(app: Celery, task: str) -> Guard | None:
 def is_of_its_scope(app: Celery, call: Call) -> bool:
     """True if the call's key is of a scope that its task has."""
     scope = scope_and_digest(call.key)[0]
-    guard = _guard_of(app, call.task)
+    guard = known_guard(app, call.task)
     return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))

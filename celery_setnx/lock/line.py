@@ -9,7 +9,7 @@ the first that acquires the lock, and no other.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,7 +115,7 @@ class Claimed(NamedTuple):
     Attributes:
         epoch: What tells these data from those before Redis lost them.
         until_us: Until when the lines are claimed; to be given back to `settle`.
-        next_s: Seconds until it is time to look at another; None if there is none.
+        next_s: Seconds until another of a task that has a rate is due; None if that is not soon.
         lines: Names of a task whose calls wait, and of their lock.
     """
 
@@ -130,9 +130,14 @@ def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: fl
     return str(_DUE(client, (lines,), f"{task}\n{key}", round(within * 1e6), _LINES_MS, _new_epoch())[0])
 
 
-def claim(client: redis.Redis, lines: str, tasks: Iterable[str]) -> Claimed:
-    """Claim the lines of some tasks that it is time to look at: nobody else does for a moment."""
-    found = _SWEEP(client, (lines,), round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), *tasks)
+def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collection[str] = ()) -> Claimed:
+    """Claim the lines of some tasks that it is time to look at: nobody else does for a moment.
+
+    `paced` are those of them that have a rate: their lines are to be looked at to the moment.
+    """
+    names = (*paced, *(name for name in tasks if name not in paced))
+    about = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), len(paced))
+    found = _SWEEP(client, (lines,), *about, *names)
     epoch, until_us, next_us, *entries = found
     pairs = [entry.partition("\n") for entry in entries]
     next_s = int(next_us) / 1e6 if next_us else None

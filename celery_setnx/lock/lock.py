@@ -70,7 +70,8 @@ _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in
 _ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve", asks_pace=True)
 _FREE, _LOOK = PermitScript("free"), PermitScript("look")
 _RENEW, _RELEASE, _HOLD = map(Script, ("renew", "release", "hold"))
-MOST_PERMITS = 100
+MOST_PERMITS, MOST_STARTS = 100, 1000
+_LONGEST_S = 366 * DAY_S  # between two starts
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
 
@@ -228,7 +229,7 @@ class HeldLock:
     def take_start_back(self) -> None:
         """Have the acquisition count as no start, because nothing has begun under it."""
         if self._lock.terms.starts:
-            start = f"{self._since_us}#{self.permit}"
+            start = f"{self._since_us}#{self.permit}#{self.fence}"
             reply_to(self.client, "ZREM", starts_name(self._lock.name), start)
 
     def hold(self, lease: float) -> Released:
@@ -291,8 +292,8 @@ class SetnxLock:
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
-        ValueError: A lease that is not positive, a negative retention, a limit out of range, or a name whose
-            record would live in another slot.
+        ValueError: A lease that is not positive, a negative retention, a limit or a rate out of range, or a
+            name whose record would live in another slot.
 
     Example:
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
@@ -324,9 +325,7 @@ class SetnxLock:
         self.clock = clock
         self.mark = mark
         self.limit = limit
-        self.terms = Terms(limit, *(rate or ()))
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
-            raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
+        self.terms = _terms(name, limit, rate)
         self._wakes = line or mark is not None  # else nobody does to whom the lock would be handed
         self.line = line_names(name) if self._wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
@@ -794,6 +793,15 @@ def _renew(
         for held in locks
     ]
     return _RENEW.many(client, calls)
+
+
+def _terms(name: str, limit: int, rate: tuple[int, float] | None) -> Terms:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_PERMITS:
+        raise ValueError(f"the limit of {name!r} must be a whole number from 1 to 100, not {limit!r}")
+    starts, period_s = rate or (0, 0.0)
+    if rate is not None and not (1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S):
+        raise ValueError(f"the rate of {name!r} must be 1 to 1000 in 1 ms to 366 days, not {rate!r}")
+    return Terms(limit, starts, period_s)
 
 
 def _of_permit(holder: Holder | None, permit: int) -> Holder | None:

@@ -24,7 +24,7 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.call.wake import let_the_line_go_on, lines_of, next_look
+from celery_setnx.call.wake import known_guard, let_the_line_go_on, lines_of, next_look
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
@@ -36,12 +36,13 @@ logger = logging.getLogger("celery_setnx")
 SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
+_EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
 
 
 class Swept(NamedTuple):
-    """What came of a sweep: how many lines were due, and in how many seconds another is, if that is known."""
+    """What came of a sweep: how many lines were due, and in how many seconds one is that cannot wait."""
 
     lines: int
     next_s: float | None
@@ -104,10 +105,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             is_early, wait_s = wait_s < usual_s, SWEEP_S * random.uniform(0.8, 1.0)
             usual_s = wait_s
             try:
-                swept = self.sweep(app)
+                swept = self.sweep(app, is_early=is_early)
                 # When the next is due; but whoever came for one that another has looked at waits as usual.
                 if swept.next_s is not None and (swept.lines or not is_early):
-                    wait_s = min(wait_s, swept.next_s)
+                    wait_s = min(wait_s, max(swept.next_s, _EARLIEST_S))
                 self._fails = False
             except SetnxError as error:
                 if not self._fails:  # it is said once
@@ -116,17 +117,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             except Exception:
                 logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
 
-    def sweep(self, app: Celery) -> Swept:
-        """Look at every line that it is time to look at, and after the calls whose couriers are here."""
+    def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
+        """Look at every line that is due; unless it comes early for one, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
+        paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
         with between_forks:
-            claimed = claim(self._client, lines, tasks)
+            claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
         for task, key in claimed.lines:
             with between_forks:
-                due.append(self._serve(app, lines, task, key, claimed))
-        for request in _couriers_here():
+                within = self._serve(app, lines, task, key, claimed)
+            due.append(within if task in paced else None)
+        for request in () if is_early else _couriers_here():
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
         if len(claimed.lines) >= CLAIMED_AT_MOST:

@@ -83,7 +83,7 @@ COMMANDS: list[Run | Elsewhere] = [
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
-    Elsewhere(_BEAT, ".ci/run: $pytest -n 4 tests/beat"),
+    Elsewhere(_BEAT, ".ci/run: $pytest -n 3 tests/beat"),
     Elsewhere(
         _METRICS, "tests/test_metrics.py::test_scrape_of_a_prefork_worker_counts_exactly_what_happened"
     ),

@@ -23,7 +23,7 @@ end
 local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$') end
 
 -- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
--- `<name>:starts` is a sorted set of `us#permit`, by the time (us) at which each start was.
+-- `<name>:starts` is a sorted set of `us#permit#fence`, by the time (us) at which each start was.
 local function paced_till(key, terms, handed, now)
   local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
@@ -44,11 +44,11 @@ local function next_room(key, terms, now)
 end
 
 -- Those are kept that the longest of several periods may ask for, if it has asked within itself.
-local function note_start(key, terms, number, now)
+local function note_start(key, terms, number, fence, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return end
   local keep = math.max(period, redis.call('PTTL', key) * 1000)
-  redis.call('ZADD', key, int(now), int(now) .. '#' .. int(number))
+  redis.call('ZADD', key, int(now), table.concat({int(now), int(number), int(fence)}, '#'))
   redis.call('ZREMRANGEBYSCORE', key, '-inf', int(now - keep))
   redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
 end

@@ -4,8 +4,10 @@
 -- ARGV  1 for       microseconds for which they are claimed
 --       2 remember  milliseconds for which all this is remembered
 --       3 epoch     of these data, if they have none
---       4... tasks whose calls the sweeper can send
--- Returns {epoch, claimed until us, microseconds until the next is due ('' if none is), entry...}: a hundred at most
+--       4 paced     how many of the tasks have a rate: those are the first
+--       5... tasks whose calls the sweeper can send
+-- Returns {epoch, claimed until us, microseconds until the next line of a paced task is due ('' if that is not soon),
+--       entry...}: a hundred at most
 
 local interval, remember, epoch = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local function int(number) return string.format('%.0f', number) end
@@ -13,15 +15,19 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local claimed, tasks, from = int(now + interval), {}, 0
-for place = 4, #ARGV do tasks[ARGV[place]] = true end
+local paced = 4 + tonumber(ARGV[4])
+for place = 5, #ARGV do tasks[ARGV[place]] = place <= paced and 'paced' or 'known' end
 redis.call('ZADD', KEYS[1], 'NX', '-' .. epoch, '')
 redis.call('PEXPIRE', KEYS[1], remember)
 -- Nobody has a task of theirs, for longer than its calls are remembered.
 local lost = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now - remember * 1000), 'LIMIT', 0, 1000)
 if lost[1] then redis.call('ZREM', KEYS[1], unpack(lost)) end
-local next_due = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
-local epoch_here = string.sub(redis.call('ZSCORE', KEYS[1], ''), 2)
-local found = {epoch_here, claimed, next_due and int(tonumber(next_due) - now) or ''}
+local found = {string.sub(redis.call('ZSCORE', KEYS[1], ''), 2), claimed, ''}
+local soon = {KEYS[1], '(' .. int(now), claimed, 'WITHSCORES', 'LIMIT', 0, 200}
+soon = paced > 4 and redis.call('ZRANGEBYSCORE', unpack(soon)) or {}
+for place = #soon - 1, 1, -2 do -- the first of them at last
+  if tasks[string.match(soon[place], '^[^\n]*')] == 'paced' then found[3] = int(tonumber(soon[place + 1]) - now) end
+end
 repeat
   local due = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now), 'LIMIT', from, 1000)
   from = from + #due
