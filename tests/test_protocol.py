@@ -647,8 +647,8 @@ def test_full_clients_and_ours_share_the_pace_of_a_lock(wire, locks, name):
     outcome = SetnxLock(locks, name, rate=(2, 60)).acquire()
     assert outcome.paced
     assert 0 < outcome.remaining_s <= 60
-    members = [start.split("#") for start in locks.zrange(names.starts_name(name), 0, -1)]
-    assert members == [[str(first.fence), "0"], [str(second.lock.fence), "0"]]
+    fences = [first.fence, second.lock.fence]
+    assert locks.zrange(names.starts_name(name), 0, -1) == [f"{fence}#0#{fence}" for fence in fences]
     assert locks.get(names.permits_name(name)) == "1 1:2/60000000"
     assert locks.pttl(names.starts_name(name)) > 60_000
     _age(locks, lock=name, by_s=60)
@@ -682,15 +682,16 @@ def test_service_hands_out_no_more_than_the_starts_that_are_left(sweeper, wire, 
     assert served.now_us < served.next_us <= holders[0].fence + MINUTE_US
 
 
-def test_sweep_says_when_the_next_line_is_due(sweeper):
-    """Of any task; nothing if there is none."""
-    sweeper.claim()
-    assert sweeper.next_us is None
-    sweeper.note("proj.other", "t:{proj.other:0}", LONG_US)
-    sweeper.note("proj.settle", LINE, MINUTE_US)
+def test_sweep_says_when_the_next_line_is_due_that_is_paced(sweeper):
+    """And of no other task, whose lines may wait for the next sweep."""
+    sweeper.tasks, sweeper.paced = ("proj.settle", "proj.other"), 1
+    sweeper.note("proj.other", "t:{proj.other:0}", 500_000)
     assert sweeper.claim()[1] == []
+    assert sweeper.next_us is None
+    sweeper.note("proj.settle", LINE, 1_900_000)
+    assert sweeper.claim()[1] in ([], [("proj.other", "t:{proj.other:0}")])
     assert sweeper.next_us is not None
-    assert 0 < sweeper.next_us <= MINUTE_US
+    assert 0 < sweeper.next_us <= 1_900_000
 
 
 def test_service_hands_over_one_permit_after_the_other(sweeper, wire, park):

@@ -345,7 +345,7 @@ class FullClient:
             self.fence, self.permit = fence, of_several[0] if of_several else 0
             self.dead = Record.parsed(record) if word == "taken_over" and record else None
         self._relies_until(before, self.deadline_us - now)
-        self.start = f"{now}#{self.permit}"
+        self.start = f"{now}#{self.permit}#{self.fence}"
         if self.clock() >= self.relies_until:
             self.take_start_back()
             self.release()
@@ -416,8 +416,9 @@ class Sweeper:
     lines: str  # the name of the broker's lines
     tasks: tuple[str, ...]
     lease_us: int = 30_000_000
+    paced: int = 0  # how many of the tasks, the first, have a rate
     claimed: str = ""  # until when its lines are claimed, as the last sweep has answered
-    next_us: int | None = None  # and until the next line is due
+    next_us: int | None = None  # and when the next that cannot wait is due
 
     def note(self, task: str, lock: str, within_us: int) -> str:
         """The epoch."""
@@ -426,7 +427,7 @@ class Sweeper:
 
     def claim(self) -> tuple[str, list[tuple[str, str]]]:
         """The epoch, and the lines that are due: task and lock of each."""
-        arguments = (2_000_000, LINES_MS, 7, *self.tasks)
+        arguments = (2_000_000, LINES_MS, 7, self.paced, *self.tasks)
         epoch, self.claimed, next_us, *entries = self.server.run("sweep", (self.lines,), *arguments)
         self.next_us = int(next_us) if next_us else None
         return epoch, [(task, lock) for task, lock in (entry.split("\n") for entry in entries)]
