@@ -37,6 +37,7 @@ from examples.embedded import EmbeddedServer
 CALLS, KEYS, THREADS = 100, 10, 10
 WISHES, ITEMS = 1000, 6
 SYNCS, LIMIT = 9, 3
+ORDERS, STARTS, PERIOD_S = 10, 5, 1.5
 WORKERS, PROCESSES = ("alpha", "beta"), 4
 DEADLINE_S = 60.0
 WIDTH, TRACK, NARROW = 100, 70, 48
@@ -143,7 +144,7 @@ class History:
 
 
 class Demo:
-    """Five scenes, what they show, and whether it was true."""
+    """Six scenes, what they show, and whether it was true."""
 
     def __init__(self, console: Console, app: Any, history: History, alpha: Worker, beta: Worker) -> None:
         self.console = console
@@ -386,9 +387,30 @@ class Demo:
             f"{len(starts)} bodies under permits {', '.join(map(str, most))}",
         )
 
+    def so_many_in_a_while(self) -> None:
+        """Scene 5: no more calls of one key start in any window than the rate says."""
+        rate = f"rate=({STARTS}, {PERIOD_S})"
+        self.title(
+            5, f"{ORDERS} calls of one key, {STARTS} in any {PERIOD_S} s", f"{rate}, how many start when"
+        )
+        history, app = self.history, self.app
+        began = app.server_time()
+        with self.shown(lambda: starts_picture(history, began, app.server_time())) as wait:
+            calls = [app.order.delay("acme").id for _ in range(ORDERS)]
+            wait(lambda: len(history.of("end", partner="acme")) >= ORDERS, "all of them have run")
+
+        starts = history.of("start", partner="acme")
+        fences = sorted(entry["fence"] for entry in starts)  # the server's clock, in microseconds
+        most = max(within(fences, first, PERIOD_S) for first in fences)
+        self.check(
+            f"rate: never more than {STARTS} starts in {PERIOD_S} s",
+            most == STARTS and sorted(entry["task_id"] for entry in starts) == sorted(calls),
+            f"{len(starts)} bodies in {(fences[-1] - fences[0]) / 1e6:.1f} s, {most} in the fullest window",
+        )
+
     def take_over(self, lives_s: float = 0.0) -> TakeOver:
-        """Scene 5: a worker is killed in mid-task, and another one takes its lock over."""
-        self.title(5, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
+        """Scene 6: a worker is killed in mid-task, and another one takes its lock over."""
+        self.title(6, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
         history, app = self.history, self.app
         scene = TakeOver(history, app.server_time)
         with self.shown(scene.picture) as wait:
@@ -440,7 +462,7 @@ class Demo:
 
 
 class TakeOver:
-    """What scene 5 shows."""
+    """What scene 6 shows."""
 
     def __init__(self, history: History, clock: Callable[[], float]) -> None:
         self._history = history
@@ -528,6 +550,24 @@ def permits_picture(history: History, began: float, now: float) -> RenderableTyp
     return rows
 
 
+def starts_picture(history: History, began: float, now: float) -> RenderableType:
+    """The starts along the time axis, and the windows into which they fall."""
+    starts = sorted(start for start, _ in history.bodies(partner="acme"))
+    until = starts[-1] + 0.1 if len(starts) == ORDERS else now
+    scale = NARROW / max(until - began, 2 * PERIOD_S)
+    rows = Table.grid(padding=(0, 2))
+    counts = Counter(min(NARROW - 1, int((start - began) * scale)) for start in starts)
+    cells = "".join(str(counts[place] or " ") for place in range(NARROW))
+    rows.add_row("starts", Text(cells, "bold cyan"), f"{len(starts):>3}")
+    for first in starts[:1] + starts[STARTS : STARTS + 1]:
+        count = sum(first <= start < first + PERIOD_S for start in starts)
+        begins, width = int((first - began) * scale), round(PERIOD_S * scale)
+        window = f"{' ' * begins}├{'─' * (width - 2)}┤"[:NARROW]
+        rows.add_row(f"{PERIOD_S} s", Text(window, "dim"), f"{count:>3}")
+    rows.add_row("", Text(f"0 s{NARROW / scale:{NARROW - 5}.1f} s", "dim"))
+    return rows
+
+
 def track(
     bodies: list[tuple[float, float | None]], began: float, now: float, scale: float, width: int
 ) -> str:
@@ -590,6 +630,11 @@ def peak(entries: list[Entry], **wanted: Any) -> int:
             running += {"start": 1, "end": -1}.get(entry["what"], 0)
             most = max(most, running)
     return most
+
+
+def within(fences: list[int], first: int, period_s: float) -> int:
+    """How many starts there are in the window that begins with this one."""
+    return sum(first <= fence < first + period_s * 1e6 for fence in fences)
 
 
 def permit_of(entry: Entry) -> int:
@@ -666,6 +711,7 @@ def run(console: Console, logs: Path) -> bool:
             demo.policies()
             demo.queued_once()
             demo.several_at_a_time()
+            demo.so_many_in_a_while()
             demo.take_over()
             demo.leftovers()
         except Missed as missed:

@@ -69,6 +69,13 @@ def sync(tenant: str) -> None:
         time.sleep(0.2)
 
 
+@app.task(base=SingletonTask, singleton={"key": "partner", "limit": 3, "rate": (5, 1.5)})
+def order(partner: str) -> None:
+    """Five calls of a partner start in any second and a half; the others wait in line."""
+    with recorded(partner=partner):
+        time.sleep(0.05)
+
+
 @app.task(
     base=SingletonTask,
     bind=True,

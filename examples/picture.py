@@ -1,7 +1,8 @@
-"""Draws what has just happened: the demo's take-over after a kill -9, or five calls of a tenant at a time.
+"""Draws what has just happened: the demo's take-over after a kill -9, five calls of a tenant, ten a minute.
 
 python -m examples.picture docs/take-over.svg
 python -m examples.picture docs/five-at-a-time.svg
+python -m examples.picture docs/ten-a-minute.svg
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,19 @@ RUNS, RENEWED, LEASE, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#f6e3a8", "#6e77
 NEXT = "#4ac26b"  # what runs, too: so that two bodies, one right after the other, are seen to be two
 LIVES_S = 1.2
 LANES, LANE, NAMES = 30, 32, 95
-"""Of the permits: where the first one's row is, how far they are apart, and how wide their names are."""
+"""Of permits and workers: where the first row is, how far they are apart, and how wide their names are."""
+WINDOWS = (0, 5, 10)
+"""After which starts of a rate begin the windows that are drawn."""
 
 
 class Drawing:
     """Shapes on a time axis, in seconds since the first body started."""
 
-    def __init__(self, seconds: float, axis: int = AXIS, names: int = 0) -> None:
+    def __init__(self, seconds: float, axis: int = AXIS, names: int = 0, step_s: int = 1) -> None:
         self._left, self._height = LEFT + names, axis + 30
         self._scale = (WIDTH - self._left - RIGHT) / seconds
         self._shapes: list[str] = []
-        for second in range(int(seconds) + 1):
+        for second in range(0, int(seconds) + 1, step_s):
             self.line(second, axis - 6, axis, TRIED)
             self.text(self.x(second), axis + 12, f"{second} s", TRIED, "middle")
 
@@ -145,6 +149,39 @@ def permits(entries: list[dict[str, Any]], limit: int, lease_s: float) -> str:
     )
 
 
+def starts(entries: list[dict[str, Any]], period_s: float, workers: tuple[str, ...]) -> str:
+    """Which calls of a partner started when, and how many in some windows, from the journal."""
+    acme = [entry for entry in entries if entry["partner"] == "acme"]
+    begun = [entry for entry in acme if entry["what"] == "starts"]
+    ended = [entry["us"] for entry in acme if entry["what"] == "ends"]
+    at = [(entry["us"] - begun[0]["us"]) / 1e6 for entry in begun]
+    ends = [(us - begun[0]["us"]) / 1e6 for us in ended]
+
+    lanes = len(workers) + len(WINDOWS)
+    picture = Drawing(ends[-1] + 0.3, LANES + lanes * LANE + 28, NAMES, step_s=2)
+    for row, name in enumerate(workers):
+        picture.text(LEFT, LANES + row * LANE + 26, "a worker" if row == 0 else name)
+    for place, (entry, starts_at, ends_at) in enumerate(zip(begun, at, ends)):
+        row = next(row for row, name in enumerate(workers) if entry["worker"].endswith(f"@{name}"))
+        picture.bar(LANES + row * LANE, starts_at, ends_at, (RUNS, NEXT)[place % 2])
+    for row, first in enumerate(WINDOWS, len(workers)):
+        begins, y = at[first], LANES + row * LANE
+        within = sum(begins <= moment < begins + period_s for moment in at)
+        picture.text(LEFT, y + 26, f"any {period_s:g} s")
+        picture.bar(y, begins, begins + period_s, LEASE)
+        picture.text(picture.x(begins) + 8, y + 26, f"{within} starts")
+        picture.line(begins + period_s, LANES + 10, y + 38, TRIED, "4 3")
+    (refused,) = [number for number, times in Counter(e["number"] for e in begun).items() if times == 2]
+    first, second = (moment for entry, moment in zip(begun, at) if entry["number"] == refused)
+    for moment, said, anchor in ((first, "answered with 429", "start"), (second, "sent again", "end")):
+        picture.line(moment, LANES - 2, LANES + len(workers) * LANE + 8, DEAD)
+        picture.text(picture.x(moment) + (8 if anchor == "start" else -8), LANES - 8, said, DEAD, anchor)
+    return picture.svg(
+        "Ten calls of a partner start, by two workers, and the others wait until the window has moved on: no "
+        f"window of {period_s:g} s has more than ten starts. One call is answered with 429, and starts again"
+    )
+
+
 def draw_take_over() -> str:
     """What the demo has shown.
 
@@ -168,7 +205,20 @@ def draw_permits() -> str:
         return permits(example.journal(), example.LIMIT, example.LEASE_S)
 
 
-PICTURES: dict[str, Callable[[], str]] = {"take-over": draw_take_over, "five-at-a-time": draw_permits}
+def draw_starts() -> str:
+    """What the example has seen."""
+    with EmbeddedServer() as server:
+        os.environ["REDIS_URL"] = server.url()  # the example reads it when it is imported
+        example = importlib.import_module("examples.ten_a_minute")
+        example.send()
+        return starts(example.journal(), example.PERIOD_S, example.WORKERS)
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "take-over": draw_take_over,
+    "five-at-a-time": draw_permits,
+    "ten-a-minute": draw_starts,
+}
 
 
 def main() -> int:

@@ -155,6 +155,7 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
         names.record_name(lock), names.mark_name(lock), *names.line_names(lock), names.take_over_name(lock),
         names.ticket_name(lock, "<task id>"), names.ticket_name(lock, "<task id>", "<call id>"),
         names.instead_name(lock, "<task id>"), names.permits_name(lock), names.done_name(lock),
+        names.starts_name(lock),
         *(name.replace("#7", "#<number>") for name in names.permit_names(lock, 7)),
     }  # fmt: skip
     cells = [cells[0] for cells in rows(PROTOCOL, "key", "type", "holds", "TTL")]
@@ -628,7 +629,69 @@ def test_client_that_names_too_few_permits_is_told_how_many_are_in_use(wire, loc
 def permits_of(name: str, count: int) -> tuple[str, ...]:
     """The KEYS of an acquire that names so many permits."""
     beside = tuple(f"{client.record_name(name).removesuffix(':holder')}:{what}" for what in BESIDE)
-    return (*client.permit_names(name, 0), *beside, *names.other_permits(name, count))
+    starts = (names.starts_name(name),) if count > 1 else ()
+    return (*client.permit_names(name, 0), *beside, *starts, *names.other_permits(name, count))
+
+
+MINUTE_US = 60_000_000
+
+
+def test_full_clients_and_ours_share_the_pace_of_a_lock(wire, locks, name):
+    """All starts count, whoever's they are; a client that was refused knows when the next may be."""
+    first, third = (FullClient(wire(), name, rate=(2, MINUTE_US)) for _ in range(2))
+    assert [first.acquire(), first.release()] == ["acquired", "released"]
+    second = SetnxLock(locks, name, rate=(2, 60)).acquire()
+    assert second.lock.release() == "released"
+    assert third.acquire() == "paced"
+    assert third.deadline_us == first.fence + MINUTE_US
+    outcome = SetnxLock(locks, name, rate=(2, 60)).acquire()
+    assert outcome.paced
+    assert 0 < outcome.remaining_s <= 60
+    fences = [first.fence, second.lock.fence]
+    assert locks.zrange(names.starts_name(name), 0, -1) == [f"{fence}#0#{fence}" for fence in fences]
+    assert locks.get(names.permits_name(name)) == "1 1:2/60000000"
+    assert locks.pttl(names.starts_name(name)) > 60_000
+    _age(locks, lock=name, by_s=60)
+    assert third.acquire() == "acquired"
+
+
+def test_start_that_is_taken_back_counts_no_more(wire, locks, name):
+    """And one of a client without a rate never does."""
+    paced = [FullClient(wire(), name, rate=(1, MINUTE_US)) for _ in range(2)]
+    assert paced[0].acquire() == "acquired"
+    assert paced[0].take_start_back() == 1
+    assert paced[0].release() == "released"
+    plain = FullClient(wire(), name)
+    assert [plain.acquire(), plain.release()] == ["acquired", "released"]
+    assert paced[1].acquire() == "acquired"
+    assert paced[1].release() == "released"
+    assert paced[0].acquire() == "paced"
+
+
+def test_service_hands_out_no_more_than_the_starts_that_are_left(sweeper, wire, park):
+    """By the terms of whoever asked last; and says when one more may start."""
+    holders = [FullClient(wire(), LINE, is_task_lock=True, limit=3, rate=(3, MINUTE_US)) for _ in range(2)]
+    assert [holder.acquire() for holder in holders] == ["acquired"] * 2
+    for since, task_id in enumerate(("first", "second", "third"), 1):
+        park(task_id, since)
+    served = sweeper.serve(LINE)
+    assert (served.word, served.heir) == ("handed", "first")
+    assert [holder.release() for holder in holders] == ["released"] * 2
+    served = sweeper.serve(LINE)
+    assert (served.word, served.heir) == ("empty", None)
+    assert served.now_us < served.next_us <= holders[0].fence + MINUTE_US
+
+
+def test_sweep_says_when_the_next_line_is_due_that_is_paced(sweeper):
+    """And of no other task, whose lines may wait for the next sweep."""
+    sweeper.tasks, sweeper.paced = ("proj.settle", "proj.other"), 1
+    sweeper.note("proj.other", "t:{proj.other:0}", 500_000)
+    assert sweeper.claim()[1] == []
+    assert sweeper.next_us is None
+    sweeper.note("proj.settle", LINE, 1_900_000)
+    assert sweeper.claim()[1] in ([], [("proj.other", "t:{proj.other:0}")])
+    assert sweeper.next_us is not None
+    assert 0 < sweeper.next_us <= 1_900_000
 
 
 def test_service_hands_over_one_permit_after_the_other(sweeper, wire, park):

@@ -100,3 +100,18 @@ def test_picture_of_the_permits_shows_that_a_death_costs_one():
         meanwhile = [bar for bar in row if lease.left < bar.left < lease.right]
         assert (meanwhile == []) is (top == lost)
     assert [bar for bar in lanes[lost] if bar.left >= lease.right]
+
+
+def test_picture_of_the_rate_shows_no_window_with_more_than_ten_starts():
+    """However the window is laid; and in each that is drawn there are as many as are written in it."""
+    lanes = bars(SVGS["ten-a-minute"])
+    windows = [bar for row in lanes.values() for bar in row if bar.what == LEASE]
+    bodies = [row for row in lanes.values() if all(bar.what in (RUNS, NEXT) for bar in row)]
+    assert len(bodies) == 2
+    assert all(len(row) > 2 for row in bodies)
+    starts = sorted(bar.left for row in bodies for bar in row)
+    period = windows[0].right - windows[0].left
+    within = [sum(left <= start < left + period - 0.21 for start in starts) for left in starts]
+    assert max(within) == 10 < len(starts)
+    assert len(windows) == len(re.findall(r">10 starts<", SVGS["ten-a-minute"])) == 3
+    assert [sum(bar.left <= start < bar.right - 0.21 for start in starts) for bar in windows] == [10] * 3

@@ -59,12 +59,41 @@ def run_next(app: Celery, task: Any) -> str:
 
 
 def test_heimdall_limits_the_rate_of_all_workers(app, shop):
-    """Two a minute: the third call comes back to the queue. Ours has no such option."""
-    task = task_of(app, HeimdallTask, heimdall={"rate_limit": RateLimit((2, 60)), "key": "h"})
+    """Two a minute: the third call comes back to the queue. So does ours, or it waits in line."""
+    theirs = task_of(app, HeimdallTask, heimdall={"rate_limit": RateLimit((2, 60)), "key": "h"})
     for account_id in range(3):
-        task.delay(account_id)
-    assert [run_next(app, task) for _ in range(3)] == ["SUCCESS", "SUCCESS", "RETRY"]
+        theirs.delay(account_id)
+    assert [run_next(app, theirs) for _ in range(3)] == ["SUCCESS", "SUCCESS", "RETRY"]
     assert queued(shop) == 1
+
+    ours = task_of(app, SingletonTask, singleton={"key": (), "rate": (2, 60), "on_conflict": "skip"})
+    with guarded(app):
+        assert [is_skipped(ours.apply((account_id,)).get()) for account_id in range(3)] == [
+            False,
+            False,
+            True,
+        ]
+
+
+def test_counter_of_heimdall_forgets_starts_that_are_younger_than_its_period(app, shop):
+    """It begins anew a period after its first call, so three start within a moment. Ours slides: two."""
+    theirs = task_of(app, HeimdallTask, heimdall={"rate_limit": RateLimit((2, 60)), "key": "h"})
+    for account_id in range(4):
+        theirs.delay(account_id)
+    assert run_next(app, theirs) == "SUCCESS"
+    (counter,) = [key for key in shop.scan_iter() if 0 < shop.ttl(key) <= 60]
+    assert run_next(app, theirs) == "SUCCESS"  # by now 59 s have passed since the first
+    shop.pexpire(counter, 1)
+    wait_until(lambda: not shop.exists(counter), "a minute since the first is over")
+    assert [run_next(app, theirs) for _ in range(2)] == ["SUCCESS", "SUCCESS"]
+
+    ours = task_of(app, SingletonTask, singleton={"key": (), "rate": (2, 60), "on_conflict": "skip"})
+    with guarded(app):
+        assert ours.apply((1,)).get() == 1
+        pass_time(59, ours, 1)
+        assert ours.apply((2,)).get() == 2
+        pass_time(1, ours, 1)
+        assert [is_skipped(ours.apply((account_id,)).get()) for account_id in (3, 4)] == [False, True]
 
 
 def test_heimdall_publishes_nothing_until_the_period_is_over(app, shop):

@@ -24,7 +24,9 @@ from uuid import UUID
 # Found, not imported: the tests may run against an installed wheel.
 LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lock" / "lua"  # type: ignore[union-attr]
 OF_PERMITS = ("acquire", "free", "leave", "park", "serve")
-"""The scripts that are sent behind permits.lua where several permits are named."""
+"""The scripts that are sent behind permits.lua where several permits, or starts, are named."""
+ASK_THE_PACE = ("acquire", "serve")
+"""Those of them that are told of the starts, in front of the other permits."""
 RETENTION_MS = 86_400_000
 REMEMBER_MS = 60_000
 LINES_MS = 691_200_000
@@ -92,14 +94,24 @@ class Server:
         return [item.decode() if isinstance(item, bytes) else item for item in items]
 
     def run_of_permits(
-        self, verb: str, lock: str, keys: tuple[str, ...], *arguments: Any, count: int = 1
+        self,
+        verb: str,
+        lock: str,
+        keys: tuple[str, ...],
+        *arguments: Any,
+        count: int = 1,
+        paced: bool = False,
     ) -> list[Any]:
-        """What a script answers that is told of as many permits as are in use: so many, or more."""
+        """What a script answers that is told of as many permits as are in use, so many, or more; and of
+        the starts.
+        """
+        several = count > 1 or paced
+        starts = [beside(lock, "starts")] if several and verb in ASK_THE_PACE else []
         others = [name for number in range(1, count) for name in permit_names(lock, number)]
-        reply = self.run(verb, (*keys, *others), *arguments, of_several=count > 1)
+        reply = self.run(verb, (*keys, *starts, *others), *arguments, of_several=several)
         if reply[0] != "more":
             return reply
-        return self.run_of_permits(verb, lock, keys, *arguments, count=int(reply[1]))
+        return self.run_of_permits(verb, lock, keys, *arguments, count=int(reply[1]), paced=paced)
 
 
 def packed(*command: Any) -> bytes:
@@ -174,6 +186,11 @@ def permit_names(lock: str, number: int) -> tuple[str, str]:
         return lock, record_name(lock)
     name = record_name(lock).removesuffix(":holder") + f"#{number}"
     return name, f"{name}:holder"
+
+
+def beside(lock: str, what: str) -> str:
+    """The name of something else beside a lock."""
+    return f"{record_name(lock).removesuffix(':holder')}:{what}"
 
 
 def lines_name(prefix: str, broker: str) -> str:
@@ -281,13 +298,15 @@ class FullClient:
     info: Mapping[str, Any] = field(default_factory=dict)  # what the record says of this client
     is_task_lock: bool = False  # with a line and a mark beside it
     limit: int = 1  # how many permits the lock has
+    rate: tuple[int, int] | None = None  # how many may start, and within how many us
     permit: int = 0  # which of them this client has, or had last
     clock: Callable[[], float] = time.monotonic
     token: str = ""  # the proof of being the holder, once it tried
     fence: int = 0
     relies_until: float = 0.0  # when it must stop relying on the lock, by its clock
     dead: Record | None = None  # of the holder from whom the lock was taken over
-    deadline_us: int = 0  # that was read last
+    deadline_us: int = 0  # that was read last; with `paced` the time of the next start
+    start: str = ""  # how its last acquisition is noted
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -299,30 +318,43 @@ class FullClient:
         """The same, and what is to last as long."""
         return (*self.keys, self._beside("permits")) if self.permit else self.keys
 
+    @property
+    def terms(self) -> str:
+        """How many permits the lock has, and how many may start."""
+        return str(self.limit) if self.rate is None else f"{self.limit}:{self.rate[0]}/{self.rate[1]}"
+
     def acquire(self, token: str = "") -> str:
         """The word; whoever holds the lock by it has a fence."""
         self.token = token or os.urandom(16).hex()
-        beside = map(self._beside, ("line", "calls", "queued", f"ticket:{self.token}", "permits"))
-        keys = permit_names(self.lock, 0) + (tuple(beside) if self.is_task_lock or self.limit > 1 else ())
+        names = map(self._beside, ("line", "calls", "queued", f"ticket:{self.token}", "permits"))
+        is_plain = self.terms == "1"
+        keys = permit_names(self.lock, 0) + (() if is_plain and not self.is_task_lock else tuple(names))
         before = self.clock()
         arguments = [self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), ""]
-        if self.limit > 1:
-            arguments += ["-", 0, 0, 0, 0, self.limit]
-        word, *rest = self.server.run_of_permits("acquire", self.lock, keys, *arguments, count=self.limit)
+        if not is_plain:
+            arguments += ["-", 0, 0, 0, 0, self.terms]
+        named: dict[str, Any] = {"count": self.limit, "paced": self.rate is not None}
+        word, *rest = self.server.run_of_permits("acquire", self.lock, keys, *arguments, **named)
         if len(rest) < 4:
             now, self.fence, self.permit = (int(each) for each in (*rest, 0)[:3])
             self.deadline_us = now + self.lease_us
         else:
             self.deadline_us, fence, now, _value, record, _mark, _waiters, *of_several = rest
-            if word in ("held", "stale", "line"):
+            if word in ("held", "stale", "line", "paced"):
                 return str(word)
             self.fence, self.permit = fence, of_several[0] if of_several else 0
             self.dead = Record.parsed(record) if word == "taken_over" and record else None
         self._relies_until(before, self.deadline_us - now)
+        self.start = f"{now}#{self.permit}#{self.fence}"
         if self.clock() >= self.relies_until:
+            self.take_start_back()
             self.release()
             return "held"
         return str(word)
+
+    def take_start_back(self) -> int:
+        """Nothing begins under the lock that was acquired: how many starts fewer count."""
+        return int(self.server.ask("ZREM", self._beside("starts"), self.start))
 
     def renew(self) -> str:
         """The word."""
@@ -356,7 +388,7 @@ class FullClient:
         return value, Record.parsed(record) if record else None
 
     def _beside(self, what: str) -> str:
-        return f"{record_name(self.lock).removesuffix(':holder')}:{what}"
+        return beside(self.lock, what)
 
     def _relies_until(self, before: float, remaining_us: int) -> None:
         margin_s = max(self.lease_us / 1e6 / 100, 0.002)
@@ -384,7 +416,9 @@ class Sweeper:
     lines: str  # the name of the broker's lines
     tasks: tuple[str, ...]
     lease_us: int = 30_000_000
-    claimed: str = ""  # what the last sweep has answered
+    paced: int = 0  # how many of the tasks, the first, have a rate
+    claimed: str = ""  # until when its lines are claimed, as the last sweep has answered
+    next_us: int | None = None  # and when the next that cannot wait is due
 
     def note(self, task: str, lock: str, within_us: int) -> str:
         """The epoch."""
@@ -393,8 +427,9 @@ class Sweeper:
 
     def claim(self) -> tuple[str, list[tuple[str, str]]]:
         """The epoch, and the lines that are due: task and lock of each."""
-        arguments = (2_000_000, LINES_MS, 7, *self.tasks)
-        epoch, self.claimed, *entries = self.server.run("sweep", (self.lines,), *arguments)
+        arguments = (2_000_000, LINES_MS, 7, self.paced, *self.tasks)
+        epoch, self.claimed, next_us, *entries = self.server.run("sweep", (self.lines,), *arguments)
+        self.next_us = int(next_us) if next_us else None
         return epoch, [(task, lock) for task, lock in (entry.split("\n") for entry in entries)]
 
     def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:

@@ -115,7 +115,7 @@ end
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
-local stays = permit and (permit.number >= limit or paced > 0) -- it is handed to nobody
+local stays = permit and (permit.number >= limit or paced > 0) -- it drains, or may not be handed over yet
 for _, task in ipairs((unsent or stays) and {} or redis.call('ZRANGEBYSCORE', unpack(line))) do
   local lingers = string.match(redis.call('HGET', KEYS[4], task) or '', '^@(%d+)$')
   if not lingers or clock() < tonumber(lingers) then

@@ -16,7 +16,7 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local claimed, tasks, from = int(now + interval), {}, 0
 local paced = 4 + tonumber(ARGV[4])
-for place = 5, #ARGV do tasks[ARGV[place]] = place <= paced and 'paced' or 'known' end
+for place = 5, #ARGV do tasks[ARGV[place]] = place <= paced and 1 or 0 end
 redis.call('ZADD', KEYS[1], 'NX', '-' .. epoch, '')
 redis.call('PEXPIRE', KEYS[1], remember)
 -- Nobody has a task of theirs, for longer than its calls are remembered.
@@ -26,7 +26,7 @@ local found = {string.sub(redis.call('ZSCORE', KEYS[1], ''), 2), claimed, ''}
 local soon = {KEYS[1], '(' .. int(now), claimed, 'WITHSCORES', 'LIMIT', 0, 200}
 soon = paced > 4 and redis.call('ZRANGEBYSCORE', unpack(soon)) or {}
 for place = #soon - 1, 1, -2 do -- the first of them at last
-  if tasks[string.match(soon[place], '^[^\n]*')] == 'paced' then found[3] = int(tonumber(soon[place + 1]) - now) end
+  if tasks[string.match(soon[place], '^[^\n]*')] == 1 then found[3] = int(tonumber(soon[place + 1]) - now) end
 end
 repeat
   local due = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now), 'LIMIT', from, 1000)
