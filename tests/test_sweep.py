@@ -31,13 +31,14 @@ class Courier:
 
 @pytest.fixture
 def app(server, locks) -> Celery:
-    """An app with one guarded task."""
+    """An app with two guarded tasks, one of which has a rate."""
     app = Celery("swept", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
 
     @app.task(base=SingletonTask, shared=False, name="t", singleton={"lease": 60})
     def t() -> None: ...
 
+    app.task(base=SingletonTask, shared=False, name="paced", singleton={"rate": (5, 60)})(lambda: None)
     app.finalize()
     return app
 
@@ -101,16 +102,16 @@ def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhil
 @pytest.mark.parametrize(("told_s", "noted_s"), [(0.5, 10.0), (10.0, 0.5), (None, 0.5)])
 def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, told_s, noted_s):
     """Its sweeper, or a call that has noted it meanwhile; the sweeper comes for it then, and not earlier."""
-    key = key_name("t", "t", "")
+    key = key_name("t", "paced", "")
 
     def served(*_args: Any, **_options: Any) -> Served:
-        note_due(locks, lines_of(app), "t", key, within=noted_s)
+        note_due(locks, lines_of(app), "paced", key, within=noted_s)
         return Served(None, None, told_s)
 
     monkeypatch.setattr(sweep, "let_the_line_go_on", served)
-    due(app, locks, key)
+    due(app, locks, key, "paced")
     found = swept.sweep(app)
-    left_s = (locks.zscore(lines_of(app), f"t\n{key}") - server_us(locks)) / 1e6
+    left_s = (locks.zscore(lines_of(app), f"paced\n{key}") - server_us(locks)) / 1e6
     assert left_s <= 0.5
     assert found.next_s == pytest.approx(left_s, abs=0.3)
 
