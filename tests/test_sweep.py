@@ -38,7 +38,9 @@ def app(server, locks) -> Celery:
     @app.task(base=SingletonTask, shared=False, name="t", singleton={"lease": 60})
     def t() -> None: ...
 
-    app.task(base=SingletonTask, shared=False, name="paced", singleton={"rate": (5, 60)})(lambda: None)
+    @app.task(base=SingletonTask, shared=False, name="paced", singleton={"rate": (5, 60)})
+    def paced() -> None: ...
+
     app.finalize()
     return app
 
