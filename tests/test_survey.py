@@ -381,6 +381,16 @@ def test_start_that_is_later_than_now_is_none(locks):
     assert 0 < seen.next_start - seen.server_time <= 60
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("decode", [True, False], ids=["text", "bytes"])
+def test_starts_are_read_whatever_a_reply_looks_like(server, locks, protocol, decode):
+    """The older protocol has members and times in one row."""
+    start(locks, 2)
+    with redis.Redis.from_url(server.url(1), protocol=protocol, decode_responses=decode) as client:
+        assert look(client, KEY).starts == look(locks, KEY).starts
+        assert (look(client, KEY).started, look(client, KEY).is_paced) == (2, True)
+
+
 @pytest.mark.parametrize("forget", ["permits", "kind"])
 def test_survey_survives_starts_of_which_it_knows_no_pace(locks, forget):
     """`:permits` may lapse before them; another program may have a key of that name."""
