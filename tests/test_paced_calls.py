@@ -119,6 +119,9 @@ def test_call_that_ends_with_anothers_result_is_no_start(shared, locks):
     assert {result.get(timeout=60) for result in (first, *joined)} == {0}
     shared.free(task)
     assert shared.starts() == [first.id]
+    late = shared.parked(task=task)  # there is nobody to join
+    pass_time(600, task, shared.key)
+    shared.has_run(late)
     assert locks.zcard(starts_name(task.lock_key(shared.key))) == 1
 
 
