@@ -119,10 +119,10 @@ def test_call_that_ends_with_anothers_result_is_no_start(shared, locks):
     assert {result.get(timeout=60) for result in (first, *joined)} == {0}
     shared.free(task)
     assert shared.starts() == [first.id]
+    assert locks.zcard(starts_name(task.lock_key(shared.key))) == 1
     late = shared.parked(task=task)  # there is nobody to join
     pass_time(600, task, shared.key)
     shared.has_run(late)
-    assert locks.zcard(starts_name(task.lock_key(shared.key))) == 1
 
 
 def test_retry_that_holds_the_lock_waits_for_its_pace_and_resumes(shared):
