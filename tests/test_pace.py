@@ -256,6 +256,19 @@ def test_held_lock_of_a_retry_that_comes_too_early_is_held_for_longer(locks, clo
     assert noted(locks) == [10, 11, 70]
 
 
+def test_retry_that_comes_often_before_its_time_is_held_an_hour_longer_at_most(locks, clock):
+    """Brokers keep a message for an hour at a time: were each of them to add the rest of a day, a call that is lost
+    would leave the lock held for weeks.
+    """
+    a_day: Any = {"rate": (1, 86_400.0)}
+    clock.set(0)
+    of_task(locks, "a", **a_day).lock.hold(7200)
+    for second in range(0, 86_400, 1800):
+        clock.set(second)
+        assert of_task(locks, "a", retries=1, **a_day).paced
+    assert the_lock(locks, **a_day).holder().deadline <= EPOCH / 1e6 + 86_400 + 3600
+
+
 def test_redelivery_of_a_running_call_is_held_not_paced(locks, clock):
     """What it waits for is its own other delivery."""
     starts(locks, 10, clock=clock)

@@ -118,7 +118,7 @@ local function answer(said, till, of)
 end
 local paced = permit and paced_for(KEYS[8], terms, permit, record, {task, retries, dead, woken}, now) or 0
 if paced > 0 then
-  old, record = its_own(record, permit, task, paced - now, retention)
+  old, record = its_own(record, permit, task, paced, now, retention)
   return answer('paced', paced, h_fence)
 end
 -- SETNX, with the key's expiry in one step

@@ -58,13 +58,14 @@ local function note_start(key, terms, number, fence, now)
 end
 
 -- What a task is told that may not start yet: value and record of a lock of its own, for which it waits whatever its
--- policy; that is held for so much longer, if it is held for its retry. No value if there is none.
-local function its_own(record, permit, task, by, retention)
+-- policy; that is held for so much longer, if it is held for its retry, but no more than an hour past the start: a
+-- broker may bring it often before. No value if there is none.
+local function its_own(record, permit, task, start, now, retention)
   local token, till, rest = string.match(record or '', '^([^\n]*)\n(%d+)(\n.*)$')
   if permit.rank > 3 or not task or string.match(token, '^(.*)|%d+|%x+$') ~= task then return false, record end
   local is_held = permit.rank == 1 and string.match(rest, '^\n%d+\nheld_for_retry\n')
   if not is_held then return redis.call('GET', KEYS[1]), record end
-  local deadline = tonumber(till) + by
+  local deadline = math.max(tonumber(till), math.min(tonumber(till) + start - now, start + 3600000000))
   local value, expiry = int(math.ceil(deadline / 1000000)), int(math.ceil(deadline / 1000) + retention)
   redis.call('PEXPIREAT', KEYS[1], expiry) -- first: see renew.lua
   redis.call('SET', KEYS[1], value, 'PXAT', expiry)
