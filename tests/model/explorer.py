@@ -23,14 +23,14 @@ START = 10 * SECOND
 INSIDE = frozenset({"inside", "renewing", "renewed"})
 NOTHING = Store()
 ENDED = frozenset({"done", "dead"})
-VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark", "forget_done")
+VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark", "forget_done", "take_back")
 
 
 class Client(NamedTuple):
     """Where a client stands.
 
     `until`: the time to which it relies on the lock, by its own reckoning; `marked_until`: to which its mark
-    lasts; `counts_until`: to which its success counts. `extends`: its message is sent, and its mark is yet to
+    lasts; `counts_until`: to which its success counts; `granted`: what its start is noted as. `extends`: its message is sent, and its mark is yet to
     be extended.
     """
 
@@ -48,13 +48,17 @@ class Client(NamedTuple):
     extends: bool = False
     permit: int = 0
     counts_until: int = 0
+    granted: tuple[int, int] = (0, 0)
 
 
 DONE, DEAD = Client("done"), Client("dead")
 
 
 class State(NamedTuple):
-    """The whole world. `fence`: the largest one granted. `buried`: grants that were taken over."""
+    """The whole world. `fence`: the largest one granted. `buried`: grants that were taken over.
+
+    `bodies`: when those were granted under which a body has begun, as long as that matters.
+    """
 
     now: int
     store: Store
@@ -64,6 +68,7 @@ class State(NamedTuple):
     wipes: int
     fence: int = 0
     buried: tuple[tuple[str, str], ...] = ()
+    bodies: tuple[int, ...] = ()
 
 
 class Move(NamedTuple):
@@ -101,6 +106,14 @@ class Program:
         raise NotImplementedError
 
 
+class FineClock(Lock):
+    """Beside clients whose clock ticks seldom: two may have one permit between two of its ticks."""
+
+    def start_of(self, record: Record, number: int) -> tuple[int, int]:
+        """Told apart by its fence."""
+        return record.since, 100 * (record.fence - record.since) + number
+
+
 class World:
     """Clients on one lock, and how much may go wrong."""
 
@@ -116,12 +129,14 @@ class World:
     ) -> None:
         self.programs = programs
         self.limit = max(getattr(program, "limit", 1) for program in programs)
-        self.lock = lock or Lock()
+        self.period = max(getattr(program, "period", 0) for program in programs)
+        self.has_terms = self.limit > 1 or self.period > 0
+        self.lock = lock or (FineClock() if self.period else Lock())
         self.verbs = {verb: cache(getattr(self.lock, verb)) for verb in VERBS}
         self.end = START + ticks * TICK
         clients = tuple(program.begin() for program in programs)
         self.start = State(START, store, clients, crashes, losses, wipes)
-        if self.limit > 1:
+        if self.has_terms:
             self.representative = Likeness(programs).representative
 
     def run(self, verb: str, state: State, **about: Any) -> Answer:
@@ -130,7 +145,7 @@ class World:
 
     def steps(self, state: State) -> Iterator[tuple[Event, State]]:
         """Everything that may happen next."""
-        now, store, clients, crashes, losses, wipes, fence, buried = state
+        now, store, clients, crashes, losses, wipes, fence, buried, bodies = state
         clock_runs = now < self.end
         for index, (program, me) in enumerate(zip(self.programs, clients)):
             at = me.at
@@ -140,18 +155,22 @@ class World:
                 clock_runs = False
             before, behind = clients[:index], clients[index + 1 :]
             if crashes and at != "idle":
-                after = State(now, store, (*before, DEAD, *behind), crashes - 1, losses, wipes, fence, buried)
+                left = (*before, DEAD, *behind)
+                after = State(now, store, left, crashes - 1, losses, wipes, fence, buried, bodies)
                 yield Event(index, "is killed"), after
             for client, new_store, verb, token, reply, loses_reply in program.moves(me, index, state, self):
                 if loses_reply and not losses:
                     continue
-                new_fence, new_buried = fence, buried
-                if verb == "acquire" and reply[0] != "held":
+                new_fence, new_buried, new_bodies = fence, buried, bodies
+                if client.at == "inside" and me.granted[0]:
+                    new_bodies = tuple(sorted((*bodies, me.granted[0])))
+                if verb == "acquire" and reply[0] not in ("held", "paced"):
                     new_fence = max(fence, int(reply[2]))
                     if reply[0] == "taken_over" and reply[5]:
                         new_buried = tuple(sorted({*buried, grant_in(reply[5])}))
                 all_of_them, left = (*before, client, *behind), losses - loses_reply
-                after = State(now, new_store, all_of_them, crashes, left, wipes, new_fence, new_buried)
+                about = wipes, new_fence, new_buried, new_bodies
+                after = State(now, new_store, all_of_them, crashes, left, *about)
                 yield Event(index, verb or client.at, token, reply), after
         if clock_runs:
             later = now + TICK
@@ -169,6 +188,8 @@ class Likeness:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
+        leases = [getattr(program, "lease", 0) for program in programs]
+        self.matters = max(leases) + max(getattr(program, "period", 0) for program in programs)
         self.needs_all_tokens = any(type(program).__name__ in ("LateCopy", "Parent") for program in programs)
         self.rests = any(getattr(program, "at_least_for", 0) for program in programs)
         named = {getattr(program, "task", "") for program in programs if type(program).__name__ == "Freed"}
@@ -204,7 +225,9 @@ class Likeness:
             ]
             buried = tuple(sorted((_renamed(token, to), fence) for token, fence in buried))
         store = state.store._replace(**permits[0]._asdict(), others=trimmed(permits[1:]), known=known)
-        return state._replace(store=store, clients=tuple(clients), buried=buried, fence=0)
+        # Who was granted the lock within a lease may yet begin, beside others within a period before that.
+        bodies = tuple(at for at in state.bodies if at > state.now - self.matters)
+        return state._replace(store=store, clients=tuple(clients), buried=buried, fence=0, bodies=bodies)
 
     def _name(self, index: int) -> str:
         return f"{getattr(self.programs[index], 'task', '')} {index:x}"

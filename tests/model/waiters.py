@@ -180,13 +180,14 @@ class Waiters:
         """How many permits there are, as far as a call's worker knows."""
         return self.limits.get(task, self.limit)
 
-    def told(self, store: Store, task: str, *, limit: bool = False) -> dict[str, int]:
+    def told(self, store: Store, task: str, *, limit: bool = False) -> dict[str, Any]:
         """Of how many permits a script is told: asked again with more, if more are in use."""
         if self.most == 1:
             return {}
         own = self.limit_of(task)
-        about = {"count": max(own, highest_in(store)[0])}
-        return {**about, "limit": own} if limit else about
+        count = max(own, highest_in(store)[0])
+        about: dict[str, Any] = {"count": 0 if count == 1 else count}
+        return {**about, "terms": str(own)} if limit else about
 
     def representative(self, scene: Scene) -> Scene:
         """Of the scenes that differ in the calls' names only, one: calls are named in order of what they did.
