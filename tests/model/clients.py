@@ -147,7 +147,9 @@ class Ours(Program):
 
     def _when_taking_back(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         store, reply = world.run("take_back", state, start=self.its_start(me, state.store))
-        yield from self.answers(me, self._leaving(me), state, store, "take_back", self.token(me, index), reply)
+        yield from self.answers(
+            me, self._leaving(me), state, store, "take_back", self.token(me, index), reply
+        )
 
     def its_start(self, me: Client, store: Store) -> tuple[int, int]:
         """Which start it takes back."""

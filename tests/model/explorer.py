@@ -23,15 +23,26 @@ START = 10 * SECOND
 INSIDE = frozenset({"inside", "renewing", "renewed"})
 NOTHING = Store()
 ENDED = frozenset({"done", "dead"})
-VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark", "forget_done", "take_back")
+VERBS = (
+    "acquire",
+    "renew",
+    "release",
+    "hold",
+    "free",
+    "mark",
+    "extend",
+    "unmark",
+    "forget_done",
+    "take_back",
+)
 
 
 class Client(NamedTuple):
     """Where a client stands.
 
     `until`: the time to which it relies on the lock, by its own reckoning; `marked_until`: to which its mark
-    lasts; `counts_until`: to which its success counts; `granted`: what its start is noted as. `extends`: its message is sent, and its mark is yet to
-    be extended.
+    lasts; `counts_until`: to which its success counts; `granted`: its start. `extends`: its message is sent,
+    and its mark is yet to be extended.
     """
 
     at: str = "idle"
@@ -373,6 +384,61 @@ def _explore(
         trace = _trace(origin, *before, stuck) if before else ()
         return Result(moments, len(origin), spent, goal.__name__, trace)
     return Result(moments, len(origin), spent)
+
+
+def spinning(world: Any, is_time: Callable[[Event], bool], turns: Callable[[Event], bool]) -> str:
+    """An event of this kind that may happen again and again though no time passes; empty if none does.
+
+    Raises RuntimeError beyond a bound, as ever more is sent: that is no end either.
+    """
+    after: dict[Any, list[tuple[Any, Event]]] = {}
+    representative = getattr(world, "representative", lambda state: state)
+    found = [world.start]
+    while found:
+        state = found.pop()
+        if state not in after:
+            steps = [(representative(to), event) for event, to in world.steps(state)]
+            after[state] = [(to, event) for to, event in steps if not is_time(event)]
+            found += [to for to, _ in steps]
+        if len(after) > 100_000:
+            raise RuntimeError("more than 100,000 states")
+    part = _parts(after)
+    ways_round = (
+        event.what
+        for state, steps in after.items()
+        for to, event in steps
+        if part[to] == part[state] and turns(event)
+    )
+    return next(ways_round, "")
+
+
+def _parts(after: dict[Any, list[tuple[Any, Event]]]) -> dict[Any, int]:
+    """A number for each state: the same for those that lead to each other (Kosaraju)."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    for start in after:
+        stack = [] if start in seen else [(start, iter(after[start]))]
+        seen.add(start)
+        while stack:
+            state, steps = stack[-1]
+            to = next((to for to, _ in steps if to not in seen), None)
+            if to is None:
+                order.append(stack.pop()[0])
+            else:
+                seen.add(to)
+                stack.append((to, iter(after[to])))
+    before: dict[Any, list[Any]] = {}
+    for state, steps in after.items():
+        for to, _ in steps:
+            before.setdefault(to, []).append(state)
+    part: dict[Any, int] = {}
+    for number, start in enumerate(reversed(order)):
+        found = [] if start in part else [start]
+        while found:
+            state = found.pop()
+            if part.setdefault(state, number) == number:
+                found += [earlier for earlier in before.get(state, ()) if earlier not in part]
+    return part
 
 
 def _first_stuck(origin: Origin, sources: dict[Any, list[Any]], goal: Callable[[Any], bool]) -> Any:

@@ -236,7 +236,7 @@ class Waiting(Pace):
 
             choice = self.choose(store, now, count, limit, fits)
             store = self.until_now(store, now) if pace_of(terms)[0] else store
-            paced = self.paced_till(store, terms, choice.handed - (choice.rank == 1), now)
+            paced = self.served_till(store, terms, choice, now)
         number = choice.number if choice else 0
         store = at(store, number)
         after, reply = self._serve_one(
@@ -246,6 +246,10 @@ class Waiting(Pace):
             backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
             reply = (*reply[:6], str(min([now, *backs[:1]])))
         return at(after, number), reply
+
+    def served_till(self, store: Store, terms: str, choice: Choice, now: int) -> int:
+        """Until when nobody is handed a permit, as no start is left; 0 if one is."""
+        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now)
 
     def rank_of_lapsed(self) -> int | None:
         """How well a permit fits that was handed to a call in vain: it is served before one that is free."""

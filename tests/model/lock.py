@@ -176,11 +176,14 @@ class Lock(Waiting):
         record = store.holder
         if choice.rank == 9 or (choice.rank == 1 and not self.asks_again(record, token)):
             return store, 0
-        is_handed = record.state == "handed" and not self.is_past(now, record.deadline)
         if pace_of(terms)[0]:
             store = self.until_now(store, now)
-        till = self.paced_till(store, terms, choice.handed - is_handed, now)
+        till = self.paced_till(store, terms, choice.handed - self.is_kept_start(record, now), now)
         return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
+
+    def is_kept_start(self, record: Record, now: int) -> bool:
+        """Whether a start is kept for who takes this permit, with the permit."""
+        return record.state == "handed" and not self.is_past(now, record.deadline)
 
     def asks_again(self, record: Record, token: str) -> bool:
         """Whether a permit is held for a retry, and it is that one which asks."""

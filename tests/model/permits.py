@@ -1,4 +1,4 @@
-"""Several permits, and their terms: which permit a verb is about. From there on each verb is as for one lock."""
+"""Several permits, and their terms: which of them a verb is about. From there on it is as for one lock."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
