@@ -32,7 +32,7 @@ from celery_setnx import (
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, permit_names, permits_name, starts_name
-from celery_setnx.signals import lock_acquired, lock_taken_over
+from celery_setnx.signals import lock_acquired, lock_conflict, lock_taken_over
 from celery_setnx.testing import (
     Held,
     assert_released,
@@ -91,6 +91,7 @@ def running(server) -> Iterator[Celery]:
     """An app with a worker in a thread of this process."""
     app = made(server.url(1))
     task_of(app, name="waiting", on_conflict="wait")
+    task_of(app, name="paced", rate="1/m", limit=3)
     with start_worker(app, perform_ping_check=False):
         yield app
     app.close()
@@ -381,6 +382,38 @@ def test_hold_is_a_start_of_a_task_with_a_rate(app, locks):
             assert task.apply(["a"]).state == "RETRY"
             assert task.apply(["b"]).get() == 1
     assert_released(app)
+
+
+@pytest.mark.parametrize("policy", ["skip", "retry", "raise"])
+def test_refusal_by_a_pace_names_the_pace_and_no_holder(app, caplog, policy):
+    """In the log, in the state and in the error, whatever the limit; the signal's holder is in no task."""
+    task, met = task_of(app, limit=3, rate="1/m", on_conflict=policy), []
+    hear = lock_conflict.connect(lambda **about: met.append(about), weak=False)
+    with guarded(app), caplog.at_level(logging.INFO):
+        task.apply(["a"])
+        refused = task.apply(["a"])
+    lock_conflict.disconnect(hear)
+    told = {"skip": caplog.text, "retry": str(refused.result), "raise": str(refused.result)}[policy]
+    assert f"{task.lock_key('a')} is held back by its pace of 1 in 60 s until 20" in told
+    (about,) = met
+    assert (about["policy"], about["holder"].state, about["holder"].task_id) == (policy, "paced", None)
+    assert about["holder"].info == {"pace": "1 in 60 s"}
+    assert 50 < about["remaining_s"] <= 60
+
+
+def test_call_that_waits_for_its_pace_starts_when_time_has_passed(running, caplog):
+    """A worker looks at its line as soon as it is due; whoever reads why it waits is told the pace."""
+    task = running.tasks["paced"]
+    clear(running)
+    told = f"waits in line, at place 1: {task.lock_key('a')} is held back by its pace of 1 in 60 s until"
+    with caplog.at_level(logging.INFO, "celery_setnx"):
+        assert task.delay("a").get(timeout=60) == 1
+        waiting = task.delay("a")
+        wait_until(lambda: told in caplog.text, told)
+    pass_time(60, task, "a")
+    assert waiting.get(timeout=60) == 2
+    assert_released(task, within=10)
+    clear(running)
 
 
 @pytest.mark.parametrize("of", ["holder", "call", "task", "app"])

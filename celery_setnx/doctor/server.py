@@ -374,12 +374,17 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
         )
     if marks:
-        yield note(
-            "marks",
-            f"Calls marked as queued: {marks}; the last mark lapses in {lapses_s:.0f} s.",
-            "A mark cannot tell whether its message is still with the broker; after a purge it is not.",
-            "After a purge: celery setnx release --queued --task NAME",
-        )
+        yield _marks(marks, lapses_s)
+
+
+def _marks(count: int, lapses_s: float) -> Finding:
+    """Marks, which may be left of what was purged."""
+    return note(
+        "marks",
+        f"Calls marked as queued: {count}; the last mark lapses in {lapses_s:.0f} s.",
+        "A mark cannot tell whether its message is still with the broker; after a purge it is not.",
+        "After a purge: celery setnx release --queued --task NAME",
+    )
 
 
 def _endless_keys(client: Any, prefix: str) -> Iterator[Finding]:
