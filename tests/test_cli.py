@@ -956,8 +956,9 @@ def test_release_of_a_permit_lets_the_first_in_line_run(cli, caplog):
 def test_list_says_that_a_lock_is_paced(cli):
     """One that is free, and that no call may have yet; when the next may start is its deadline."""
     key = cli.start(ago=55)
-    cli.park("paced")
     cli.start(count=1, customer=8)  # another may start at once: there is nothing to see
+    assert ask("list").stderr == "1 lock under t:{...}.\n"
+    cli.park("paced")
     result = ask("list")
     _heading, line = result.stdout.splitlines()
     assert re.fullmatch(rf"{TASK}paced  paced  -  +in [2-5]\.\d s +-  +1  +-  +-  +{re.escape(key)}", line)
@@ -969,19 +970,20 @@ def test_list_says_that_a_lock_is_paced(cli):
 
 
 def test_list_says_that_permits_are_free_though_their_pace_allows_no_start(cli):
-    """The row is about the pace; but trouble comes first."""
-    about = {"info": {"task": TASK + "paced_several"}, "limit": 3, "rate": (2, 60), "lease": 600}
-    for _ in range(2):
-        assert SetnxLock(cli.locks, cli.key("paced_several"), **about).acquire().acquired
+    """The row is about the pace; but a holder that will not come back is shown first."""
+    about = {"limit": 3, "rate": (2, 60), "lease": 600}
+    for where in (ELSEWHERE, ELSEWHERE):
+        info = {**where, "task": TASK + "paced_several"}
+        assert SetnxLock(cli.locks, cli.key("paced_several"), info=info, **about).acquire().acquired
     assert re.split("  +", ask("list").stdout.splitlines()[1])[1:5] == ["paced 2/3", "-", "in 1 min 0 s", "-"]
     (row,) = ask_json("list")
     assert [row["state"], *(one["state"] for one in row["holders"])] == ["paced", "running", "running"]
-    age(cli.locks, cli.key("paced_several"), 40)
-    dead = SetnxLock(cli.locks, cli.key("paced_several"), **{**about, "info": DEAD, "rate": None}).acquire()
-    assert dead.acquired
-    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 3/3"
-    age(cli.locks, cli.key("paced_several"), 600, living=[dead.lock.token])
-    assert re.split("  +", ask("list").stdout.splitlines()[1])[1] == "running 3/3"
+    age(cli.locks, cli.key("paced_several"), 600)
+    for where in (DEAD, ELSEWHERE):
+        info = {**where, "task": TASK + "paced_several"}
+        assert SetnxLock(cli.locks, cli.key("paced_several"), info=info, **about).acquire().acquired
+    row = re.split("  +", ask("list").stdout.splitlines()[1])
+    assert (row[1], row[4]) == ("running 2/3", "dead")
 
 
 def test_show_says_how_many_starts_count(cli):
@@ -1020,6 +1022,17 @@ def test_why_says_when_the_next_call_may_start_and_what_becomes_of_this_one(cli,
     assert (found["runs"], found["state"], found["starts"]) == (False, "paced", 2)
     age(cli.locks, cli.key(task), 60)
     ask("why", TASK + task, "7", ends=0)
+
+
+def test_why_says_that_the_pace_holds_up_a_line(cli):
+    """Who waits there comes before this call, and waits for nobody else."""
+    cli.start()
+    cli.park("paced")
+    told = ask("why", TASK + "paced", "7", ends=1).stdout
+    assert re.match(
+        r"No: its pace allows the next start in .*\n  1 call in line before it\.\n  A call now: ", told
+    )
+    assert "at place 2" in told
 
 
 @pytest.mark.parametrize(

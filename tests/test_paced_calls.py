@@ -120,6 +120,9 @@ def test_call_that_ends_with_anothers_result_is_no_start(shared, locks):
     shared.free(task)
     assert shared.starts() == [first.id]
     assert locks.zcard(starts_name(task.lock_key(shared.key))) == 1
+    late = shared.parked(task=task)  # there is nobody to join
+    pass_time(600, task, shared.key)
+    shared.has_run(late)
 
 
 def test_retry_that_holds_the_lock_waits_for_its_pace_and_resumes(shared):

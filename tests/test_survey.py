@@ -362,6 +362,16 @@ def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
     assert seen.next_start == pytest.approx(told.server_time + told.remaining_s, abs=1e-3)
 
 
+def test_next_start_is_soon_where_no_start_is_left_but_that_of_who_is_woken(locks):
+    """That one may not come: then somebody else may start."""
+    park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 1, 60.0)), since=time.time(), call="")
+    lock = SetnxLock(locks, KEY, limit=2, line=True, rate=(1, 60))
+    assert lock.serve(knows_terms=True).heir is not None
+    seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(1, 60)).acquire()
+    assert (seen.started, told.paced) == (1, True)
+    assert seen.next_start - seen.server_time == pytest.approx(told.remaining_s) == pytest.approx(1.0)
+
+
 def test_start_that_is_later_than_now_is_none(locks):
     """The clock was set back: scripts drop it."""
     start(locks, 2)
@@ -369,6 +379,16 @@ def test_start_that_is_later_than_now_is_none(locks):
     seen = look(locks, KEY)
     assert (seen.started, len(seen.starts)) == (2, 3)
     assert 0 < seen.next_start - seen.server_time <= 60
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("decode", [True, False], ids=["text", "bytes"])
+def test_starts_are_read_whatever_a_reply_looks_like(server, locks, protocol, decode):
+    """The older protocol has members and times in one row."""
+    start(locks, 2)
+    with redis.Redis.from_url(server.url(1), protocol=protocol, decode_responses=decode) as client:
+        assert look(client, KEY).starts == look(locks, KEY).starts
+        assert (look(client, KEY).started, look(client, KEY).is_paced) == (2, True)
 
 
 @pytest.mark.parametrize("forget", ["permits", "kind"])

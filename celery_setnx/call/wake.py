@@ -125,7 +125,9 @@ def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[
     if guard is None:
         return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
     options = guard.options
-    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=options.rate)
+    # One that joins is woken whatever the pace: it ends with another's result, or asks before it starts.
+    rate = None if options.on_conflict == "join" else options.rate
+    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=rate)
     return partial(lock.serve, knows_terms=True)
 
 

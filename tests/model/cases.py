@@ -6,14 +6,26 @@ from typing import Any, NamedTuple
 
 from tests.model import lines
 from tests.model.injected import EPOCH, SECOND, set_clock
-from tests.model.line import AWAY, waiting, with_call, with_place, without_call
+from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call
 from tests.model.lines import Lines
 from tests.model.lock import Lock
-from tests.model.permits import at
-from tests.model.store import MS, NOT_A_STRING, NUMBER, Calls, Line, Mark, Record, Store, purge, task_of
+from tests.model.permits import at, limit_of
+from tests.model.store import (
+    MS,
+    NOT_A_STRING,
+    NUMBER,
+    Calls,
+    Line,
+    Mark,
+    Record,
+    Starts,
+    Store,
+    purge,
+    task_of,
+)
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
-DONE = "{lock.foo}:done"
+DONE, STARTS = "{lock.foo}:done", "{lock.foo}:starts"
 LINE, CALLS, LINES = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
@@ -23,7 +35,7 @@ PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
 PERMITS, NO_TICKET = "{lock.foo}:permits", "{lock.foo}:ticket:nobody"
 PAIRS = (PAIR, *((f"{{lock.foo}}#{number}", f"{{lock.foo}}#{number}:holder") for number in (1, 2)))
 OTHERS = tuple(name for pair in PAIRS[1:] for name in pair)
-KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS, DONE)
+KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS, DONE, STARTS)
 CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
 SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
 COPIES = ("-", "x1", "y2")
@@ -32,6 +44,7 @@ LONG = 4_000 * SECOND
 RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
 MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
+PERIODS = (1_234, SECOND, 3 * SECOND, 10 * SECOND)
 HAND_OVERS = (1, 150_000, SECOND, 2_345_678)
 BARE = {"copy": "-", "remember": 0, "linger": 0, "since": 0, "attempt": 0}  # of a call that has not waited
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
@@ -70,6 +83,7 @@ FOREIGN = (
     "record",
     "mark",
     "done",
+    "starts",
     "line",
     "crowd",
 )
@@ -102,7 +116,7 @@ return table.concat(seen, '\\n')
 
 def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
-    value, expiry, record, record_expiry, mark, line, calls, tickets, others, known, done = store
+    value, expiry, record, record_expiry, mark, line, calls, tickets, others, known, done, starts = store
     dues = [("", -swept.epoch)] if swept.epoch is not None else []
     dues += [(name, moment) for moment, name in swept.due]
     found: list[tuple[str, object, object]] = [
@@ -119,6 +133,8 @@ def sight_of(store: Store, swept: Lines, now: int) -> str:
         found.append((name, permit.value, permit.expiry))
         found.append((record_name, permit.record, _expires(permit.record, permit.record_expiry)))
     found.append((DONE, done and done.task_id, done and done.expiry and f"in {done.expiry - now // MS}"))
+    times = " ".join(f"{at}#{number} {at}" for at, number in starts.times)
+    found.append((STARTS, times or None, starts.expiry and f"in {starts.expiry - now // MS}"))
     return "\n".join(
         f"{key} {content} {-1 if expiry is None else expiry}"
         for key, content, expiry in found
@@ -155,7 +171,7 @@ class Step(NamedTuple):
         if verb == "due":
             return "due: noted"
         if verb == "sweep":
-            return f"sweep: {'claimed' if self.reply[2:] else 'nothing'}"
+            return f"sweep: {'claimed' if self.reply[3:] else 'nothing'}"
         return f"{verb}: {self.reply[0]}"
 
 
@@ -172,6 +188,7 @@ class Case:
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
         self.has_several = self.random.random() < 0.5
+        self.is_paced = self.has_several and self.random.random() < 0.6
         self.focus = 0
 
     @property
@@ -183,6 +200,12 @@ class Case:
     def pair(self) -> tuple[str, str]:
         """The keys of that permit."""
         return PAIRS[self.focus]
+
+    def terms(self, *limits: int) -> str:
+        """How many permits there are, and how many starts within what time."""
+        choose, limit = self.random.choice, self.random.choice(limits)
+        is_paced = limit and self.is_paced and self.random.random() < 0.8
+        return f"{limit}:{choose((1, 1, 2, 3))}/{choose(PERIODS)}" if is_paced else str(limit)
 
     def several(self) -> tuple[tuple[str, ...], dict[str, int]]:
         """The keys of permits beside the first that a script is told of, and how many it knows then."""
@@ -247,9 +270,10 @@ class Case:
             sent["attempt"] = choose((0, 0, 1))
         if self.has_several and LINE in keys:
             sent = {**sent, **{name: sent.get(name, value) for name, value in BARE.items()}}
-            sent["limit"] = choose((1, 2, 3))
-            more = OTHERS[: 2 * choose((sent["limit"] - 1, 2))]
-            return self.script("acquire", keys + more, **sent, count=1 + len(more) // 2)
+            sent["terms"] = self.terms(1, 2, 3)
+            more = OTHERS[: 2 * choose((limit_of(sent["terms"]) - 1, 2))]
+            if more or ":" in sent["terms"]:
+                return self.script("acquire", (*keys, STARTS, *more), **sent, count=1 + len(more) // 2)
         return self.script("acquire", keys, **sent)
 
     def renew(self) -> Step:
@@ -310,13 +334,16 @@ class Case:
             since=self.now - self.random.randrange(3) * SECOND,
             call=choose(("call", "call again")),
             remember=choose(MARK_LEASES_MS),
-            limit=choose((0, 1, 2, 3)) if self.has_several else choose((0, 1)),
+            terms=self.terms(0, 1, 2, 3) if self.has_several else choose("01"),
         )
 
     def serve(self) -> Step:
         """By anybody, once or twice."""
         choose, holder = self.random.choice, self.seen.holder
         more, count = self.several()
+        terms = "01"[self.now // 7 % 2]
+        if self.has_several and (more or choose((False, True))):
+            more, count, terms = (STARTS, *more), {"count": 1, **count}, self.terms(0, 0, 1, 2, 3)
         return self.script(
             "serve",
             (*PAIR, *WAITING, PERMITS, *more),
@@ -327,7 +354,7 @@ class Case:
             dead=self.token() if self.random.random() < 0.2 else "",
             away=choose(("", "", holder.info, "a")),
             unsent=choose(("", "", "unsent")),
-            limit=(0, 0, 1, 2, 3)[self.now // 7 % 5],
+            terms=terms,
             **count,
         )
 
@@ -341,7 +368,7 @@ class Case:
         tasks = tuple(task for task in TASK_IDS if self.random.random() < 0.7)
         interval = self.random.choice((0, 2 * SECOND))
         step = self.swept("sweep", interval=interval, **self.of_lines(), tasks=tasks)
-        _, until, *entries = step.reply or ()
+        _, until, _, *entries = step.reply or ()
         if entries:
             self.claimed = self.random.choice(entries), until
         return step
@@ -409,6 +436,7 @@ class Case:
         moments += [ms * MS for ms in (before.expiry, before.record_expiry) if ms is not None]
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
         moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
+        moments += [at + period for at, _ in before.starts.times[-3:] for period in PERIODS]
         for moment, _ in self.lines.due[:1]:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
@@ -419,8 +447,9 @@ class Case:
             of and of._replace(expiry=None if of.expiry is None else of.expiry + passed)
             for of in (before.mark, before.done)
         )
-        before = self.store
-        self.store = purge(before._replace(mark=mark, done=done), self.now)
+        before, (times, expiry) = self.store, self.store.starts
+        starts = Starts(times, None if expiry is None else expiry + passed)
+        self.store = purge(before._replace(mark=mark, done=done, starts=starts), self.now)
         expired = []
         for number, (name, record) in enumerate(PAIRS):
             was, left = at(before, number), at(self.store, number)
@@ -455,6 +484,15 @@ class Case:
             changed, commands = {"mark": Mark(NOT_A_STRING, None)}, [("DEL", MARK), ("RPUSH", MARK, "x")]
         elif what == "done" and rarely:
             changed, commands = {"done": Mark(NOT_A_STRING, None)}, [("DEL", DONE), ("RPUSH", DONE, "x")]
+        elif what == "starts" and rarely and (known := waiter(store, store.holder.info)):
+            call = str(known._replace(comes=True))  # as when it was overtaken
+            changed = {"calls": with_call(store, store.holder.info, call, -1).calls}
+            commands = [("HSET", CALLS, store.holder.info, call)]
+        elif what == "starts" and self.is_paced:  # the clock was later once
+            start = (self.now + choose((-1, 0, 1, 1, SECOND)), choose((0, 1, 2)))
+            times = tuple(sorted({*store.starts.times, start}))
+            changed = {"starts": store.starts._replace(times=times)}
+            commands = [("ZADD", STARTS, start[0], f"{start[0]}#{start[1]}")]
         elif what == "line" and rarely:
             changed = {"line": Line(), "calls": Calls(), "tickets": ()}
             commands = [("DEL", *WAITING, *TICKETS.values())]
@@ -464,7 +502,7 @@ class Case:
             changed, commands = self.crowd()
         else:
             lock_alone = [[name]] * (10 if self.state == "handed" else 2)
-            gone = choose((*lock_alone, [name, record], [record], [MARK], [DONE]))
+            gone = choose((*lock_alone, [name, record], [record], [MARK], [DONE], [STARTS]))
             changed, commands = {}, [("DEL", *gone)]
             if name in gone:
                 changed |= {"value": None, "expiry": None}
@@ -472,6 +510,8 @@ class Case:
                 changed |= {"record": None, "record_expiry": None}
             if MARK in gone:
                 changed |= {"mark": None}
+            if STARTS in gone:
+                changed |= {"starts": Starts()}
             if DONE in gone:
                 changed |= {"done": None}
         self.store = at(store._replace(**changed), self.focus)
@@ -519,7 +559,8 @@ class Case:
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
         """A call of a script."""
         told = [value for name, value in sent.items() if name != "count"]
-        several = f"{verb}#" if f"{verb}#" in self.shas and OTHERS[0] in keys else verb
+        is_several = f"{verb}#" in self.shas and (OTHERS[0] in keys or STARTS in keys)
+        several = f"{verb}#" if is_several else verb
         command = ("EVALSHA", self.shas[several], len(keys), *keys, *told)
         what = f"{verb} {keys[0]} {tuple(sent.values())}"
         if verb in ("renew", "release", "hold"):

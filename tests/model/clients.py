@@ -29,11 +29,16 @@ class Ours(Program):
     proof: bool = False  # the holder's process may be proved dead
     slow_send: bool = False  # time may pass between the send and the server
     limit: int = 1  # how many permits it knows of
+    starts: int = 0  # how many may start within a period; 0: any number
+    period: int = 0  # how long that is
+    bodiless: bool = False  # it may give its lock back before its body
 
     def __post_init__(self) -> None:
         self.lease *= TICK
         self.at_least_for *= TICK
         self.hold *= TICK
+        self.period *= TICK
+        self.terms = f"{self.limit}:{self.starts}/{self.period}" if self.starts else str(self.limit)
 
     def begin(self) -> Client:
         """Idle, with all its tries."""
@@ -54,9 +59,10 @@ class Ours(Program):
             "lease": self.lease,
             "retention": RETENTION_MS,
         }
-        if world.limit > 1:  # asked again with more permits, if more are in use
-            count = max(self.limit, highest_in(state.store)[0])
-            asked |= {"limit": self.limit, "count": count}
+        if world.has_terms:  # asked again with more permits, if more are in use
+            highest = highest_in(state.store)[0]
+            count = 0 if self.terms == "1" and highest == 1 else max(self.limit, highest)
+            asked |= {"terms": self.terms, "count": count}
             return world.run("acquire", state, **asked, dead=me.dead, line=True)
         return world.run("acquire", state, **asked, dead=me.dead, line=self.marks)
 
@@ -96,9 +102,9 @@ class Ours(Program):
     def _when_sent(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         store, reply = self.acquire(me, index, state, world)
         token, word = self.token(me, index), reply[0]
-        if word == "held":
+        if word in ("held", "paced"):
             record = at(state.store, permit_in(reply)).holder
-            if self.proof and record.state == "running":
+            if self.proof and record.state == "running" and word == "held":
                 answered = me._replace(at="answered", word=word, seen=record.token, dead="")
             else:
                 answered = self.after_conflict(me)
@@ -109,6 +115,9 @@ class Ours(Program):
                 since = at(store, permit_in(reply)).holder.since
             answered = me._replace(at="answered", word=word, until=until, since=since, seen="", dead="")
             answered = answered._replace(permit=permit_in(reply))
+            if self.starts:
+                record = at(store, answered.permit).holder
+                answered = answered._replace(granted=world.lock.start_of(record, answered.permit))
         yield from self.answers(me, answered, state, store, "acquire", token, reply)
 
     def answers(
@@ -125,9 +134,26 @@ class Ours(Program):
                 yield Move(me._replace(at="idle", sent=0, word="", seen="", dead=me.seen), state.store)
             yield Move(self.after_conflict(me), state.store)
         elif self.may_enter(me, state.now):
-            yield Move(me._replace(at="inside", sent=0, word="", tries=0), state.store)
+            yield Move(me._replace(at="inside", sent=0, word="", tries=0, granted=(0, 0)), state.store)
+            if self.bodiless:
+                yield Move(self._without_body(me), state.store)
         else:
-            yield Move(self._leaving(me), state.store)
+            yield Move(self._without_body(me), state.store)
+
+    def _without_body(self, me: Client) -> Client:
+        """Nothing has begun: what has started is taken back, and the lock released."""
+        leaving = self._leaving(me)
+        return leaving._replace(at="taking_back", granted=me.granted) if me.granted[0] else leaving
+
+    def _when_taking_back(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = world.run("take_back", state, start=self.its_start(me, state.store))
+        yield from self.answers(
+            me, self._leaving(me), state, store, "take_back", self.token(me, index), reply
+        )
+
+    def its_start(self, me: Client, store: Store) -> tuple[int, int]:
+        """Which start it takes back."""
+        return me.granted
 
     def _when_inside(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         yield Move(self._leaving(me), state.store)
@@ -168,7 +194,7 @@ class Freed(Program):
 
     def moves(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         """Free it once, at any time."""
-        more = {"count": max(world.limit, highest_in(state.store)[0])} if world.limit > 1 else {}
+        more = {"count": max(world.limit, highest_in(state.store)[0])} if world.has_terms else {}
         store, reply = world.run("free", state, task_id=self.task, remember=REMEMBER_MS, **more)
         yield Move(DONE, store, "free", self.task, reply)
 

@@ -23,15 +23,26 @@ START = 10 * SECOND
 INSIDE = frozenset({"inside", "renewing", "renewed"})
 NOTHING = Store()
 ENDED = frozenset({"done", "dead"})
-VERBS = ("acquire", "renew", "release", "hold", "free", "mark", "extend", "unmark", "forget_done")
+VERBS = (
+    "acquire",
+    "renew",
+    "release",
+    "hold",
+    "free",
+    "mark",
+    "extend",
+    "unmark",
+    "forget_done",
+    "take_back",
+)
 
 
 class Client(NamedTuple):
     """Where a client stands.
 
     `until`: the time to which it relies on the lock, by its own reckoning; `marked_until`: to which its mark
-    lasts; `counts_until`: to which its success counts. `extends`: its message is sent, and its mark is yet to
-    be extended.
+    lasts; `counts_until`: to which its success counts; `granted`: its start. `extends`: its message is sent,
+    and its mark is yet to be extended.
     """
 
     at: str = "idle"
@@ -48,13 +59,17 @@ class Client(NamedTuple):
     extends: bool = False
     permit: int = 0
     counts_until: int = 0
+    granted: tuple[int, int] = (0, 0)
 
 
 DONE, DEAD = Client("done"), Client("dead")
 
 
 class State(NamedTuple):
-    """The whole world. `fence`: the largest one granted. `buried`: grants that were taken over."""
+    """The whole world. `fence`: the largest one granted. `buried`: grants that were taken over.
+
+    `bodies`: when those were granted under which a body has begun, as long as that matters.
+    """
 
     now: int
     store: Store
@@ -64,6 +79,7 @@ class State(NamedTuple):
     wipes: int
     fence: int = 0
     buried: tuple[tuple[str, str], ...] = ()
+    bodies: tuple[int, ...] = ()
 
 
 class Move(NamedTuple):
@@ -101,6 +117,14 @@ class Program:
         raise NotImplementedError
 
 
+class FineClock(Lock):
+    """Beside clients whose clock ticks seldom: two may have one permit between two of its ticks."""
+
+    def start_of(self, record: Record, number: int) -> tuple[int, int]:
+        """Told apart by its fence."""
+        return record.since, 100 * (record.fence - record.since) + number
+
+
 class World:
     """Clients on one lock, and how much may go wrong."""
 
@@ -116,12 +140,14 @@ class World:
     ) -> None:
         self.programs = programs
         self.limit = max(getattr(program, "limit", 1) for program in programs)
-        self.lock = lock or Lock()
+        self.period = max(getattr(program, "period", 0) for program in programs)
+        self.has_terms = self.limit > 1 or self.period > 0
+        self.lock = lock or (FineClock() if self.period else Lock())
         self.verbs = {verb: cache(getattr(self.lock, verb)) for verb in VERBS}
         self.end = START + ticks * TICK
         clients = tuple(program.begin() for program in programs)
         self.start = State(START, store, clients, crashes, losses, wipes)
-        if self.limit > 1:
+        if self.has_terms:
             self.representative = Likeness(programs).representative
 
     def run(self, verb: str, state: State, **about: Any) -> Answer:
@@ -130,7 +156,7 @@ class World:
 
     def steps(self, state: State) -> Iterator[tuple[Event, State]]:
         """Everything that may happen next."""
-        now, store, clients, crashes, losses, wipes, fence, buried = state
+        now, store, clients, crashes, losses, wipes, fence, buried, bodies = state
         clock_runs = now < self.end
         for index, (program, me) in enumerate(zip(self.programs, clients)):
             at = me.at
@@ -140,18 +166,22 @@ class World:
                 clock_runs = False
             before, behind = clients[:index], clients[index + 1 :]
             if crashes and at != "idle":
-                after = State(now, store, (*before, DEAD, *behind), crashes - 1, losses, wipes, fence, buried)
+                left = (*before, DEAD, *behind)
+                after = State(now, store, left, crashes - 1, losses, wipes, fence, buried, bodies)
                 yield Event(index, "is killed"), after
             for client, new_store, verb, token, reply, loses_reply in program.moves(me, index, state, self):
                 if loses_reply and not losses:
                     continue
-                new_fence, new_buried = fence, buried
-                if verb == "acquire" and reply[0] != "held":
+                new_fence, new_buried, new_bodies = fence, buried, bodies
+                if client.at == "inside" and me.granted[0]:
+                    new_bodies = tuple(sorted((*bodies, me.granted[0])))
+                if verb == "acquire" and reply[0] not in ("held", "paced"):
                     new_fence = max(fence, int(reply[2]))
                     if reply[0] == "taken_over" and reply[5]:
                         new_buried = tuple(sorted({*buried, grant_in(reply[5])}))
                 all_of_them, left = (*before, client, *behind), losses - loses_reply
-                after = State(now, new_store, all_of_them, crashes, left, wipes, new_fence, new_buried)
+                about = wipes, new_fence, new_buried, new_bodies
+                after = State(now, new_store, all_of_them, crashes, left, *about)
                 yield Event(index, verb or client.at, token, reply), after
         if clock_runs:
             later = now + TICK
@@ -169,6 +199,8 @@ class Likeness:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
+        leases = [getattr(program, "lease", 0) for program in programs]
+        self.matters = max(leases) + max(getattr(program, "period", 0) for program in programs)
         self.needs_all_tokens = any(type(program).__name__ in ("LateCopy", "Parent") for program in programs)
         self.rests = any(getattr(program, "at_least_for", 0) for program in programs)
         named = {getattr(program, "task", "") for program in programs if type(program).__name__ == "Freed"}
@@ -204,7 +236,9 @@ class Likeness:
             ]
             buried = tuple(sorted((_renamed(token, to), fence) for token, fence in buried))
         store = state.store._replace(**permits[0]._asdict(), others=trimmed(permits[1:]), known=known)
-        return state._replace(store=store, clients=tuple(clients), buried=buried, fence=0)
+        # Who was granted the lock within a lease may yet begin, beside others within a period before that.
+        bodies = tuple(at for at in state.bodies if at > state.now - self.matters)
+        return state._replace(store=store, clients=tuple(clients), buried=buried, fence=0, bodies=bodies)
 
     def _name(self, index: int) -> str:
         return f"{getattr(self.programs[index], 'task', '')} {index:x}"
@@ -350,6 +384,61 @@ def _explore(
         trace = _trace(origin, *before, stuck) if before else ()
         return Result(moments, len(origin), spent, goal.__name__, trace)
     return Result(moments, len(origin), spent)
+
+
+def spinning(world: Any, is_time: Callable[[Event], bool], turns: Callable[[Event], bool]) -> str:
+    """An event of this kind that may happen again and again though no time passes; empty if none does.
+
+    Raises RuntimeError beyond a bound, as ever more is sent: that is no end either.
+    """
+    after: dict[Any, list[tuple[Any, Event]]] = {}
+    representative = getattr(world, "representative", lambda state: state)
+    found = [world.start]
+    while found:
+        state = found.pop()
+        if state not in after:
+            steps = [(representative(to), event) for event, to in world.steps(state)]
+            after[state] = [(to, event) for to, event in steps if not is_time(event)]
+            found += [to for to, _ in steps]
+        if len(after) > 100_000:
+            raise RuntimeError("more than 100,000 states")
+    part = _parts(after)
+    ways_round = (
+        event.what
+        for state, steps in after.items()
+        for to, event in steps
+        if part[to] == part[state] and turns(event)
+    )
+    return next(ways_round, "")
+
+
+def _parts(after: dict[Any, list[tuple[Any, Event]]]) -> dict[Any, int]:
+    """A number for each state: the same for those that lead to each other (Kosaraju)."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    for start in after:
+        stack = [] if start in seen else [(start, iter(after[start]))]
+        seen.add(start)
+        while stack:
+            state, steps = stack[-1]
+            to = next((to for to, _ in steps if to not in seen), None)
+            if to is None:
+                order.append(stack.pop()[0])
+            else:
+                seen.add(to)
+                stack.append((to, iter(after[to])))
+    before: dict[Any, list[Any]] = {}
+    for state, steps in after.items():
+        for to, _ in steps:
+            before.setdefault(to, []).append(state)
+    part: dict[Any, int] = {}
+    for number, start in enumerate(reversed(order)):
+        found = [] if start in part else [start]
+        while found:
+            state = found.pop()
+            if part.setdefault(state, number) == number:
+                found += [earlier for earlier in before.get(state, ()) if earlier not in part]
+    return part
 
 
 def _first_stuck(origin: Origin, sources: dict[Any, list[Any]], goal: Callable[[Any], bool]) -> Any:

@@ -4,8 +4,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.model.permits import Choice, Fits, at, highest_in, noted
+from tests.model.pace import Pace
+from tests.model.permits import Choice, Fits, at, highest_in, limit_of, next_room, noted, pace_of, terms_in
 from tests.model.store import (
+    LINGERS_MS,
     MS,
     NUMBER,
     SECOND,
@@ -82,11 +84,10 @@ def with_ticket(store: Store, task: str, text: str, lease: int) -> Store:
     return store._replace(tickets=tuple(sorted(tickets.items())))
 
 
-class Waiting:
+class Waiting(Pace):
     """What a lock does for those who wait for it: `serve`, `park` and `leave`."""
 
     is_past: Callable[[int, int], bool]
-    kept: Callable[[Store, Record, int], Store]
     proves_death: Callable[[Record, str], bool]
     value_of: Callable[[int], str]
     choose: Callable[[Store, int, int, int, Fits], Choice]
@@ -131,6 +132,15 @@ class Waiting:
         if known is None:
             return without_call(store, heir)
         return self.lasts_as_calls(with_place(store, heir, known.since, -1))
+
+    def handed_back(self, store: Store, now: int) -> Store:
+        """The keys when a call may not start yet to which a permit was handed: it stands where it stood."""
+        record = store.holder
+        known = waiter(store, record.info)
+        store = self.nobodys(store, record._replace(state="released"), now, LINGERS_MS)
+        return self.lasts_as_calls(
+            store if known is None else with_place(store, record.info, known.since, -1)
+        )
 
     def lasts_as_calls(self, store: Store) -> Store:
         """The keys of a line that may be there anew."""
@@ -203,16 +213,17 @@ class Waiting:
         dead: str = "",
         away: str = "",
         unsent: str = "",
-        limit: int = 0,
-        count: int = 1,
+        terms: str = "0",
+        count: int = 0,
     ) -> Answer:
-        """lua/serve.lua."""
-        choice, lapsed = None, 0
-        if store.known is not None or count > 1:
-            highest, known = highest_in(store)
-            if highest > count:
-                return store, ("more", str(highest))
-            limit = limit or known
+        """lua/serve.lua; `count`: as for acquire."""
+        choice, lapsed, paced = None, 0, 0
+        highest = highest_in(store)[0]
+        if highest > max(count, 1):
+            return store, ("more", str(highest))
+        terms = terms_in(store) if terms == "0" else terms
+        limit = limit_of(terms)
+        if count:
 
             def fits(record: Record, live: bool) -> int | None:
                 nonlocal lapsed
@@ -224,15 +235,21 @@ class Waiting:
                 return 5 if live and self.proves_death(record, dead) else None
 
             choice = self.choose(store, now, count, limit, fits)
+            store = self.until_now(store, now) if pace_of(terms)[0] else store
+            paced = self.served_till(store, terms, choice, now)
         number = choice.number if choice else 0
         store = at(store, number)
         after, reply = self._serve_one(
-            store, now, token, hand_over, remember, lease, dead, away, unsent, choice, limit
+            store, now, token, hand_over, remember, lease, dead, away, unsent, choice, terms, paced
         )
         if choice and lapsed > (choice.rank == 3) and len(reply) > 6:
             backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
             reply = (*reply[:6], str(min([now, *backs[:1]])))
         return at(after, number), reply
+
+    def served_till(self, store: Store, terms: str, choice: Choice, now: int) -> int:
+        """Until when nobody is handed a permit, as no start is left; 0 if one is."""
+        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now)
 
     def rank_of_lapsed(self) -> int | None:
         """How well a permit fits that was handed to a call in vain: it is served before one that is free."""
@@ -258,7 +275,8 @@ class Waiting:
         away: str,
         unsent: str,
         choice: Choice | None,
-        limit: int,
+        terms: str,
+        paced: int,
     ) -> Answer:
         record, value = store.record, store.value
         if isinstance(record, str):
@@ -269,8 +287,11 @@ class Waiting:
         def answer(after: Store, word: str, to: str | None, look: int) -> Answer:
             if choice and choice.next and self.looks_at_others(word):
                 look = min(look, choice.next) if look else choice.next
-            if choice and choice.spare > 0 and waiting(after):
-                look = now
+            if choice and waiting(after):
+                room = paced or next_room(after, terms, now)
+                look = min(look or room, room) if room else look
+                if choice.spare > 0 and not paced:
+                    look = now
             backs = [until - AWAY for until, _ in after.line.places if until >= AWAY]
             look = min([*backs[:1], *[look] * (look > 0)], default=0)
             return after, (word, str(now), value, text, to, self.wakes(after, to), str(look))
@@ -295,15 +316,15 @@ class Waiting:
         after = store
         if heir is not None:
             after = self.taken_back(store, heir) if unsent else self.passed_over(store, heir, now, lease)
-        drains = choice is not None and self.drains(choice, limit)
-        to, lingers, gone = (None, 0, ()) if unsent or drains else self.next_in_line(after, now)
+        stays = choice is not None and (self.drains(choice, limit_of(terms)) or paced > 0)
+        to, lingers, gone = (None, 0, ()) if unsent or stays else self.next_in_line(after, now)
         for task in gone:
             after = without_call(without_place(after, task), task)
         if to is not None:
             hand_over = lingers - now + 50_000 if lingers else hand_over
-            if choice is not None and limit != highest_in(store)[1]:
+            if choice is not None and terms != terms_in(store):
                 ms = up(hand_over, MS) + remember
-                after = noted(after, max(limit, choice.top), limit, ms)
+                after = noted(after, max(limit_of(terms), choice.top), terms, ms)
             after = self.handed(after, found._replace(token=token), now, to, hand_over, remember)
             return answer(after, "taken_over" if died else "handed", to, now + hand_over)
         if heir is not None:
@@ -328,23 +349,23 @@ class Waiting:
         since: int,
         call: str,
         remember: int,
-        limit: int = 0,
+        terms: str = "0",
         count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
-        number = 0
-        if store.known is not None or count > 1:
-            highest, known_limit = highest_in(store)
-            if highest > count:
-                return store, ("more", str(highest))
-            limit = limit or known_limit
+        number, highest = 0, highest_in(store)[0]
+        if highest > max(count, 1):
+            return store, ("more", str(highest))
+        if count > 1:
+            terms = terms_in(store) if terms == "0" else terms
+            limit = limit_of(terms)
 
             def fits(record: Record, live: bool) -> int | None:
                 return 1 if self.is_for(self.heir_of(record), task) else None
 
             choice = self.choose(store, now, count, limit, fits)
             number = choice.number
-            store = noted(store, max(limit, choice.top), limit, remember)
+            store = noted(store, max(limit, choice.top), terms, remember)
         after, reply = self._park_one(at(store, number), now, task, attempt, copy, since, call, remember)
         return at(after, number), reply
 
@@ -421,11 +442,10 @@ class Waiting:
         count: int = 1,
     ) -> Answer:
         """lua/leave.lua."""
-        number = 0
-        if store.known is not None or count > 1:
-            highest = highest_in(store)[0]
-            if highest > count:
-                return store, ("more", str(highest))
+        number, highest = 0, highest_in(store)[0]
+        if highest > max(count, 1):
+            return store, ("more", str(highest))
+        if count > 1:
 
             def fits(record: Record, live: bool) -> int | None:
                 return 1 if self.is_for(self.heir_of(record), task) else None

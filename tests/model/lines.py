@@ -45,10 +45,11 @@ def sweep(
     epoch = epoch if lines.epoch is None else lines.epoch
     kept = [(moment, entry) for moment, entry in lines.due if moment > now - remember * MS]
     found = [entry for moment, entry in kept if moment <= now and entry.split("\n")[0] in tasks][:100]
+    next_due = next((str(moment - now) for moment, _ in kept if moment > now), "")
     lines = Lines(tuple(kept), epoch, remember)
     for entry in found:
         lines = noted(lines, entry, now + interval)
-    return lines, (str(epoch), str(now + interval), *found)
+    return lines, (str(epoch), str(now + interval), next_due, *found)
 
 
 def settle(lines: Lines, now: int, *, entry: str, claimed: str, within: int | None) -> Answer:

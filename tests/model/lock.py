@@ -17,7 +17,19 @@ from tests.model.line import (
     without_call,
     without_place,
 )
-from tests.model.permits import Choice, Fits, at, choose, extras, highest_in, lasting, noted, permits_of
+from tests.model.permits import (
+    Choice,
+    Fits,
+    at,
+    choose,
+    extras,
+    highest_in,
+    lasting,
+    limit_of,
+    noted,
+    pace_of,
+    permits_of,
+)
 from tests.model.store import (
     LINGERS_MS,
     MS,
@@ -105,11 +117,13 @@ class Lock(Waiting):
         linger: int = 0,
         since: int = 0,
         attempt: int = 0,
-        limit: int = 1,
+        terms: str = "1",
         line: bool = False,
-        count: int = 1,
+        count: int = 0,
     ) -> Answer:
-        """lua/acquire.lua; `line`: whether it has a task's lock's keys; `count`: of how many permits."""
+        """lua/acquire.lua; `line`: whether it has a task's lock's keys; `count`: of how many permits, 0 if it
+        is the script that knows of one only.
+        """
         mark = None
         if line and store.mark is not None and store.mark.task_id != NOT_A_STRING:
             mark = store.mark.task_id
@@ -118,14 +132,15 @@ class Lock(Waiting):
         waiters = str(len(waiting(store)) if line else 0)
         woken = self.is_woken(ticket, copy)
         highest = highest_in(store)[0]
-        if line and highest > count:
+        if line and highest > max(count, 1):
             return store, ("more", str(highest))
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale", "0", "0", str(now), None, None, mark, waiters)
         asked = Asked(token, lease, retention, info, dead, copy, remember, linger, since, attempt)
         about = line, mark, ticket, woken
-        if count == 1:
+        if count == 0:
             return self._acquire_one(store, now, asked, *about)
+        limit = limit_of(terms)
         passes = not line or self.may_pass(store, task, None, woken=woken)
 
         def fits(record: Record, live: bool) -> int | None:
@@ -137,10 +152,49 @@ class Lock(Waiting):
 
         choice = self.choose(store, now, count, limit, fits)
         ms = up(lease, MS) + retention if choice.rank < 9 else 0
-        store = noted(store, max(limit, choice.top), limit, ms)
-        after, reply = self._acquire_one(at(store, choice.number), now, asked, *about)
-        after = at(after, choice.number)
-        return after, reply if reply == FOREIGNRECORD else (*reply, *extras(choice))
+        store = at(noted(store, max(limit, choice.top), terms, ms), choice.number)
+        if isinstance(store.record, str):
+            return at(store, choice.number), FOREIGNRECORD
+        after, till = self.paced_for(store, terms, choice, token, now)
+        if till:
+            found = store._replace(value=None)
+            if choice.rank == 1:
+                found = after = self.held_longer(after, till - now, retention)
+            text = None if found.record is None else str(found.record)
+            reply = ("paced", str(till), str(store.holder.fence), str(now), found.value, text, mark, waiters)
+        else:
+            after, reply = self._acquire_one(after, now, asked, *about)
+            if reply[0] in ("acquired", "resumed", "taken_over"):
+                after = self.start_noted(after, terms, self.start_of(after.holder, choice.number), now)
+        return at(after, choice.number), (*reply, *extras(choice))
+
+    def paced_for(self, store: Store, terms: str, choice: Choice, token: str, now: int) -> tuple[Store, int]:
+        """When a call may start under the permit that was chosen for it; 0 if it may now, or may not have it.
+
+        Refused, it gives back what it was handed.
+        """
+        record = store.holder
+        if choice.rank == 9 or (choice.rank == 1 and not self.asks_again(record, token)):
+            return store, 0
+        if pace_of(terms)[0]:
+            store = self.until_now(store, now)
+        till = self.paced_till(store, terms, choice.handed - self.is_kept_start(record, now), now)
+        return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
+
+    def is_kept_start(self, record: Record, now: int) -> bool:
+        """Whether a start is kept for who takes this permit, with the permit."""
+        return record.state == "handed" and not self.is_past(now, record.deadline)
+
+    def asks_again(self, record: Record, token: str) -> bool:
+        """Whether a permit is held for a retry, and it is that one which asks."""
+        held = re.search(r"\|(\d+)\|[0-9a-fA-F]+$", record.token)
+        if record.state != "held_for_retry" or held is None or task_of(token)[0] is None:
+            return False
+        return task_of(token)[1] > int(held[1])
+
+    def take_back(self, store: Store, now: int, *, start: tuple[int, int]) -> Answer:
+        """The command by which an acquisition without a body counts as no start."""
+        return self.start_taken_back(store, start), ("taken_back" if start in store.starts.times else "gone",)
 
     def takes_its_own_over(self) -> bool:
         """Whether a task whose permit has lapsed takes that one, and none that is free."""
@@ -385,10 +439,10 @@ class Lock(Waiting):
 
     def free(self, store: Store, now: int, *, task_id: str, remember: int, count: int = 1) -> Answer:
         """lua/free.lua."""
-        if store.known is not None or count > 1:
-            highest = highest_in(store)[0]
-            if highest > count:
-                return store, ("more", str(highest))
+        highest = highest_in(store)[0]
+        if highest > count:
+            return store, ("more", str(highest))
+        if count > 1:
 
             def fits(record: Record, live: bool) -> int | None:
                 return 1 if (record.state, task_of(record.token)[0]) == ("held_for_retry", task_id) else None

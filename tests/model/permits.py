@@ -1,9 +1,20 @@
-"""Several permits: which of them a verb is about. From there on each verb is what it is for a single lock."""
+"""Several permits, and their terms: which of them a verb is about. From there on it is as for one lock."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Known, Permit, Record, Store, seconds, up
+from tests.model.store import (
+    MS,
+    NOT_A_STRING,
+    NUMBER,
+    SECOND,
+    Known,
+    Permit,
+    Record,
+    Store,
+    seconds,
+    up,
+)
 
 FOREVER = 10**17
 KNOWN_MS = 60_000  # for which it is known at least
@@ -13,8 +24,8 @@ Fits = Callable[[Record, bool], int | None]
 
 
 class Choice(NamedTuple):
-    """The permit that a verb is about; how many others are free; how many are in use; when another ends; and
-    the one that is held for longest.
+    """The permit that a verb is about; how many others are free; how many are in use; when another ends; the
+    one that is held for longest; and how many are handed to calls that have yet to come.
     """
 
     number: int
@@ -24,6 +35,7 @@ class Choice(NamedTuple):
     next: int
     longest: Permit | None
     oldest: int  # its number
+    handed: int
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:
@@ -53,15 +65,37 @@ def highest_in(store: Store) -> tuple[int, int]:
     """How many permits are in use, and how many there are for newcomers, as far as the server knows."""
     if store.known is None:
         return 1, 1
-    highest, limit = store.known.text.split()
-    return int(highest), int(limit)
+    highest, terms = store.known.text.split()
+    return int(highest), limit_of(terms)
 
 
-def noted(store: Store, highest: int, limit: int, ms: int) -> Store:
+def terms_in(store: Store) -> str:
+    """On what terms newcomers have a permit, as far as the server knows."""
+    return store.known.text.split()[1] if store.known else "1"
+
+
+def limit_of(terms: str) -> int:
+    """How many permits there are: `5`, or `5:50/2000000`."""
+    return int(terms.partition(":")[0])
+
+
+def pace_of(terms: str) -> tuple[int, int]:
+    """How many may start within how many microseconds; 0: any number."""
+    count, _, period = terms.partition(":")[2].partition("/")
+    return int(count or 0), int(period or 0)
+
+
+def next_room(store: Store, terms: str, now: int) -> int:
+    """When the first of the starts that count now will count no more; 0 if there is none."""
+    period = pace_of(terms)[1]
+    return next((at + period for at, _ in store.starts.times if at > now - period), 0)
+
+
+def noted(store: Store, highest: int, terms: str, ms: int) -> Store:
     """The keys when it is known how many permits there are; for so long, or for as long as it was."""
-    if highest <= 1:
+    if highest <= 1 and terms == "1":
         return store._replace(known=None)
-    text, left = f"{highest} {limit}", store.known.lease if store.known else 0
+    text, left = f"{highest} {terms}", store.known.lease if store.known else 0
     if store.known and store.known.text == text and left >= ms:
         return store
     return store._replace(known=Known(text, max(left, ms, KNOWN_MS)))
@@ -78,7 +112,7 @@ def lasting(store: Store, us: int, more_ms: int) -> Store:
 def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice:
     """The permit that a verb is about."""
     best: tuple[int, int, int] | None = None  # rank, until, number
-    spare = top = 0
+    spare = top = handed = 0
     held: dict[int, int] = {}
     oldest, longest, is_free, first = FOREVER, None, False, 0
     for number, permit in enumerate(permits_of(store, count)):
@@ -95,6 +129,7 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
             until = int((min(float(value), 1e11) + 1) * SECOND)
         within, free = number < limit, now >= until
         is_handed = known is not None and known.state == "handed"
+        handed += is_handed and value is not None and now < deadline
         if permit.value == NOT_A_STRING and free and (is_handed or best is None or best[0] > 4):
             free, until = False, FOREVER
         if free and not rank and known is not None and is_handed:
@@ -113,7 +148,14 @@ def choose(store: Store, now: int, count: int, limit: int, fits: Fits) -> Choice
     number = best[2]
     others = [until for other, until in held.items() if other != number and until < FOREVER]
     return Choice(
-        number, best[0], spare - (is_free and number < limit), top, min(others, default=0), longest, first
+        number,
+        best[0],
+        spare - (is_free and number < limit),
+        top,
+        min(others, default=0),
+        longest,
+        first,
+        handed,
     )
 
 

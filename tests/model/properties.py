@@ -124,10 +124,10 @@ def no_false_loss(world: World, before: State, event: Event, after: State) -> bo
 @caused_by("acquire")
 def fences_rise(world: World, before: State, event: Event, after: State) -> bool:
     """Every grant has a larger fence than all before it; a resumed or resent one has its own again."""
-    if event.reply[0] == "held":
+    if event.reply[0] in ("held", "paced"):
         return True
     fence = int(event.reply[2])
-    if world.limit > 1:  # they rise for each permit
+    if world.has_terms:  # they rise for each permit
         known = at(before.store, permit_in(event.reply)).holder.fence
         return fence == known if event.reply[0] in ("again", "resumed") else fence > known
     return fence == before.fence if event.reply[0] in ("again", "resumed") else fence > before.fence
@@ -254,15 +254,61 @@ def one_each(world: World, before: State, event: Event, after: State) -> bool:
 def beyond_drains(world: World, before: State, event: Event, after: State) -> bool:
     """A permit beyond a client's limit, which was lowered, is had by its own task only."""
     number = permit_in(event.reply)
-    if event.reply[0] in ("held", "more") or event.actor is None:
+    if event.reply[0] in ("held", "more", "paced") or event.actor is None:
         return True
     record = at(before.store, number).holder
     own = task_of(record.token)[0] == task_of(event.token)[0]
     return own or number < getattr(world.programs[event.actor], "limit", 1)
 
 
+def pace_kept(world: World, before: State, event: Event, after: State) -> bool:
+    """Within one period no more bodies begin than may; where rates differ, by the highest that any has."""
+    if before.bodies == after.bodies:
+        return True
+    most, period = _pace(world)
+    return all(later - at >= period for at, later in zip(after.bodies, after.bodies[most:]))
+
+
+def _pace(world: World) -> tuple[int, int]:
+    """How many may start within how long, as whoever may start most has it."""
+    ours = [program for program in world.programs if isinstance(program, Ours) and program.starts]
+    return max(program.starts for program in ours), min(program.period for program in ours)
+
+
+@caused_by("acquire")
+def paced_with_reason(world: World, before: State, event: Event, after: State) -> bool:
+    """Nobody is refused for a pace but while as many starts count, nor for longer than they do."""
+    if event.reply[0] != "paced" or event.actor is None:
+        return True
+    program, till = world.programs[event.actor], int(event.reply[1])
+    if not isinstance(program, Ours):
+        return True
+    counting = [at for at, _ in before.store.starts.times if before.now - program.period < at <= before.now]
+    return len(counting) >= program.starts and till == counting[-program.starts] + program.period
+
+
+@caused_by("acquire")
+def held_until_it_may_start(world: World, before: State, event: Event, after: State) -> bool:
+    """A permit that is held for a retry, which is refused for its pace, is its own until after that."""
+    permit = at(before.store, permit_in(event.reply))
+    if event.reply[0] != "paced" or not (permit.value and permit.holder.state == "held_for_retry"):
+        return True
+    if task_of(permit.holder.token)[0] != task_of(event.token)[0] or before.now >= permit.holder.deadline:
+        return True
+    return at(after.store, permit_in(event.reply)).holder.deadline > int(event.reply[1])
+
+
+def starts_expire(world: World, before: State, event: Event, after: State) -> bool:
+    """What is noted of starts lasts for two of the longest periods at most."""
+    starts = after.store.starts
+    return not starts.times or (
+        starts.expiry is not None and starts.expiry <= (after.now + 2 * world.period) // MS
+    )
+
+
 SAFETY = (exclusion, one_taker, entry_kept, no_stale_release, no_release_lost, no_false_loss, fences_rise)
 PERMITS_SAFETY = (*SAFETY, one_each, beyond_drains)
+PACED = (*PERMITS_SAFETY, pace_kept, paced_with_reason, held_until_it_may_start, starts_expire)
 WINDOW = (no_second_body, success_lasts, no_ghost_success, failure_frees, others_success_kept)
 MARKS = (*SAFETY, one_queued, mark_lasts, no_ghost, others_mark_kept)
 
@@ -277,16 +323,21 @@ def slowest_acquire(lock: Lock, result: Result, bound: int) -> int:
     return _slowest(acquires, result, bound)
 
 
-def lost_permit(lock: Lock, result: Result, bound: int, limit: int) -> tuple[Store, int] | None:
-    """A reachable state so many ticks after which lone clients do not get all permits; None if none is."""
+def lost_permit(
+    lock: Lock, result: Result, bound: int, limit: int, pace: str = ""
+) -> tuple[Store, int] | None:
+    """A reachable state so many ticks after which lone clients do not get all permits; None if none is.
+
+    With a `pace`, that of as many starts as there are permits: no start is lost either.
+    """
     known: dict[Any, bool] = {}
     for store, now in result.moments:
         later = now + bound * TICK
         left = purge(store, later)
         permits = permits_of(left, limit)
-        seen = tuple((permit.value, _end_of(permit)) for permit in permits), later
+        seen = tuple((permit.value, _end_of(permit)) for permit in permits), left.starts, later
         if seen not in known:
-            known[seen] = _has_all(lock, left, later, limit)
+            known[seen] = _has_all(lock, left, later, limit, f"{limit}{pace}")
         if not known[seen]:
             return store, now
     return None
@@ -296,12 +347,12 @@ def _end_of(permit: Permit) -> tuple[int, str] | None:
     return (permit.record.deadline, permit.record.state) if isinstance(permit.record, Record) else None
 
 
-def _has_all(lock: Lock, store: Store, now: int, limit: int) -> bool:
+def _has_all(lock: Lock, store: Store, now: int, limit: int, terms: str) -> bool:
     for number in range(limit):
         asked = {"token": f"alone {number}", "lease": TICK, "retention": RETENTION_MS, "line": True}
         count = max(limit, highest_in(store)[0])
-        store, reply = lock.acquire(store, now, **asked, limit=limit, count=count)
-        if reply[0] == "held":
+        store, reply = lock.acquire(store, now, **asked, terms=terms, count=count)
+        if reply[0] in ("held", "paced"):
             return False
     return True
 

@@ -93,10 +93,17 @@ class Permit(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of a lock's permits, `highest limit`, and the milliseconds for which it lasts."""
+    """What is known of a lock's permits, `highest terms`, and the milliseconds for which it lasts."""
 
     text: str
     lease: int
+
+
+class Starts(NamedTuple):
+    """When (us) which permit has had a start, in order; and the expiry of all that."""
+
+    times: tuple[tuple[int, int], ...] = ()
+    expiry: int | None = None
 
 
 class Store(NamedTuple):
@@ -116,6 +123,7 @@ class Store(NamedTuple):
     others: tuple[Permit, ...] = ()
     known: Known | None = None
     done: Mark | None = None
+    starts: Starts = Starts()
 
     @property
     def holder(self) -> Record:
@@ -140,6 +148,8 @@ def purge(store: Store, now: int) -> Store:
     left = Store(value, expiry, record, record_expiry, mark, *store[5:])
     if left.done is not None and left.done.expiry is not None and now_ms > left.done.expiry:
         left = left._replace(done=None)
+    if left.starts.expiry is not None and now_ms > left.starts.expiry:
+        left = left._replace(starts=Starts())
     if not store.others:
         return left
     others = [Permit(*purge(Store(*permit), now)[:4]) for permit in store.others]

@@ -9,7 +9,7 @@ from tests.model.properties import exclusion
 from tests.model.test_model_lock import assert_safe
 from tests.model.test_model_mutants import DEAD_CLASSIC
 
-pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -11,7 +11,7 @@ from tests.model.explorer import World, assert_broken, assert_holds
 from tests.model.properties import PERMITS_SAFETY, SAFETY, fences_rise, lost_permit, slowest_acquire
 
 LONGEST = 5  # ticks: the longest lease below; rests and holds are shorter
-pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 WORLDS = {
     "two clients and two crashes": lambda: World(Ours("a", tries=3), Ours("b", tries=3),

@@ -15,7 +15,7 @@ from tests.model.properties import MARKS, SAFETY, WINDOW, slowest_publish
 
 QUEUE_LEASE = LEASE = 3
 GRACE = 1
-pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 WORLDS = {
     "until_started": (False, {}),

@@ -154,7 +154,12 @@ class AsksOfItsOwn(Ours):
         asked = {"token": self.token(me, index), "lease": self.lease, "retention": RETENTION_MS}
         forgotten = state._replace(store=state.store._replace(known=None))
         return world.run(
-            "acquire", forgotten, **asked, limit=self.limit, count=self.limit, line=self.limit > 1
+            "acquire",
+            forgotten,
+            **asked,
+            terms=self.terms,
+            count=self.limit - 1 and self.limit,
+            line=self.limit > 1,
         )
 
 

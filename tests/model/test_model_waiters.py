@@ -37,7 +37,7 @@ from tests.model.waiters import (
 
 SAFE = (at_most_once, side_by_side, in_order, woken_are_let_in)
 SAFE_PERMITS = (*SAFE, one_permit_each, beyond_drains, line_moves, serves_all)
-pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 FEW = "abc" if DEEP else "ab"
 ALONE: dict[str, Any] = {"couriers": False, "sweeps": False}  # only wake-ups, and newcomers, move the line

@@ -15,7 +15,19 @@ from tests.model.explorer import START, TICK, Event
 from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Lock
 from tests.model.permits import at, highest_in, permit_in, permits_of
-from tests.model.store import Answer, Calls, Known, Line, Permit, Record, Store, Ticket, seconds, task_of
+from tests.model.store import (
+    Answer,
+    Calls,
+    Known,
+    Line,
+    Permit,
+    Record,
+    Starts,
+    Store,
+    Ticket,
+    seconds,
+    task_of,
+)
 
 LEASE = 4 * TICK
 OVER = START - TICK
@@ -102,6 +114,8 @@ class Waiters:
     slots: int = 2  # workers
     limit: int = 1  # how many permits there are
     limits: Mapping[str, int] = field(default_factory=dict)  # for some calls, whose worker has another code
+    pace: int = 0  # how many may start within a period; 0: any number
+    paces: Mapping[str, int] = field(default_factory=dict)  # for some calls, whose worker has another code
     endless: str = ""  # calls that run for ever
     parked: str = ""  # who waits from the start, while the first runs: then there was one permit
     late: str = ""  # whose messages are acknowledged late
@@ -134,6 +148,7 @@ class Waiters:
         )
         # Whether the calls differ in their names only; then no two are ever at one place.
         told_apart = self.late or self.retries or self.linger or self.absent or self.limits or self.endless
+        told_apart = told_apart or self.paces
         self.alike = not told_apart
         self.most = max(self.limit, *self.limits.values()) if self.limits else self.limit
         attempts = [1 + self.retries.get(task, 0) for task in tasks]
@@ -180,13 +195,26 @@ class Waiters:
         """How many permits there are, as far as a call's worker knows."""
         return self.limits.get(task, self.limit)
 
-    def told(self, store: Store, task: str, *, limit: bool = False) -> dict[str, int]:
+    def pace_of(self, task: str) -> int:
+        """How many may start within a period, as far as a call's worker knows."""
+        return self.paces.get(task, self.pace)
+
+    def terms_of(self, task: str) -> str:
+        """On what terms a call has a permit."""
+        limit, pace = self.limit_of(task), self.pace_of(task)
+        return f"{limit}:{pace}/{LEASE}" if pace else str(limit)
+
+    def told(self, store: Store, task: str, *, limit: bool = False) -> dict[str, Any]:
         """Of how many permits a script is told: asked again with more, if more are in use."""
+        if self.pace:
+            told = {"count": max(self.limit_of(task), highest_in(store)[0])}
+            return {**told, "terms": self.terms_of(task)} if limit else told
         if self.most == 1:
             return {}
         own = self.limit_of(task)
-        about = {"count": max(own, highest_in(store)[0])}
-        return {**about, "limit": own} if limit else about
+        count = max(own, highest_in(store)[0])
+        about: dict[str, Any] = {"count": 0 if count == 1 else count}
+        return {**about, "terms": str(own)} if limit else about
 
     def representative(self, scene: Scene) -> Scene:
         """Of the scenes that differ in the calls' names only, one: calls are named in order of what they did.
@@ -296,6 +324,9 @@ class Waiters:
     def _other_times(self, scene: Scene) -> Iterator[Step]:
         """The time passes until which a call is passed over, or asks again, or is known to have begun."""
         store = scene.store
+        if store.starts.times:
+            left = store._replace(starts=Starts(store.starts.times[1:]))
+            yield Event(None, "a start counts no more"), scene._replace(store=_canonical(left, self.forgets))
         for until, task in store.line.places:
             if until == AWAY + START + LEASE:
                 places = tuple((AWAY + OVER, task) if t == task else (u, t) for u, t in store.line.places)
@@ -357,6 +388,8 @@ class Waiters:
                 yield _event(message, "is dropped", token, reply), self._goes(after, process, "")
             elif reply[0] == "line":
                 yield _event(message, "is refused", token, reply), _with(after, process._replace(at="serves"))
+            elif reply[0] == "paced":
+                yield _event(message, "is paced", token, reply), self._to_be_parked(after, process, "_paced")
             elif reply[0] == "held":
                 yield from self._meets_holder(after, process, token, reply)
             elif fate == "ended" and self.may_have_ended(process):
@@ -447,7 +480,7 @@ class Waiters:
         if process.at != "lingers":
             yield _event(message, f"conflicts{woken}", token, reply), self._to_be_parked(scene, process)
 
-    def _to_be_parked(self, scene: Scene, process: Process) -> Scene:
+    def _to_be_parked(self, scene: Scene, process: Process, paced: str = "") -> Scene:
         """A call has its line looked at; then it sends its courier, and parks."""
         message = process.message
         index = self.tasks.index(message.task)
@@ -456,9 +489,9 @@ class Waiters:
             scene = scene._replace(since=since)
         scene = self.noted_before(scene)
         if not self.couriers:
-            return self._goes(self._owed(scene, message), process, "parks")
+            return self._goes(self._owed(scene, message), process, f"parks{paced}")
         sends_courier = not self.has_courier(message) and not self.sends_courier_later(message)
-        return self._goes(scene, process, "meets" if sends_courier else "parks")
+        return self._goes(scene, process, f"meets{paced}" if sends_courier else f"parks{paced}")
 
     def noted_before(self, scene: Scene) -> Scene:
         """A call that is about to park notes its line as due."""
@@ -491,10 +524,13 @@ class Waiters:
         message = process.message
         after = self._owed(self.with_courier(scene, message), message)
         if not self.sends_courier_later(message):
-            after = _with(after, process._replace(at="parks"))
+            after = _with(after, process._replace(at=process.at.replace("meets", "parks")))
         elif process.then:
             after = _with(after, process._replace(at=process.then, then=""))
         yield _event(message, "sends its courier"), after
+
+    def _meets_paced(self, scene: Scene, process: Process) -> Iterator[Step]:
+        yield from self._meets(scene, process)
 
     def _owed(self, scene: Scene, message: Message) -> Scene:
         return self._fated(scene, message, "owed") if self._fate(scene, message) == "new" else scene
@@ -512,7 +548,9 @@ class Waiters:
             yield _event(message, "is dropped", "", reply), after
             return
         limit = self.limit_of(message.task)
-        if reply[0] == "handed" or (self.is_free(scene.store, limit) and reply[4] == "1"):
+        if process.at == "parks_paced" and reply[0] != "handed":
+            then = self.met_its_pace
+        elif reply[0] == "handed" or (self.is_free(scene.store, limit) and reply[4] == "1"):
             then = self.its_turn
         elif self.is_free(scene.store, limit):
             then = "goes_on"
@@ -524,7 +562,11 @@ class Waiters:
         yield _event(message, "parks", "", reply), _with(after, Process(then, message)) if then else after
 
     its_turn = "comes_in"  # a call that has parked, and is the first at a free lock or its heir, acquires it
+    met_its_pace = ""  # the first start that may be is a sweep's
     met_a_rest = "nudges"  # since the release before the rest nobody is there to wake it
+
+    def _parks_paced(self, scene: Scene, process: Process) -> Iterator[Step]:
+        yield from self._parks(scene, process)
 
     def _nudges(self, scene: Scene, process: Process) -> Iterator[Step]:
         nudge = Message("nudge", process.message.task)
@@ -564,7 +606,7 @@ class Waiters:
     def _served(self, scene: Scene, process: Process, what: str, away: str = "") -> Iterator[Any]:
         """What comes of serving the line: event, scene and answer."""
         about = {"token": "s", "hand_over": LEASE, "remember": REMEMBER_MS, "lease": LEASE, "away": away}
-        about |= self.told(scene.store, process.message.task)
+        about |= self.told(scene.store, process.message.task, limit=self.pace > 0)
         for dead in self._proofs(scene):
             after, reply = _answered(scene, self.serve, **about, dead=dead)
             yield _event(process.message, what, "s", reply), after, reply
@@ -626,13 +668,30 @@ class Waiters:
             call = "nudge" if reply[0] == "resting" else call
             permit = process.permit if reply[0] == "resting" else 0
             after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=permit))
+        elif self.pace:
+            after = _with(after, process._replace(at=f"others_{process.then}", token="", permit=0, then=""))
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
 
     def may_hand_over(self, process: Process) -> bool:
         """Whether a permit goes to the next in line: not one beyond the limit, which was lowered."""
-        return process.permit < self.limit_of(process.message.task)
+        return process.permit < self.limit_of(process.message.task) and not self.pace
+
+    def _others_ends(self, scene: Scene, process: Process) -> Iterator[Step]:
+        """Who has released a lock whose starts are paced lets its line go on, and has it looked at."""
+        for event, after, reply in self._served(scene, process, "lets the line go on"):
+            then = process.at if self.serves_again(reply) else process.at.partition("_")[2]
+            waking = process._replace(then=then)
+            after = _noted(after) if after.store.line.places else after
+            if reply[5]:
+                waking = waking._replace(at="wakes", heir=reply[4], call=reply[5])
+                yield event, _with(after, self._known_late(after, waking))
+            else:
+                yield event, self._finished(after, waking)
+
+    _others_stores = _others_ends
+    _others_ = _others_ends
 
     _frees = _releases  # a parent gives back what its dead child held
 
@@ -835,9 +894,55 @@ def serves_all(world: Waiters, before: Scene, event: Event, after: Scene) -> boo
     """Who lets a line go on does so until nobody waits beside a free permit."""
     if not event.what.endswith("lets the line go on") or not waiting(after.store):
         return True
-    goes_on = any({process.at, process.then} & {"goes_on", "passes_on"} for process in after.processes)
+    again = {"goes_on", "passes_on", "others_ends", "others_stores", "others_"}
+    goes_on = any({process.at, process.then} & again for process in after.processes)
     limit = highest_in(after.store)[1]
-    return goes_on or not any(_is_free(at(after.store, number)) for number in range(limit))
+    is_free = any(_is_free(at(after.store, number)) for number in range(limit))
+    return goes_on or not is_free or _is_paced(world, after.store, "")
+
+
+def _is_paced(world: Waiters, store: Store, task: str) -> bool:
+    """Whether as many have started, or are about to, as may within a period."""
+    pace = world.pace_of(task)
+    return 0 < pace <= len(store.starts.times) + len(_live_heirs(store))
+
+
+def starts_left(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """No more have started, or were woken to start, within a period than may."""
+    most = max(world.pace, *world.paces.values()) if world.paces else world.pace
+    return len(after.store.starts.times) + len(_live_heirs(after.store)) <= most
+
+
+def pace_of_who_starts(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """No call starts beside as many starts as its own rate allows, and each start is noted."""
+    if not event.what.endswith(" starts"):
+        return True
+    count = len(before.store.starts.times)
+    return count < world.pace_of(event.what.split()[0]) and len(after.store.starts.times) == count + 1
+
+
+def woken_may_start(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """No call is refused for its pace to which a permit is handed: its start is kept for it."""
+    return not (event.what.endswith(" is paced") and event.what.split()[0] in _live_heirs(before.store))
+
+
+def stands_where_it_stood(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A call that gives back what it was handed, as it may not start yet, has its place in line again."""
+    task = event.what.split()[0]
+    known = waiter(before.store, task)
+    if not event.what.endswith(" is paced") or known is None or task not in _heirs(before.store):
+        return True
+    return (known.since, task) in after.store.line.places and task not in _live_heirs(after.store)
+
+
+def _live_heirs(store: Store) -> set[str]:
+    """For whom permits are kept."""
+    records = [(p.value, p.record) for p in permits_of(store, 1 + len(store.others))]
+    return {
+        r.info
+        for value, r in records
+        if value is not None and isinstance(r, Record) and r.state == "handed" and r.deadline > START
+    }
 
 
 def beyond_drains(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
@@ -981,7 +1086,9 @@ def _canonical(store: Store, forgets: bool) -> Store:
     ]
     known = store.known and Known(store.known.text, 0)
     line, calls = Line(tuple(sorted(places))), Calls(tuple(fields))
-    return Store(*first, None, line, calls, tuple(tickets), tuple(others), known)
+    count = len(store.starts.times)
+    starts = Starts(tuple((START - count + place, 0) for place in range(count)))
+    return Store(*first, None, line, calls, tuple(tickets), tuple(others), known, starts=starts)
 
 
 def _canonical_permit(permit: Permit) -> Permit:

@@ -146,6 +146,20 @@ def test_list_fits_a_narrow_terminal(narrow, cli):
     assert screen.count(ID) == (5 if width == 120 else 0)
 
 
+def test_paced_lock_fits_a_narrow_terminal(narrow, cli):
+    """Its state, when the next call may start, and who waits for that are whole, in list and in watch."""
+    terminal, width, _height = narrow
+    cli.start("paced_several")
+    cli.park("paced_several")
+    for command, ends in (("list", "code=0"), ("watch", "Ctrl-C")):
+        terminal.run(command)
+        screen = terminal.shows("paced 0/3", "1 lock", ends)
+        (line,) = [line for line in screen.splitlines() if "paced 0/3" in line]
+        assert re.match(r"tests\.cliapp\.paced_several +paced 0/3 +- +in (1 min 0|5\d) s +- +1\b", line), line
+        assert max(map(len, screen.splitlines())) <= width
+    terminal.interrupt()
+
+
 def test_watch_fits_a_narrow_terminal(narrow, cli):
     """As many locks as there are lines, all that matters of each in full; trouble, then the longest line."""
     terminal, width, height = narrow

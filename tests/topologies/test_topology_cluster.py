@@ -14,8 +14,9 @@ from celery import Celery
 from celery_setnx import LockUnavailable, SetnxLock
 from celery_setnx.connection import client_for
 from celery_setnx.lock.keeper import Keeper
-from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
+from celery_setnx.lock.marks import Mark, done_by, extend_all, free_all, mark_all
 from celery_setnx.lock.names import mark_name, record_name
+from celery_setnx.lock.survey import forget_starts, survey
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server
@@ -51,6 +52,32 @@ def test_marks_of_many_slots_are_set_in_one_go(client):
     assert all(client.pttl(mark.name) > 10_000 for mark in marks)
     assert free_all(client, marks) is None
     assert not any(client.exists(mark.name) for mark in marks)
+
+
+def test_pace_is_kept_on_the_cluster(client):
+    """Starts on all nodes are counted, seen, taken back and forgotten."""
+    keys = {f"t:{{paced:{number:032x}}}" for number in range(20)}
+    for key in keys:
+        lock = SetnxLock(client, key, rate=(2, 60))
+        lock.acquire().lock.release()
+        held = lock.acquire().lock
+        held.take_start_back()
+        held.release()
+        assert lock.acquire().lock.release() == "released"
+        assert lock.acquire().paced
+    seen = {sighting.key: sighting for sighting in survey(client, "t")}
+    assert {key for key, one in seen.items() if one.is_paced and one.started == 2} == keys
+    for key in keys:
+        assert forget_starts(client, seen[key]) == 2
+        assert SetnxLock(client, key, rate=(2, 60)).acquire().lock.release() == "released"
+
+
+def test_success_is_found_on_the_cluster(client):
+    """By who asks under its lock."""
+    held = SetnxLock(client, "t:{done:1}", line=True).acquire(token="id|0|ab").lock
+    held.release(done_for=60)
+    assert done_by(client, "t:{done:1}") == "id"
+    assert done_by(client, "t:{done:2}") is None
 
 
 @pytest.mark.parametrize(

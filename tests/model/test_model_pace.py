@@ -1,0 +1,292 @@
+"""Starts at a pace: no more bodies begin within a period than may, and no start is lost for ever.
+
+tests/bounds.py says how to allow more time, crashes and lost replies.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.bounds import DEEP, bound
+from tests.model import properties
+from tests.model.clients import Freed, LateCopy, Ours
+from tests.model.explorer import (
+    TICK,
+    Event,
+    FineClock,
+    State,
+    World,
+    assert_broken,
+    assert_holds,
+    explore,
+    spinning,
+)
+from tests.model.pace import Pace
+from tests.model.permits import pace_of
+from tests.model.properties import PACED, lost_permit
+from tests.model.store import MS, Starts, Store
+from tests.model.test_model_mutants import changed
+from tests.model.test_model_waiters import SAFE_PERMITS, SWEPT, as_it_was, assert_breaks, with_methods
+from tests.model.waiters import (
+    Waiters,
+    pace_of_who_starts,
+    stands_where_it_stood,
+    starts_left,
+    woken_may_start,
+)
+
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+
+LONGEST = 4  # ticks: the longest lease, rest or hold below, and the longest period
+ONE: dict[str, Any] = {"starts": 1, "period": 2}
+PAIR: dict[str, Any] = {"limit": 2, "starts": 2, "period": 3}
+SHORT: dict[str, Any] = {"lease": 1, "tries": 1}
+WORLDS = {
+    "one permit, one start": lambda: World(Ours("a", lease=1, **ONE), Ours("b", lease=2, **ONE),
+        Ours("c", lease=1, tries=1 + DEEP, **ONE), ticks=bound(3, small=2, full=6, deep=8), crashes=1),
+    "one permit, two starts": lambda: World(
+        *[Ours(task, starts=2, period=2, **SHORT) for task in bound("ab", full="abd")], Ours("c", lease=1,
+        starts=2, period=2), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
+    "two permits, one start": lambda: World(*[Ours(task, lease=2, limit=2, **ONE) for task in "ab"],
+        Ours("c", limit=2, lease=1, tries=1, **ONE), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
+    "two permits, two starts": lambda: World(*[Ours(task, **SHORT, **PAIR) for task in "ab"],
+        *[Ours(task, lease=2, **PAIR) for task in bound("c", full="cd")],
+        ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
+    "lost replies": lambda: World(Ours("a", **SHORT, **ONE), Ours("b", lease=2, **ONE),
+        *bound([], full=[Ours("c", **SHORT, **ONE)]), ticks=bound(4, small=2, full=5, deep=6), crashes=1,
+        losses=1 + DEEP),
+    "sends that take their time": lambda: World(Ours("a", lease=1, slow_send=True, **ONE),
+        Ours("b", lease=2, slow_send=True, **ONE), ticks=bound(5, small=4, full=7), crashes=1),
+    "copies that arrive late": lambda: World(Ours("a", lease=1, **ONE), Ours("b", lease=2, **ONE),
+        LateCopy("acquire", 0), LateCopy("release", 0), ticks=bound(5, small=3, full=6), crashes=1),
+    "calls that run no body": lambda: World(Ours("a", lease=1, bodiless=True, **ONE),
+        Ours("b", lease=1, tries=1 + DEEP, **ONE),
+        *bound([], full=[Ours("c", bodiless=True, **SHORT, **ONE)]),
+        ticks=bound(3, small=2, full=5), crashes=1, losses=1),
+    "two permits, calls that run no body": lambda: World(Ours("a", **SHORT, bodiless=True, **PAIR),
+        Ours("b", **SHORT, **PAIR), Ours("c", **SHORT, **PAIR), ticks=bound(2, small=1, full=5), crashes=1),
+    "a second delivery": lambda: World(Ours("a", lease=2, **ONE), Ours("a", lease=1, **ONE),
+        Ours("b", lease=1, **ONE), ticks=bound(3, small=2, full=6), crashes=1),
+    "a permit held for a retry": lambda: World(Ours("a", lease=1, hold=2, retries=1, **ONE),
+        Ours("b", **SHORT, **ONE), ticks=bound(4, small=3, full=8), crashes=bound(0, full=1), losses=1),
+    "a permit held for a retry, with a second delivery": lambda: World(
+        Ours("a", lease=1, hold=2, retries=1, **ONE), Ours("a", **SHORT, **ONE), Ours("b", **SHORT, **ONE),
+        ticks=bound(3, full=6), crashes=bound(0, full=1)),
+    "a permit held for a retry that may be revoked": lambda: World(
+        Ours("a", lease=1, hold=2, retries=1, **ONE), Ours("b", **SHORT, **ONE), Freed("a"),
+        ticks=bound(4, small=3, full=7), crashes=1),
+    "permits that rest": lambda: World(Ours("a", lease=1, at_least_for=2, retries=1, **PAIR),
+        Ours("b", **SHORT, **PAIR), *bound([], full=[Ours("c", **SHORT, **PAIR)]),
+        ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
+    "death that can be proved": lambda: World(Ours("a", **ONE), Ours("b", proof=True, **ONE),
+        Ours("c", **SHORT, **ONE), ticks=bound(2, full=6), crashes=2),
+    "rates that differ": lambda: World(Ours("a", lease=1, limit=2, starts=2, period=2),
+        Ours("b", limit=2, starts=1, period=4, **SHORT), Ours("c", **SHORT, **ONE),
+        ticks=bound(3, small=2, full=6), crashes=bound(0, full=1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_pace_is_kept_in_every_interleaving(name):
+    """No more bodies begin within a period than may, and from every state all starts can be had in time."""
+    world = WORLDS[name]()
+    by_one = name != "rates that differ"
+    checked = [holds for holds in PACED if by_one or holds is not properties.paced_with_reason]
+    found = assert_holds(world, checked)
+    most, period = properties._pace(world)
+    starts = min(most, world.limit)
+    pace = f":{starts}/{period}"
+    assert lost_permit(world.lock, found, 2 * LONGEST, starts, pace) is None
+
+
+def test_pace_does_not_survive_a_loss_of_data():
+    """What is not promised: as many starts once more, after Redis has lost its data; but not more."""
+    clients = [Ours(task, **SHORT, **ONE) for task in "abc"]
+    assert_broken(World(*clients, ticks=3, wipes=1), "pace_kept", PACED[-4:])
+    assert_holds(World(*clients, ticks=3, wipes=1), [no_more_than_twice])
+
+
+def no_more_than_twice(world: World, before: State, event: Any, after: State) -> bool:
+    """Two within a period: one before the loss, and one after it."""
+    return all(later - at >= 2 * TICK for at, later in zip(after.bodies, after.bodies[2:]))
+
+
+def early(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+    """A tick before it may."""
+    return Pace.paced_till(lock, store, terms, handed, now + TICK)
+
+
+def late(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+    """A tick after it may."""
+    till = Pace.paced_till(lock, store, terms, handed, now)
+    return till and till + TICK
+
+
+def one_too_many(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+    """One start more than there are."""
+    return Pace.paced_till(lock, store, terms, handed - 1, now)
+
+
+def for_ever(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+    """Whatever has started counts."""
+    return now + TICK if len(store.starts.times) >= pace_of(terms)[0] else 0
+
+
+def the_last_one(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+    """What has started before is forgotten."""
+    return Pace.start_noted(lock, store._replace(starts=Starts()), terms, start, now)
+
+
+def for_a_tick(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+    """Known for too short a time."""
+    after = Pace.start_noted(lock, store, terms, start, now)
+    return after._replace(starts=after.starts._replace(expiry=(now + TICK) // MS))
+
+
+def known_for_ever(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+    """A key without a TTL."""
+    after = Pace.start_noted(lock, store, terms, start, now)
+    return after._replace(starts=after.starts._replace(expiry=None))
+
+
+def ours(tasks: str, **options: Any) -> list[Ours]:
+    """Clients with a lease of a tick."""
+    return [Ours(task, **{**SHORT, **ONE, **options}) for task in tasks]
+
+
+HELD = [Ours("a", lease=1, hold=2, retries=1, **ONE), *ours("b")]
+MUTANTS: dict[str, tuple[str, list[Ours], dict[str, Any]]] = {
+    "pace not asked": ("pace_kept", ours("ab"), {"paced_till": lambda *_: 0}),
+    "start not noted": ("pace_kept", ours("ab"), {"start_noted": lambda _, store, *rest: store}),
+    "one start too many": ("pace_kept", ours("abc"), {"paced_till": one_too_many}),
+    "a tick early": ("pace_kept", ours("ab"), {"paced_till": early}),
+    "a tick late": ("paced_with_reason", ours("ab"), {"paced_till": late}),
+    "earlier starts forgotten": ("pace_kept", ours("abc", starts=2, limit=2), {"start_noted": the_last_one}),
+    "starts forgotten too soon": ("pace_kept", ours("ab", period=4), {"start_noted": for_a_tick}),
+    "starts known for ever": ("starts_expire", ours("a"), {"start_noted": known_for_ever}),
+    "retry does not ask": ("pace_kept", HELD, {"asks_again": lambda *_: False}),
+    "retry refused, and not held for longer": ("held_until_it_may_start",
+        [Ours("a", lease=1, hold=2, retries=1, starts=1, period=4)], {"held_longer": lambda _, store,
+        *rest: store}),
+    "others' starts taken back": ("pace_kept", ours("abc", bodiless=True, limit=2),
+        {"start_taken_back": lambda lock, store, start: store._replace(starts=Starts())}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_of_the_pace_is_killed(name):
+    """The mistake lets too many start, or refuses one without a reason."""
+    must_break, programs, methods = MUTANTS[name]
+    world = World(*programs, lock=changed(FineClock, **methods)(), ticks=5)
+    assert_broken(world, must_break, [getattr(properties, must_break)])
+
+
+def test_mutant_that_loses_a_start_is_killed():
+    """What has started, and counts for ever, lets nobody start again."""
+    for lock, holds in ((FineClock(), True), (changed(FineClock, paced_till=for_ever)(), False)):
+        world = World(*ours("ab"), lock=lock, ticks=3)
+        found = explore(world, [])
+        assert (lost_permit(lock, found, 2 * LONGEST - 5, 1, ":1/1000000") is None) == holds
+
+
+def passes(event: Event) -> bool:
+    """Whether time passes."""
+    return event.actor is None and any(
+        what in event.what for what in ("counts no more", "passes", "is to have its place again")
+    )
+
+
+def is_paced(event: Event) -> bool:
+    """Whether a call is refused for its pace."""
+    return event.what.endswith(" is paced")
+
+
+PACE = (*SAFE_PERMITS, starts_left, pace_of_who_starts, woken_may_start, stands_where_it_stood)
+LINES = {
+    "one permit, one start": lambda: Waiters("abc", slots=2, pace=1, crashes=1, **SWEPT),
+    "one permit, one start, wake-ups that come late": lambda: Waiters("ab", slots=2, pace=1, crashes=1,
+        late_wakes=1, **SWEPT),
+    "one permit, two starts": lambda: Waiters("abc", slots=2, pace=2, crashes=bound(0, full=1), **SWEPT),
+    "two permits, one start": lambda: Waiters("abc", slots=2, limit=2, pace=1, crashes=bound(0, full=1),
+        **SWEPT),
+    "two permits, two starts": lambda: Waiters("abc", slots=2, limit=2, pace=2, late_wakes=1,
+        crashes=bound(0, full=1), **SWEPT),
+    "two permits, two starts, four calls": lambda: Waiters("abcd", slots=3, limit=2, pace=2, **SWEPT),
+    "late acknowledgement": lambda: Waiters("ab", late="a", pace=1, crashes=1, **SWEPT),
+    "second deliveries": lambda: Waiters("ab", late="a", pace=1, seconds=1, **bound(SWEPT, full={})),
+    "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1}, pace=1, crashes=bound(0,
+        full=1), **SWEPT),
+    "calls that leave": lambda: Waiters("ab", revokes=1, pace=1, crashes=1, **SWEPT),
+    "permits that rest": lambda: Waiters("ab", rests=True, pace=1, crashes=1, **SWEPT),
+    "anybody who lets the line go on": lambda: Waiters("abc", slots=2, visits=1, pace=1, **SWEPT),
+    "couriers": lambda: Waiters("ab", pace=1, crashes=1),
+    "rates that differ": lambda: Waiters("abc", slots=2, limit=2, pace=1, paces={"c": 2}, crashes=1, **SWEPT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_line_goes_on_at_its_pace(name):
+    """Whoever waits has his turn, nobody is woken before he may start, and no start is kept for ever."""
+    by_one = name != "rates that differ"
+    checked = [holds for holds in PACE if by_one or holds.__name__ not in OF_ONE_RATE]
+    world = LINES[name]()
+    assert_holds(world, checked, goal=world.is_over)
+
+
+OF_ONE_RATE = ("starts_left", "woken_may_start", "serves_all")  # who knows of fewer starts wakes fewer
+SPINS = {
+    "one permit": lambda **methods: with_methods("abc", slots=2, pace=1, late_wakes=1, **SWEPT, **methods),
+    "two permits": lambda **methods: with_methods(
+        "abc", slots=2, limit=2, pace=1, crashes=1, **SWEPT, **methods
+    ),
+    "wake-ups alone": lambda **methods: with_methods(
+        "ab", pace=1, visits=1, couriers=False, sweeps=False, **methods
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPINS)
+def test_paced_call_asks_again_when_time_has_passed(name):
+    """No call is refused for its pace, parked and woken again and again at one moment."""
+    assert not spinning(SPINS[name](), passes, is_paced)
+
+
+def ignores_the_handed(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+    """Who is handed a permit is not counted."""
+    return Pace.paced_till(lock, store, terms, 0, now)
+
+
+LOST = "all_end"
+TWO: dict[str, Any] = {"limit": 2, "pace": 2}
+LINE_MUTANTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "a start handed out twice": (starts_left, "abcd", {"slots": 3, "paced_till": ignores_the_handed, **TWO,
+        **SWEPT}),
+    "its own start kept from a call": (woken_may_start, "abc", {"pace": 1,
+        "is_kept_start": lambda *_: False, **SWEPT}),
+    "woken before it may start": (starts_left, "abc", {"pace": 1, "served_till": lambda *_: 0, **SWEPT}),
+    "start of the line not noted": (pace_of_who_starts, "ab",
+        {"pace": 1, "start_noted": lambda _, store, *rest: store, **SWEPT}),
+    "starts that count for ever": (LOST, "ab", {"pace": 1, "paced_till": lambda *_: 10**16, **SWEPT}),
+    "handed back, and out of the line": (stands_where_it_stood, "abc", {"pace": 2, "paces": {"b": 1, "c": 1},
+        "limit": 2, "handed_back": lambda lock, store, now: lock.nobodys(store, store.holder, now, 0),
+        **SWEPT}),
+    "handed what it may not have, and keeps it": (stands_where_it_stood, "abc", {"pace": 2, "limit": 2,
+        "paces": {"b": 1, "c": 1}, "handed_back": lambda _, store, now: store, **SWEPT}),
+    "paced, and the line not noted": (LOST, "ab",
+        {"pace": 1, "noted_before": as_it_was, "noted_after": as_it_was, **SWEPT}),
+    "who may not start hands on what was another's": (stands_where_it_stood, "abc", {"pace": 1,
+        "late_wakes": 1,
+        "handed_back": lambda _, store, now: store, **SWEPT}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINE_MUTANTS)
+def test_mutant_of_the_paced_line_is_killed(name):
+    """The mistake loses a call or its place, or wakes one that may not start."""
+    must_break, tasks, options = LINE_MUTANTS[name]
+    assert_breaks(with_methods(tasks, **options), must_break)
+
+
+def test_mutant_that_spins_is_killed():
+    """A call that asks at once when it has parked does so again and again, though no time passes."""
+    assert spinning(SPINS["one permit"](met_its_pace="comes_in"), passes, is_paced)
