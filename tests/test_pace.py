@@ -257,7 +257,7 @@ def test_held_lock_of_a_retry_that_comes_too_early_is_held_for_longer(locks, clo
 
 
 def test_retry_that_comes_often_before_its_time_is_held_an_hour_longer_at_most(locks, clock):
-    """Brokers keep a message for an hour at a time: were each to add the rest of a day, a call that is
+    """A broker may bring it every quarter of an hour: were each time to add the rest of a day, a call that is
     lost would leave the lock held for weeks.
     """
     a_day: Any = {"rate": (1, 86_400.0)}

@@ -21,6 +21,7 @@ from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.lock import HeldLock
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, record_name
+from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
 from tests.harness import raising, wait_until
@@ -110,6 +111,21 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks, cho
     with pytest.raises(Dropped):
         execute(redelivered, lambda: pytest.fail("the body ran"))
     assert SetnxLock(locks, KEY).acquire().acquired
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise", "retry", "wait"])
+def test_repeated_delivery_of_a_finished_call_is_dropped_whatever_its_pace(
+    redelivered, locks, monkeypatch, policy
+):
+    """Its own first start is all that the pace allows. By its policy it would end once more, and what follows
+    would be sent twice; or it would wait for its pace to find out.
+    """
+    options = replace(redelivered._guard.options, rate=Rate(1, 600.0), on_conflict=policy)
+    monkeypatch.setattr(redelivered._guard, "options", options)
+    assert execute(redelivered, lambda: "result") == "result"
+    redelivered.backend.mark_as_done(redelivered.request.id, "result")
+    with pytest.raises(Dropped, match="succeeded before"):
+        execute(redelivered, lambda: pytest.fail("the body ran"))
 
 
 @pytest.mark.parametrize(("broker", "runs"), [("memory://", False), ("sqs://", True)])

@@ -104,6 +104,8 @@ class Run:
                     logger.info("%s has been started by another message; this one is dropped.", self)
                     raise Dropped("another message has started this call")
                 if held is None:
+                    if outcome.paced and (stored := self._success_before()) is not None:
+                        return self._count_again(stored)  # its own first start may be what paces it
                     with suppress(ItsTurn):
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
