@@ -23,14 +23,14 @@ end
 local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$') end
 
 -- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
--- `<name>:starts` is a sorted set of `us#permit`, by the time (us) at which each start was.
+-- `<name>:starts` is a sorted set of `us#permit`, by the time (us) at which each start was. Later ones than now are none:
+-- the clock was set back. Nothing is written here: after that, a server whose memory is full would give a permit.
 local function paced_till(key, terms, handed, now)
   local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
-  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf') -- the clock was set back
   local left = tonumber(count) - handed
   local place = int(math.max(left, 1) - 1)
-  local _, at = unpack(redis.call('ZREVRANGE', key, place, place, 'WITHSCORES'))
+  local _, at = unpack(redis.call('ZREVRANGEBYSCORE', key, int(now), '-inf', 'WITHSCORES', 'LIMIT', place, 1))
   local till = at and tonumber(at) + tonumber(period) or 0
   if left < 1 then till = math.max(till, now + math.min(tonumber(period), 1000000)) end -- or later, if they come
   return till > now and till or 0
@@ -39,7 +39,8 @@ end
 -- When the first of the starts that count now will count no more: 0 if there is none.
 local function next_room(key, terms, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
-  local _, at = unpack(redis.call('ZRANGEBYSCORE', key, '(' .. int(now - period), '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
+  local within = {'(' .. int(now - period), int(now), 'WITHSCORES', 'LIMIT', 0, 1}
+  local _, at = unpack(redis.call('ZRANGEBYSCORE', key, unpack(within)))
   return at and tonumber(at) + period or 0
 end
 
@@ -48,6 +49,7 @@ local function note_start(key, terms, number, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return end
   local keep = math.max(period, redis.call('PTTL', key) * 1000)
+  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf')
   redis.call('ZADD', key, int(now), int(now) .. '#' .. int(number))
   redis.call('ZREMRANGEBYSCORE', key, '-inf', int(now - keep))
   redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
