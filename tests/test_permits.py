@@ -829,3 +829,13 @@ def test_one_permit_is_what_a_lock_without_permits_was(locks, foreign_keys, monk
     assert keys_of(locks) == {
         "": (AT[17], 77.0), ":holder": (record("d", 17, fence, "resting", 12), 77.0), ":ticket:d": "0|d1|0"
     }  # fmt: skip
+
+
+def test_full_server_gives_no_permit_at_a_pace():
+    """To ask for the pace writes nothing: after that a server would let the rest of the script write, too."""
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url(), decode_responses=True) as client:
+        assert the_lock(client, 2, rate=(5, 100.0)).acquire().acquired
+        client.config_set("maxmemory", "1")
+        with pytest.raises(LockUnavailable):
+            the_lock(client, 2, lease=LEASE / 2, rate=(5, 100.0)).acquire()
+        assert client.zcard(f"{NAME}:starts") == 1

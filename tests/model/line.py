@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.model.pace import Pace
-from tests.model.permits import Choice, Fits, at, highest_in, limit_of, next_room, noted, pace_of, terms_in
+from tests.model.permits import Choice, Fits, at, highest_in, limit_of, next_room, noted, terms_in
 from tests.model.store import (
     LINGERS_MS,
     MS,
@@ -235,7 +235,6 @@ class Waiting(Pace):
                 return 5 if live and self.proves_death(record, dead) else None
 
             choice = self.choose(store, now, count, limit, fits)
-            store = self.until_now(store, now) if pace_of(terms)[0] else store
             paced = self.served_till(store, terms, choice, now)
         number = choice.number if choice else 0
         store = at(store, number)

@@ -27,7 +27,6 @@ from tests.model.permits import (
     lasting,
     limit_of,
     noted,
-    pace_of,
     permits_of,
 )
 from tests.model.store import (
@@ -176,8 +175,6 @@ class Lock(Waiting):
         record = store.holder
         if choice.rank == 9 or (choice.rank == 1 and not self.asks_again(record, token)):
             return store, 0
-        if pace_of(terms)[0]:
-            store = self.until_now(store, now)
         till = self.paced_till(store, terms, choice.handed - self.is_kept_start(record, now), now)
         return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
 

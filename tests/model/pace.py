@@ -11,10 +11,6 @@ class Pace:
 
     kept: Callable[[Store, Record, int], Store]
 
-    def until_now(self, store: Store, now: int) -> Store:
-        """The keys without starts that are later than now: the clock was set back."""
-        return self.with_starts(store, tuple(start for start in store.starts.times if start[0] <= now))
-
     def with_starts(self, store: Store, times: tuple[tuple[int, int], ...]) -> Store:
         """The keys when these are the starts that are known."""
         return store._replace(starts=Starts(times, store.starts.expiry) if times else Starts())
@@ -26,7 +22,7 @@ class Pace:
             return 0
         left = count - handed
         place = max(left, 1)
-        times = store.starts.times
+        times = [start for start in store.starts.times if start[0] <= now]  # else the clock was set back
         till = times[-place][0] + period if len(times) >= place else 0
         if left < 1:
             till = max(till, now + min(period, SECOND))
@@ -43,7 +39,7 @@ class Pace:
             return store
         _, expiry = store.starts
         keep = max(period, (expiry - now // MS) * MS if expiry is not None else 0)
-        times = sorted({known for known in store.starts.times if known[0] > now - keep} | {start})
+        times = sorted({known for known in store.starts.times if now - keep < known[0] <= now} | {start})
         return store._replace(starts=Starts(tuple(times), now // MS + up(max(keep, 2 * period), MS)))
 
     def start_taken_back(self, store: Store, start: tuple[int, int]) -> Store:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from tests.soak.driver import MUTANTS, PERMITS, Scenario, catch, soak
+from tests.soak.driver import MUTANTS, PACED, PERMITS, Scenario, catch, soak
 from tests.soak.history import Report
 from tests.soak.hunt import end_on_sigterm, hunt, side_by_side
 
@@ -28,6 +28,7 @@ def main() -> int:
     end_on_sigterm()
     held = options.seconds <= 0 or _main_soak(options.seconds, options.seed, options.lanes)
     held &= options.seconds <= 0 or _permits_soak(options.seconds / 3, options.seed, options.lanes)
+    held &= options.seconds <= 0 or _paced_soak(options.seconds / 6, options.seed, options.lanes)
     wanted = {"all": list(MUTANTS), "none": []}.get(options.mutants, [options.mutants])
     if options.controls:
         plain = [(replace(MUTANTS[name], flaw="none"), CONTROL_S, options.seed) for name in wanted]
@@ -49,6 +50,14 @@ def _permits_soak(seconds: float, seed: int, lanes: int) -> bool:
     rows = [(PERMITS, BESIDE * seconds / rounds, seed + number) for number in range(rounds)]
     floors = {"kills of a holder": seconds / 6, "connection faults": seconds / 2}
     return _total(f"soak of {seconds:g} s with three permits, {lanes} at a time", rows, lanes, floors)
+
+
+def _paced_soak(seconds: float, seed: int, lanes: int) -> bool:
+    """And at a pace."""
+    rounds = max(lanes, round(seconds / ROUND_S))
+    rows = [(PACED, BESIDE * seconds / rounds, seed + number) for number in range(rounds)]
+    floors = {"refused for their pace": seconds, "connection faults": seconds / 4}
+    return _total(f"soak of {seconds:g} s at a pace, {lanes} at a time", rows, lanes, floors)
 
 
 def _total(title: str, rows: list[tuple], lanes: int, floors: dict[str, float] | None = None) -> bool:

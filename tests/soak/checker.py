@@ -52,11 +52,19 @@ class _Life:
         return entitled(self.start["t"], self.start["until"], self.renewals, min(ended, killed))
 
 
-def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True, limit: int = 1) -> Report:
+def check(
+    records: Sequence[Record],
+    *,
+    final: bool = True,
+    awaited: bool = True,
+    limit: int = 1,
+    rate: tuple[int, float] | None = None,
+) -> Report:
     """Everything that the history shows; if it is not final, what may still come is not missed.
 
     `awaited` says that somebody always waits for each lock, so that a take-over must come in time; `limit`,
-    how many may hold a lock at a time, each under a permit that is checked as a lock of its own.
+    how many may hold a lock at a time, each under a permit that is checked as a lock of its own; `rate`, how
+    many may start within how many seconds.
     """
     report = Report()
     lives = _lives(records, report)
@@ -65,6 +73,8 @@ def check(records: Sequence[Record], *, final: bool = True, awaited: bool = True
     for life in lives.values():
         by_lock[life.lock].append(life)
     _check_crowds(lives, limit, report)
+    if rate is not None:
+        _check_pace(lives, rate, report)
     for lock, of_lock in sorted(by_lock.items()):
         for ms, one, other in overlaps({life.token: life.entitled() for life in of_lock}):
             report.broken(f"{lock}: {one} and {other} overlap by {ms:.3f} ms")
@@ -140,6 +150,7 @@ def _count(records: Sequence[Record], lives: dict[str, _Life], report: Report) -
         "script flushes": kinds["flush"],
         "times without memory": kinds["full"],
         "records dropped while free": kinds["forgot"],
+        "refused for their pace": kinds["paced"],
         "take-overs": sum(len(life.named_by) for life in lives.values()),
         "acquired unseen, or answered again": len(unseen),
         "renewals": kinds["renewed"],
@@ -157,6 +168,20 @@ def _check_crowds(lives: dict[str, _Life], limit: int, report: Report) -> None:
         most = most_at_a_time(spans)
         if most > limit:
             report.broken(f"{name}: {most} relied on it at a time, of {limit}")
+
+
+def _check_pace(lives: dict[str, _Life], rate: tuple[int, float], report: Report) -> None:
+    """In no window of the period more than so many have started, by the server's time of each grant."""
+    most, period_s = rate
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for life in lives.values():
+        if life.start is not None and life.since:
+            by_name[life.lock.partition("#")[0]].append(life.since)
+    for name, starts in by_name.items():
+        starts.sort()
+        for first, later in zip(starts, starts[most:]):
+            if later - first < round(period_s * 1e6):
+                report.broken(f"{name}: more than {most} started in {(later - first) / 1e6:.6f} s")
 
 
 def _check_fences(lock: str, acquired: list[_Life], report: Report) -> None:

@@ -41,6 +41,7 @@ class Scenario:
     proxied: int = 4  # of them reach the server by way of the proxy
     locks: int = 3
     limit: int = 1  # how many may hold a lock at a time
+    rate: tuple[int, float] | None = None  # how many may start within how many seconds
     leases: tuple[float, ...] = (0.15, 0.15, 0.1, 0.25)  # each attempt chooses one
     kill: float = 0.25  # kill -9 of a process, every other time of a holder
     stop: float = 0.2  # SIGSTOP for 0.3 to 2.5 leases
@@ -52,6 +53,8 @@ class Scenario:
 
 # Several permits of one lock: never more than three hold it.
 PERMITS = Scenario(locks=1, limit=3)
+# And at a pace: never more than twenty have it within any half second.
+PACED = replace(PERMITS, rate=(20, 0.5))
 
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
 MUTANTS: dict[str, Scenario] = {
@@ -67,6 +70,7 @@ MUTANTS: dict[str, Scenario] = {
     "renewal of another's lock": Scenario("careless_renewal", locks=2, kill=1.0, stop=0.08),
     "take-over 10 ms early": Scenario("take_over_10_ms_early"),
     "a permit too many": replace(PERMITS, flaw="one_permit_more"),
+    "a start too many": replace(PACED, flaw="one_start_more"),
     "permits taken over 10 ms early": replace(PERMITS, flaw="take_over_10_ms_early"),
 }
 
@@ -112,15 +116,16 @@ class Soak:
 
     def _check(self, *, final: bool) -> Report:
         scenario = self.scenario
-        awaited = scenario.processes > 2 * scenario.locks * scenario.limit
-        return check(read(self.history), final=final, awaited=awaited, limit=scenario.limit)
+        awaited = scenario.processes > 2 * scenario.locks * scenario.limit and scenario.rate is None
+        about = {"awaited": awaited, "limit": scenario.limit, "rate": scenario.rate}
+        return check(read(self.history), final=final, **about)
 
     def _start(self, *, direct: bool, once: bool = False) -> _Process:
         self._started += 1
         port = self._port if direct else self._proxy.port
         uid = _CLOSER if once else self._started
         scenario = self.scenario
-        about = self.history, scenario.flaw, once, scenario.limit
+        about = self.history, scenario.flaw, once, scenario.limit, scenario.rate
         duty = Duty(uid, port, direct, self._locks, scenario.leases, *about)
         process = _Process(Fork(hold, duty), duty)
         self._processes.append(process)

@@ -138,6 +138,15 @@ def one_permit_more() -> Callable[..., SetnxLock]:
     return lambda *names, limit, **options: SetnxLock(*names, limit=limit + 1, **options)
 
 
+def one_start_more() -> Callable[..., SetnxLock]:
+    """A process knows of a rate that is higher by one start."""
+
+    def paced(*names: Any, rate: tuple[int, float], **options: Any) -> SetnxLock:
+        return SetnxLock(*names, rate=(rate[0] + 1, rate[1]), **options)
+
+    return paced
+
+
 def no_deadline_check() -> type[SetnxLock]:
     """Acquire does not ask whether the lease was over before the reply came."""
     source = textwrap.dedent(inspect.getsource(SetnxLock._now_held))

@@ -42,6 +42,7 @@ class Duty:
     flaw: str = "none"
     once: bool = False  # whether it acquires each lock exactly once and ends, to close a soak
     limit: int = 1  # how many may hold a lock at a time
+    rate: tuple[int, float] | None = None  # how many may start within how many seconds
 
 
 def permit_of(name: str, number: str = "0") -> str:
@@ -114,6 +115,7 @@ class Holder:
         pid, note = os.getpid(), self._history.note
         about: dict[str, Any] = {"info": {"pid": pid}, "retention": RETENTION_S}
         about |= {"limit": self._duty.limit} if self._duty.limit > 1 else {}
+        about |= {"rate": self._duty.rate} if self._duty.rate else {}
         lock = self._make_lock(self._client, name, lease=lease, **about)
         note("try", lock=name, token=token, lease=lease, pid=pid, direct=self._duty.direct)
         try:
@@ -191,7 +193,9 @@ class Holder:
 
     def _granted(self, asked: Sequence[Any], reply: list[Any], began_us: int, at: float) -> None:
         self._replied_at = at
-        if reply[0] in ("held", "more"):
+        if reply[0] == "paced":
+            self._history.note("paced", token=asked[1], lock=asked[0][0])
+        if reply[0] in ("held", "more", "paced"):
             return
         if len(reply) < 5:  # it was free, and nobody waits
             word, now, fence, *permits = reply

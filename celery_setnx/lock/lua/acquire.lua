@@ -181,7 +181,8 @@ local since = time[1] .. string.sub('00000' .. time[2], -6)
 local fence_text = fence == now and since or int(fence)
 local mine = token .. '\n' .. int(deadline) .. '\n' .. fence_text .. '\nrunning\n' .. since .. '\n' .. info
 redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
-if permit then note_start(KEYS[8], terms, permit.number, fence, now) end
+local forbidden = permit and note_start(KEYS[8], terms, permit.number, fence, now)
+if forbidden then return forbidden end
 if mark and mark == task then redis.call('DEL', KEYS[5]) end
 if heir and KEYS[4] and task ~= heir then
   local h_call = redis.call('HGET', KEYS[4], heir) or ''

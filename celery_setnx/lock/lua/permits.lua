@@ -23,38 +23,47 @@ end
 local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$') end
 
 -- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
--- `<name>:starts` is a sorted set of `us#permit#fence`, by the time (us) at which each start was.
+-- `<name>:starts` is a sorted set of `us#permit#fence`, by the time (us) at which each start was. Later ones than now are
+-- none: the clock was set back. Nothing is written for who may start: else a server whose memory is full gave a permit.
 local function paced_till(key, terms, handed, now)
   local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
-  local ms = math.ceil(tonumber(period) / 1000) -- as long as who asks needs them; and see park.lua
-  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, int(2 * ms)) end
-  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf') -- the clock was set back
   local left = tonumber(count) - handed
   local place = int(math.max(left, 1) - 1)
-  local _, at = unpack(redis.call('ZREVRANGE', key, place, place, 'WITHSCORES'))
+  local _, at = unpack(redis.call('ZREVRANGEBYSCORE', key, int(now), '-inf', 'WITHSCORES', 'LIMIT', place, 1))
   local till = at and tonumber(at) + tonumber(period) or 0
   if left < 1 then till = math.max(till, now + math.min(tonumber(period), 1000000)) end -- or later, if they come
-  return till > now and till or 0
+  if till <= now then return 0 end
+  local ms = math.ceil(tonumber(period) / 1000) -- they are kept for as long as who asks needs them
+  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, int(2 * ms)) end
+  return till
 end
 
 -- When the first of the starts that count now will count no more: 0 if there is none.
 local function next_room(key, terms, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
-  local _, at = unpack(redis.call('ZRANGEBYSCORE', key, '(' .. int(now - period), '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
+  local within = {'(' .. int(now - period), int(now), 'WITHSCORES', 'LIMIT', 0, 1}
+  local _, at = unpack(redis.call('ZRANGEBYSCORE', key, unpack(within)))
   return at and tonumber(at) + period or 0
 end
 
 -- Those are kept that the longest of several periods may ask for, if it has asked within itself; but no more than any
--- rate asks for (1,000), and permits may take back.
+-- rate asks for (1,000), and permits may take back. An error, if there is one.
 local function note_start(key, terms, number, fence, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return end
   local keep = math.max(period, redis.call('PTTL', key) * 1000)
+  local ms = int(math.ceil(math.max(keep, 2 * period) / 1000))
+  local expires = redis.pcall('PEXPIRE', key, ms) -- before it is written, too
+  if type(expires) == 'table' then -- forbidden: nothing is left behind for ever
+    redis.call('DEL', KEYS[1])
+    return expires
+  end
+  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf')
   redis.call('ZADD', key, int(now), table.concat({int(now), int(number), int(fence)}, '#'))
   local _, last = unpack(redis.call('ZREVRANGE', key, 1099, 1099, 'WITHSCORES'))
   redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. int(math.max(now - keep, tonumber(last or 0))))
-  redis.call('PEXPIRE', key, int(math.ceil(math.max(keep, 2 * period) / 1000)))
+  redis.call('PEXPIRE', key, ms)
 end
 
 -- What a task is told that may not start yet: value and record of a lock of its own, for which it waits whatever its
