@@ -36,6 +36,7 @@ NAMES = (
     "long_lines",
     "limit",
     "pace",
+    "pace_cost",
     "contention",
     "recovery",
     "startup",

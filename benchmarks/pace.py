@@ -19,7 +19,7 @@ The first of these once more when all calls wait in line before one may start.
   that for all: what comes between the two is Celery's, and differs from call to call;
 - overtaken: calls that began after one which had come more than 5 ms later; farthest: by how many such;
 - commands: what was sent to the lock server, and to the broker, per call; and the time that the first of them
-  spent on it. Beside them calls without a rate, and with one that is never reached;
+  spent on it. What a rate costs that is never reached is pace_cost's;
 - messages: how many were published, per call; deliveries: how often a worker's process was given a call;
 - processor: what workers and servers used, per call.
 
@@ -47,14 +47,12 @@ from benchmarks.figures import Promise, Samples, Table, command, interleaved
 from benchmarks.hand_over import overtaken
 from benchmarks.limit import farthest
 from benchmarks.paceapp import (
-    FREE,
     OURS,
     PACE,
     RATE,
     REDELIVERED,
     RETRY,
     STARTS,
-    UNREACHED,
     WAIT,
     WAYS,
     WINDOW,
@@ -135,7 +133,6 @@ FAST = [Batch(way, body_ms) for body_ms in (EMPTY, SHORT) for way in WAYS]
 SLOW_CALLS = 40
 SLOW = [Batch(way, SHORT, starts=10, period_s=10, calls=SLOW_CALLS) for way in (WAIT, WINDOW, RATE)]
 GATHERED = [Batch(WAIT, SHORT, gathered=True)]
-UNPACED = [Batch(way, EMPTY) for way in (FREE, UNREACHED)]
 QUICK = (*GATHERED, Batch(RETRY, SHORT), Batch(WINDOW, SHORT))
 
 
@@ -320,7 +317,7 @@ def killed(batch: Batch) -> Death:
 
 def measure(rounds: int, quick: bool) -> Iterator[Table]:
     """A table of each figure."""
-    batches = [*FAST, *GATHERED, *SLOW, *UNPACED]
+    batches = [*FAST, *GATHERED, *SLOW]
     if quick:
         batches = [replace(batch, calls=QUICK_CALLS) for batch in (*GATHERED, *FAST) if batch in QUICK]
     samples: dict[str, list[Sample]] = {str(batch): [] for batch in batches}
@@ -331,7 +328,6 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
 
     interleaved({str(batch): partial(total, batch) for batch in batches}, rounds)
     about = f"{batches[0].calls} calls, or {SLOW_CALLS} in 10 s, {WORKERS} workers of {PROCESSES} processes."
-    paced = [batch for batch in batches if batch.way in WAYS]
 
     def table(
         title: str, unit: str, figure: Callable[[Sample], float], of: list[Batch], *promises: Promise
@@ -339,14 +335,14 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
         found = {str(batch): [figure(sample) for sample in samples[str(batch)]] for batch in of}
         return Table(f"pace, {title}", unit, found, str(Batch(WINDOW, SHORT)), promises, about)
 
-    ideal = [Promise(str(batch), OF_IDEAL) for batch in paced if batch.way == WAIT and batch.is_steady]
-    yield table("total", "x the ideal", lambda sample: sample.total, paced, *ideal)
-    ours = [batch for batch in paced if batch.way in OURS]
+    ideal = [Promise(str(batch), OF_IDEAL) for batch in batches if batch.way == WAIT and batch.is_steady]
+    yield table("total", "x the ideal", lambda sample: sample.total, batches, *ideal)
+    ours = [batch for batch in batches if batch.way in OURS]
     never = [Promise(str(batch), batch.starts, guard=batch.starts) for batch in ours]
-    yield table("starts", "in a period, at most", lambda sample: sample.starts, paced, *never)
-    yield table("bodies", "begun in a period, at most", lambda sample: sample.bodies, paced)
-    yield table("overtaken", "calls", lambda sample: sample.overtaken, paced)
-    yield table("overtaken, farthest", "calls", lambda sample: sample.farthest, paced)
+    yield table("starts", "in a period, at most", lambda sample: sample.starts, batches, *never)
+    yield table("bodies", "begun in a period, at most", lambda sample: sample.bodies, batches)
+    yield table("overtaken", "calls", lambda sample: sample.overtaken, batches)
+    yield table("overtaken, farthest", "calls", lambda sample: sample.farthest, batches)
     yield table("commands on the lock server", "per call", lambda sample: sample.commands, batches)
     yield table("time on the lock server", "us per call", lambda sample: sample.server_us, batches)
     yield table("commands on the broker", "per call", lambda sample: sample.broker_commands, batches)

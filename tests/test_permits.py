@@ -839,3 +839,17 @@ def test_full_server_gives_no_permit_at_a_pace():
         with pytest.raises(LockUnavailable):
             the_lock(client, 2, lease=LEASE / 2, rate=(5, 100.0)).acquire()
         assert client.zcard(f"{NAME}:starts") == 1
+
+
+def test_overtaken_call_that_may_not_start_yet_stands_where_it_stood(locks):
+    """Though another wake-up of it is on its way."""
+    wait(locks, "a", 10.0)
+    lock = the_lock(locks, 3, rate=(1, 100.0))
+    assert lock.serve().heir.task_id == "a"
+    locks.hset(f"{NAME}:calls", "a", "0+|10000000|wake a")
+    seconds, us = locks.time()
+    locks.zadd(f"{NAME}:starts", {"another": seconds * 1_000_000 + us})
+    locks.expire(f"{NAME}:starts", 200)
+    outcome = lock.acquire(token=task_token("a", 0, "0a"), copy="a1", remember=60)
+    assert (outcome.acquired, outcome.paced) == (False, True)
+    assert locks.zrange(f"{NAME}:line", 0, -1, withscores=True) == [("a", 10_000_000.0)]

@@ -134,3 +134,96 @@ def test_limits_are_those_of_the_results():
             found = samples("limit", f"limit, {title}").get(LIMITS[label].format(body_ms))
             expected = "" if found is None else f"{statistics.median(found):.{digits}f}"
             assert cell.strip("*").removesuffix(" us") == expected, (label, title, body_ms)
+
+
+AT_MOST = ("starts", "bodies", "never run")  # of which the highest of all rounds is shown
+PACES = {
+    '`rate=(50, 2)`, `"wait"`': 'celery_setnx, "wait", 50 in 2 s, {} ms',
+    "the same, all in line before one may start": 'celery_setnx, "wait", 50 in 2 s, {} ms, all in line',
+    '`rate=(50, 2)`, `"retry"`': 'celery_setnx, "retry", 50 in 2 s, {} ms',
+    "a sorted set as window": "a sorted set as window, 50 in 2 s, {} ms",
+    "celery-heimdall's `RateLimit`": "celery-heimdall, RateLimit, 50 in 2 s, {} ms",
+}
+PACE_COLUMNS = {
+    "total, empty": ("total", 0, 2),
+    "20 ms": ("total", 20, 2),
+    "starts in 2 s": ("starts", 20, 0),
+    "bodies in 2 s": ("bodies", 20, 0),
+    "overtaken": ("overtaken", 20, 0),
+    "by at most": ("overtaken, farthest", 20, 0),
+}
+PACE_COSTS = {
+    "commands, locks": ("commands on the lock server", 20, 1),
+    "time on the lock server": ("time on the lock server", 20, 0),
+    "commands, broker": ("commands on the broker", 20, 1),
+    "messages": ("messages", 20, 1),
+    "deliveries": ("deliveries", 20, 1),
+    "processor": ("processor", 20, 1),
+}
+SLOW_PACES = {
+    '`rate=(10, 10)`, `"wait"`': 'celery_setnx, "wait", 10 in 10 s, {} ms',
+    "a sorted set as window": "a sorted set as window, 10 in 10 s, {} ms",
+    "celery-heimdall's `RateLimit`": "celery-heimdall, RateLimit, 10 in 10 s, {} ms",
+}
+SLOW_COLUMNS = {
+    "total": ("total", 20, 2),
+    "starts in 10 s": ("starts", 20, 0),
+    "overtaken": ("overtaken", 20, 0),
+    "commands, locks": ("commands on the lock server", 20, 1),
+    "messages": ("messages", 20, 1),
+    "processor": ("processor", 20, 1),
+}
+PACE_DEATHS = {
+    '`rate=(50, 2)`, `"wait"`': 'celery_setnx, "wait"',
+    '`rate=(50, 2)`, `"retry"`': 'celery_setnx, "retry"',
+    "a sorted set as window": "a sorted set as window",
+    "celery-heimdall's `RateLimit`": "celery-heimdall, RateLimit",
+}
+DEATH_COLUMNS = {
+    "later than the ideal": ("kill -9 of one worker of two: later than the ideal", 0, 1),
+    "longest pause": ("kill -9 of one worker of two: longest pause", 0, 1),
+    "begun twice": ("kill -9 of one worker of two: begun twice", 0, 1),
+    "never run": ("kill -9 of one worker of two: never run", 0, 0),
+    "starts in 2 s": ("kill -9 of one worker of two: starts", 0, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("labels", "columns"),
+    [
+        (PACES, PACE_COLUMNS),
+        (PACES, PACE_COSTS),
+        (SLOW_PACES, SLOW_COLUMNS),
+        (PACE_DEATHS, DEATH_COLUMNS),
+    ],
+    ids=("paces", "costs", "slow", "deaths"),
+)
+def test_paces_are_those_of_the_results(labels: dict[str, str], columns: dict[str, tuple[str, int, int]]):
+    """So many starts in a period, and what else does something like it: medians, or the highest."""
+    rows = table(text_of(PAGE), "", *columns)
+    assert [row[0] for row in rows] == list(labels)
+    for label, *shown in rows:
+        for cell, (title, body_ms, digits) in zip(shown, columns.values()):
+            found = samples("pace", f"pace, {title}").get(labels[label].format(body_ms))
+            middle = max if title.endswith(AT_MOST) else statistics.median
+            expected = "" if found is None else f"{middle(found):.{digits}f}"
+            assert cell.strip("*").partition(" ")[0] == expected, (label, title, body_ms)
+
+
+def test_cost_of_a_rate_is_that_of_the_results():
+    """Beside no rate: the median of the ratios within a round, and their lowest and highest."""
+    free, unreached = "celery_setnx, no rate", "celery_setnx, a rate never reached"
+    (time_, commands, processor) = table(
+        text_of(PAGE), "", "no `rate`", "never reached", "ratio", "lowest", "highest"
+    )
+    for row, title, digits in (
+        (time_, "time on the lock server", 0),
+        (commands, "commands on the lock server", 1),
+        (processor, "processor", 2),
+    ):
+        found = samples("pace_cost", f"pace cost, {title}")
+        ratios = [one / other for one, other in zip(found[unreached], found[free])]
+        medians = [f"{statistics.median(found[way]):.{digits}f}" for way in (free, unreached)]
+        shown = [cell.partition(" ")[0] for cell in row[1:]]
+        expected = [ratio(found, unreached, free), f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+        assert shown == [*medians, *expected], title
