@@ -239,11 +239,12 @@ def remedy(reason: str) -> str:
 
 _URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
 _NEEDED = (
-    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, PTTL, "
-    "PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, ZCOUNT, ZRANK, "
-    "ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, :line, :calls, :permits, :starts, :done, "
-    ":taken_over, :ticket:* and :instead:*, on its #1 to #99 and their :holder, and on <prefix>:lines:*; "
-    "SELECT for a database other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
+    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, "
+    "PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, "
+    "ZREVRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, "
+    ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :instead:*, on its #1 to #99 and "
+    "their :holder, and on <prefix>:lines:*; SELECT for a database other than 0; in a cluster, CLUSTER "
+    "SLOTS and COMMAND"
 )
 _DO = {
     "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH": (

@@ -170,7 +170,7 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
 NEEDED = [
     *("eval", "evalsha", "time", "get", "mget", "exists", "set", "getset"),
     *("del", "pttl", "pexpire", "pexpireat"),
-    *("zadd", "zrem", "zremrangebyscore", "zrange", "zrangebyscore", "zrevrange"),
+    *("zadd", "zrem", "zremrangebyscore", "zrange", "zrangebyscore", "zrevrange", "zrevrangebyscore"),
     *("zcount", "zrank", "zscore", "hset", "hget", "hdel"),
 ]
 

@@ -141,6 +141,18 @@ def test_retry_that_holds_the_lock_waits_for_its_pace_and_resumes(shared):
     assert shared.told()[1]["at"] - shared.told()[0]["at"] >= 1.9
 
 
+def test_attempt_of_a_call_that_has_begun_is_not_skipped_for_its_pace(shared):
+    """What refuses its retry is the call's own start: it comes back when it may start again."""
+    task = shared.tasks.quick["skip"]
+    (first,) = shared.fill(1, task=task)
+    shared.open()
+    shared.journal.wait_for("start", 2, task_id=first.id)
+    shared.open()
+    assert first.get(timeout=60) == 0
+    met = shared.journal.entries(what="conflict", task_id=first.id)
+    assert {conflict["policy"] for conflict in met if conflict["holder"]["state"] == "paced"} == {"retry"}
+
+
 # Celery's ways to publish
 
 

@@ -213,7 +213,7 @@ def test_examples_of_the_docs_pass(server, tmp_path):
     """docs/testing.md: its files, as they stand there, are a project whose tests pass."""
     files = [block.text for block in blocks(text_of("docs/testing.md")) if block.language == "python"]
     modules = {text.splitlines()[0].removeprefix("# ").removesuffix(".py"): text for text in files}
-    assert len(modules) == len(files) == 6
+    assert len(modules) == len(files) == 7
     tests = sum(text.count("def test_") for text in files)
     url = None if HAS_WHEEL else server.url(2)
     # A worker in the test's process takes seconds to stop; two processes want a server each.

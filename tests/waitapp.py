@@ -24,16 +24,16 @@ __all__ = ["app", "arrival", "plain"]
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    who, wake_all = app.conf.get("dies_before_wake"), vars(acquire)["wake_all"]
+    who, go_on = app.conf.get("dies_before_wake"), vars(acquire)["let_others_start"]
 
-    def die(app: Celery, lock: SetnxLock) -> None:
+    def die(app: Celery, task: str, lock: SetnxLock) -> None:
         if lock.heirs and control.set("gate:died", "once", nx=True, ex=60):
             journal.write("died", key=lock.name)
             os.kill(0 if who == "worker" else os.getpid(), signal.SIGKILL)  # 0: the process group
-        wake_all(app, lock)
+        go_on(app, task, lock)
 
     if who:
-        vars(acquire)["wake_all"] = die
+        vars(acquire)["let_others_start"] = die
 
 
 @worker_process_init.connect

@@ -97,7 +97,7 @@ def let_the_line_go_on(
     client of its own, says that itself.
     """
     guard = known_guard(app, task)
-    serve = _service_of(guard, key, client or client_for(app))
+    serve = _service_of(guard, key, client or client_for(app), is_sweep=client is not None)
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
         if served.holder is not None and _is_dead(app, served.holder):
@@ -116,17 +116,21 @@ def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
     """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
     wake_all(app, lock)
     if lock.terms.starts and lock.leaves_line:
+        lock.leaves_line = False
         with suppress(SetnxError):  # a sweep sees to it
             let_the_line_go_on(app, task, lock.name)
 
 
-def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
+def _service_of(
+    guard: Guard | None, key: str, client: redis.Redis, *, is_sweep: bool = False
+) -> Callable[..., Served]:
     """What serves the line of a lock, on the terms of its task if that is known here."""
     if guard is None:
         return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
     options = guard.options
-    # One that joins is woken whatever the pace: it ends with another's result, or asks before it starts.
-    rate = None if options.on_conflict == "join" else options.rate
+    # One that joins is woken whatever the pace: it ends with another's result, or asks before it starts. But not
+    # by a sweep, which comes again and again.
+    rate = None if options.on_conflict == "join" and not is_sweep else options.rate
     lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=rate)
     return partial(lock.serve, knows_terms=True)
 

@@ -301,7 +301,7 @@ class SetnxLock:
         ...     write_report(fence=held.fence)
     """
 
-    leaves_line = True
+    leaves_line = False
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from celery.app.task import Context
 from celery_setnx.call.back import NONCE, come_back
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import leave_line, look_within, wake_all
+from celery_setnx.call.wake import leave_line, let_others_start, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
@@ -138,7 +138,7 @@ class Asking:
 
     def wake_heirs(self) -> None:
         """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
-        wake_all(self.task.app, self.lock)
+        let_others_start(self.task.app, self.task.name, self.lock)
 
     def leave(self) -> None:
         """Leave the line, if it stands there and ends without the lock."""

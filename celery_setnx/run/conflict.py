@@ -67,6 +67,11 @@ class Conflict:
         return self.outcome.remaining_s
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a body of the call may have run before: it is its own retry, or was delivered again."""
+        return bool(self.call.redelivered or self.task.request.retries)
+
+    @property
     def waits(self) -> int:
         """How often this attempt has come back already."""
         return self.call.waits
@@ -151,7 +156,9 @@ class Conflict:
 
     def _backoff(self) -> float:
         pause = backoff(self.options, self.waits)
-        return max(pause, self.remaining_s or 0.0) if self.outcome.paced else pause
+        if not self.outcome.paced:
+            return pause
+        return max(pause, (self.remaining_s or 0.0) + random.uniform(0.0, self.options.retry_delay))
 
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
@@ -172,6 +179,8 @@ def resolve(conflict: Conflict) -> Any:
         policy = "wait"
     elif conflict.queued_as:
         policy = "skip"
+    elif conflict.outcome.paced and policy in ("skip", "raise") and conflict.has_begun:
+        policy = "retry"  # what refuses it may be its own start
     lock_conflict.send(
         sender=conflict.task,
         task_id=request.id,

@@ -27,7 +27,7 @@ from celery_setnx.call.back import (
 )
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import let_others_start, report_take_over
+from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockTimeout, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
@@ -269,7 +269,7 @@ class Run:
 
     def _tell_end(self, held: HeldLock, word: Released, held_s: float) -> None:
         """Wake the heir of a lock that was given back, and say that it is released."""
-        let_others_start(self.task.app, self.task.name, self.lock)
+        self.asking.wake_heirs()
         if word in ("gone", "lost"):
             return
         if word == "repaired":

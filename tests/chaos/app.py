@@ -220,16 +220,16 @@ def note_revoked(request: Any, **_details: Any) -> None:
 
 def _die_before_waking(order: Path) -> None:
     """Whoever has handed a lock over dies before it sends the wake-up, once a file says so."""
-    wake_all = acquire.wake_all
+    go_on = acquire.let_others_start
 
-    def dies(app: Celery, lock: SetnxLock) -> None:
+    def dies(app: Celery, task: str, lock: SetnxLock) -> None:
         if lock.heirs and order.exists():
             whole_worker = order.read_text() == "worker"
             order.unlink()
             os.killpg(0, signal.SIGKILL) if whole_worker else os.kill(os.getpid(), signal.SIGKILL)
-        wake_all(app, lock)
+        go_on(app, task, lock)
 
-    acquire.wake_all = dies
+    acquire.let_others_start = dies
 
 
 if os.environ.get("CHAOS_FLAW"):

@@ -87,7 +87,7 @@ def _nothing(*_arguments: Any) -> None:
     """In place of what is left out."""
 
 
-_NO_WAKE = [(acquire_module, "wake_all", _nothing), (request_module, "wake_all", _nothing)]
+_NO_WAKE = [(module, "let_others_start", _nothing) for module in (acquire_module, request_module)]
 _NO_SWEEP = [(Sweep, "sweep", _nothing)]
 
 ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
@@ -207,11 +207,11 @@ def serve_without_wake() -> None:
     """Whoever serves a line wakes nobody; whoever releases a lock does."""
     wake, wake_module.wake = wake_module.wake, _nothing
 
-    def wake_all(app: Any, lock: SetnxLock) -> None:
+    def wake_all(app: Any, task: str, lock: SetnxLock) -> None:
         while lock.heirs:
             wake(app, lock.heirs.pop(0), lock.name)
 
-    acquire_module.wake_all = request_module.wake_all = wake_all
+    acquire_module.let_others_start = request_module.let_others_start = wake_all
 
 
 def twin_wakes() -> None:
