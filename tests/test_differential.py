@@ -527,7 +527,7 @@ def _in_full(step: Step, reply: Any) -> tuple[Any, ...]:
         return (word, model[1], fence, now, None, model[5], None, "0", *rest)
     if verb == "release":
         word, now, value, *heir = full if len(full) > 1 else (*full, None, model[2])
-        return (word, now or model[1], value, *(heir or (None, None)))
+        return (word, now or model[1], value, *(heir or (None, None)), len(full) == 1)
     return full
 
 

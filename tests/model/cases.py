@@ -133,7 +133,7 @@ def sight_of(store: Store, swept: Lines, now: int) -> str:
         found.append((name, permit.value, permit.expiry))
         found.append((record_name, permit.record, _expires(permit.record, permit.record_expiry)))
     found.append((DONE, done and done.task_id, done and done.expiry and f"in {done.expiry - now // MS}"))
-    times = " ".join(f"{at}#{number} {at}" for at, number in starts.times)
+    times = " ".join(f"{at}#{number}#{fence} {at}" for at, number, fence in starts.times)
     found.append((STARTS, times or None, starts.expiry and f"in {starts.expiry - now // MS}"))
     return "\n".join(
         f"{key} {content} {-1 if expiry is None else expiry}"
@@ -366,8 +366,8 @@ class Case:
     def sweep(self) -> Step:
         """By a worker."""
         tasks = tuple(task for task in TASK_IDS if self.random.random() < 0.7)
-        interval = self.random.choice((0, 2 * SECOND))
-        step = self.swept("sweep", interval=interval, **self.of_lines(), tasks=tasks)
+        interval, paced = self.random.choice((0, 2 * SECOND)), self.random.randrange(len(tasks) + 1)
+        step = self.swept("sweep", interval=interval, **self.of_lines(), paced=paced, tasks=tasks)
         _, until, _, *entries = step.reply or ()
         if entries:
             self.claimed = self.random.choice(entries), until
@@ -436,7 +436,7 @@ class Case:
         moments += [ms * MS for ms in (before.expiry, before.record_expiry) if ms is not None]
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
         moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
-        moments += [at + period for at, _ in before.starts.times[-3:] for period in PERIODS]
+        moments += [at + period for at, *_ in before.starts.times[-3:] for period in PERIODS]
         for moment, _ in self.lines.due[:1]:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
@@ -489,10 +489,10 @@ class Case:
             changed = {"calls": with_call(store, store.holder.info, call, -1).calls}
             commands = [("HSET", CALLS, store.holder.info, call)]
         elif what == "starts" and self.is_paced:  # the clock was later once
-            start = (self.now + choose((-1, 0, 1, 1, SECOND)), choose((0, 1, 2)))
+            start = (self.now + choose((-1, 0, 1, 1, SECOND)), choose((0, 1, 2)), choose((7, 8)))
             times = tuple(sorted({*store.starts.times, start}))
             changed = {"starts": store.starts._replace(times=times)}
-            commands = [("ZADD", STARTS, start[0], f"{start[0]}#{start[1]}")]
+            commands = [("ZADD", STARTS, start[0], "#".join(map(str, start)))]
         elif what == "line" and rarely:
             changed = {"line": Line(), "calls": Calls(), "tickets": ()}
             commands = [("DEL", *WAITING, *TICKETS.values())]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
 from tests.model.permits import at, highest_in, permit_in
-from tests.model.store import MS, SECOND, Answer, Store
+from tests.model.store import MS, SECOND, Answer, Start, Store
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -134,7 +134,7 @@ class Ours(Program):
                 yield Move(me._replace(at="idle", sent=0, word="", seen="", dead=me.seen), state.store)
             yield Move(self.after_conflict(me), state.store)
         elif self.may_enter(me, state.now):
-            yield Move(me._replace(at="inside", sent=0, word="", tries=0, granted=(0, 0)), state.store)
+            yield Move(me._replace(at="inside", sent=0, word="", tries=0, granted=(0, 0, 0)), state.store)
             if self.bodiless:
                 yield Move(self._without_body(me), state.store)
         else:
@@ -151,7 +151,7 @@ class Ours(Program):
             me, self._leaving(me), state, store, "take_back", self.token(me, index), reply
         )
 
-    def its_start(self, me: Client, store: Store) -> tuple[int, int]:
+    def its_start(self, me: Client, store: Store) -> Start:
         """Which start it takes back."""
         return me.granted
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tests.model.lock import Lock
 from tests.model.permits import permits_of, trimmed
-from tests.model.store import SECOND, Answer, Permit, Record, Store, purge
+from tests.model.store import SECOND, Answer, Permit, Record, Start, Store, purge
 
 TICK = SECOND // 2
 START = 10 * SECOND
@@ -59,7 +59,7 @@ class Client(NamedTuple):
     extends: bool = False
     permit: int = 0
     counts_until: int = 0
-    granted: tuple[int, int] = (0, 0)
+    granted: Start = (0, 0, 0)
 
 
 DONE, DEAD = Client("done"), Client("dead")
@@ -117,14 +117,6 @@ class Program:
         raise NotImplementedError
 
 
-class FineClock(Lock):
-    """Beside clients whose clock ticks seldom: two may have one permit between two of its ticks."""
-
-    def start_of(self, record: Record, number: int) -> tuple[int, int]:
-        """Told apart by its fence."""
-        return record.since, 100 * (record.fence - record.since) + number
-
-
 class World:
     """Clients on one lock, and how much may go wrong."""
 
@@ -142,7 +134,7 @@ class World:
         self.limit = max(getattr(program, "limit", 1) for program in programs)
         self.period = max(getattr(program, "period", 0) for program in programs)
         self.has_terms = self.limit > 1 or self.period > 0
-        self.lock = lock or (FineClock() if self.period else Lock())
+        self.lock = lock or Lock()
         self.verbs = {verb: cache(getattr(self.lock, verb)) for verb in VERBS}
         self.end = START + ticks * TICK
         clients = tuple(program.begin() for program in programs)

@@ -236,6 +236,7 @@ class Waiting(Pace):
 
             choice = self.choose(store, now, count, limit, fits)
             paced = self.served_till(store, terms, choice, now)
+            store = self.starts_kept(store, terms, now) if paced else store
         number = choice.number if choice else 0
         store = at(store, number)
         after, reply = self._serve_one(

@@ -39,13 +39,14 @@ def due(lines: Lines, now: int, *, entry: str, within: int, remember: int, epoch
 
 
 def sweep(
-    lines: Lines, now: int, *, interval: int, remember: int, epoch: int, tasks: tuple[str, ...]
+    lines: Lines, now: int, *, interval: int, remember: int, epoch: int, paced: int, tasks: tuple[str, ...]
 ) -> Answer:
-    """lua/sweep.lua."""
+    """lua/sweep.lua; `paced`: how many of the tasks have a rate, the first of them."""
     epoch = epoch if lines.epoch is None else lines.epoch
     kept = [(moment, entry) for moment, entry in lines.due if moment > now - remember * MS]
     found = [entry for moment, entry in kept if moment <= now and entry.split("\n")[0] in tasks][:100]
-    next_due = next((str(moment - now) for moment, _ in kept if moment > now), "")
+    soon = [due for due in kept if now < due[0] <= now + interval and due[1].split("\n")[0] in tasks[:paced]]
+    next_due = str(soon[0][0] - now) if soon else ""
     lines = Lines(tuple(kept), epoch, remember)
     for entry in found:
         lines = noted(lines, entry, now + interval)

@@ -38,6 +38,7 @@ from tests.model.store import (
     Answer,
     Mark,
     Record,
+    Start,
     Store,
     Ticket,
     seconds,
@@ -154,29 +155,48 @@ class Lock(Waiting):
         store = at(noted(store, max(limit, choice.top), terms, ms), choice.number)
         if isinstance(store.record, str):
             return at(store, choice.number), FOREIGNRECORD
-        after, till = self.paced_for(store, terms, choice, token, now)
+        after, till = self.paced_for(store, terms, choice, asked, woken, now)
         if till:
-            found = store._replace(value=None)
-            if choice.rank == 1:
-                found = after = self.held_longer(after, till - now, retention)
-            text = None if found.record is None else str(found.record)
-            reply = ("paced", str(till), str(store.holder.fence), str(now), found.value, text, mark, waiters)
+            value, text = None, None if store.record is None else str(store.record)
+            if choice.rank <= 3 and task is not None and task_of(store.holder.token)[0] == task:
+                if choice.rank == 1 and store.holder.state == "held_for_retry":
+                    after = self.held_longer(after, till, now, retention)
+                    text = str(after.record)
+                value = after.value
+            reply = ("paced", str(till), str(store.holder.fence), str(now), value, text, mark, waiters)
         else:
             after, reply = self._acquire_one(after, now, asked, *about)
             if reply[0] in ("acquired", "resumed", "taken_over"):
                 after = self.start_noted(after, terms, self.start_of(after.holder, choice.number), now)
         return at(after, choice.number), (*reply, *extras(choice))
 
-    def paced_for(self, store: Store, terms: str, choice: Choice, token: str, now: int) -> tuple[Store, int]:
+    def paced_for(
+        self, store: Store, terms: str, choice: Choice, asked: Asked, woken: bool, now: int
+    ) -> tuple[Store, int]:
         """When a call may start under the permit that was chosen for it; 0 if it may now, or may not have it.
 
-        Refused, it gives back what it was handed.
+        Refused, it gives back what it was handed. Woken late, it takes another's start.
         """
-        record = store.holder
-        if choice.rank == 9 or (choice.rank == 1 and not self.asks_again(record, token)):
+        record, others = store.holder, choice.handed
+        is_again = self.asks_again(record, asked.token) or self.is_redelivered(record, asked.dead)
+        if choice.rank == 9 or (choice.rank == 1 and not is_again):
             return store, 0
-        till = self.paced_till(store, terms, choice.handed - self.is_kept_start(record, now), now)
+        if self.is_kept_start(record, now):
+            others -= 1
+        elif woken and self.takes_anothers_start():
+            others = max(others - 1, 0)
+        till = self.paced_till(store, terms, others, now)
+        if till:
+            store = self.starts_kept(store, terms, now)
         return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
+
+    def is_redelivered(self, record: Record, dead: str) -> bool:
+        """Whether the death of a permit's holder is proved: what asks for its own then is another start."""
+        return record.state == "running" and record.token == dead
+
+    def takes_anothers_start(self) -> bool:
+        """Whether a call that was woken late starts in the place of one to which a permit is handed."""
+        return True
 
     def is_kept_start(self, record: Record, now: int) -> bool:
         """Whether a start is kept for who takes this permit, with the permit."""
@@ -189,7 +209,7 @@ class Lock(Waiting):
             return False
         return task_of(token)[1] > int(held[1])
 
-    def take_back(self, store: Store, now: int, *, start: tuple[int, int]) -> Answer:
+    def take_back(self, store: Store, now: int, *, start: Start) -> Answer:
         """The command by which an acquisition without a body counts as no start."""
         return self.start_taken_back(store, start), ("taken_back" if start in store.starts.times else "gone",)
 
@@ -338,7 +358,8 @@ class Lock(Waiting):
         with_permits: bool = False,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `done_for`: for which it
-        notes the success; `line`: as for acquire.
+        notes the success; `line`: as for acquire. The reply ends with whether there is no more to be told:
+        then the script says the word alone.
         """
         about = token, rest_until, remember, again, hand_over
         before = at(store, permit)
@@ -378,10 +399,11 @@ class Lock(Waiting):
             return word, str(now), value, heir, call
 
         if record.token != token:
-            return store, answer("lost")
+            return store, (*answer("lost"), False)
         if record.state != "running":
             handed = record.state == "handed"  # answered as the first time
-            return store, answer("released" if handed else record.state, self.heir_of(record))
+            word = "released" if handed else record.state
+            return store, (*answer(word, self.heir_of(record)), False)
         heir, lingers, gone = self.next_in_line(store, now) if line and hand_over != "" else (None, 0, ())
         if lingers:
             hand_over = lingers - now + 50_000
@@ -390,7 +412,7 @@ class Lock(Waiting):
             ours = value == self.value_of(record.deadline)
             repaired = not ours and self.record_decides(store, now) and NUMBER.fullmatch(value)
             if not ours and not repaired:
-                return store, answer("lost")
+                return store, (*answer("lost"), False)
             word = "repaired" if repaired else "released"
         if value is not None and rest_until > now:
             word = "resting"
@@ -401,7 +423,9 @@ class Lock(Waiting):
             after = self.nobodys(store, record._replace(state=word), now, remember)
         for task in gone:
             after = without_call(without_place(after, task), task)
-        return self.marked_again(after, now, token, again), answer(word, heir)
+        leaves_line = line and hand_over == "" and bool(after.line.places)
+        is_all = word == "released" and heir is None and not leaves_line
+        return self.marked_again(after, now, token, again), (*answer(word, heir), is_all)
 
     def kept(self, store: Store, record: Record, retention: int) -> Store:
         """The keys of a lock that stays closed until its record's deadline."""

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from tests.model.permits import pace_of
-from tests.model.store import MS, SECOND, Record, Starts, Store, up
+from tests.model.store import MS, SECOND, Record, Start, Starts, Store, up
+
+MOST_STARTS = 1_100
 
 
 class Pace:
@@ -11,7 +13,7 @@ class Pace:
 
     kept: Callable[[Store, Record, int], Store]
 
-    def with_starts(self, store: Store, times: tuple[tuple[int, int], ...]) -> Store:
+    def with_starts(self, store: Store, times: tuple[Start, ...]) -> Store:
         """The keys when these are the starts that are known."""
         return store._replace(starts=Starts(times, store.starts.expiry) if times else Starts())
 
@@ -28,25 +30,39 @@ class Pace:
             till = max(till, now + min(period, SECOND))
         return till if till > now else 0
 
-    def start_of(self, record: Record, number: int) -> tuple[int, int]:
-        """As what the start of a permit's holder is noted: no permit has two within a microsecond."""
-        return record.since, number
+    def starts_kept(self, store: Store, terms: str, now: int) -> Store:
+        """The keys when a start was refused: they are kept for as long as who asks needs them."""
+        times, expiry = store.starts
+        ms = up(pace_of(terms)[1], MS)
+        if not times or (expiry is not None and expiry - now // MS >= ms):
+            return store
+        return store._replace(starts=Starts(times, now // MS + 2 * ms))
 
-    def start_noted(self, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
-        """The keys when a call has started under a permit: kept for as long as anybody may ask for it."""
+    def start_of(self, record: Record, number: int) -> Start:
+        """As what the start of a permit's holder is noted."""
+        return record.since, number, record.fence
+
+    def start_noted(self, store: Store, terms: str, start: Start, now: int) -> Store:
+        """The keys when a call has started under a permit: kept for as long as anybody may ask for it.
+
+        Of very many the last are kept.
+        """
         period = pace_of(terms)[1]
         if not period:
             return store
         _, expiry = store.starts
         keep = max(period, (expiry - now // MS) * MS if expiry is not None else 0)
-        times = sorted({known for known in store.starts.times if now - keep < known[0] <= now} | {start})
-        return store._replace(starts=Starts(tuple(times), now // MS + up(max(keep, 2 * period), MS)))
+        times = sorted({known for known in store.starts.times if known[0] <= now} | {start})
+        oldest = max(now - keep, times[-MOST_STARTS][0] if len(times) >= MOST_STARTS else 0)
+        kept = tuple(known for known in times if known[0] >= oldest)
+        return store._replace(starts=Starts(kept, now // MS + up(max(keep, 2 * period), MS)))
 
-    def start_taken_back(self, store: Store, start: tuple[int, int]) -> Store:
+    def start_taken_back(self, store: Store, start: Start) -> Store:
         """The keys when nothing has begun under a permit that was acquired."""
         return self.with_starts(store, tuple(known for known in store.starts.times if known != start))
 
-    def held_longer(self, store: Store, by: int, retention: int) -> Store:
-        """The keys of a lock that is held for a retry, which comes later."""
+    def held_longer(self, store: Store, start: int, now: int, retention: int) -> Store:
+        """The keys of a lock that is held for a retry, which comes later: an hour past its start at most."""
         record = store.holder
-        return self.kept(store, record._replace(deadline=record.deadline + by), retention)
+        deadline = max(record.deadline, min(record.deadline + start - now, start + 3600 * SECOND))
+        return self.kept(store, record._replace(deadline=deadline), retention)

@@ -88,7 +88,7 @@ def pace_of(terms: str) -> tuple[int, int]:
 def next_room(store: Store, terms: str, now: int) -> int:
     """When the first of the starts that count now will count no more; 0 if there is none."""
     period = pace_of(terms)[1]
-    return next((at + period for at, _ in store.starts.times if now - period < at <= now), 0)
+    return next((at + period for at, *_ in store.starts.times if now - period < at <= now), 0)
 
 
 def noted(store: Store, highest: int, terms: str, ms: int) -> Store:

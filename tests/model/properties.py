@@ -283,7 +283,7 @@ def paced_with_reason(world: World, before: State, event: Event, after: State) -
     program, till = world.programs[event.actor], int(event.reply[1])
     if not isinstance(program, Ours):
         return True
-    counting = [at for at, _ in before.store.starts.times if before.now - program.period < at <= before.now]
+    counting = [at for at, *_ in before.store.starts.times if before.now - program.period < at <= before.now]
     return len(counting) >= program.starts and till == counting[-program.starts] + program.period
 
 

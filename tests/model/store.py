@@ -99,10 +99,14 @@ class Known(NamedTuple):
     lease: int
 
 
-class Starts(NamedTuple):
-    """When (us) which permit has had a start, in order; and the expiry of all that."""
+Start = tuple[int, int, int]
+"""When (us) a call has started, under which permit and with which fence."""
 
-    times: tuple[tuple[int, int], ...] = ()
+
+class Starts(NamedTuple):
+    """When (us) which permit has had a start under which fence, in order; and the expiry of all that."""
+
+    times: tuple[Start, ...] = ()
     expiry: int | None = None
 
 

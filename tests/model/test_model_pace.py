@@ -13,7 +13,6 @@ from tests.model.clients import Freed, LateCopy, Ours
 from tests.model.explorer import (
     TICK,
     Event,
-    FineClock,
     State,
     World,
     assert_broken,
@@ -21,10 +20,11 @@ from tests.model.explorer import (
     explore,
     spinning,
 )
+from tests.model.lock import Lock
 from tests.model.pace import Pace
 from tests.model.permits import pace_of
 from tests.model.properties import PACED, lost_permit
-from tests.model.store import MS, Starts, Store
+from tests.model.store import MS, Start, Starts, Store
 from tests.model.test_model_mutants import changed
 from tests.model.test_model_waiters import SAFE_PERMITS, SWEPT, as_it_was, assert_breaks, with_methods
 from tests.model.waiters import (
@@ -132,18 +132,18 @@ def for_ever(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int
     return now + TICK if len(store.starts.times) >= pace_of(terms)[0] else 0
 
 
-def the_last_one(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+def the_last_one(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
     """What has started before is forgotten."""
     return Pace.start_noted(lock, store._replace(starts=Starts()), terms, start, now)
 
 
-def for_a_tick(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+def for_a_tick(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
     """Known for too short a time."""
     after = Pace.start_noted(lock, store, terms, start, now)
     return after._replace(starts=after.starts._replace(expiry=(now + TICK) // MS))
 
 
-def known_for_ever(lock: Pace, store: Store, terms: str, start: tuple[int, int], now: int) -> Store:
+def known_for_ever(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
     """A key without a TTL."""
     after = Pace.start_noted(lock, store, terms, start, now)
     return after._replace(starts=after.starts._replace(expiry=None))
@@ -177,13 +177,13 @@ MUTANTS: dict[str, tuple[str, list[Ours], dict[str, Any]]] = {
 def test_mutant_of_the_pace_is_killed(name):
     """The mistake lets too many start, or refuses one without a reason."""
     must_break, programs, methods = MUTANTS[name]
-    world = World(*programs, lock=changed(FineClock, **methods)(), ticks=5)
+    world = World(*programs, lock=changed(Lock, **methods)(), ticks=5)
     assert_broken(world, must_break, [getattr(properties, must_break)])
 
 
 def test_mutant_that_loses_a_start_is_killed():
     """What has started, and counts for ever, lets nobody start again."""
-    for lock, holds in ((FineClock(), True), (changed(FineClock, paced_till=for_ever)(), False)):
+    for lock, holds in ((Lock(), True), (changed(Lock, paced_till=for_ever)(), False)):
         world = World(*ours("ab"), lock=lock, ticks=3)
         found = explore(world, [])
         assert (lost_permit(lock, found, 2 * LONGEST - 5, 1, ":1/1000000") is None) == holds

@@ -1087,7 +1087,7 @@ def _canonical(store: Store, forgets: bool) -> Store:
     known = store.known and Known(store.known.text, 0)
     line, calls = Line(tuple(sorted(places))), Calls(tuple(fields))
     count = len(store.starts.times)
-    starts = Starts(tuple((START - count + place, 0) for place in range(count)))
+    starts = Starts(tuple((START - count + place, 0, 0) for place in range(count)))
     return Store(*first, None, line, calls, tuple(tickets), tuple(others), known, starts=starts)
 
 
