@@ -128,7 +128,7 @@ def _service_of(
     if guard is None:
         return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
     options = guard.options
-    # One that joins is woken whatever the pace: it ends with another's result, or asks before it starts. Not by a
+    # Who joins is woken whatever the pace: it ends with another's result, or asks before it starts. Not by a
     # sweep, though, which comes again and again.
     rate = None if options.on_conflict == "join" and not is_sweep else options.rate
     lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=rate)
