@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
-from celery_setnx.lock.lock import DAY_S, MOST_PERMITS, MOST_STARTS
+from celery_setnx.lock.lock import DAY_S, LONGEST_PERIOD_S, MOST_PERMITS, MOST_STARTS
 from celery_setnx.lock.record import Terms
 
 ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
@@ -156,7 +156,6 @@ PUBLISH_ONLY = frozenset({"on_duplicate"})
 OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
 _RATE = re.compile(r"(\d{1,6})/([smhd])", re.ASCII)
-_LONGEST_S = 366 * DAY_S
 _PERIODS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 _DURATIONS = {
     "lease": "positive",
@@ -320,7 +319,7 @@ def _rate(where: str, value: Any) -> Rate:
     if not isinstance(starts, int) or isinstance(starts, bool) or not 1 <= starts <= MOST_STARTS:
         raise OptionError(f"rate of {where} must be of 1 to {MOST_STARTS} starts, not {value!r}")
     period_s = _duration(where, "rate", period, "positive")
-    if not 0.001 <= period_s <= _LONGEST_S:
+    if not 0.001 <= period_s <= LONGEST_PERIOD_S:
         raise OptionError(f"the period of rate of {where} must be from 1 ms to 366 days, not {period_s:g} s")
     return Rate(starts, period_s)
 

@@ -71,7 +71,7 @@ _ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve"
 _FREE, _LOOK = PermitScript("free"), PermitScript("look")
 _RENEW, _RELEASE, _HOLD = map(Script, ("renew", "release", "hold"))
 MOST_PERMITS, MOST_STARTS = 100, 1000
-_LONGEST_S = 366 * DAY_S  # between two starts
+LONGEST_PERIOD_S = 366 * DAY_S  # between two starts
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
 
 
@@ -805,7 +805,7 @@ def _terms(name: str, limit: int, rate: tuple[int, float] | None) -> Terms:
     starts, period_s = rate or (0, 0.0)
     is_number = isinstance(starts, int) and not isinstance(starts, bool)  # else scripts would read no rate
     if rate is not None and not (
-        is_number and 1 <= starts <= MOST_STARTS and 0.001 <= period_s <= _LONGEST_S
+        is_number and 1 <= starts <= MOST_STARTS and 0.001 <= period_s <= LONGEST_PERIOD_S
     ):
         raise ValueError(f"the rate of {name!r} must be 1 to 1000 in 1 ms to 366 days, not {rate!r}")
     return Terms(limit, starts, period_s)
