@@ -926,6 +926,20 @@ def woken_may_start(world: Waiters, before: Scene, event: Event, after: Scene) -
     return not (event.what.endswith(" is paced") and event.what.split()[0] in _live_heirs(before.store))
 
 
+def late_takes_a_start(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A call that was woken, though late, is not refused for starts that are only kept for others.
+
+    Two would wait for each other for ever.
+    """
+    task, heirs = event.what.split()[0], _live_heirs(before.store)
+    ticket = dict(before.store.tickets).get(task)
+    woken = any(p.message.task == task and p.message.copy != ORIGINAL for p in after.processes)
+    if not event.what.endswith(" is paced") or not woken or ticket is None or ticket.begun_by:
+        return True
+    others = max(len(heirs) - 1, 0)
+    return len(before.store.starts.times) + others >= world.pace_of(task)
+
+
 def stands_where_it_stood(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """A call that gives back what it was handed, as it may not start yet, has its place in line again."""
     task = event.what.split()[0]
