@@ -668,7 +668,7 @@ class Waiters:
             call = "nudge" if reply[0] == "resting" else call
             permit = process.permit if reply[0] == "resting" else 0
             after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=permit))
-        elif self.pace:
+        elif self.pace and not reply[5]:  # there may be a line, which it has not served
             after = _with(after, process._replace(at=f"others_{process.then}", token="", permit=0, then=""))
         else:
             after = self._finished(after, process)
