@@ -450,7 +450,7 @@ MISTAKES = [
     ("acquire#", "is_handed and permit.handed - 1 or woken and", "woken and", "is_handed and",
         "is_handed and math.max(permit.handed - 1, 0) or woken and", "true and", "false and"),
     ("acquire#", "or woken and math.max(permit.handed - 1, 0) or permit.handed", "or permit.handed", "or 0",
-        "or woken and permit.handed - 1 or permit.handed", "or woken and 0 or permit.handed"),
+        "or woken and permit.handed - 1 or permit.handed"),
     ("acquire#", "if till > 0 and permit.rank == 2 then", "if permit.rank == 2 then",
         "if till > 0 and is_handed then",
         "if false then"),

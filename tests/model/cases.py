@@ -252,6 +252,8 @@ class Case:
 
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
+        if self.is_paced and self.state in ("held_for_retry", "handed") and self.random.random() < 0.4:
+            return self.comes_back()
         choose = self.random.choice
         sent = {"token": self.token(), "lease": choose(LEASES), "retention": choose(RETENTIONS)}
         if self.state == "handed" and self.random.random() < 0.1:
@@ -276,6 +278,23 @@ class Case:
             if more or ":" in sent["terms"]:
                 return self.script("acquire", (*keys, STARTS, *more), **sent, count=1 + len(more) // 2)
         return self.script("acquire", keys, **sent)
+
+    def comes_back(self) -> Step:
+        """The call for which a permit is kept, at a pace; or another that waits."""
+        choose, record = self.random.choice, self.seen.holder
+        task, retries = task_of(record.token)
+        if record.state == "handed":
+            task = choose((record.info, record.info, *[waiter for waiter, _ in self.store.tickets]))
+        if task not in TASK_IDS:
+            task = "a"
+        ticket = dict(self.store.tickets).get(task)
+        sent = {"token": f"{task}|{retries + 1}|9f", "lease": choose(LEASES), "retention": choose(RETENTIONS)}
+        sent |= {"info": "{}", "dead": "", **BARE}
+        sent["copy"] = ticket and ticket.begun_by or choose(("-", "x1"))
+        sent["attempt"] = ticket.attempt if ticket else 0
+        sent["terms"] = f"{choose((2, 3))}:1/{choose(PERIODS)}"
+        keys = (*PAIR, *WAITING, MARK, TICKETS[task], PERMITS, STARTS, *OTHERS)
+        return self.script("acquire", keys, **sent, count=3)
 
     def renew(self) -> Step:
         """By the holder or by anybody else."""
