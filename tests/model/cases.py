@@ -290,7 +290,7 @@ class Case:
         ticket = dict(self.store.tickets).get(task)
         sent = {"token": f"{task}|{retries + 1}|9f", "lease": choose(LEASES), "retention": choose(RETENTIONS)}
         sent |= {"info": "{}", "dead": "", **BARE}
-        sent["copy"] = ticket and ticket.begun_by or choose(("-", "x1"))
+        sent["copy"] = (ticket and ticket.begun_by) or choose(("-", "x1"))
         sent["attempt"] = ticket.attempt if ticket else 0
         sent["terms"] = f"{choose((2, 3))}:1/{choose(PERIODS)}"
         keys = (*PAIR, *WAITING, MARK, TICKETS[task], PERMITS, STARTS, *OTHERS)
