@@ -9,6 +9,7 @@ from tests.model.injected import EPOCH, SECOND, set_clock
 from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call
 from tests.model.lines import Lines
 from tests.model.lock import Lock
+from tests.model.pace import MOST_STARTS
 from tests.model.permits import at, limit_of
 from tests.model.store import (
     MS,
@@ -40,7 +41,7 @@ CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted t
 SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
 COPIES = ("-", "x1", "y2")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
-LONG = 4_000 * SECOND
+HOUR, LONG = 3_600 * SECOND, 4_000 * SECOND
 RETENTIONS = (0, 1, 1_000, 86_400_000)
 REMEMBER_MS = 60_000
 MARK_LEASES_MS = (30_000, 60_001, 3_600_000)  # long: the server counts them by its own clock
@@ -54,7 +55,7 @@ VERBS = (
     + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
 ).split()  # fmt: skip
 # What is rare in a state, or ends it at once, comes more often in it.
-WHEN_HELD = ("free", "foreign", "acquire") * 6
+WHEN_HELD = ("free", "foreign", "acquire", "acquire", "advance") * 6
 WHEN_HANDED = (
     "release",
     "hold",
@@ -251,6 +252,8 @@ class Case:
 
     def acquire(self) -> Step:
         """A new token, or the last one sent again."""
+        if self.is_paced and self.state in ("held_for_retry", "handed") and self.random.random() < 0.4:
+            return self.comes_back()
         choose = self.random.choice
         sent = {"token": self.token(), "lease": choose(LEASES), "retention": choose(RETENTIONS)}
         if self.state == "handed" and self.random.random() < 0.1:
@@ -276,13 +279,33 @@ class Case:
                 return self.script("acquire", (*keys, STARTS, *more), **sent, count=1 + len(more) // 2)
         return self.script("acquire", keys, **sent)
 
+    def comes_back(self) -> Step:
+        """The call for which a permit is kept, at a pace; or another that waits."""
+        choose, record = self.random.choice, self.seen.holder
+        task, retries = task_of(record.token)
+        if record.state == "handed":
+            task = choose((record.info, record.info, *[waiter for waiter, _ in self.store.tickets]))
+        if task not in TASK_IDS:
+            task = "a"
+        ticket = dict(self.store.tickets).get(task)
+        sent = {"token": f"{task}|{retries + 1}|9f", "lease": choose(LEASES), "retention": choose(RETENTIONS)}
+        sent |= {"info": "{}", "dead": "", **BARE}
+        sent["copy"] = (ticket and ticket.begun_by) or choose(("-", "x1"))
+        sent["attempt"] = ticket.attempt if ticket else 0
+        sent["terms"] = f"{choose((2, 3))}:1/{choose(PERIODS)}"
+        keys = (*PAIR, *WAITING, MARK, TICKETS[task], PERMITS, STARTS, *OTHERS)
+        return self.script("acquire", keys, **sent, count=3)
+
     def renew(self) -> Step:
         """By the holder or by anybody else."""
         return self.script("renew", self.pair + (PERMITS,) * (self.focus > 0), **self.leased())
 
     def hold(self) -> Step:
         """By the holder, for its retry, or by anybody else."""
-        return self.script("hold", self.pair + (PERMITS,) * (self.focus > 0), **self.leased())
+        sent = self.leased()
+        if self.is_paced and self.random.random() < 0.4:
+            sent["lease"] = self.random.choice((LONG, HOUR + 2 * SECOND))
+        return self.script("hold", self.pair + (PERMITS,) * (self.focus > 0), **sent)
 
     def leased(self) -> dict[str, Any]:
         """Arguments with which a holder keeps its lock."""
@@ -293,6 +316,7 @@ class Case:
         """By the holder, once or twice, with or without a rest or a retry, or by anybody else."""
         choose, now = self.random.choice, self.now
         keys = choose((self.pair, self.pair + WAITING, *[(*self.pair, *WAITING, MARK)] * 5))
+        leaves_line = (self.focus or self.is_paced) and self.random.random() < 0.2
         if self.state == "handed":
             keys = self.pair + WAITING  # as it was handed with them
         done_for = choose((0, *MARK_LEASES_MS)) if MARK in keys else 0
@@ -307,7 +331,7 @@ class Case:
             rest_until=choose((0, 0, now, now + 1, now + 2 * SECOND, now - SECOND)),
             remember=REMEMBER_MS,
             again=choose((0, *MARK_LEASES_MS)) if MARK in keys else 0,
-            hand_over="" if self.focus and self.random.random() < 0.2 else choose(HAND_OVERS),
+            hand_over="" if leaves_line else choose(HAND_OVERS),
             done_for=done_for,
         )
 
@@ -484,12 +508,14 @@ class Case:
             changed, commands = {"mark": Mark(NOT_A_STRING, None)}, [("DEL", MARK), ("RPUSH", MARK, "x")]
         elif what == "done" and rarely:
             changed, commands = {"done": Mark(NOT_A_STRING, None)}, [("DEL", DONE), ("RPUSH", DONE, "x")]
-        elif what == "starts" and rarely and (known := waiter(store, store.holder.info)):
+        elif what == "starts" and (rarely or self.is_paced) and (known := waiter(store, store.holder.info)):
             call = str(known._replace(comes=True))  # as when it was overtaken
             changed = {"calls": with_call(store, store.holder.info, call, -1).calls}
             commands = [("HSET", CALLS, store.holder.info, call)]
+        elif what == "starts" and self.is_paced and self.random.random() < 0.1:
+            changed, commands = self.many_starts()
         elif what == "starts" and self.is_paced:  # the clock was later once
-            start = (self.now + choose((-1, 0, 1, 1, SECOND)), choose((0, 1, 2)), choose((7, 8)))
+            start = (self.now + choose((-1, 0, 1, 1, SECOND)), choose((0, 1, 2)), choose((0, 1)))
             times = tuple(sorted({*store.starts.times, start}))
             changed = {"starts": store.starts._replace(times=times)}
             commands = [("ZADD", STARTS, start[0], "#".join(map(str, start)))]
@@ -528,6 +554,14 @@ class Case:
         expires = [("PEXPIRE", key, REMEMBER_MS) for key in WAITING]
         commands = [("ZADD", LINE, *places), ("HSET", CALLS, *fields), *expires]
         return {"line": line, "calls": calls}, commands
+
+    def many_starts(self) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        """More than are kept, and none that counts in any period of PERIODS."""
+        times = [(self.now - 20 * SECOND - place, 0, 1) for place in range(MOST_STARTS + 5)]
+        known = tuple(sorted({*self.store.starts.times, *times}))
+        items = [item for start in times for item in (start[0], "#".join(map(str, start)))]
+        commands = [("ZADD", STARTS, *items), ("PEXPIRE", STARTS, REMEMBER_MS)]
+        return {"starts": Starts(known, self.now // MS + REMEMBER_MS)}, commands
 
     @property
     def sight(self) -> str:

@@ -4,6 +4,7 @@ Each says what the script of its name says, word for word; tests/test_differenti
 decision that a seeded mutant turns around is a method of its own. What is about waiting is in line.py.
 """
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -492,8 +493,7 @@ class Lock(Waiting):
             # Whether calls wait in line for a lock that nobody living has.
             idle = store.value is None or self.is_past(now, record.deadline)
             for other in permits_of(store, count)[1:]:
-                number = other.value and re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e\d+)?\s*", other.value)
-                idle = idle or other.value is None or (bool(number) and now >= float(other.value) * SECOND)
+                idle = idle or other.value is None or now >= _number_in(other.value) * SECOND
             stalled = bool(store.line.places) and idle
             return store, ("stalled" if stalled else "queued", mark.task_id, str(now), None, None)
         if dedupe != "until_started" and self.executes_a_task(store, now):
@@ -574,3 +574,11 @@ class Lock(Waiting):
         places = {task: str(since) for since, task in store.line.places}
         waiters = [text for task in order[:100] for text in (task, places[task])]
         return store, (str(now), str(len(order)), str(count), *found, *waiters)
+
+
+def _number_in(text: str) -> float:
+    """What Lua takes a text for, be it a foreign program's; infinite if it is no number."""
+    if re.fullmatch(r"\s*-?0x[0-9a-f]+\s*", text):
+        return int(text, 16)
+    is_number = re.fullmatch(r"\s*-?(\d+\.?\d*|\.\d+)(e\d+)?\s*", text)
+    return float(text) if is_number else math.inf

@@ -29,6 +29,7 @@ from tests.model.test_model_mutants import changed
 from tests.model.test_model_waiters import SAFE_PERMITS, SWEPT, as_it_was, assert_breaks, with_methods
 from tests.model.waiters import (
     Waiters,
+    late_takes_a_start,
     pace_of_who_starts,
     stands_where_it_stood,
     starts_left,
@@ -80,6 +81,9 @@ WORLDS = {
         ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
     "death that can be proved": lambda: World(Ours("a", **ONE), Ours("b", proof=True, **ONE),
         Ours("c", **SHORT, **ONE), ticks=bound(2, full=6), crashes=2),
+    "a redelivery after a death that can be proved": lambda: World(Ours("a", lease=2, **ONE),
+        Ours("a", proof=True, **ONE), *bound([], full=[Ours("b", **SHORT, **ONE)]),
+        ticks=bound(4, small=3, full=6), crashes=1),
     "rates that differ": lambda: World(Ours("a", lease=1, limit=2, starts=2, period=2),
         Ours("b", limit=2, starts=1, period=4, **SHORT), Ours("c", **SHORT, **ONE),
         ticks=bound(3, small=2, full=6), crashes=bound(0, full=1)),
@@ -165,6 +169,8 @@ MUTANTS: dict[str, tuple[str, list[Ours], dict[str, Any]]] = {
     "starts forgotten too soon": ("pace_kept", ours("ab", period=4), {"start_noted": for_a_tick}),
     "starts known for ever": ("starts_expire", ours("a"), {"start_noted": known_for_ever}),
     "retry does not ask": ("pace_kept", HELD, {"asks_again": lambda *_: False}),
+    "redelivery of a dead call does not ask": ("pace_kept", [Ours("a", **ONE), Ours("a", proof=True, **ONE)],
+        {"is_redelivered": lambda *_: False}),
     "retry refused, and not held for longer": ("held_until_it_may_start",
         [Ours("a", lease=1, hold=2, retries=1, starts=1, period=4)], {"held_longer": lambda _, store,
         *rest: store}),
@@ -177,7 +183,7 @@ MUTANTS: dict[str, tuple[str, list[Ours], dict[str, Any]]] = {
 def test_mutant_of_the_pace_is_killed(name):
     """The mistake lets too many start, or refuses one without a reason."""
     must_break, programs, methods = MUTANTS[name]
-    world = World(*programs, lock=changed(Lock, **methods)(), ticks=5)
+    world = World(*programs, lock=changed(Lock, **methods)(), ticks=5, crashes=1)
     assert_broken(world, must_break, [getattr(properties, must_break)])
 
 
@@ -201,7 +207,14 @@ def is_paced(event: Event) -> bool:
     return event.what.endswith(" is paced")
 
 
-PACE = (*SAFE_PERMITS, starts_left, pace_of_who_starts, woken_may_start, stands_where_it_stood)
+PACE = (
+    *SAFE_PERMITS,
+    starts_left,
+    pace_of_who_starts,
+    woken_may_start,
+    late_takes_a_start,
+    stands_where_it_stood,
+)
 LINES = {
     "one permit, one start": lambda: Waiters("abc", slots=2, pace=1, crashes=1, **SWEPT),
     "one permit, one start, wake-ups that come late": lambda: Waiters("ab", slots=2, pace=1, crashes=1,
@@ -213,6 +226,8 @@ LINES = {
         crashes=bound(0, full=1), **SWEPT),
     "two permits, two starts, four calls": lambda: Waiters("abcd", slots=bound(2, full=3), limit=2, pace=2,
         **SWEPT),
+    "two permits, one start, wake-ups that come late": lambda: Waiters("abc", slots=2, limit=2, pace=1,
+        late_wakes=bound(1, full=2), **SWEPT),
     "late acknowledgement": lambda: Waiters("ab", late="a", pace=1, crashes=1, **SWEPT),
     "second deliveries": lambda: Waiters("ab", late="a", pace=1, seconds=1, **bound(SWEPT, full={})),
     "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1}, pace=1, crashes=bound(0,
@@ -228,13 +243,18 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_line_goes_on_at_its_pace(name):
     """Whoever waits has his turn, nobody is woken before he may start, and no start is kept for ever."""
-    by_one = name != "rates that differ"
-    checked = [holds for holds in PACE if by_one or holds.__name__ not in OF_ONE_RATE]
+    left_out = LEFT_OUT.get(name, ())
+    checked = [holds for holds in PACE if holds.__name__ not in left_out]
     world = LINES[name]()
     assert_holds(world, checked, goal=world.is_over)
 
 
-OF_ONE_RATE = ("starts_left", "woken_may_start", "serves_all")  # who knows of fewer starts wakes fewer
+LEFT_OUT = {
+    # Who knows of fewer starts wakes fewer.
+    "rates that differ": ("starts_left", "woken_may_start", "serves_all"),
+    # Who is late takes the start that is kept for another, which is told so when it comes.
+    "two permits, one start, wake-ups that come late": ("starts_left", "woken_may_start"),
+}
 SPINS = {
     "one permit": lambda **methods: with_methods("ab", slots=2, pace=1, late_wakes=1, **SWEPT, **methods),
     "two permits": lambda **methods: with_methods(
@@ -264,6 +284,8 @@ LINE_MUTANTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
         **SWEPT}),
     "its own start kept from a call": (woken_may_start, "abc", {"pace": 1,
         "is_kept_start": lambda *_: False, **SWEPT}),
+    "woken late, and another's start is in its way": (late_takes_a_start, "abc", {"limit": 2, "pace": 1,
+        "late_wakes": 2, "takes_anothers_start": lambda _: False, **SWEPT}),
     "woken before it may start": (starts_left, "abc", {"pace": 1, "served_till": lambda *_: 0, **SWEPT}),
     "start of the line not noted": (pace_of_who_starts, "ab",
         {"pace": 1, "start_noted": lambda _, store, *rest: store, **SWEPT}),

@@ -668,7 +668,7 @@ class Waiters:
             call = "nudge" if reply[0] == "resting" else call
             permit = process.permit if reply[0] == "resting" else 0
             after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=permit))
-        elif self.pace:
+        elif self.pace and not reply[5]:  # there may be a line, which it has not served
             after = _with(after, process._replace(at=f"others_{process.then}", token="", permit=0, then=""))
         else:
             after = self._finished(after, process)
@@ -924,6 +924,20 @@ def pace_of_who_starts(world: Waiters, before: Scene, event: Event, after: Scene
 def woken_may_start(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """No call is refused for its pace to which a permit is handed: its start is kept for it."""
     return not (event.what.endswith(" is paced") and event.what.split()[0] in _live_heirs(before.store))
+
+
+def late_takes_a_start(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+    """A call that was woken, though late, is not refused for starts that are only kept for others.
+
+    Two would wait for each other for ever.
+    """
+    task, heirs = event.what.split()[0], _live_heirs(before.store)
+    ticket = dict(before.store.tickets).get(task)
+    woken = any(p.message.task == task and p.message.copy != ORIGINAL for p in after.processes)
+    if not event.what.endswith(" is paced") or not woken or ticket is None or ticket.begun_by:
+        return True
+    others = max(len(heirs) - 1, 0)
+    return len(before.store.starts.times) + others >= world.pace_of(task)
 
 
 def stands_where_it_stood(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:

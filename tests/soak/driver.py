@@ -53,8 +53,8 @@ class Scenario:
 
 # Several permits of one lock: never more than three hold it.
 PERMITS = Scenario(locks=1, limit=3)
-# And at a pace: never more than twenty have it within any half second.
-PACED = replace(PERMITS, rate=(20, 0.5))
+# And at a pace: never more than five have it within any half second.
+PACED = replace(PERMITS, rate=(5, 0.5))
 
 # The same soak; some with other weights, so that what the mutant breaks comes up within seconds.
 MUTANTS: dict[str, Scenario] = {

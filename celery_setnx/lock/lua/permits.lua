@@ -42,6 +42,7 @@ end
 -- When the first of the starts that count now will count no more: 0 if there is none.
 local function next_room(key, terms, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
+  if period == 0 then return 0 end
   local within = {'(' .. int(now - period), int(now), 'WITHSCORES', 'LIMIT', 0, 1}
   local _, at = unpack(redis.call('ZRANGEBYSCORE', key, unpack(within)))
   return at and tonumber(at) + period or 0
