@@ -125,7 +125,7 @@ MISTAKES = [
     ("acquire", "if heir and (task == heir or woken) then", "if heir then", "if heir and task == heir then",
         "if heir and woken then"),
     ("acquire", "t_copy == '' and copy ~= '-', later", "t_copy == '', later", "copy ~= '-', later"),
-    ("acquire", "later == 0 and t_vain or '0'", "t_vain", "'0'"),
+    ("acquire", "later == 0 and t_vain or '0'", "'0'"),  # of a later attempt: test_line.py
     ("acquire", "'-inf', '(4000000000000000')", "'-inf', '+inf')"),
     ("acquire", "local first = waiters ~= '0' and", "local first ="),
     ("acquire", "redis.call('ZRANGE', KEYS[3], 0, 0)[1]", "redis.call('ZRANGE', KEYS[3], -1, -1)[1]"),

@@ -298,3 +298,13 @@ def test_line_goes_on_when_memory_is_full():
         assert leave(client, place("c"), copy="c1") == "left"
         assert line.members() == ["b"]
         assert all(client.pttl(key) > 0 for key in client.scan_iter())
+
+
+@pytest.mark.parametrize(("attempt", "vain"), [(0, "2"), (1, "0")], ids=["its own", "a later attempt's"])
+def test_wake_ups_in_vain_are_those_of_one_attempt(locks, attempt, vain):
+    """A call's own retry begins to count anew."""
+    ticket = ticket_name(NAME, "a")
+    locks.set(ticket, "0||2", px=60_000)
+    lock = SetnxLock(locks, NAME, lease=60, line=True)
+    assert lock.acquire(token=task_token("a", attempt, "0a"), copy="c", attempt=attempt).acquired
+    assert locks.get(ticket) == f"{attempt}|c|{vain}"
