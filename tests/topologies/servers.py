@@ -349,6 +349,14 @@ class Cluster(Group):
         for node in [target, source, *self.nodes]:
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
         self._moved[slot] = target
+
+        def epoch(node: Server) -> int:
+            known = node.client().cluster("nodes").values()
+            return next(int(each["epoch"]) for each in known if each["node_id"] == target_id)
+
+        # The next one to import a slot takes an epoch above all that it knows: with one of before it would
+        # lose the slot again to whoever has it now.
+        wait_until(lambda: len(set(map(epoch, self.nodes))) == 1, "every node knows the new owner's epoch")
         return moved
 
 
