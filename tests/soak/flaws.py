@@ -72,7 +72,7 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
     # Every message of a call starts it, whichever has started it before.
     "no_ticket": ("acquire", f"if later > 0 or later == 0 and {_LATER_COPY}", "if false then"),
     # A line that was looked at is forgotten.
-    "forgotten_line": ("settle", "if within == '' then", "if true then"),
+    "forgotten_line": ("settle", "if within == '' and not is_changed then", "if true then"),
     # A call to which the lock was handed in vain is the first in line again at once.
     "no_passing_over": ("serve", "h_since = int(4000000000000000 + now +", "local _ = int(now +"),
     # Whoever finds a line beside a lock that nobody has waits behind it.
