@@ -36,7 +36,7 @@ from tests.model.waiters import (
     woken_may_start,
 )
 
-pytestmark = pytest.mark.timeout(3_600 if DEEP else 120)
+pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 LONGEST = 4  # ticks: the longest lease, rest or hold below, and the longest period
 ONE: dict[str, Any] = {"starts": 1, "period": 2}
@@ -46,12 +46,12 @@ WORLDS = {
     "one permit, one start": lambda: World(Ours("a", lease=1, **ONE), Ours("b", lease=2, **ONE),
         Ours("c", lease=1, tries=1 + DEEP, **ONE), ticks=bound(3, small=2, full=6, deep=8), crashes=1),
     "one permit, two starts": lambda: World(
-        *[Ours(task, starts=2, period=2, **SHORT) for task in bound("ab", full="abd")], Ours("c", lease=1,
+        *[Ours(task, starts=2, period=2, **SHORT) for task in bound("ab", deep="abd")], Ours("c", lease=1,
         starts=2, period=2), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
     "two permits, one start": lambda: World(*[Ours(task, lease=2, limit=2, **ONE) for task in "ab"],
         Ours("c", limit=2, lease=1, tries=1, **ONE), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
     "two permits, two starts": lambda: World(*[Ours(task, **SHORT, **PAIR) for task in "ab"],
-        *[Ours(task, lease=2, **PAIR) for task in bound("c", full="cd")],
+        *[Ours(task, lease=2, **PAIR) for task in bound("c", deep="cd")],
         ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
     "lost replies": lambda: World(Ours("a", **SHORT, **ONE), Ours("b", lease=2, **ONE),
         *bound([], full=[Ours("c", **SHORT, **ONE)]), ticks=bound(4, small=2, full=5, deep=6), crashes=1,
