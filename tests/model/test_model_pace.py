@@ -78,7 +78,7 @@ WORLDS = {
         ticks=bound(4, small=3, full=7), crashes=1),
     "permits that rest": lambda: World(Ours("a", lease=1, at_least_for=2, retries=1, **PAIR),
         Ours("b", **SHORT, **PAIR), *bound([], full=[Ours("c", **SHORT, **PAIR)]),
-        ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
+        ticks=bound(3, small=2, full=4), crashes=bound(0, full=1)),
     "death that can be proved": lambda: World(Ours("a", **ONE), Ours("b", proof=True, **ONE),
         Ours("c", **SHORT, **ONE), ticks=bound(2, full=6), crashes=2),
     "a redelivery after a death that can be proved": lambda: World(Ours("a", lease=2, **ONE),
