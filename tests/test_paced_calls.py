@@ -249,7 +249,9 @@ def test_rate_is_lowered_by_a_deploy_under_load(bench, start_worker):
     def of_new() -> list[float]:
         return [start["fence"] / 1e6 for start in bench.told() if start["pid"] in pids]
 
-    wait_until(of_new, "calls at both rates")
+    # Perhaps none of the new ones: as long as the old workers start more, its own rate may allow it none.
+    both = len(bench.told())
+    wait_until(lambda: len(bench.told()) >= both + 10, "calls while both run")
     old.stop()
     count = len(of_new())
     wait_until(lambda: len(of_new()) >= count + 10, "calls at the new rate")
