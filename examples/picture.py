@@ -13,7 +13,8 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -196,21 +197,25 @@ def draw_take_over() -> str:
         return take_over(demo, scene)
 
 
-def draw_permits() -> str:
-    """What the example has seen."""
+@contextmanager
+def _played(name: str) -> Iterator[Any]:
+    """An example that has sent its calls, on a server of its own."""
     with EmbeddedServer() as server:
         os.environ["REDIS_URL"] = server.url()  # the example reads it when it is imported
-        example = importlib.import_module("examples.five_at_a_time")
+        example = importlib.import_module(f"examples.{name}")
         example.send()
+        yield example
+
+
+def draw_permits() -> str:
+    """What the example has seen."""
+    with _played("five_at_a_time") as example:
         return permits(example.journal(), example.LIMIT, example.LEASE_S)
 
 
 def draw_starts() -> str:
     """What the example has seen."""
-    with EmbeddedServer() as server:
-        os.environ["REDIS_URL"] = server.url()  # the example reads it when it is imported
-        example = importlib.import_module("examples.ten_a_minute")
-        example.send()
+    with _played("ten_a_minute") as example:
         return starts(example.journal(), example.PERIOD_S, example.WORKERS)
 
 

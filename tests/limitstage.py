@@ -10,7 +10,7 @@ import redis
 
 from celery_setnx.lock.process import has_ended
 from tests.harness import Journal, Worker, wait_until
-from tests.stage import Stage
+from tests.stage import Stage, redeliver
 
 LIMIT, TWO = 5, 2
 
@@ -55,6 +55,13 @@ class Bench(Stage):
         wait_until(lambda: all(map(has_ended, children)), "its processes have ended")
         replaced = {start["pid"] for start in self.told() if has_ended(start["pid"])}  # meanwhile
         self.killed = dict.fromkeys(replaced.union(children), at) | self.killed
+
+    def lose_worker(self, worker: Worker, queue: str, aside: str) -> None:
+        """Kill a worker that takes calls from two queues; what it had of the first is delivered again."""
+        worker.take_no_more_from(self.tasks.app, queue)
+        self.tasks.note.apply_async(queue=aside).get(timeout=60)  # it ends a read that is under way
+        self.kill_worker(worker)
+        redeliver(self.broker, queue)
 
     def most(self, since: float = 0.0, until: float = float("inf")) -> int:
         """How many ran at a time, at most, when one started.

@@ -12,7 +12,6 @@ from celery_setnx.call.wake import lines_of
 from celery_setnx.lock.names import permits_name
 from tests.harness import DEADLINE_S, Worker, age, wait_until
 from tests.limitstage import LIMIT, Bench, worker_children
-from tests.stage import redeliver
 
 APP = "tests.limitapp"
 
@@ -67,10 +66,7 @@ def test_all_calls_run_while_processes_and_workers_are_killed(bench, start_worke
         if count < 80:
             bench.kill(worker_children(lasting)[0])
             bench.kill(worker_children(doomed)[0])
-    doomed.take_no_more_from(bench.tasks.app, "doomed")
-    bench.tasks.note.apply_async(queue="aside").get(timeout=60)  # it ends a read that is under way
-    bench.kill_worker(doomed)
-    redeliver(bench.broker, "doomed")
+    bench.lose_worker(doomed, "doomed", "aside")
     start_worker(APP, concurrency=6, queues="doomed")
     for result in results:
         result.get(timeout=60)

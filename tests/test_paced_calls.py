@@ -16,7 +16,6 @@ from celery_setnx.testing import pass_time
 from tests.bounds import bound
 from tests.harness import Worker, wait_until
 from tests.limitstage import Bench, worker_children
-from tests.stage import redeliver
 
 APP = "tests.limitapp"
 STARTS, PERIOD_S = 50, 2.0
@@ -193,10 +192,7 @@ def test_all_calls_run_at_their_pace_while_processes_and_workers_are_killed(benc
         wait_until(lambda: len(bench.told("end")) >= count, f"{count} calls")  # noqa: B023
         bench.kill(worker_children(lasting)[0])
         bench.kill(worker_children(doomed)[0])
-    doomed.take_no_more_from(bench.tasks.app, "doomed")
-    bench.tasks.note.apply_async(queue="aside").get(timeout=60)  # it ends a read that is under way
-    bench.kill_worker(doomed)
-    redeliver(bench.broker, "doomed")
+    bench.lose_worker(doomed, "doomed", "aside")
     start_worker(APP, concurrency=4, queues="doomed")
     for result in results:
         result.get(timeout=60)

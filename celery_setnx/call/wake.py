@@ -204,7 +204,7 @@ def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
 def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     """Who is to be woken in the place of one that cannot be sent."""
     try:
-        return SetnxLock(client_for(app), key, lease=HAND_OVER_S, line=True).serve(away=heir.task_id).heir
+        return _service_of(None, key, client_for(app))(away=heir.task_id).heir
     except SetnxError as error:
         logger.warning("%s is handed on when its time is over: %s", key, error)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.lock.record import Terms
 from celery_setnx.options import Options, settings
 from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
@@ -313,38 +314,44 @@ def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
 
 def _limit_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
     """Tasks that share a scope, under different limits."""
-    limits: dict[str, dict[str, int]] = {}
-    for task, guard in guarded:
-        limits.setdefault(guard.scope_of({}), {})[task.name] = guard.options.limit
-    for scope, of_task in limits.items():
-        if len(set(of_task.values())) > 1:
-            told = ", ".join(f"{name} (limit {limit})" for name, limit in of_task.items())
-            yield warn(
-                "limit",
-                f"Tasks share the scope {scope!r} under different limits: {told}.",
-                "They share the permits of a key, and each goes by its own limit: up to "
-                f"{max(of_task.values())} run at a time, and a call that knows of fewer waits for the first.",
-                "Give them the same limit, or scopes of their own.",
-            )
+    for scope, terms, told in _differing(guarded, lambda terms: f"limit {terms.limit}"):
+        yield warn(
+            "limit",
+            f"Tasks share the scope {scope!r} under different limits: {told}.",
+            "They share the permits of a key, and each goes by its own limit: up to "
+            f"{max(each.limit for each in terms)} run at a time, and a call that knows of fewer waits for "
+            "the first.",
+            "Give them the same limit, or scopes of their own.",
+        )
 
 
 def _rates_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
     """Tasks that share a scope, under different rates."""
-    paces: dict[str, dict[str, str]] = {}
+
+    def words(terms: Terms) -> str:
+        return f"rate {terms.pace}" if terms.starts else "no rate"
+
+    for scope, _, told in _differing(guarded, words):
+        yield warn(
+            "rate",
+            f"Tasks share the scope {scope!r} under different rates: {told}.",
+            "They share the starts of a key, and each call goes by its own rate: one without starts at once, "
+            "and counts for nobody.",
+            "Give them the same rate, or scopes of their own.",
+        )
+
+
+def _differing(
+    guarded: list[tuple[Task, Guard]], words: Callable[[Terms], str]
+) -> Iterator[tuple[str, list[Terms], str]]:
+    """The scopes of tasks whose terms differ in words, with those terms, and what each task has."""
+    scopes: dict[str, dict[str, Terms]] = {}
     for task, guard in guarded:
-        terms = guard.options.terms
-        pace = f"rate {terms.pace}" if terms.starts else "no rate"
-        paces.setdefault(guard.scope_of({}), {})[task.name] = pace
-    for scope, of_task in paces.items():
-        if len(set(of_task.values())) > 1:
-            told = ", ".join(f"{name} ({pace})" for name, pace in of_task.items())
-            yield warn(
-                "rate",
-                f"Tasks share the scope {scope!r} under different rates: {told}.",
-                "They share the starts of a key, and each call goes by its own rate: one without starts at "
-                "once, and counts for nobody.",
-                "Give them the same rate, or scopes of their own.",
-            )
+        scopes.setdefault(guard.scope_of({}), {})[task.name] = guard.options.terms
+    for scope, of_task in scopes.items():
+        told = {name: words(terms) for name, terms in of_task.items()}
+        if len(set(told.values())) > 1:
+            yield scope, list(of_task.values()), ", ".join(f"{name} ({has})" for name, has in told.items())
 
 
 def _rate_findings(task: Task, guard: Guard) -> Iterator[Finding]:

@@ -160,19 +160,23 @@ class _Parking:
 
     def wait(self, found: Found) -> NoReturn:
         """End the delivery, and see to a lock that nobody is going to release."""
-        app, call = self.app, self.call
+        call = self.call
         logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
         lock_waiting.send(
             sender=self.task, task_id=call.task_id, key=call.key, holder=self.holder, place=found.place
         )
-        if self.outcome.paced:
-            pass  # the first start that may be is a sweep's
-        elif found.holder is None:  # it came free meanwhile, for those before this one
-            with suppress(SetnxError):  # a sweep sees to it
-                let_the_line_go_on(app, call.task, call.key)
-        elif found.holder.state == "resting":  # since its release nobody is there to wake
-            wake(app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
+        if not self.outcome.paced:  # else the first start that may be is a sweep's
+            self._see_to_lock(found)
         raise Parked(self.reason, self.countdown)
+
+    def _see_to_lock(self, found: Found) -> None:
+        """See to a lock that nobody is going to release."""
+        call = self.call
+        if found.holder is None:  # it came free meanwhile, for those before this one
+            with suppress(SetnxError):  # a sweep sees to it
+                let_the_line_go_on(self.app, call.task, call.key)
+        elif found.holder.state == "resting":  # since its release nobody is there to wake
+            wake(self.app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
 
 
 def _joined(task: Task, holder: Holder, call: Call) -> str | None:
