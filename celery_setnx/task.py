@@ -33,7 +33,6 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, lock_of
-from celery_setnx.run.sweep import sweep_in_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -348,7 +347,6 @@ def _new_guard(app: Celery, task: type[Task], name: str, layers: list[Mapping[st
 def _prepare(app: Celery) -> None:
     """Have the workers of an app look after its lines, and try its lock server when they start."""
     add_courier(app)
-    sweep_in_workers(app)
     app.steps["worker"].add("celery_setnx.doctor.trial:LockServerCheck")
 
 

@@ -104,7 +104,11 @@ class Courier(Task):  # type: ignore[misc]
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
 def add_courier(app: Celery) -> None:
-    """Have an app know the courier: when it is finalized, or later, when it gets its first guarded task."""
+    """Have an app know the courier, and its workers sweep its lines: also those of tasks guarded no more.
+
+    It is called when the app is finalized, or later, when it gets its first guarded task.
+    """
+    app.steps["worker"].add("celery_setnx.run.sweep:Sweep")  # by name: who only sends does not import it
     if COURIER not in app._tasks:
         courier = type("Courier", (Courier,), {"__module__": __name__})()
         app._tasks[COURIER] = courier

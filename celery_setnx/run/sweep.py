@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import redis
 from celery import Celery, bootsteps
-from celery._state import connect_on_app_finalize
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
@@ -184,9 +183,3 @@ def _couriers_here() -> list[CourierRequest]:
             return list(_held)
         except RuntimeError:  # changed by the main thread meanwhile
             continue
-
-
-@connect_on_app_finalize  # type: ignore[untyped-decorator]
-def sweep_in_workers(app: Celery) -> None:
-    """Have workers of the app look after its lines; also those of tasks that are guarded no more."""
-    app.steps["worker"].add(Sweep)

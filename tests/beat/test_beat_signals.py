@@ -32,7 +32,11 @@ LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_se
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOPS, SIDE_BY_SIDE, WITHIN_S = 200, 8, 0.15
 
-pytestmark = pytest.mark.timeout(900)
+# What is raised in a `__del__` is told by pytest, too: these tests raise there on purpose.
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def strike(signum: int = signal.SIGTERM) -> None:
