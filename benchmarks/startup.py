@@ -3,8 +3,8 @@
 python -m benchmarks.startup [--rounds 7] [--quick] [--check]
 
 Every sample is an interpreter of its own, which imports the one thing, and then times the import of the other
-on top of it. All have been compiled before, as in an installed package. The garbage collector rests meanwhile:
-it goes through all that has been imported so far, and whose import it strikes is chance.
+on top of it. All have been compiled before, as in an installed package. The garbage collector rests: it goes
+through all that has been imported so far, and whose import it strikes is chance.
 
 A worker, and most producers, have imported Celery's Redis transport, and with it redis-py, before they import
 any of us; with another broker redis-py comes with us, and is most of what the import takes.
