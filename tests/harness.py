@@ -117,7 +117,7 @@ class Worker:
                 env={**os.environ, CONF: json.dumps(conf or {}), **(environment or {})},
                 start_new_session=True,
             )
-        wait_until(self._is_ready, f"worker ready; its log: {self.log}", 60)
+        wait_until(self._is_ready, f"worker ready; its log: {self.log}", 180)
 
     def _is_ready(self) -> bool:
         if self.process.poll() is not None:

@@ -11,7 +11,7 @@ app = make_app("jobs", task_default_queue=JOBS_QUEUE)
 
 def job(name: str, **options: Any) -> Any:
     """A task with a lock for each name."""
-    singleton = {"key": "name", "lease": 2, "retry_delay": 0.1, "retry_delay_max": 0.5, **options}
+    singleton = {"key": "name", "lease": 60, "retry_delay": 0.1, "retry_delay_max": 0.5, **options}
     return app.task(base=SingletonTask, shared=False, name=f"jobs.{name}", singleton=singleton)
 
 

@@ -39,7 +39,7 @@ def test_kills_of_the_leader_cost_a_lease_each_and_no_tick_comes_twice(beats, st
 def test_one_off_whose_sender_is_killed_is_not_sent_again(beats, start, row, broker):
     """The dead leader's row says that it never ran; what Redis remembers counts, and the row is disabled."""
     row("every")
-    once = row("once", now(seconds=12))
+    once = row("once", now(seconds=30))
     start(2)
     beats.wait_for_ticks(1)
     (tick,) = beats.wait_for_ticks(1, "once")

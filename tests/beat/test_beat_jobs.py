@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.beat.beats import JOBS_QUEUE, Beat, Beats, assert_clean
 from tests.harness import Journal, Worker, wait_until
 
@@ -99,6 +101,7 @@ def test_job_that_follows_runs_at_most_once_more(beats, start_worker, journal, g
         assert_clean(log)
 
 
+@pytest.mark.clock  # how far apart the beats tick is chance
 def test_job_of_two_beats_runs_once_per_interval_if_it_rests(beats, start_worker, journal):
     """Two plain beats of which neither knows of the other; without at_least_for both fire."""
     start_worker(JOBS, queues=JOBS_QUEUE, concurrency=2)

@@ -56,7 +56,7 @@ def test_short_outage_costs_no_lead(beats, proxy):
 def test_lock_set_by_hand_pauses_all_beats(beats, locks, foreign_keys):
     """`SETNX 'prefix:{celery.beat:app}' <time>` before they start; each names it, and all go on after it."""
     foreign_keys.add(LOCK)
-    pause_s = 25
+    pause_s = 45
     until = int(beats.server_time()) + pause_s
     assert locks.setnx(LOCK, until)
     for beat in beats.start(2, entries={"every": 1.0}):

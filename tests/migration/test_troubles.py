@@ -109,14 +109,16 @@ def test_killed_worker_leaves_its_lock(busy, tasks, shop, journal, gates, start_
 def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypatch):
     """Theirs lets a second one start beside it, and deletes its lock; ours lasts as long as the run.
 
-    Our keeper really renews: three leases of a second pass.
+    Our keeper really renews: three leases of two seconds pass. A second run has names of its own: bodies of
+    the first may wait at their gates still.
     """
-    ours = journal.reached("start", tasks.ours.work.apply_async(("gated-ours",), singleton={"lease": 1}))
-    began = tasks.ours.work.locked("gated-ours").since
+    own = f"gated-{uuid.uuid4().hex}"
+    ours = journal.reached("start", tasks.ours.work.apply_async((own,), singleton={"lease": 2}))
+    began = tasks.ours.work.locked(own).since
 
     monkeypatch.setattr(tasks.lone.work, "lock_expiry", 600)  # the publisher sets it
     for kind, pattern in (("once", ONCE), ("lone", LONE), ("heimdall", HEIMDALL), ("cached", CACHED)):
-        name = f"gated-long-{kind}"
+        name = f"{own}-{kind}"
         task = getattr(tasks, kind).work
         first = journal.reached("start", task.delay(name))
         lapse(shop, pattern)
@@ -133,14 +135,14 @@ def test_run_longer_than_the_timeout(busy, tasks, shop, journal, gates, monkeypa
 
     def three_leases_old() -> bool:
         seconds, microseconds = shop.time()
-        return bool(seconds + microseconds / 1e6 > began + 3)
+        return bool(seconds + microseconds / 1e6 > began + 6)
 
     wait_until(three_leases_old, "three leases have passed")
-    assert tasks.ours.work.delay("gated-ours").deduplicated
-    beside = tasks.ours.work.apply_async(("gated-ours",), task_id=uuid.uuid4().hex)  # published all the same
+    assert tasks.ours.work.delay(own).deduplicated
+    beside = tasks.ours.work.apply_async((own,), task_id=uuid.uuid4().hex)  # published all the same
     assert is_skipped(beside.get(timeout=60))
-    gates("gated-ours")
-    assert ours.get(timeout=60) == "gated-ours"
+    gates(own)
+    assert ours.get(timeout=60) == own
 
 
 def test_task_that_retries_itself(busy, tasks, shop, journal):

@@ -22,7 +22,7 @@ from tests.soak.history import History, Report, now_us, read
 from tests.soak.holder import UNMUTATED, Duty, hold
 from tests.soak.nursery import Fork
 
-MUTANT_S = 40.0
+MUTANT_S = 120.0
 _TICK_S = 0.005
 _LAG_S = 0.05
 _LOOK_EVERY_S = 0.7

@@ -171,6 +171,7 @@ def name_on(tasks: Any, cluster: Cluster, node: Server) -> str:
     return next(f"n{n}" for n in range(1000) if cluster.serves(node, tasks.work.lock_key(f"n{n}")))
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_locks_of_a_dead_node_are_unavailable_soon_and_others_go_on(client, cluster, fail, note, how):
     """LockUnavailable within seconds, at once and later; locks of other nodes are served all the while."""

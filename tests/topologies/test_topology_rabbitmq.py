@@ -236,6 +236,7 @@ def test_canvas_of_one_key_comes_to_its_end(tasks, journal):
     one_at_a_time(journal, "a", 4)
 
 
+@pytest.mark.clock
 def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates, name):
     """Four wait: first come, first served, each within less than the shortest delay of this broker."""
     calls = [tasks.work.apply_async([name], singleton={"lease": 60})]

@@ -57,6 +57,7 @@ def test_sentinels_of_celery_itself_hold_the_locks(
         assert result.get(timeout=60) == name
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("how", "within_s"), [("kill", 5), ("freeze", 10)])
 def test_one_dead_sentinel_of_three_is_no_problem(
     work_with, settings, sentinels, locks, journal, how, within_s
