@@ -107,9 +107,10 @@ def assert_one_at_a_time(journal: Journal) -> None:
             running = body if what == "start" else None
 
 
-def revoke(app: Any, result: Any, workers: int = 1) -> None:
-    """Revoke a call; that many workers know it then."""
-    assert len(app.control.revoke(result.id, reply=True, timeout=30, limit=workers)) == workers
+def revoke(app: Any, result: Any, *workers: Worker) -> None:
+    """Revoke a call; these workers know it then."""
+    told = {"destination": [f"{worker.name}@test" for worker in workers], "limit": len(workers)}
+    assert len(app.control.revoke(result.id, reply=True, timeout=30, **told)) == len(workers)
 
 
 def wait_for_ends(app: Any, worker: Worker) -> None:

@@ -952,20 +952,22 @@ def test_release_of_a_permit_lets_the_first_in_line_run(cli, caplog):
 
 # a pace
 
+MOST_OF_A_MINUTE = r"([1-5]\d s|1 min 0 s)"
+
 
 def test_list_says_that_a_lock_is_paced(cli):
     """One that is free, and that no call may have yet; when the next may start is its deadline."""
-    key = cli.start(ago=55)
+    key = cli.start(ago=20)
     cli.start(count=1, customer=8)  # another may start at once: there is nothing to see
     assert ask("list").stderr == "1 lock under t:{...}.\n"
     cli.park("paced")
     result = ask("list")
     _heading, line = result.stdout.splitlines()
-    assert re.fullmatch(rf"{TASK}paced  paced  -  +in [2-5]\.\d s +-  +1  +-  +-  +{re.escape(key)}", line)
+    assert re.fullmatch(rf"{TASK}paced  paced  -  +in [1-4]\d s +-  +1  +-  +-  +{re.escape(key)}", line)
     assert result.stderr == "1 lock under t:{...}.\n"
     (row,) = ask_json("list")
     assert (row["state"], row["rate"], row["starts"], row["held"]) == ("paced", [2, 60.0], 2, 0)
-    assert 0 < row["next_start_s"] < 5
+    assert 0 < row["next_start_s"] <= 40
     assert ask("list", "--stale").stdout == ""
 
 
@@ -975,7 +977,9 @@ def test_list_says_that_permits_are_free_though_their_pace_allows_no_start(cli):
     for where in (ELSEWHERE, ELSEWHERE):
         info = {**where, "task": TASK + "paced_several"}
         assert SetnxLock(cli.locks, cli.key("paced_several"), info=info, **about).acquire().acquired
-    assert re.split("  +", ask("list").stdout.splitlines()[1])[1:5] == ["paced 2/3", "-", "in 1 min 0 s", "-"]
+    state, age_of_it, ends, process = re.split("  +", ask("list").stdout.splitlines()[1])[1:5]
+    assert (state, age_of_it, process) == ("paced 2/3", "-", "-")
+    assert re.fullmatch(MOST_OF_A_MINUTE, ends.removeprefix("in "))
     (row,) = ask_json("list")
     assert [row["state"], *(one["state"] for one in row["holders"])] == ["paced", "running", "running"]
     age(cli.locks, cli.key("paced_several"), 600)
@@ -991,7 +995,8 @@ def test_show_says_how_many_starts_count(cli):
     cli.start(count=1)
     assert re.search(r"^state     free\n(?:.*\n)?starts    1 of 2 in 60 s$", show_paced(), re.MULTILINE)
     cli.start(count=1)
-    assert re.search(r"^starts    2 of 2 in 60 s; the next may be in (59 s|1 min 0 s)$", show_paced(), re.M)
+    starts = rf"^starts    2 of 2 in 60 s; the next may be in {MOST_OF_A_MINUTE}$"
+    assert re.search(starts, show_paced(), re.MULTILINE)
     assert "\nstate     paced\n" in show_paced()
     cli.hold("sync")
     assert "starts" not in ask("show", TASK + "sync", "7").stdout
@@ -1004,7 +1009,7 @@ def show_paced() -> str:
 
 BECOMES_PACED = {
     "paced": "it would wait in line, at place 1, and be woken when its turn has come .on_conflict='auto'",
-    "paced_several": "it would come back after (59 s|1 min 0 s), and then after up to 60 s each time",
+    "paced_several": f"it would come back after {MOST_OF_A_MINUTE}, and then after up to 60 s each time",
     "paced_skips": "it would be skipped: it succeeds with its skip_result, and does nothing .on_conflict=",
 }
 
@@ -1016,7 +1021,7 @@ def test_why_says_when_the_next_call_may_start_and_what_becomes_of_this_one(cli,
     ask("why", TASK + task, "7", ends=0)
     cli.start(task, count=1)
     told = ask("why", TASK + task, "7", ends=1).stdout
-    because = r"No: its pace allows the next start in (59 s|1 min 0 s) \(starts: 2 of 2 in 60 s\)\."
+    because = rf"No: its pace allows the next start in {MOST_OF_A_MINUTE} \(starts: 2 of 2 in 60 s\)\."
     assert re.match(rf"{because}\n  A call now: {BECOMES_PACED[task]}", told), told
     found = json.loads(ask("why", TASK + task, "7", "--json", ends=1).stdout)
     assert (found["runs"], found["state"], found["starts"]) == (False, "paced", 2)

@@ -14,7 +14,7 @@ from celery.exceptions import WorkerLostError
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import guarded, locks_on
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import DEADLINE_S, Journal, Worker, wait_until
 from tests.stage import Parked, wait_for_ends
 
 pytestmark = pytest.mark.timeout(120)
@@ -244,7 +244,8 @@ def test_success_whose_result_backend_is_away_does_not_count(tasks, name, counts
 def active(module: Worker, tasks: Any) -> set[str]:
     """Ids of the calls that the worker takes for running."""
     name = f"{module.name}@test"
-    return {call["id"] for call in tasks.app.control.inspect([name], timeout=10, limit=1).active()[name]}
+    asked = tasks.app.control.inspect([name], timeout=DEADLINE_S, limit=1)
+    return {call["id"] for call in asked.active()[name]}
 
 
 def test_bare_call_without_a_key_ends_as_any_failure(tasks, module):

@@ -157,10 +157,13 @@ def test_events_follow_the_remote_control(ear, apart):
         heard = {}
         for command in (None, "enable_events", "disable_events"):
             if command:
-                ear.app.control.broadcast(command, reply=True, destination=[worker.hostname], timeout=2)
+                to = [worker.hostname]
+                assert ear.app.control.broadcast(command, reply=True, destination=to, timeout=60, limit=1)
             call = apart("remote").skip()
             lost = apart("remote").lose() if command == "enable_events" else None
             with Ear(ear.app):
+                if command == "enable_events":
+                    wait_until(lambda call=call: ear.types(call.id), "the conflict")
                 heard[command] = ear.types(call.id)
             if lost:
                 wait_until(lambda lost=lost: ear.types(lost.id) == ["task-lock-lost"], "the loss")

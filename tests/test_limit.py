@@ -231,7 +231,8 @@ def test_each_permit_rests_for_itself(shared, locks):
 def test_redelivery_of_a_running_call_takes_no_second_permit(shared):
     """It meets itself, though four permits are free, and is dropped when the call has succeeded."""
     task = shared.tasks.late["wait"]
-    (result,) = shared.fill(1, task=task)
+    # The other one comes back when this one has ended, and not between its release and its result.
+    (result,) = shared.fill(1, task=task, singleton={"retry_delay": 2, "retry_delay_max": 2})
     (message,) = (text for text in shared.broker.hvals("unacked") if result.id in text)
     again = json.loads(message)[0]
     again["properties"]["delivery_info"]["redelivered"] = again["headers"]["redelivered"] = True
@@ -254,7 +255,7 @@ def test_revoked_call_leaves_the_line_and_costs_no_permit(shared, workers):
     """Those behind it have their turns."""
     first = shared.fill()
     revoked, last = shared.parked(), shared.parked()
-    revoke(shared.tasks.app, revoked, len(workers))
+    revoke(shared.tasks.app, revoked, *workers)
     wait_until(lambda: shared.task.locked(shared.key).waiting == 1, "it has left the line")
     with pytest.raises(TaskRevokedError):
         revoked.get(timeout=60)

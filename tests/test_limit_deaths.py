@@ -34,17 +34,17 @@ def test_killed_worker_costs_its_permits_for_a_lease(bench, locks, start_worker)
     wait_until(lambda: len(bench.permits()) == 2, "the permits of the dead are left")
     assert set(bench.permits().values()) == {result.id for result in dead}
     again = bench.fill(3, queue="elsewhere")
-    late = [bench.parked(queue="elsewhere") for _ in range(2)]
+    late = [bench.parked(bench.gate, queue="elsewhere") for _ in range(2)]
     ids = {result.id for result in dead}
     living = [holder.token for holder in bench.task.holders(bench.key) if holder.task_id not in ids]
     age(locks, bench.task.lock_key(bench.key), 600, living=living)
     for result in late:
-        bench.has_run(result)
+        bench.journal.reached("start", result)
     died = {entry["holder"]["task_id"] for entry in bench.journal.entries(what="taken_over")}
     assert died == ids
     assert not bench.journal.entries(what="lost")
-    bench.open(3)
-    for result in again:
+    bench.open(5)
+    for result in (*again, *late):
         bench.has_run(result)
     assert bench.most() == LIMIT
     bench.free()

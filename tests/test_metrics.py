@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,11 @@ def _listening_socket(port: int) -> str:
 
 
 def _sockets(pid: int) -> set[str]:
-    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(path))
+    return found
 
 
 def test_waiters_and_holders_are_asked_for_at_the_scrape(measured, apart):

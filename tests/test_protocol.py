@@ -502,6 +502,7 @@ def test_call_that_leaves_passes_on_what_is_handed_to_it(sweeper, locks, left):
     assert not locks.exists(LINE, f"{LINE}:line", f"{LINE}:calls")
 
 
+@pytest.mark.clock
 def test_line_that_is_due_is_claimed_by_one_who_has_the_task(wire, locks, sweeper):
     """An entry never becomes later; a claim lasts for two seconds; what has changed is not settled."""
     epoch = sweeper.note("proj.settle", LINE, 60_000_000)
@@ -682,10 +683,11 @@ def test_service_hands_out_no_more_than_the_starts_that_are_left(sweeper, wire, 
     assert served.now_us < served.next_us <= holders[0].fence + MINUTE_US
 
 
+@pytest.mark.clock
 def test_sweep_says_when_the_next_line_is_due_that_is_paced(sweeper):
     """And of no other task, whose lines may wait for the next sweep."""
     sweeper.tasks, sweeper.paced = ("proj.settle", "proj.other"), 1
-    sweeper.note("proj.other", "t:{proj.other:0}", 500_000)
+    sweeper.note("proj.other", "t:{proj.other:0}", 1_900_000)
     assert sweeper.claim()[1] == []
     assert sweeper.next_us is None
     sweeper.note("proj.settle", LINE, 1_900_000)

@@ -72,7 +72,7 @@ def test_call_that_never_waits_leaves_no_ticket(locks, marked):
     ends.forget(app, first)
     ends.forget(app, second, may_wait=True)
     wait_until(lambda: marks_left() == MANY - 2, "both are freed")
-    assert len(list(locks.scan_iter("*:ticket:*"))) == 1
+    assert len(list(locks.scan_iter("t:{t:*:ticket:*"))) == 1
 
 
 def threads() -> int:

@@ -287,7 +287,7 @@ def test_message_that_starts_nothing_frees_its_mark(
     result = tasks.started.apply_async(["a"], queue="parked")
     assert locks.get(mark_of(tasks.started, "a")) == result.id
     if not headers and not change:
-        revoke(tasks.app, result)
+        revoke(tasks.app, result, worker)
 
     def broken(message: dict[str, Any]) -> None:
         message.update(change)
@@ -327,24 +327,24 @@ def test_call_that_its_pool_process_cannot_read_frees_its_mark(stage, locks, sta
     wait_until_freed(locks, stage.tasks.barred, stage.key)
 
 
-def test_request_of_ones_own_does_its_part_beside_ours(tasks, journal, locks, parked):
+def test_request_of_ones_own_does_its_part_beside_ours(tasks, journal, locks, parked, worker):
     """A class that is derived from SingletonRequest frees the mark of a revoked call, as ours does."""
     result = tasks.own_request.apply_async(["a"], queue="parked")
     assert locks.get(mark_of(tasks.own_request, "a")) == result.id
-    revoke(tasks.app, result)
+    revoke(tasks.app, result, worker)
     parked.move()
     wait_until_freed(locks, tasks.own_request)
     journal.wait_for("discarded", task_id=result.id)
 
 
 @pytest.mark.parametrize("has_header", [True, False])
-def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, has_header):
+def test_revoked_retry_frees_its_mark(tasks, journal, locks, parked, worker, has_header):
     """A retry that will not come is queued no more; nor is that of a call by name, which took no mark."""
     task = tasks.done_twice
     result = task.delay("a") if has_header else tasks.app.send_task(task.name, kwargs={"name": "a"})
     journal.wait_for("released", task_id=result.id)
     assert locks.get(mark_of(task, "a")) == result.id
-    revoke(tasks.app, result)
+    revoke(tasks.app, result, worker)
     parked.move()
     wait_until_freed(locks, task)
 
@@ -399,7 +399,7 @@ def test_call_lost_with_its_pool_process_frees_its_mark(tasks, journal, locks):
 @pytest.mark.parametrize("end", ["time limit", "terminated"])
 def test_call_that_celery_ends_before_its_start_frees_its_mark(tasks, journal, locks, end):
     """Its message is not delivered again, though that of a call whose process was lost would be."""
-    result = stands(journal, tasks.tardy, time_limit=1 if end == "time limit" else 60)
+    result = stands(journal, tasks.tardy, time_limit=5 if end == "time limit" else 60)
     if end == "terminated":
         tasks.app.control.revoke(result.id, terminate=True, signal="SIGKILL")
     with pytest.raises((TimeLimitExceeded, TaskRevokedError)):

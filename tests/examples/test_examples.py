@@ -121,6 +121,7 @@ def test_every_example_is_run():
     assert {*ELSEWHERE} <= {*runnable()}
 
 
+@pytest.mark.clock  # many have leases of seconds, as a reader has no more patience
 @pytest.mark.parametrize("name", [name for name in runnable() if name not in ELSEWHERE])
 def test_example_succeeds_and_prints_what_is_expected(name, run):
     """It ends with status 0, leaves no process behind, and its output is the expected text."""
