@@ -502,6 +502,7 @@ class Packed(NamedTuple):
 
 
 _TTL = re.compile(rb" in (\d+)")
+_PLAYED_MS = 200  # no case takes as long on a busy machine
 
 
 @lru_cache(1_500)
@@ -524,6 +525,7 @@ def differences(seed: int, replies: bytes, slack_ms: int) -> Iterator[str]:
     steps = case(seed).steps
     stream = io.BytesIO(replies[replies.index(b"\r\n*") + 2 :])  # behind what says that all is queued
     seen = iter(reply_in(stream))
+    before = ""
     for number, step in enumerate(steps):
         reply = [next(seen) for _ in step.commands][-1]
         sight = next(seen)
@@ -532,6 +534,9 @@ def differences(seed: int, replies: bytes, slack_ms: int) -> Iterator[str]:
             found.append(f"the script answered {answered}, the model {step.reply}")
         if not _agree(sight, step.sight.encode(), slack_ms):
             found.append(f"the keys are {sight!r}, in the model {step.sight!r}")
+        if found and slack_ms and _is_about_to_lapse(before + step.sight):
+            return  # it has lapsed already by the server's clock, which goes on
+        before = step.sight
         if found:
             history = "\n".join(f"{n:3} {s.what} -> {s.reply}" for n, s in enumerate(steps[: number + 1]))
             yield f"DIFFERENTIAL_SEED={seed}, step {number}: {'; '.join(found)}\n{history}"
@@ -544,6 +549,11 @@ def _agree(sight: bytes, model: bytes, slack_ms: int) -> bool:
     ttls = zip(_TTL.findall(sight), _TTL.findall(model))
     same = _TTL.sub(b"", sight) == _TTL.sub(b"", model)
     return same and all(0 <= int(expected) - int(found) <= slack_ms for found, expected in ttls)
+
+
+def _is_about_to_lapse(model: str) -> bool:
+    """Whether one of the model's keys lapses sooner than a busy machine plays a case."""
+    return any(int(ttl) <= _PLAYED_MS for ttl in _TTL.findall(model.encode()))
 
 
 def _slack_ms(server: Server) -> int:
