@@ -278,8 +278,7 @@ def stage(worker, locks, journal, gates) -> Iterator[Stage]:
 
     stage = Stage(waitapp, journal, gates)
     yield stage
-    ended = {entry["task_id"] for entry in journal.entries(what="end")}
-    stage.open(1 + sum(entry["task_id"] not in ended for entry in journal.entries(what="start")))
+    stage.open(1 + journal.unended())
 
 
 @pytest.fixture

@@ -65,6 +65,11 @@ class Journal:
         entries = [json.loads(entry) for entry in self._client.lrange(self.KEY, 0, -1)]
         return [e for e in entries if all(e.get(name) == value for name, value in wanted.items())]
 
+    def unended(self) -> int:
+        """How many bodies have started whose call has no end."""
+        ended = {entry["task_id"] for entry in self.entries(what="end")}
+        return sum(entry["task_id"] not in ended for entry in self.entries(what="start"))
+
     def words(self, task_id: str) -> list[str]:
         """What happened to one task, in order."""
         return [entry["what"] for entry in self.entries(task_id=task_id)]
@@ -107,7 +112,7 @@ class Worker:
         self.log = directory / f"{self.name}.log"
         command = [
             sys.executable, "-m", "celery", "-A", app, "worker", "-P", pool, "-c", str(concurrency),
-            "-n", f"{self.name}@test", "-Q", queues, "-l", "INFO",
+            "-n", self.node, "-Q", queues, "-l", "INFO",
             "--without-gossip", "--without-mingle", "--without-heartbeat", *arguments,
         ]  # fmt: skip
         with self.log.open("wb") as log:
@@ -120,6 +125,11 @@ class Worker:
                 start_new_session=True,
             )
         wait_until(self._is_ready, f"worker ready; its log: {self.log}", 180)
+
+    @property
+    def node(self) -> str:
+        """Its name for remote control, and in records."""
+        return f"{self.name}@test"
 
     def _is_ready(self) -> bool:
         if self.process.poll() is not None:
@@ -136,12 +146,12 @@ class Worker:
 
     def take_from(self, app: Any, queue: str) -> None:
         """Have it take calls from one more queue."""
-        node = [f"{self.name}@test"]
+        node = [self.node]
         assert app.control.add_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
 
     def take_no_more_from(self, app: Any, queue: str) -> None:
         """Have it take no more calls from a queue; a read that is under way may still take one."""
-        node = [f"{self.name}@test"]
+        node = [self.node]
         assert app.control.cancel_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
 
     def kill(self) -> None:

@@ -109,7 +109,7 @@ def assert_one_at_a_time(journal: Journal) -> None:
 
 def revoke(app: Any, result: Any, *workers: Worker) -> None:
     """Revoke a call; these workers know it then."""
-    told = {"destination": [f"{worker.name}@test" for worker in workers], "limit": len(workers)}
+    told = {"destination": [worker.node for worker in workers], "limit": len(workers)}
     assert len(app.control.revoke(result.id, reply=True, timeout=30, **told)) == len(workers)
 
 
@@ -118,7 +118,7 @@ def wait_for_ends(app: Any, worker: Worker) -> None:
 
     What is active is not enough: a busy worker may not even have heard that a call has begun.
     """
-    node = f"{worker.name}@test"
+    node = worker.node
     asked = app.control.inspect([node], timeout=DEADLINE_S, limit=1)
 
     def has_heard() -> bool:

@@ -63,7 +63,7 @@ def tasks(request, app, locks, journal, broker) -> Iterator[Any]:
 @pytest.fixture
 def later(tasks, app, canvas_worker, broker) -> Iterator[Callable[[], None]]:
     """Call it to let the worker start what was published to the queue `later`."""
-    asked = {"reply": True, "destination": [f"{canvas_worker.name}@test"], "timeout": TIMEOUT_S}
+    asked = {"reply": True, "destination": [canvas_worker.node], "timeout": TIMEOUT_S}
 
     started = []
 

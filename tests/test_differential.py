@@ -536,10 +536,10 @@ def differences(seed: int, replies: bytes, slack_ms: int) -> Iterator[str]:
             found.append(f"the keys are {sight!r}, in the model {step.sight!r}")
         if found and slack_ms and _is_about_to_lapse(before + step.sight):
             return  # it has lapsed already by the server's clock, which goes on
-        before = step.sight
         if found:
             history = "\n".join(f"{n:3} {s.what} -> {s.reply}" for n, s in enumerate(steps[: number + 1]))
             yield f"DIFFERENTIAL_SEED={seed}, step {number}: {'; '.join(found)}\n{history}"
+        before = step.sight
 
 
 def _agree(sight: bytes, model: bytes, slack_ms: int) -> bool:

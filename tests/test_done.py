@@ -243,7 +243,7 @@ def test_success_whose_result_backend_is_away_does_not_count(tasks, name, counts
 
 def active(module: Worker, tasks: Any) -> set[str]:
     """Ids of the calls that the worker takes for running."""
-    name = f"{module.name}@test"
+    name = module.node
     asked = tasks.app.control.inspect([name], timeout=DEADLINE_S, limit=1)
     return {call["id"] for call in asked.active()[name]}
 

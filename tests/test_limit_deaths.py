@@ -101,7 +101,7 @@ def retire(bench: Bench, worker: Worker, limit: int) -> None:
         timeout=60
     )  # it ends a read that is under way
     control = bench.tasks.app.control
-    asked = control.inspect([f"{worker.name}@test"], timeout=DEADLINE_S, limit=1)
+    asked = control.inspect([worker.node], timeout=DEADLINE_S, limit=1)
 
     def is_idle() -> bool:
         return not any(calls for told in (asked.reserved(), asked.active()) for calls in told.values())

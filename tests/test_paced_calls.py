@@ -44,6 +44,7 @@ def most_in(found: list[float], period_s: float) -> int:
     return max((bisect_left(found, at + period_s) - n for n, at in enumerate(found)), default=0)
 
 
+@pytest.mark.clock  # a busy machine may not start as many as it might
 def test_no_window_has_more_starts_than_the_rate(shared):
     """A thousand calls of a key at full bounds; each once, and the pace is used."""
     results = [shared.tasks.paced.delay(shared.key) for _ in range(CALLS)]
@@ -51,7 +52,7 @@ def test_no_window_has_more_starts_than_the_rate(shared):
         result.get(timeout=120)
     found = times(shared)
     assert Counter(start["task_id"] for start in shared.told()) == Counter(r.id for r in results)
-    assert STARTS / 2 < most_in(found, PERIOD_S) <= STARTS  # a slow machine may not start them all
+    assert most_in(found, PERIOD_S) == STARTS
     # By the end of the run at least 95 % of the starts that were possible had been made.
     possible = STARTS * (1 + (found[-1] - found[0]) // PERIOD_S)
     print(f"{CALLS} starts in {found[-1] - found[0]:.2f} s, of {possible:.0f} possible ones")

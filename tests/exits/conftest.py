@@ -135,7 +135,7 @@ def worker_of(server, logs, impatient) -> Iterator[Callable[[str], Worker]]:
             pool = pool if pool in POOLS else "prefork"
             workers[queue] = Worker(logs, APP, queues=queue, pool=pool, concurrency=3, conf=conf)
             if not again:  # a worker of greenlets says that it is ready before it listens to `revoke`
-                node = [f"{workers[queue].name}@test"]
+                node = [workers[queue].node]
                 ping = app.control.ping
                 wait_until(lambda: ping(destination=node, timeout=0.5, limit=1), f"{node} listening")
         return workers[queue]
@@ -152,10 +152,7 @@ def scene(server, locks, journal, gates) -> Iterator[Scene]:
 
     scene = Scene(app, journal, gates, locks)
     yield scene
-    ended = {entry["task_id"] for entry in journal.entries(what="end")}
-    waiting = [entry for entry in journal.entries(what="start") if entry["task_id"] not in ended]
-    if waiting:
-        scene.open(len(waiting))
+    scene.open(1 + journal.unended())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.soak.history import Record, Report, Span, entitled, most_at_a_time, of_kind, overlaps, paused
 
-SLACK_S = 5.0
+SLACK_S = 1.0
 POLL_S = 0.1
 # A renewal may have been executed twice, once unseen, a moment later than its reply says.
 _UNSEEN_US = 20_000
