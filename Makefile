@@ -15,7 +15,7 @@ PIP = $(BIN)/python -m pip
 # Hundreds of processes import what is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick stress docs coverage lint soak chaos bench clean
+.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,6 +29,7 @@ help:
 	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
+	@echo "make ecosystem  real workers beside other libraries (Sentry, Flower, ...), in an environment of their own"
 	@echo "make bench      every figure of docs/performance.md beside the peers (half an hour); ARGS=--quick"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
@@ -50,6 +51,11 @@ soak: $(VENV)/.test
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --scale $(SCALE)
 
+# Other libraries' versions, plugins and patches stay out of $(VENV).
+ecosystem:
+	$(MAKE) VENV=$(VENV)-ecosystem $(VENV)-ecosystem/.ecosystem
+	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) tests/ecosystem $(ARGS)
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -68,7 +74,7 @@ lint: $(VENV)/.dev
 	$(BIN)/basedpyright
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-ecosystem build dist docs/_build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find celery_setnx examples tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp per extra: installed again only when pyproject.toml has changed.
