@@ -90,6 +90,7 @@ def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) ->
             sender=app.tasks.get(one.task) or app,
             task_id=holder and holder.task_id,
             key=key,
+            about=one.about,
             fence=holder and holder.fence,
             outcome="by_hand",
             held_s=None,
