@@ -61,7 +61,7 @@ def described(key: Any, *args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_description_is_what_the_key_names_and_what_the_call_gives(key, given, about):
-    """Names and values; of a template the text. Nothing for a callable, the whole task, or what does not fit."""
+    """Names and values; of a template the text. Nothing for a callable, the whole task, a misfit."""
     assert described(key, *given) == about
 
 

@@ -284,8 +284,8 @@ def test_list_json_has_the_documented_fields(cli):
     rows = {row["state"]: row for row in ask_json("list")}
     assert types(rows["running"]) == (
         "key:str task:str about:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int "
-        "process:str fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str "
-        "held:int limit:int holders:NoneType rate:NoneType starts:NoneType next_start_s:NoneType"
+        "process:str fence:int since:float age_s:float deadline:float remaining_s:float waiting:int "
+        "value:str held:int limit:int holders:NoneType rate:NoneType starts:NoneType next_start_s:NoneType"
     )
     unknown = [name for name, value in rows["foreign"].items() if value is None]
     of_holder = "task_id worker host pid process since age_s deadline remaining_s"

@@ -143,8 +143,8 @@ def test_duplicate_is_told_by_its_publisher(apart, journal, caplog, level, lines
     assert set(entry["given"]) == set(signals.call_deduplicated.providing_args)
     assert (entry["task_id"], entry["key"], entry["state"]) == (call.id, scenes.key, "queued")
     assert [record.message for record in caplog.records if record.name.startswith("celery_setnx")] == [
-        f"A call of {MARKED}({scenes.about}) is not published: the same call is queued already, as task {call.id} "
-        f"(key {scenes.key})."
+        f"A call of {MARKED}({scenes.about}) is not published: the same call is queued already, as task "
+        f"{call.id} (key {scenes.key})."
     ][:lines]
 
 
@@ -192,7 +192,10 @@ SCENES = {
     "free": "WARNING {call} died with its process {pid}; its lock {key} is freed.",
 }
 PATTERNS = {
-    "holder": rf"{re.escape(WORK)}\(name='gated-\d+'\)\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), running since .{{19}} UTC",
+    "holder": (
+        rf"{re.escape(WORK)}\(name='gated-\d+'\)\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), "
+        r"running since .{19} UTC"
+    ),
     "when": r".{19} UTC",
     "s": r"\d+\.\d",
     "any": ".*",
