@@ -19,8 +19,9 @@ TRACKED = [
     ".ci/run",
 ]
 INFO = "celery_setnx-1.1.0.dist-info"
-OF_THE_WHEEL = [*TRACKED[:2], *(f"{INFO}/{name}" for name in checks.OF_A_WHEEL)]
-OF_THE_SDIST = [*TRACKED[:4], *checks.OF_AN_SDIST]
+DESCRIBES = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+OF_THE_WHEEL = [*TRACKED[:2], *(f"{INFO}/{name}" for name in DESCRIBES)]
+OF_THE_SDIST = [*TRACKED[:4], "PKG-INFO", "pyproject.toml", ".gitignore"]
 INCLUDED = ["celery_setnx", "docs", "README.md"]
 PYTHONS = ["3.10", "3.11"]
 SHOWN = "Time line: a worker is killed in mid-task"
