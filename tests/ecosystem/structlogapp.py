@@ -1,5 +1,6 @@
 """A Django project with django-structlog: what site and worker log goes to the journal."""
 
+import sys
 from typing import Any, NoReturn
 
 import django
@@ -44,6 +45,8 @@ def to_journal(_logger: Any, _level: str, line: dict[str, Any]) -> NoReturn:
 structlog.configure(processors=[structlog.contextvars.merge_contextvars, to_journal])
 
 
-def visit(request_id: str, url: str) -> None:
-    """Ask the site for a page, as a proxy does that numbers its requests; print what it says."""
-    print(Client().get(url, headers={"x-request-id": request_id}).content.decode())
+def serve() -> None:
+    """Answer what comes by standard input: a request's id, as a proxy numbers it, and a path."""
+    for line in sys.stdin:
+        request_id, url = line.split()
+        print(Client().get(url, headers={"x-request-id": request_id}).content.decode(), flush=True)

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from tests.ecosystem.play import QUEUE, Play
 from tests.harness import Journal, Worker
@@ -10,21 +12,28 @@ from tests.harness import Journal, Worker
 APP = "tests.ecosystem.structlogapp"
 
 
-def visited(request_id: str, url: str) -> str:
-    """What the site says to a request with this id, in a process of its own."""
-    visit = f"import sys; from {APP} import visit; visit(*sys.argv[1:])"
-    command = [sys.executable, "-c", visit, request_id, url]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+@pytest.fixture
+def visit(server) -> Iterator[Callable[[str, str], str]]:
+    """Call it with a request's id and a path: what the site says. The site is a process of its own."""
+    serve = [sys.executable, "-c", f"from {APP} import serve; serve()"]
+    with subprocess.Popen(serve, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as site:
+
+        def visit(request_id: str, path: str) -> str:
+            print(request_id, path, file=site.stdin, flush=True)
+            return site.stdout.readline().strip()
+
+        yield visit
+        site.kill()
 
 
 def test_structlog_names_the_request_of_a_call_that_waited(
-    start_worker: Callable[..., Worker], play: Play, journal: Journal
+    visit: Callable[[str, str], str], start_worker: Callable[..., Worker], play: Play, journal: Journal
 ):
     """Every line of its runs has the id of the request that published it, and none has the holder's."""
     start_worker(APP, queues=QUEUE)
-    held = visited("first", f"/{play.name}/{play.name}")
+    held = visit("first", f"/{play.name}/{play.name}")
     journal.wait_for("start", task_id=held)
-    waited = visited("second", f"/{play.name}/")
+    waited = visit("second", f"/{play.name}/")
     play.leaves_its_slot(waited)
     play.let_go(held, waited)
     for task_id, request_id, starts in ((held, "first", 1), (waited, "second", 2)):
