@@ -55,7 +55,7 @@ chaos: $(VENV)/.dev
 # Other libraries' versions, plugins and patches stay out of $(VENV).
 ecosystem:
 	$(MAKE) VENV=$(VENV)-ecosystem $(VENV)-ecosystem/.ecosystem
-	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) tests/ecosystem $(ARGS)
+	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) --dist loadfile tests/ecosystem $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
