@@ -2,15 +2,19 @@
 
 import math
 import re
+import time
 
 import pytest
 import yaml
 
+from tests.docs.pages import DOCS
 from tests.harness import wait_until
+from tests.monitoring import picture
 from tests.monitoring.conftest import MARKED, WORK
-from tests.monitoring.dashboard import MONITORING, Query, queries
+from tests.monitoring.dashboard import MONITORING, Query, panels, queries
 
 WINDOW = "30m"  # longer than this module takes
+PIXELS = 1400
 NOW = {
     "Locks held now": 1,
     "Calls that wait now": 1,
@@ -76,3 +80,22 @@ def test_alert_is_quiet_about_what_did_not_happen(prometheus):
     """Once those fire that should: locks were given back in many ways, and none was overwritten."""
     wait_until(lambda: prometheus.firing().keys() >= HAPPENED.keys(), "the alerts of what happened")
     assert "CelerySetnxOverwritten" not in {name for name, _of in prometheus.firing()}
+
+
+def test_picture_is_drawn_from_the_answers(prometheus):
+    """Of every panel: the figures in numbers, the histories as plots."""
+    titles = {panel["title"]: panel["type"] for panel in panels()}
+    now = time.time()
+    shown = picture.answers(prometheus, now - 60, now)
+    counted = picture.figures(prometheus, WINDOW)
+    assert [*counted, *shown] == list(titles)
+    drawn = picture.draw(shown, counted, 60)
+    assert drawn.startswith(b"\x89PNG")
+    assert int.from_bytes(drawn[16:20], "big") == PIXELS
+
+
+def test_picture_of_the_docs_is_small():
+    """A page loads fast, and has two pixels for each of its own."""
+    drawn = (DOCS / "dashboard.png").read_bytes()
+    assert len(drawn) < 150_000
+    assert int.from_bytes(drawn[16:20], "big") == PIXELS

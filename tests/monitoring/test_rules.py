@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from celery_setnx.metrics import _GAUGES, FIGURES
-from tests.docs.pages import DOCS, sections, table
+from tests.docs.pages import table, text_of
 from tests.monitoring.dashboard import MONITORING, panels, queries
 
 ALERTS = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -60,6 +60,16 @@ def test_alert_is_tested_when_it_fires_and_when_not(alert):
     assert {bool(each["exp_alerts"]) for each in asked} == {True, False}
 
 
+def test_docs_tell_of_every_alert():
+    """With its severity, and how long it has to be true."""
+    told = {
+        name.strip("`"): (severity, re.findall(r"\bfor (15 minutes|5 minutes|an hour)", when))
+        for name, severity, when in table(text_of("docs/monitoring.md"), "alert", "severity", "it fires when")
+    }
+    lasts = {"15m": ["15 minutes"], "5m": ["5 minutes"], "1h": ["an hour"], None: []}
+    assert told == {rule["alert"]: (rule["labels"]["severity"], lasts[rule.get("for")]) for rule in ALERTS}
+
+
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_alert_says_how_bad_it_is_and_what_to_do(rule):
     """A severity, whom it is about, and a description of more than one sentence."""
@@ -81,10 +91,7 @@ def test_query_names_metrics_and_labels_that_exist(where):
 
 def test_query_asks_for_outcomes_that_exist():
     """Those of the table of outcomes."""
-    documented = {
-        row[0].strip("`")
-        for row in table(sections((DOCS / "monitoring.md").read_text())["Signals"], "outcome", "")
-    }
+    documented = {row[0].strip("`") for row in table(text_of("docs/monitoring.md"), "outcome", "")}
     asked = {outcome for expr in exprs().values() for outcome in re.findall(r'outcome="(\w+)"', expr)}
     assert asked == {"freed", "repaired"} <= documented
 
