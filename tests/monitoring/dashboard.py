@@ -22,11 +22,9 @@ class Query:
     expr: str
     legend: str
 
-    def within(self, window: str) -> str:
-        """The query of all jobs and all tasks, with this window for rates and counts."""
-        expr = self.expr
-        for name in ("$__rate_interval", "$__range"):
-            expr = expr.replace(name, window)
+    def within(self, interval: str, span: str) -> str:
+        """The query of all jobs and all tasks, with this interval of rates, of this span of time."""
+        expr = self.expr.replace("$__rate_interval", interval).replace("$__range", span)
         return expr.replace("$job", ".*").replace("$task", ".*")
 
 

@@ -73,18 +73,22 @@ def answers(prometheus: Prometheus, begin: float, end: float) -> dict[str, list[
             found[panel["title"]] = [
                 [
                     (_named(query, labels), [at - begin for at, _value in values], [v for _at, v in values])
-                    for labels, values in prometheus.history(query.within(WINDOW), begin, end, STEP_S)
+                    for labels, values in prometheus.history(
+                        query.within(WINDOW, f"{end - begin:.0f}s"), begin, end, STEP_S
+                    )
                 ]
                 for query in queries(panel["title"])
             ]
     return found
 
 
-def figures(prometheus: Prometheus, window: str) -> dict[str, float]:
+def figures(prometheus: Prometheus, seconds: int) -> dict[str, float]:
     """Of every panel that shows one figure, by its title."""
     titles = [panel["title"] for panel in panels() if panel["type"] == "stat"]
     return {
-        title: prometheus.query(query.within(window))[0][1] for title in titles for query in queries(title)
+        title: prometheus.query(query.within(WINDOW, f"{seconds}s"))[0][1]
+        for title in titles
+        for query in queries(title)
     }
 
 
@@ -118,7 +122,7 @@ def draw(shown: Mapping[str, list[Series]], counted: Mapping[str, float], second
         figure.savefig(file, dpi=DPI)
         plt.close(figure)
     small = io.BytesIO()
-    Image.open(file).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    Image.open(file).convert("RGB").quantize(32, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
@@ -279,7 +283,7 @@ def main() -> int:
             happen()
         time.sleep(max(0.0, began + RUN_S - time.time()))
         shown = answers(prometheus, began, began + RUN_S)
-        path.write_bytes(draw(shown, figures(prometheus, f"{RUN_S}s"), RUN_S))
+        path.write_bytes(draw(shown, figures(prometheus, RUN_S), RUN_S))
         return 0
 
 

@@ -53,10 +53,10 @@ def test_query_of_the_dashboard_is_answered(prometheus, query: Query):
     """With a number, and with the labels that its legend names."""
 
     def answer() -> list[tuple[dict[str, str], float]]:
-        found = prometheus.query(query.within(WINDOW))
+        found = prometheus.query(query.within(WINDOW, WINDOW))
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
-    found = wait_until(answer, f"an answer to {query.within(WINDOW)}")
+    found = wait_until(answer, f"an answer to {query.within(WINDOW, WINDOW)}")
     for label in re.findall(r"\{\{(\w+)\}\}", query.legend):
         assert all(labels.get(label) for labels, _value in found), found
 
@@ -65,7 +65,7 @@ def test_query_of_the_dashboard_is_answered(prometheus, query: Query):
 def test_figure_of_the_dashboard_is_what_happened(prometheus, panel, count):
     """Each first event counts, though its series begins with it."""
     (query,) = queries(panel)
-    wait_until(lambda: prometheus.query(query.within(WINDOW)) == [({}, count)], f"{panel}: {count}")
+    wait_until(lambda: prometheus.query(query.within("5s", WINDOW)) == [({}, count)], f"{panel}: {count}")
 
 
 @pytest.mark.parametrize(("name", "says"), list(HAPPENED.items()))
@@ -87,7 +87,7 @@ def test_picture_is_drawn_from_the_answers(prometheus):
     titles = {panel["title"]: panel["type"] for panel in panels()}
     now = time.time()
     shown = picture.answers(prometheus, now - 60, now)
-    counted = picture.figures(prometheus, WINDOW)
+    counted = picture.figures(prometheus, 60)
     assert [*counted, *shown] == list(titles)
     drawn = picture.draw(shown, counted, 60)
     assert drawn.startswith(b"\x89PNG")
