@@ -82,13 +82,17 @@ def test_alert_is_quiet_about_what_did_not_happen(prometheus):
     assert "CelerySetnxOverwritten" not in {name for name, _of in prometheus.firing()}
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_picture_is_drawn_from_the_answers(prometheus):
-    """Of every panel: the figures in numbers, the histories as plots."""
+    """Of every panel: the figures in numbers, the histories as plots; there is room for all of it."""
     titles = {panel["title"]: panel["type"] for panel in panels()}
     now = time.time()
     shown = picture.answers(prometheus, now - 60, now)
     counted = picture.figures(prometheus, 60)
     assert [*counted, *shown] == list(titles)
+    for parts in shown.values():  # names as short as those of a shop: longer ones leave no room
+        for series in parts:
+            series[:] = [(re.sub(r"tests\.(monitoring\.)?", "", name), xs, ys) for name, xs, ys in series]
     drawn = picture.draw(shown, counted, 60)
     assert drawn.startswith(b"\x89PNG")
     assert int.from_bytes(drawn[16:20], "big") == PIXELS
