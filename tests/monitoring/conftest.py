@@ -47,17 +47,20 @@ def ports(module_worker, scenes, tmp_path_factory) -> Iterator[dict[str, int]]:
     """Those at which a prefork worker and this process, which publishes, serve their figures."""
     from tests.monitoring.app import app
 
-    worker_port, own_port = free_port(), free_port()
-    files = str(tmp_path_factory.mktemp("metrics"))
-    worker: Worker = module_worker(
-        "tests.monitoring.app",
-        conf={"test_metrics_port": worker_port},
-        environment={"PROMETHEUS_MULTIPROC_DIR": files},
-    )
+    for _attempt in range(3):
+        worker_port = free_port()
+        worker: Worker = module_worker(
+            "tests.monitoring.app",
+            conf={"test_metrics_port": worker_port},
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))},
+        )
+        if "are not served" not in worker.log_text():
+            break
+        worker.kill()  # another process took the port meanwhile
     registry = CollectorRegistry()
     metrics.prometheus(app, registry=registry, waiters=False)
-    served, _thread = start_http_server(own_port, HOST, registry=registry)
-    yield {"worker": worker_port, "publisher": own_port}
+    served, _thread = start_http_server(0, HOST, registry=registry)
+    yield {"worker": worker_port, "publisher": served.server_port}
     served.shutdown()
     served.server_close()
     worker.stop()

@@ -32,21 +32,26 @@ class Prometheus:
     """
 
     def __init__(self, directory: Path, ports: Mapping[str, int], rules: Path | None = None) -> None:
-        self._port = free_port()
-        self._log = directory / "prometheus.log"
+        self._directory = directory
         targets = [
             {"targets": [f"127.0.0.1:{port}"], "labels": {"instance": name}} for name, port in ports.items()
         ]
-        config = directory / "prometheus.yml"
-        config.write_text(
-            _CONFIG.format(rules=json.dumps([str(rules)] if rules else []), targets=json.dumps(targets))
+        self._config = _CONFIG.format(
+            rules=json.dumps([str(rules)] if rules else []), targets=json.dumps(targets)
         )
+        self._start()
+
+    def _start(self) -> None:
+        self._port = free_port()
+        self._log = self._directory / f"prometheus-{self._port}.log"
+        config = self._directory / "prometheus.yml"
+        config.write_text(self._config)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     "prometheus",
                     f"--config.file={config}",
-                    f"--storage.tsdb.path={directory / 'data'}",
+                    f"--storage.tsdb.path={self._directory / 'data'}",
                     f"--web.listen-address=127.0.0.1:{self._port}",
                 ],
                 stdin=subprocess.DEVNULL,
@@ -99,7 +104,10 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         if self._process.poll() is not None:
-            raise AssertionError(f"Prometheus ended:\n{self._log.read_text(errors='replace')}")
+            said = self._log.read_text(errors="replace")
+            if "address already in use" not in said:
+                raise AssertionError(f"Prometheus ended:\n{said}")
+            self._start()  # another process took the port meanwhile
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=5) as reply:
                 return bool(reply.status == 200)
