@@ -20,6 +20,7 @@ from celery import Celery, bootsteps
 from celery.utils.dispatch import Signal
 
 from celery_setnx.connection import client_for
+from celery_setnx.doctor.trial import TRIAL
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.survey import survey
@@ -293,6 +294,8 @@ def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
     except (SetnxError, redis.RedisError) as error:
         logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
         return {"waiters": {}, "held": {}}
+    for count in (waiting, held):
+        del count[TRIAL]  # what each worker tries as it starts
     return {"waiters": +waiting, "held": +held}  # without the scopes in which there is nothing
 
 

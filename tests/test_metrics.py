@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from celery_setnx import SetnxLock, metrics, signals
+from celery_setnx.doctor.trial import TRIAL
 from celery_setnx.keys import digest
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.record import Holder
@@ -295,6 +296,16 @@ def test_held_permits_are_counted_by_scope_in_one_survey(server, locks, app, mon
         assert points == {("celery_setnx.held", "a"): 5, ("celery_setnx.held", "b"): of_b}
         assert len(surveys) == of_b
         SetnxLock(locks, keys["b2"]).acquire()
+
+
+def test_lock_that_a_worker_tries_as_it_starts_is_no_held_lock(server, locks, app):
+    """It is no task's: no scope of its name comes and goes with each start."""
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    for scope in (TRIAL, "a"):
+        assert SetnxLock(locks, key_name("t", scope, digest(["1"]))).acquire().acquired
+    registry = CollectorRegistry()
+    metrics.prometheus(app, registry=registry)
+    assert read(generate_latest(registry).decode()) == {("held", "a"): 1}
 
 
 def test_opentelemetry_counts_every_figure(server, locks, app):

@@ -86,6 +86,10 @@ COMMANDS: list[Run | Elsewhere] = [
     Run(_APP + r"release --starts shop\.notify partner", 1, "Nothing to forget"),
     Elsewhere(r"echo \$\?", f"{_CLI}::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"),
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
+    Elsewhere(
+        r"promtool (check config prometheus|test rules alerts_test)\.yml",
+        "tests/monitoring/test_rules.py::test_promtool_accepts_the_files",
+    ),
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
     Elsewhere(_BEAT, ".ci/run: $pytest -n 3 tests/beat"),

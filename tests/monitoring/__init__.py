@@ -1,0 +1,1 @@
+"""The rules and the dashboard of examples/monitoring, on a real Prometheus that scrapes a real worker."""
