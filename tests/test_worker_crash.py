@@ -67,9 +67,7 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(tasks, journal, g
     words = [word for word in journal.words(second.id) if word not in ("conflict", "retry", "postrun")]
     assert words == ["taken_over", "acquired", "start", "end", "released"]
     log = elsewhere.wait_for_log("took over t:{tests.workerapp.work:")
-    assert (
-        f"work(name='gated')[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
-    )
+    assert f"work(name='gated')[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
 
 
 def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, worker):
