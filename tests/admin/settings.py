@@ -1,0 +1,6 @@
+"""The settings of the shop, with tasks whose bodies a test can end."""
+
+from shop.settings import *  # noqa: F403
+
+CELERY_IMPORTS = ["tests.admin.tasks"]
+ALLOWED_HOSTS = ["127.0.0.1"]
