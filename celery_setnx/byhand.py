@@ -123,6 +123,7 @@ def tell(app: Celery, released: Sighting, by: str) -> None:
         sender=app.tasks.get(released.task) or app,
         task_id=holder and holder.task_id,
         key=released.key,
+        about=released.about,
         fence=holder and holder.fence,
         outcome="by_hand",
         held_s=None,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from celery_setnx.wording import held, sentence, unstopped
+from celery_setnx.wording import held, sentence, titled, unstopped
 
 
 class SetnxError(Exception):
@@ -125,19 +125,21 @@ class DuplicateTask(SetnxError):
         key: The lock's Redis key.
         task_id: Id of the task that is queued or running, or has succeeded.
         state: `queued`, `running` or `done`.
+        about: What the key was made of, such as `account_id=7`. Defaults to nothing.
     """
 
-    def __init__(self, task: str, key: str, task_id: str, state: str) -> None:
-        super().__init__(task, key, task_id, state)
+    def __init__(self, task: str, key: str, task_id: str, state: str, about: str = "") -> None:
+        super().__init__(task, key, task_id, state, *([about] if about else []))
         self.task = task
         self.key = key
         self.task_id = task_id
         self.state = state
+        self.about = about
 
     def _message(self) -> str:
         state = "has succeeded" if self.state == "done" else f"is {self.state}"
         return (
-            f"A call of {self.task} was not published: the same call {state} already, as "
+            f"A call of {titled(self.task, self.about)} was not published: the same call {state} already, as "
             f"{self.task_id} (key {self.key}). Its result is AsyncResult({self.task_id!r})."
         )
 

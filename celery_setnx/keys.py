@@ -16,6 +16,8 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
+from itertools import zip_longest
+from reprlib import Repr
 from string import Formatter
 from typing import Any
 from uuid import UUID
@@ -23,6 +25,7 @@ from uuid import UUID
 from kombu.utils import json as kombu_json
 
 from celery_setnx.exceptions import OptionError, UnkeyableCall
+from celery_setnx.wording import printable
 
 KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
@@ -30,6 +33,7 @@ KeyOption = Any
 _WHOLE_TASK = object()
 _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
 _US = timedelta(microseconds=1)
+_SHOWN = 80  # characters of what a key was made of
 
 
 class KeyFunction:
@@ -71,6 +75,28 @@ class KeyFunction:
             return digest(chosen)
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
+
+    def describe(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
+        """What a call's key is made of, for people: `account_id=7`, in 80 characters at most.
+
+        Empty where that has no words: for a callable, the whole task, or a call that does not fit.
+        """
+        key = self._key
+        if callable(key) or key in ((), []):
+            return ""
+        try:
+            chosen = self._select(self._bound(args, kwargs))
+        except UnkeyableCall:
+            return ""
+        if isinstance(key, str) and "{" in key:
+            literals, values = chosen
+            text = "".join(
+                before + _in_text(value) for before, value in zip_longest(literals, values, fillvalue="")
+            )
+        else:
+            named = chosen if key is None else zip([key] if isinstance(key, str) else key, chosen)
+            text = ", ".join(f"{name}={_shown(value)}" for name, value in named)
+        return _cut(printable(text))
 
     def _as_far_as_it_fits(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """What a call that does not fit the signature gives to its parameters."""
@@ -128,6 +154,29 @@ class KeyFunction:
                 if str(cause) == str(error):
                     return f"argument {name!r} of type {type(value).__name__}: {cause}"
         return str(error)
+
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _SHOWN
+
+
+def _shown(value: Any) -> str:
+    """A value in words: its repr, cut where it is long; of a date, a number or an id the text."""
+    if isinstance(value, Enum):
+        return _shown(value.value)
+    if isinstance(value, (UUID, date, time, timedelta, Decimal)):
+        return str(value)
+    return _REPR.repr(value)
+
+
+def _in_text(value: Any) -> str:
+    """A value as a template has it: text without quotes."""
+    value = value.value if isinstance(value, Enum) else value
+    return value if isinstance(value, str) else _shown(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def digest(value: Any) -> str:

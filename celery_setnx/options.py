@@ -210,6 +210,8 @@ class Settings:
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
+        show_arguments: Whether logs, events and the command line say what a key was made of. Defaults to
+            True.
         beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
             `celery.beat:PersistentScheduler`.
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
@@ -219,6 +221,7 @@ class Settings:
     defaults: Mapping[str, Any]
     retention: float
     same_host: bool
+    show_arguments: bool
     beat_scheduler: str
     beat_lease: float
 
@@ -259,6 +262,7 @@ def settings(conf: Any) -> Settings:
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
+        show_arguments=_flag("setnx_show_arguments", conf.get("setnx_show_arguments", True)),
         beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
         beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )

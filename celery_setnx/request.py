@@ -241,7 +241,13 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if freed:
             logger.warning("%s %s; its lock %s is freed.", self.call, why, lock.name)
             lock_released.send(
-                sender=self.task, task_id=self.id, key=lock.name, fence=None, outcome="freed", held_s=None
+                sender=self.task,
+                task_id=self.id,
+                key=lock.name,
+                about=self.call.about,
+                fence=None,
+                outcome="freed",
+                held_s=None,
             )
 
     @property

@@ -36,6 +36,11 @@ class _Quoted(str):
         return repr(self.of)
 
 
+def titled(task: str, about: str) -> str:
+    """A task and what its key was made of: `settle(account_id=7)`; the task alone if that is not said."""
+    return f"{task}({about})" if about else task
+
+
 def held(key: str, holder: object, limit: int, *, paced: bool = False) -> str:
     """That a lock is held: by one, or as often as its limit says; or that its pace lets nobody have it."""
     if paced:

@@ -55,8 +55,8 @@ def test_release_frees_the_lock_and_leaves_a_log_line_and_a_signal(stage_of, cap
     by_hand = f"{held.key} was released by hand, by ada. It was held by {TASK}sync[t-1] on w1@host"
     assert record.getMessage().startswith(by_hand)
     ((_, signal),) = hear.call_args_list
-    said = [signal[name] for name in ("sender", "task_id", "key", "fence", "outcome")]
-    assert said == [stage_of.task("sync"), "t-1", held.key, held.fence, "by_hand"]
+    said = [signal[name] for name in ("sender", "task_id", "key", "about", "fence", "outcome")]
+    assert said == [stage_of.task("sync"), "t-1", held.key, "", held.fence, "by_hand"]
 
 
 def pass_on(stage: Stage, seen: Sighting) -> None:

@@ -283,9 +283,9 @@ def test_list_json_has_the_documented_fields(cli):
     cli.park("waiting")
     rows = {row["state"]: row for row in ask_json("list")}
     assert types(rows["running"]) == (
-        "key:str task:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int process:str "
-        "fence:int since:float age_s:float deadline:float remaining_s:float waiting:int value:str "
-        "held:int limit:int holders:NoneType rate:NoneType starts:NoneType next_start_s:NoneType"
+        "key:str task:str about:str scope:str state:str stale:bool task_id:str worker:str host:str pid:int "
+        "process:str fence:int since:float age_s:float deadline:float remaining_s:float waiting:int "
+        "value:str held:int limit:int holders:NoneType rate:NoneType starts:NoneType next_start_s:NoneType"
     )
     unknown = [name for name, value in rows["foreign"].items() if value is None]
     of_holder = "task_id worker host pid process since age_s deadline remaining_s"
@@ -759,6 +759,7 @@ def test_list_says_how_many_permits_are_held(cli):
     ]
     assert set(row["holders"][0]) == {"permit", *row} - {
         "key",
+        "about",
         "scope",
         "waiting",
         "held",
@@ -1407,13 +1408,16 @@ def test_commands_see_what_a_worker_does(tasks, journal, holding, locks):
     with holding(tasks.work, "gated-cli") as result:
         (start,) = journal.entries(what="start", task_id=result.id)
         (row,) = ask_json("list", app="tests.workerapp")
+        (_heading, line) = ask("list", app="tests.workerapp").stdout.splitlines()
+        assert line.startswith("tests.workerapp.work(name='gated-cli')  running")
         of_worker = {name: start[name] for name in ("key", "task_id", "pid", "fence")}
+        of_worker["about"] = "name='gated-cli'"
         assert {**row, **of_worker, "task": tasks.work.name, "state": "running", "stale": False} == row
         shown = ask("show", *call, app="tests.workerapp").stdout
         assert f"process   Its process, pid {start['pid']} on this host, is alive." in shown
         why = ask("why", *call, app="tests.workerapp", ends=1)
         assert why.stdout.startswith("No: its lock is held.\n")
-        assert f"Held by tests.workerapp.work[{result.id}]" in why.stdout
+        assert f"Held by tests.workerapp.work(name='gated-cli')[{result.id}]" in why.stdout
         refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
         assert "Not released: it is not known to be abandoned." in refused.stderr
         forced = wait_until(lambda: release_by_hand(start["key"]), "a look that no renewal has overtaken")

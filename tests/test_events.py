@@ -32,7 +32,19 @@ EVENTS = {
     "free": ["task-lock-freed"],
 }
 COMMON = {
-    *["type", "uuid", "name", "key", "hostname", "pid", "clock", "timestamp", "utcoffset", "local_received"]
+    *[
+        "type",
+        "uuid",
+        "name",
+        "key",
+        "about",
+        "hostname",
+        "pid",
+        "clock",
+        "timestamp",
+        "utcoffset",
+        "local_received",
+    ]
 }
 FIELDS = {
     "task-lock-conflict": {"holder", "remaining_s", "policy"},
@@ -110,6 +122,7 @@ def test_events_are_sent_in_order_with_plain_values(watched, ear, scenes, scene,
         task = "marked" if scene == "lapse" else "work"
         about = (scenes.key, f"{watched.name}@test", f"tests.watchapp.{task}")
         assert (event["key"], event["hostname"], event["name"]) == about
+        assert event["about"] == scenes.about
         if event["type"] == "task-lock-conflict":
             holder = event["holder"]
             assert (event["policy"], holder["worker"], holder["task"]) == (scene, *about[1:])

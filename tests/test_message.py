@@ -25,6 +25,7 @@ FULL = Call(
     redelivered=True,
     join="id-0",
     asked=3,
+    about="account_id=7",
     bare=False,
 )
 SHORT = Call("t", "id-1", key="setnx:{t}", bare=False)

@@ -248,7 +248,9 @@ def test_duplicate_is_signalled_and_logged(started, seen, caplog):
     assert (heard, caplog.messages) == ([], [])
     started.delay("a")
     key = started.lock_key("a")
-    assert heard == [{"sender": started, "task_id": first.id, "key": key, "state": "queued"}]
+    assert heard == [
+        {"sender": started, "task_id": first.id, "key": key, "about": "name='a'", "state": "queued"}
+    ]
     (line,) = caplog.messages
     assert all(word in line for word in ("started", key, first.id, "queued"))
     seen(lambda **_details: 1 / 0, signals.call_deduplicated)

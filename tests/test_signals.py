@@ -143,8 +143,8 @@ def test_duplicate_is_told_by_its_publisher(apart, journal, caplog, level, lines
     assert set(entry["given"]) == set(signals.call_deduplicated.providing_args)
     assert (entry["task_id"], entry["key"], entry["state"]) == (call.id, scenes.key, "queued")
     assert [record.message for record in caplog.records if record.name.startswith("celery_setnx")] == [
-        f"A call of {MARKED} is not published: the same call is queued already, as task {call.id} "
-        f"(key {scenes.key})."
+        f"A call of {MARKED}({scenes.about}) is not published: the same call is queued already, as task "
+        f"{call.id} (key {scenes.key})."
     ][:lines]
 
 
@@ -167,7 +167,7 @@ def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
 
 
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
-COMES_BACK = "INFO Task {call} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
+COMES_BACK = "INFO Task {celerys} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
 SCENES = {
     "skip": "INFO Skipped {call}: {key} is held by {holder}.",
     "retry": f"{COMES_BACK % 1}\n{COMES_BACK % 2}",
@@ -188,11 +188,14 @@ SCENES = {
         "WARNING {call} was the only one queued when it was published, but its mark was gone when it "
         "started: another call of {key} may have been published meanwhile. It runs under its lock."
     ),
-    "fail": "INFO Task {call} raised expected: AlreadyRunning({any}{holder}{any}",
+    "fail": "INFO Task {celerys} raised expected: AlreadyRunning({any}{holder}{any}",
     "free": "WARNING {call} died with its process {pid}; its lock {key} is freed.",
 }
 PATTERNS = {
-    "holder": rf"{re.escape(WORK)}\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), running since .{{19}} UTC",
+    "holder": (
+        rf"{re.escape(WORK)}\(name='gated-\d+'\)\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), "
+        r"running since .{19} UTC"
+    ),
     "when": r".{19} UTC",
     "s": r"\d+\.\d",
     "any": ".*",
@@ -200,10 +203,10 @@ PATTERNS = {
 }
 
 
-def pattern(text: str, call: str, key: str) -> str:
+def pattern(text: str, **of_call: str) -> str:
     """What a line must look like, of which SCENES gives the words."""
     pieces = re.split(r"\{(\w+)\}", text)
-    known = {**PATTERNS, "call": re.escape(call), "key": re.escape(key)}
+    known = {**PATTERNS, **{name: re.escape(said) for name, said in of_call.items()}}
     return "".join(known[piece] if odd % 2 else re.escape(piece) for odd, piece in enumerate(pieces))
 
 
@@ -221,8 +224,9 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, sce
 
     lines = wait_until(found, f"{len(expected)} lines of {scene} in {watched.log}")
     assert len(lines) == len(expected)
+    named = {"call": f"{name}({scenes.about})[{call.id}]", "celerys": f"{name}[{call.id}]"}
     for line, words in zip(lines, expected):
-        assert re.fullmatch(pattern(words, f"{name}[{call.id}]", scenes.key), line), line
+        assert re.fullmatch(pattern(words, **named, key=scenes.key), line), line
 
 
 def test_all_modules_log_to_one_logger():

@@ -93,6 +93,7 @@ class Scenes:
         self._queue, self._locks, self._open = queue, locks, gates
         self._name = f"gated-{time.monotonic_ns()}"
         self.key = work.lock_key(self._name)
+        self.about = f"name={self._name!r}"
 
     def _saw(self, call: Any, signal: str, **details: Any) -> None:
         journal.wait_for("signal", task_id=call.id, signal=signal, **details)

@@ -19,7 +19,7 @@ from kombu.exceptions import EncodeError
 
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.message import Call
-from celery_setnx.call.publish import AWAITED, Send, mark_lease_s, serve_stalled
+from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s, serve_stalled
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
@@ -141,6 +141,7 @@ class FanningOut:
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
         self.headers["ignore_result"] = bool(options.pop("ignore_result", task.ignore_result))
         self.options = {"add_to_parent": False, **options, "ignore_result": True}
+        self.hides_arguments = bool(HIDES_ARGUMENTS & options.keys())
         self._lease_s()  # refuses an eta that cannot be read before anything is sent
         self.window: dict[Any, _Distinct] = {}
         self.window_calls = 0
@@ -217,7 +218,8 @@ class FanningOut:
         if same is not None:
             same.equals.append((index, args, kwargs))
         else:
-            told = Call(self.task.name, uuid(), key=key, options=self.travelling)
+            about = "" if self.hides_arguments else self.guard.about(final_args, final_kwargs, {})
+            told = Call(self.task.name, uuid(), key=key, options=self.travelling, about=about)
             self.window[key if self.dedupes else index] = _Distinct(index, args, kwargs, told)
 
     def _is_full(self) -> bool:
@@ -381,7 +383,9 @@ class FanningOut:
         if not call_deduplicated.receivers:
             return
         for _ in range(times):
-            call_deduplicated.send(sender=self.task, task_id=task_id, key=call.told.key, state=state)
+            call_deduplicated.send(
+                sender=self.task, task_id=task_id, key=call.told.key, about=call.told.about, state=state
+            )
 
     def _fail(self, index: int, error: Exception) -> None:
         self.counts.failed += 1

@@ -101,11 +101,19 @@ class Guard:
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
-        function = self.key_function
-        if "key" in call:
-            key = self.options_of(call).key
-            function = KeyFunction(key, self.signature, self.task, typing=self.typing)
-        return key_name(self.settings.prefix, self.scope_of(call), function.digest(args, kwargs))
+        digest = self._key_function_of(call).digest(args, kwargs)
+        return key_name(self.settings.prefix, self.scope_of(call), digest)
+
+    def about(self, args: Any, kwargs: Any, call: Mapping[str, Any]) -> str:
+        """What the key of a call is made of, for people; nothing if the app does not show it."""
+        if not self.settings.show_arguments:
+            return ""
+        return self._key_function_of(call).describe(args or (), kwargs or {})
+
+    def _key_function_of(self, call: Mapping[str, Any]) -> KeyFunction:
+        if "key" not in call:
+            return self.key_function
+        return KeyFunction(self.options_of(call).key, self.signature, self.task, typing=self.typing)
 
     def scope_of(self, call: Mapping[str, Any]) -> str:
         """The scope of a call's lock."""

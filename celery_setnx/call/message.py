@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.wording import titled
 
 logger = logging.getLogger("celery_setnx")
 
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     redelivered: bool = False  # whether the broker may have delivered one of its messages before
     join: str | None = None  # id of the task with whose result it ends
     asked: int = 0  # how often it has asked for that result
+    about: str = ""  # what its key was made of, for people; empty if that is not to be shown
     bare: bool = True  # whether its message said nothing of it
 
     @classmethod
@@ -102,8 +104,13 @@ class Call(NamedTuple):
         """Its place in the line, which is remembered for so many seconds."""
         return Place(self.key, self.task_id, self.attempt, remember, self.call_id)
 
+    @property
+    def title(self) -> str:
+        """Its task and what its key was made of."""
+        return titled(self.task, self.about)
+
     def __str__(self) -> str:
-        return f"{self.task}[{self.task_id}]"
+        return f"{self.title}[{self.task_id}]"
 
 
 def attempt_of(retries: Any, replaced: Any) -> int:
@@ -114,7 +121,7 @@ def attempt_of(retries: Any, replaced: Any) -> int:
 
 # Of what kind each of its words is, and for numbers how large at most: exact numbers for Lua.
 _SHAPE: Mapping[str, tuple[Any, float | None]] = {
-    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), (str, None)),
+    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join", "about"), (str, None)),
     **dict.fromkeys(("waits", "asked"), (int, 10**9)),
     "attempt": (int, 10**15),
     "since": ((int, float), 1e11),

@@ -44,6 +44,8 @@ Send = Callable[..., Any]
 # What Celery gives a call that another call, or its own past, has begun. An error about a callback would fail
 # the parent, which has succeeded.
 AWAITED = ("parent_id", "group_id", "chord", "chain", "retries")  # and a task id
+# With these a call hides its arguments from logs. Its retries hide them too, though Celery forgets to say so.
+HIDES_ARGUMENTS = frozenset(("argsrepr", "kwargsrepr"))
 # Catch-alls by names that no task gives its own parameters.
 _ANY_ARGUMENTS = inspect.Signature(
     [
@@ -68,6 +70,7 @@ class Duplicate:
         args: The call's positional arguments.
         kwargs: The call's keyword arguments.
         result: The `AsyncResult` of that task; its `deduplicated` is True.
+        about: What the key was made of, such as `account_id=7`; empty if that is not to be shown.
     """
 
     task: str
@@ -78,6 +81,7 @@ class Duplicate:
     args: Any
     kwargs: Any
     result: Any
+    about: str = ""
 
     def fail(self) -> Any:
         """Refuse the call.
@@ -85,7 +89,7 @@ class Duplicate:
         Raises:
             DuplicateTask: Always.
         """
-        raise DuplicateTask(self.task, self.key, self.task_id, self.state)
+        raise DuplicateTask(self.task, self.key, self.task_id, self.state, self.about)
 
 
 def publish(
@@ -115,7 +119,7 @@ def publish(
     if marked is not None and marked.stalled:
         serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
-        return _deduplicated(guard, settled, told.key, marked, arguments, options.get("ignore_result"))
+        return _deduplicated(guard, settled, told, marked, arguments, options.get("ignore_result"))
     if marked is None and settled.dedupe_for:
         options["headers"] |= told._replace(unasked=True).as_headers()
     if marked is None or marked.is_duplicate:
@@ -206,6 +210,8 @@ def _told(
     if task is not None:
         final = task._final(*arguments, options.get("serializer"))
     told = guard.call(*final, call, task_id=options["task_id"], attempt=attempt, before=before)
+    if before.about if before else not (HIDES_ARGUMENTS & options.keys() or options.get("retries")):
+        told = told._replace(about=guard.about(*final, told.options))
     options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}
     return told
 
@@ -261,37 +267,44 @@ def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expi
 def _deduplicated(
     guard: Guard,
     settled: Options,
-    key: str,
+    told: Call,
     marked: Marked,
     arguments: tuple[Any, Any],
     ignored: bool | None,
 ) -> Any:
-    logger.info(
-        "A call of %s is not published: the same call %s already, as task %s (key %s%s).",
-        guard.task,
-        "has succeeded" if marked.state == "done" else f"is {marked.state}",
-        marked.task_id,
-        key,
-        f", held by {marked.holder}" if marked.holder else "",
-    )
     task = guard.app._tasks.get(guard.task)
-    call_deduplicated.send(sender=task or guard.task, task_id=marked.task_id, key=key, state=marked.state)
+    _tell_duplicate(task or guard.task, told, marked)
     result = task.AsyncResult(marked.task_id) if task else guard.app.AsyncResult(marked.task_id)
     # As of a call that was sent: get() must not wait for a result that nobody stores.
     result.ignored = getattr(task, "ignore_result", False) if ignored is None else ignored
     duplicate = Duplicate(
         task=guard.task,
-        key=key,
+        key=told.key,
         task_id=marked.task_id,
         state=marked.state,
         holder=marked.holder,
         args=arguments[0],
         kwargs=arguments[1],
         result=_noted(result, deduplicated=True),
+        about=told.about,
     )
     if callable(settled.on_duplicate):
         return settled.on_duplicate(duplicate)
     return duplicate.fail() if settled.on_duplicate == "raise" else duplicate.result
+
+
+def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
+    logger.info(
+        "A call of %s is not published: the same call %s already, as task %s (key %s%s).",
+        told.title,
+        "has succeeded" if marked.state == "done" else f"is {marked.state}",
+        marked.task_id,
+        told.key,
+        f", held by {marked.holder}" if marked.holder else "",
+    )
+    call_deduplicated.send(
+        sender=sender, task_id=marked.task_id, key=told.key, about=told.about, state=marked.state
+    )
 
 
 def _noted(result: Any, *, deduplicated: bool) -> Any:

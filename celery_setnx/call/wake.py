@@ -191,7 +191,9 @@ def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
     """Say that a lock was handed to the first in line because its holder has died."""
     task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
     report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
-    lock_taken_over.send(sender=task, task_id=heir.task_id, key=key, fence=None, holder=dead)
+    lock_taken_over.send(
+        sender=task, task_id=heir.task_id, key=key, about=dead.about, fence=None, holder=dead
+    )
 
 
 def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:

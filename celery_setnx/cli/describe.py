@@ -15,8 +15,10 @@ from celery_setnx.lock.record import Holder, Waiter
 from celery_setnx.lock.survey import Sighting, Success, last_holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
+from celery_setnx.wording import titled
 
 _SHOWN = 3  # holders that `why` names
+_IN_TABLE = 24  # characters of what a key was made of
 
 COLUMNS = ("TASK", "STATE", "AGE", "DEADLINE", "PROCESS", "WAITING", "TASK ID", "WORKER", "KEY")
 MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
@@ -46,7 +48,7 @@ def row(sighting: Sighting) -> dict[str, Any]:
 def _row_of_permit(sighting: Sighting) -> dict[str, Any]:
     """Who holds one of several permits; without what is the lock's."""
     found = _row_of_holder(sighting)
-    for name in ("key", "scope", "waiting"):
+    for name in ("key", "about", "scope", "waiting"):
         del found[name]
     return {"permit": sighting.holder and sighting.holder.permit, **found}
 
@@ -57,6 +59,7 @@ def _row_of_holder(sighting: Sighting) -> dict[str, Any]:
     return {
         "key": sighting.key,
         "task": sighting.task,
+        "about": sighting.about,
         "scope": sighting.scope,
         "state": holder.state if holder else "free",
         "stale": sighting.is_stale,
@@ -101,13 +104,19 @@ def cells(sighting: Sighting) -> list[str]:
     permits = of_permits(sighting, " ")
     if state == "paced":  # that is in the way, and no holder
         next_start = f"in {span(_next_start_s(sighting))}"
-        return [sighting.task, f"{state}{permits}", "-", next_start, "-", waiting, "-", "-", sighting.key]
+        return [_title(sighting), f"{state}{permits}", "-", next_start, "-", waiting, "-", "-", sighting.key]
     holder = sighting.holder
     task_id, process = str((holder and holder.task_id) or "-"), sighting.process or "-"
     return [
-        *(sighting.task, f"{state}{permits}", span(sighting.age_s), _deadline(sighting), process, waiting),
+        *(_title(sighting), f"{state}{permits}", span(sighting.age_s), _deadline(sighting), process, waiting),
         *(task_id, _where(holder), sighting.key),
     ]
+
+
+def _title(sighting: Sighting) -> str:
+    """A lock's task and what its key was made of, as there is room in a table; `show` has all of it."""
+    about = sighting.about
+    return titled(sighting.task, about if len(about) <= _IN_TABLE else f"{about[: _IN_TABLE - 1]}…")
 
 
 def _state(sighting: Sighting) -> str:
@@ -210,7 +219,7 @@ def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
     """The lines that `celery setnx show` prints of a lock."""
     holder, last = sighting.holder, details["last_holder"]
     yield f"key       {sighting.key}"
-    yield f"task      {sighting.task}"
+    yield f"task      {titled(sighting.task, sighting.about)}"
     yield f"scope     {sighting.scope}"
     if holder is None:
         yield f"state     {_state(sighting)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from celery_setnx.wording import printable
+from celery_setnx.wording import printable, titled
 
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
 _PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})(?::([1-9]\d{0,3})/([1-9]\d{0,15}))?", re.ASCII)
@@ -123,7 +123,7 @@ class Holder:
             woken; `foreign`: a lock that no program of ours has set; or `paced`: nobody has it, and no call
             may start before the deadline.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
-        info: What the holder says of itself: task, task_id, worker, host, pid.
+        info: What the holder says of itself: task, about, task_id, worker, host, pid.
         value: The lock's value in Redis.
         waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
         waiting: How many do.
@@ -147,6 +147,11 @@ class Holder:
         return self.info.get("task_id")
 
     @property
+    def about(self) -> str:
+        """What its key was made of, such as `account_id=7`; empty if the holder has not said it."""
+        return str(self.info.get("about") or "")
+
+    @property
     def pid(self) -> int | None:
         """The holding process's id on its host, or None if the holder has not said it."""
         pid = self.info.get("pid")
@@ -156,6 +161,7 @@ class Holder:
         """The record as plain JSON values."""
         return {
             **{name: self.info.get(name) for name in ("task", "task_id", "worker", "host")},
+            "about": self.about,
             "pid": self.pid,
             "state": self.state,
             "fence": self.fence,
@@ -180,7 +186,7 @@ class Holder:
             )
             return f"a foreign client (value {self.value!r}, {until})"
         info = self.info
-        who = info.get("task") or f"token {self.token}"
+        who = titled(info["task"], self.about) if info.get("task") else f"token {self.token}"
         who += f"[{self.task_id}]" if self.task_id else ""
         where = (
             f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""

@@ -106,6 +106,11 @@ class Sighting:
         return str((self.holder and self.holder.info.get("task")) or self.scope)
 
     @property
+    def about(self) -> str:
+        """What the key was made of, as the record says it; empty where none does."""
+        return self.holder.about if self.holder else ""
+
+    @property
     def remaining_s(self) -> float | None:
         """Seconds until the holder's deadline, negative once it has passed; None if there is none."""
         deadline = self.holder.deadline if self.holder else None

@@ -42,9 +42,14 @@ _LINGER_S = 0.1
 _LINGER_POLL_S = 0.0005
 
 
+def info_of(call: Call, worker: str | None) -> str:
+    """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
+    said = _info_of_process(os.getpid(), call.task, worker)
+    return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
+
+
 @lru_cache(maxsize=1000)
-def info_of(pid: int, task: str, worker: str | None) -> str:
-    """What the records of a task's locks say of this process; the task's id is in the token."""
+def _info_of_process(pid: int, task: str, worker: str | None) -> str:
     return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
 
 
@@ -62,7 +67,7 @@ class Asking:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
-            self.lock = guard.lock(self.call, args, kwargs, info_of(os.getpid(), task.name, request.hostname))
+            self.lock = guard.lock(self.call, args, kwargs, info_of(self.call, request.hostname))
         except SetnxError:
             if self.call.marked:  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])

@@ -185,6 +185,7 @@ def resolve(conflict: Conflict) -> Any:
         sender=conflict.task,
         task_id=request.id,
         key=conflict.key,
+        about=conflict.call.about,
         holder=conflict.holder,
         remaining_s=conflict.remaining_s,
         policy="callable" if callable(policy) else policy,
@@ -208,7 +209,7 @@ def resolve(conflict: Conflict) -> Any:
 def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
     logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
-    call_deduplicated.send(sender=task, task_id=done, key=call.key, state="done")
+    call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
     return _skip_result(task, call.key, options, {"task_id": done, "state": "done"})
 
 

@@ -163,7 +163,12 @@ class _Parking:
         call = self.call
         logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
         lock_waiting.send(
-            sender=self.task, task_id=call.task_id, key=call.key, holder=self.holder, place=found.place
+            sender=self.task,
+            task_id=call.task_id,
+            key=call.key,
+            about=call.about,
+            holder=self.holder,
+            place=found.place,
         )
         if not self.outcome.paced:  # else the first start that may be is a sweep's
             self._see_to_lock(found)

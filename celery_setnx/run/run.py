@@ -196,11 +196,11 @@ class Run:
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
             report_take_over(self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time)
-            self._send(lock_taken_over, held, holder=outcome.taken_over_from)
+            self._send(lock_taken_over, fence=held.fence, holder=outcome.taken_over_from)
         if self.call.copy != ORIGINAL:
             logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
-            lock_woken.send(sender=self.task, task_id=self.request.id, key=held.key, waited_s=waited_s)
-        self._send(lock_acquired, held, waited_s=waited_s)
+            self._send(lock_woken, waited_s=waited_s)
+        self._send(lock_acquired, fence=held.fence, waited_s=waited_s)
 
     def _report_lapse(self, marked_by: str | None) -> None:
         logger.warning(
@@ -210,9 +210,7 @@ class Run:
             f"was that of {marked_by}" if marked_by else "was gone",
             self.lock.name,
         )
-        uniqueness_lapsed.send(
-            sender=self.task, task_id=self.request.id, key=self.lock.name, marked_by=marked_by
-        )
+        self._send(uniqueness_lapsed, marked_by=marked_by)
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """What is stored of this call, if it is another delivery of one that has succeeded: release never
@@ -275,7 +273,7 @@ class Run:
         if word == "repaired":
             logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
         if getattr(self.request, "setnx_lock", None) is held:  # else no body has had it
-            self._send(lock_released, held, outcome=word, held_s=held_s)
+            self._send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
 
     def _give_back(self, held: HeldLock, back_in: float | None, *, hold: bool) -> Released:
         """Release the lock, or hold it for the retry that was sent."""
@@ -329,8 +327,9 @@ class Run:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
             with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
                 leave(new_client(self.task.app), self.call.place(BEGUN_S), copy=self.call.copy)
-        self._send(lock_lost, held, reason=reason)
+        self._send(lock_lost, fence=held.fence, reason=reason)
 
-    def _send(self, signal: Signal, held: HeldLock, **details: Any) -> None:
+    def _send(self, signal: Signal, **details: Any) -> None:
         if signal.receivers:
-            signal.send(sender=self.task, task_id=self.request.id, key=held.key, fence=held.fence, **details)
+            details |= {"key": self.lock.name, "about": self.call.about}
+            signal.send(sender=self.task, task_id=self.request.id, **details)

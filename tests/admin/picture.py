@@ -47,7 +47,7 @@ def draw(picture: str, directory: str = "") -> None:
 
 
 def play(shop: Shop) -> None:
-    """An account is settled, with two calls in line; of a bank's rates two are fetched, and one call waits."""
+    """An account is settled, with two calls in line; two fetch a bank's rates, and a third waits."""
     first = shop.call("settle", "ann")
     shop.held(first)
     for count in (1, 2):

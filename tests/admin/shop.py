@@ -26,6 +26,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from celery_setnx import byhand
+from tests.admin import tasks  # noqa: F401 - shared with every app
 from tests.harness import DEADLINE_S, GATE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ class Shop:
 
     def call(self, task: str, *arguments: str) -> AsyncResult:
         """Publish a call; its body waits until it is ended."""
-        self.calls.append(self.app.send_task(f"orders.tasks.{task}", arguments))
+        self.calls.append(self.app.tasks[f"orders.tasks.{task}"].delay(*arguments))
         return self.calls[-1]
 
     def end(self, call: AsyncResult) -> Any:

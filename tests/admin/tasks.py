@@ -1,18 +1,18 @@
 """What the worker of the shop runs here: bodies that wait until a test lets them end."""
 
+import os
+
 import redis
 from celery import current_task, shared_task
-from django.conf import settings
 
 from celery_setnx import SingletonTask
 from tests.harness import GATE_S
 
-control = redis.Redis.from_url(settings.CELERY_BROKER_URL, socket_timeout=None)
-
 
 def wait(argument: str) -> str:
     """Wait until a test opens the gate of this call."""
-    control.blpop([f"gate:{current_task.request.id}"], timeout=GATE_S)
+    with redis.Redis.from_url(os.environ["REDIS_URL"], socket_timeout=None) as control:
+        control.blpop([f"gate:{current_task.request.id}"], timeout=GATE_S)
     return argument
 
 
