@@ -61,7 +61,7 @@ class LockAdmin(admin.ModelAdmin):
         entries = LogEntry.objects.filter(content_type=ContentType.objects.get_for_model(Lock))
         return self.page(
             request,
-            what_of(seen),
+            f"{seen.task}({seen.about})" if seen.about else seen.task,
             "lock.html",
             rows=rows_of(seen),
             waiters=[(one.place, one.task_id, span(one.age_s)) for one in byhand.waiters(current_app, seen)],
@@ -110,7 +110,6 @@ def row_of(seen):
     holder, key = seen.holder, quote(seen.key)
     return {
         "seen": seen,
-        "what": what_of(seen),
         "holder": holder,
         "state": state_of(seen),
         "since": holder and holder.since and datetime.fromtimestamp(holder.since, timezone.utc),
@@ -119,11 +118,6 @@ def row_of(seen):
         "url": reverse("admin:locks_lock_change", args=[key]),
         "release_url": holder and reverse("admin:locks_lock_release", args=[key, id_of(holder)]),
     }
-
-
-def what_of(seen):
-    """The task, and what the key was made of, if that is known: settle(account_id=7)."""
-    return f"{seen.task}({seen.about})" if seen.about else seen.task
 
 
 def state_of(seen):
