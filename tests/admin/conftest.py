@@ -16,7 +16,7 @@ def shop(server, tmp_path_factory, module_worker) -> Iterator[Shop]:
     with redis.Redis.from_url(server.url(DB), decode_responses=True) as client:
         client.flushdb()
         shop = Shop(server.url(DB), tmp_path_factory.mktemp("shop"))
-        module_worker("shop", queues=shop.queue, concurrency=6, environment=shop.environment)
+        module_worker("shop", queues=shop.queue, concurrency=3, environment=shop.environment)
         yield shop
         endless = [key for key in client.scan_iter("shop:*") if client.pttl(key) == -1]
         assert not endless, f"keys without a TTL: {endless}"
@@ -26,8 +26,15 @@ def shop(server, tmp_path_factory, module_worker) -> Iterator[Shop]:
 def web(shop) -> Iterator[WebServer]:
     server = WebServer(shop)
     yield server
-    server.process.kill()
-    server.process.wait()
+    server.kill()
+
+
+@pytest.fixture
+def lost_web(shop) -> Iterator[WebServer]:
+    """A web server that reaches no Redis."""
+    server = WebServer(shop, REDIS_URL="redis://127.0.0.1:1/0")
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")

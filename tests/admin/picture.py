@@ -29,7 +29,7 @@ def draw(picture: str, directory: str = "") -> None:
         options = {"concurrency": 6, "environment": shop.environment, "arguments": ("-n", "w1@shop")}
         stack.callback(Worker(home, "shop", queues=shop.queue, **options).kill)
         web = WebServer(shop)
-        stack.callback(web.process.kill)
+        stack.callback(web.kill)
         play(shop)
         stack.callback(shop.end_all)
         browser = Browser(web, home / "profile")

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,9 @@ from tests.harness import DEADLINE_S, GATE_S, wait_until
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "examples/django_app"
 PASSWORD = "correct horse"
-USERS = f"""
+MIGRATED = f"""
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
 from django.contrib.auth.models import Permission, User
 for name, permissions in {{"ada": ["view_lock", "release_lock"], "bob": ["view_lock"], "cleo": []}}.items():
     user = User.objects.create_user(name, password={PASSWORD!r}, is_staff=True)
@@ -65,8 +68,7 @@ class Shop:
         self.app = Celery("shop", broker=self.url, backend=self.url, set_as_current=False)
         self.app.conf.update(setnx_prefix="shop", task_default_queue=self.queue)
         self.redis = redis.Redis.from_url(self.url)
-        self.run("migrate", "--verbosity", "0")
-        self.run("shell", "--command", USERS)
+        self.run("shell", "--verbosity", "0", "--command", MIGRATED)
 
     def run(self, *command: str) -> None:
         """Run one of Django's commands."""
@@ -121,13 +123,13 @@ class Shop:
 class WebServer:
     """The shop's web server, as a process."""
 
-    def __init__(self, shop: Shop) -> None:
-        self.log = shop.directory / "server.log"
+    def __init__(self, shop: Shop, **environment: str) -> None:
+        self.log = shop.directory / f"server-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.admin.serve"],
                 cwd=ROOT,
-                env={**os.environ, **shop.environment},
+                env={**os.environ, **shop.environment, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -141,7 +143,13 @@ class WebServer:
         self.url = f"http://127.0.0.1:{wait_until(port, 'the web server listens')}"
 
     def log_text(self) -> str:
+        """All it has said so far."""
         return self.log.read_text()
+
+    def kill(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
 
 
 class Browser:
@@ -170,9 +178,9 @@ class Browser:
         self.size(width, height, scale)
         self.driver.save_screenshot(str(picture))
 
-    def go(self, path: str) -> None:
-        """Open a page."""
-        self.driver.get(self.url + path)
+    def go(self, path: str, server: WebServer | None = None) -> None:
+        """Open a page; of another server, if one is given, with the same session."""
+        self.driver.get((server.url if server else self.url) + path)
 
     def log_in(self, user: str) -> None:
         """As this user, with whatever session there was before forgotten."""

@@ -1,6 +1,10 @@
 """The page "Locks" in Django's admin: what staff see, who may release, and what a release does."""
 
+import pytest
+
 from celery_setnx import SetnxLock
+
+pytestmark = pytest.mark.timeout(600)  # a browser, a worker and a web server start before the first
 
 LOCKS = "/admin/locks/lock/"
 SETTLE = "orders.tasks.settle(name='ann')"
@@ -102,3 +106,11 @@ def test_what_a_key_and_a_holder_say_is_shown_as_text(browser, shop):
     browser.click("//input[@value='Yes, release it']")
     assert browser.text("//*[@class='success']") == f"Released {key}."
     assert held.release() == "lost"
+
+
+def test_page_says_that_redis_does_not_answer(browser, lost_web):
+    """It does not say that there are no locks."""
+    browser.log_in("bob")
+    browser.go(LOCKS, lost_web)
+    assert "Redis does not serve the lock shop:{*} now: " in browser.text("//*[@class='error']")
+    assert "Nobody has a lock" not in browser.text()
