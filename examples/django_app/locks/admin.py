@@ -24,6 +24,8 @@ MOST = 500
 
 @admin.register(Lock)
 class LockAdmin(admin.ModelAdmin):
+    """All locks; one, with its line; and its release by hand."""
+
     def get_urls(self):
         return [
             path("", self.for_staff(self.list_locks), name="locks_lock_changelist"),
