@@ -15,7 +15,7 @@ PIP = $(BIN)/python -m pip
 # Hundreds of processes import what is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem bench clean
+.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem bench release-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -31,6 +31,7 @@ help:
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
 	@echo "make ecosystem  real workers beside other libraries (Sentry, Flower, ...), in an environment of their own"
 	@echo "make bench      every figure of docs/performance.md beside the peers (half an hour); ARGS=--quick"
+	@echo "make release-check  all that a release needs but the upload; wheel and sdist of the newest commit in dist/"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
@@ -54,10 +55,13 @@ chaos: $(VENV)/.dev
 # Other libraries' versions, plugins and patches stay out of $(VENV).
 ecosystem:
 	$(MAKE) VENV=$(VENV)-ecosystem $(VENV)-ecosystem/.ecosystem
-	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) tests/ecosystem $(ARGS)
+	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) --dist loadfile tests/ecosystem $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+release-check: $(VENV)/.dev
+	$(BIN)/python -m tests.release $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet -b html docs docs/_build

@@ -424,7 +424,7 @@ class Demo:
             (taken,) = wait(lambda: history.of("taken_over", task_id=second.id), "beta takes the lock over")
             app.open_gate("settle")
             wait(second.ready, "the task is done on beta")
-            told = f"settle[{first}] on {start['worker']} (pid {start['pid']})"
+            told = f"[{first}] on {start['worker']} (pid {start['pid']})"
             scene.warning = wait(
                 lambda: self.beta.log_line("took over", told), "beta's log names the dead holder"
             )

@@ -302,7 +302,7 @@ def test_error_names_the_longest_holder_and_the_first_end(shared):
     assert caught.value.holder["task_id"] == longest.id
     assert 0 < caught.value.remaining_s <= 60
     assert shared.tasks.raises.lock_key(shared.key) in str(caught.value)
-    assert f"limit.raises[{longest.id}]" in str(caught.value)
+    assert f"limit.raises(name={shared.key!r})[{longest.id}]" in str(caught.value)
 
 
 def test_conflict_names_the_longest_holder_and_the_first_end(shared):

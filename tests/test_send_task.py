@@ -265,7 +265,7 @@ def test_call_whose_options_its_task_does_not_take_runs_without_them(producer, l
     result = send(producer, "skipping", STARTED, name="n")
     assert result.get(timeout=60) == "n"
     assert not [*locks.scan_iter("*:queued")]
-    far_worker.wait_for_log(f"{APP}.skipping[{result.id}] runs without options of its own: ")
+    far_worker.wait_for_log(f"[{result.id}] runs without options of its own: ")
     assert far_worker.log_text().count("runs without options of its own") == 1
 
 

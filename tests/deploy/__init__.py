@@ -1,0 +1,1 @@
+"""The snippets of examples/deploy and docker-compose.yml, read by their own tools."""

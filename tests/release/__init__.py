@@ -1,0 +1,1 @@
+"""All that must hold before a release is uploaded: `make release-check`."""
