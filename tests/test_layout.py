@@ -20,7 +20,7 @@ ORDER = [
     {"call"},
     {"run"},
     {"request", "task", "beat"},
-    {"doctor"},
+    {"doctor", "byhand"},
     {"cli", "metrics", "testing"},
     {"pytest_plugin"},
     {"__init__"},

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from celery import Celery
 
+from celery_setnx.byhand import tell
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.cli.asked import also_under, find, find_done, look_at, prefix, unknown
 from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, until
@@ -19,7 +20,6 @@ from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.marks import Mark, forget_each, free_all
 from celery_setnx.lock.survey import Sighting, Success, drop, forget_starts, success_of
-from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
 
@@ -82,19 +82,9 @@ def release_lock(
 def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:
     """Leave a trace of what was dropped, and let the line go on."""
     key = sighting.key
+    _set_up_logging(app)
     for one in dropped:
-        holder = one.holder
-        text = "%s was released by hand, by %s. It was held by %s."
-        _note(app, text, one.name, _user(), holder)
-        lock_released.send(
-            sender=app.tasks.get(one.task) or app,
-            task_id=holder and holder.task_id,
-            key=key,
-            about=one.about,
-            fence=holder and holder.fence,
-            outcome="by_hand",
-            held_s=None,
-        )
+        tell(app, one, _user())
     if _let_the_line_go_on(app, dropped[0].task, key):
         say("Others wait in line; the first has its turn.")
 
@@ -206,9 +196,14 @@ def _say_who_shares(app: Celery, task: str) -> None:
 
 def _note(app: Celery, text: str, *details: Any) -> None:
     """Leave a log line where the app logs to."""
+    _set_up_logging(app)
+    logger.warning(text, *details)
+
+
+def _set_up_logging(app: Celery) -> None:
+    """Have log lines go where the app's go."""
     if not logger.hasHandlers():
         app.log.setup_logging_subsystem(loglevel=logging.WARNING)
-    logger.warning(text, *details)
 
 
 def _user() -> str:

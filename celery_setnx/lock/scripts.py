@@ -118,7 +118,7 @@ class Script:
     def _translated(self, name: str, error: Exception) -> LockUnavailable | LockRefused:
         refused = _UNNAMED.search(str(error))
         if refused is None:
-            return _translated(name, error)
+            return translated(name, error)
         if refused[1]:
             commands = _CALLED.findall(self.text.splitlines()[int(refused[1]) - 1])
         else:  # an error that the script has caught, and handed back
@@ -166,7 +166,7 @@ def reply_to(client: Any, command: str, name: str, *arguments: str) -> Any:
     try:
         return ask(client, (command, name, *arguments))
     except REDIS_ERRORS as error:
-        raise _translated(name, error) from error
+        raise translated(name, error) from error
 
 
 def is_cluster(client: Any) -> bool:
@@ -186,7 +186,8 @@ def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
     return list(nodes.values())
 
 
-def _translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
+def translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
+    """A server's error about a key as an error of ours."""
     text = f"{type(error).__name__}: {error}"
     if "Cluster mode is not enabled" in text:
         return LockRefused(name, f"{text}, or the user may not do CLUSTER SLOTS")

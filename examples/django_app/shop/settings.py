@@ -20,6 +20,7 @@ DATABASES = {
     }
 }
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+TIME_ZONE = "UTC"
 USE_TZ = True
 
 SECRET_KEY = "an example keeps no secrets"
@@ -32,6 +33,8 @@ INSTALLED_APPS = [
     "django.contrib.contenttypes",
     "django.contrib.messages",
     "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "locks",
     "orders",
 ]
 MIDDLEWARE = [

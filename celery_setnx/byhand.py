@@ -1,0 +1,139 @@
+"""What an operator does with the locks of an app, from Python: list them, look at one, release it.
+
+It is what `celery setnx list`, `show` and `release` do, for a page or a program.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from celery import Celery
+
+from celery_setnx.call.wake import let_the_line_go_on
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import SetnxError
+from celery_setnx.lock import survey
+from celery_setnx.lock.record import Waiter
+from celery_setnx.lock.scripts import REDIS_ERRORS, translated
+from celery_setnx.lock.survey import Sighting
+from celery_setnx.options import settings
+from celery_setnx.signals import lock_released
+
+__all__ = ["Sighting", "locks", "look", "release", "waiters"]
+
+logger = logging.getLogger("celery_setnx")
+
+
+def locks(app: Celery) -> Iterator[Sighting]:
+    """Every lock of the app that somebody has or waits for, or whose pace allows no start; by key.
+
+    Reads all keys of the app's prefix by SCAN, many locks in a round trip.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    prefix = settings(app.conf).prefix
+    with _told_as_ours(f"{prefix}:{{*}}"):
+        for seen in survey.survey(client_for(app), prefix):
+            if seen.holder is not None or seen.waiting or seen.is_paced:
+                yield seen
+
+
+def look(app: Celery, key: str) -> Sighting:
+    """What there is of one lock now; a free one has no holder.
+
+    Args:
+        app: The app whose task's lock it is.
+        key: The lock's Redis key, as `task.lock_key()` and `Sighting.key` have it.
+
+    Raises:
+        ValueError: No task of the app has a lock of that name. Nothing is read.
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    if not (key.startswith(f"{settings(app.conf).prefix}:{{") and key.endswith("}")):
+        raise ValueError(f"{key!r} is no name of a lock of this app's tasks")
+    with _told_as_ours(key):
+        return survey.look(client_for(app), key)
+
+
+def waiters(app: Celery, seen: Sighting) -> list[Waiter]:
+    """Who waits in line for a lock now, the first hundred.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    with _told_as_ours(seen.key):
+        return survey.waiters(client_for(app), seen.key, seen.server_time)
+
+
+def release(app: Celery, seen: Sighting, *, by: str) -> bool:
+    """Release a lock by hand if its holder is still the one that was seen; the first in line has its turn.
+
+    A body that runs under it runs on, and loses its lock (`lock_lost`): another may run beside it. Leaves a
+    WARNING in the log, and sends `lock_released` with the outcome `by_hand`.
+
+    Args:
+        app: The app whose task's lock it is.
+        seen: What was seen of it. Of several permits, one of those of `seen.of_each()`.
+        by: Who does it, for the log.
+
+    Returns:
+        True if it is released; False if it is free, or another's, by now.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+    """
+    with _told_as_ours(seen.key):
+        client, now = client_for(app), seen
+        while not survey.drop(client, now):  # its holder may have renewed it
+            again = [one for one in survey.look(client, seen.key).of_each() if _is_same(one, seen)]
+            if not again or again[0].raw == now.raw:
+                return False
+            now = again[0]
+    tell(app, now, by)
+    try:
+        if survey.look(client, seen.key).waiting:  # else a call that comes just now would meet us
+            let_the_line_go_on(app, seen.task, seen.key)
+    except (SetnxError, *REDIS_ERRORS) as error:
+        logger.warning(
+            "The line of %s is left to the workers, as it could not be served: %s", seen.key, error
+        )
+    return True
+
+
+def _is_same(one: Sighting, seen: Sighting) -> bool:
+    """Whether a permit has the holder that was seen. A foreign one is known by nothing but its value."""
+    a, b = one.holder, seen.holder
+    if a is None or b is None or not b.token:
+        return False
+    return (a.token, a.state, a.permit) == (b.token, b.state, b.permit)
+
+
+def tell(app: Celery, released: Sighting, by: str) -> None:
+    """Leave a trace of what was released by hand: a log line, and the signal."""
+    holder = released.holder
+    logger.warning("%s was released by hand, by %s. It was held by %s.", released.name, by, holder)
+    lock_released.send(
+        sender=app.tasks.get(released.task) or app,
+        task_id=holder and holder.task_id,
+        key=released.key,
+        about=released.about,
+        fence=holder and holder.fence,
+        outcome="by_hand",
+        held_s=None,
+    )
+
+
+@contextmanager
+def _told_as_ours(key: str) -> Iterator[None]:
+    """A server's errors as errors of ours."""
+    try:
+        yield
+    except REDIS_ERRORS as error:
+        raise translated(key, error) from error
