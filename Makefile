@@ -77,9 +77,10 @@ clean:
 	rm -rf $(VENV) $(VENV)-ecosystem build dist docs/_build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find celery_setnx examples tests -name __pycache__ -prune -exec rm -rf {} +
 
-# A stamp per extra: installed again only when pyproject.toml has changed.
+# A stamp per extra: installed again only when pyproject.toml has changed. uv would take the environment that it
+# runs in, whatever $(VENV) is; pip does not read UV_PYTHON.
 $(VENV)/.%: pyproject.toml | $(BIN)/pip
-	$(PIP) install --quiet --editable '.[$*]'
+	UV_PYTHON=$(abspath $(BIN)/python) $(PIP) install --quiet --editable '.[$*]'
 	@touch $@
 
 # pip comes last, so a virtual environment that was left half made is made again.
