@@ -1,11 +1,11 @@
 """docs/ecosystem.md says the versions that are tested, and nothing that is not."""
 
 import re
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 # | what | version | what to know | tested by |

@@ -1,4 +1,4 @@
-"""The app of the workers whose broker or result backend is no Redis; their locks are in Redis all the same."""
+"""The app of workers whose broker or result backend is no Redis; their locks are in Redis all the same."""
 
 from types import SimpleNamespace
 from typing import Any
