@@ -30,5 +30,5 @@ def work(name: str, gate: str = "") -> str:
 
 
 slow = job("slow")
-patient = job("patient", on_conflict="wait")
+patient = job("patient", on_conflict="wait", retry_delay=0.1)
 strict = job("strict", on_conflict="raise")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,9 +13,11 @@ import pytest
 from celery_setnx import is_skipped
 from tests import forks
 from tests.beat.beats import Beat
-from tests.harness import is_parked, wait_until
+from tests.harness import Worker, is_parked, wait_until
+from tests.stage import SOON
 
 APP = "tests.ecosystem.scheduledapp"
+COURIERS_RUN = re.compile(r"Task celery_setnx\.courier\S* succeeded")
 
 
 def make_tables() -> None:
@@ -54,17 +57,24 @@ def project(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def tasks(server, project, module_worker) -> Any:
-    """The tasks; the results of their worker are in the tables."""
+def worker(server, project, module_worker) -> Worker:
+    """A worker whose results are in the tables."""
     from tests.ecosystem import scheduledapp
 
-    module_worker(
+    return module_worker(
         APP,
         environment=project,
         concurrency=3,
         conf={"result_backend": "django-db"},
         queues=f"celery,{scheduledapp.QUEUE}",
     )
+
+
+@pytest.fixture
+def tasks(worker) -> Any:
+    """The tasks that the worker runs."""
+    from tests.ecosystem import scheduledapp
+
     return scheduledapp
 
 
@@ -120,12 +130,13 @@ def test_result_of_a_skipped_call_is_stored_with_the_name_of_its_task(tasks, jou
 
 
 def test_call_that_waits_has_its_own_result_and_its_courier_has_none(
-    tasks, journal, rows, stored, gates, locks, gate
+    tasks, worker, journal, rows, stored, gates, locks, gate
 ):
     """Nothing but the task's own calls is in the table."""
     first = journal.reached("start", tasks.patient.delay(gate, gate))
-    waiting = tasks.patient.delay(gate, "free")
+    waiting = tasks.patient.apply_async([gate, "free"], singleton=SOON)
     wait_until(lambda: is_parked(locks, tasks.patient.lock_key(gate), waiting.id), "the second call waits")
+    wait_until(lambda: COURIERS_RUN.search(worker.log_text()), "its courier has come, and looked")
     gates(gate)
     assert json.loads(stored(waiting)["result"]) == "free"
     assert {row["task_name"] for row in rows()} <= {"scheduled.slow", "scheduled.patient", "scheduled.strict"}
