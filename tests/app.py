@@ -6,6 +6,7 @@ settings in JSON that go over those of the app (`Worker(conf=...)` sets it).
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import celery
@@ -39,12 +40,15 @@ courier.Order.pace = _pace
 wake._LOOK_S = 2.0  # instead of half a minute
 
 
-def make_app(name: str, broker_db: int = BROKER_DB, **conf: Any) -> Celery:
+def make_app(
+    name: str, broker_db: int = BROKER_DB, *, of: Callable[..., Celery] = Celery, **conf: Any
+) -> Celery:
     """An app on the server of the tests, with the settings of this process's environment.
 
-    It is not the current app: one that has shared tasks calls `set_current`.
+    It is not the current app: one that has shared tasks calls `set_current`. A library's own class of apps
+    is given by `of`.
     """
-    app = Celery(name, set_as_current=False)
+    app = of(name, set_as_current=False)
     app.conf.update(
         broker_url=f"{URL}/{broker_db}",
         result_backend=f"{URL}/{broker_db}",

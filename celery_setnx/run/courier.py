@@ -110,9 +110,9 @@ def add_courier(app: Celery) -> None:
     """
     app.steps["worker"].add("celery_setnx.run.sweep:Sweep")  # by name: who only sends does not import it
     if COURIER not in app._tasks:
-        courier = type("Courier", (Courier,), {"__module__": __name__})()
-        app._tasks[COURIER] = courier
-        courier.bind(app)
+        courier = type("Courier", (Courier,), {"__module__": __name__})
+        app._tasks.register(courier)  # a registry of an app's own may want it to be of its own kind
+        app._tasks[COURIER].bind(app)
 
 
 def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:

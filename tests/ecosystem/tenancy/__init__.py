@@ -1,0 +1,1 @@
+"""A Django project whose tenants have a schema each: django-tenants, and tenant-schemas-celery."""
