@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from docutils import nodes
+from sphinx.application import Sphinx
+
 from celery_setnx import __version__
 
 project = "celery_setnx"
@@ -14,7 +17,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"celery_setnx {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 # What a reader copies are commands and code, without prompts and output.
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
@@ -41,3 +45,17 @@ nitpick_ignore = [
     ("py:exc", "celery_setnx.run.park.Parked"),
     ("py:exc", "celery_setnx.run.park.ItsTurn"),
 ]
+
+# How wide a cell must be on a phone, by the length of its text; site.css has the widths.
+CELLS = {160: "paragraph", 60: "sentence", 22: "words"}
+
+
+def classify_cells(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Tell the style sheet which cells of tables are long."""
+    for cell in page.findall(nodes.entry):
+        length = len(cell.astext())
+        cell["classes"] += [name for least, name in CELLS.items() if length >= least][:1]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("doctree-resolved", classify_cells)
