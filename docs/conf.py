@@ -58,4 +58,5 @@ def classify_cells(_app: Sphinx, page: nodes.document, _name: str) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    """What this site adds to Sphinx."""
     app.connect("doctree-resolved", classify_cells)
