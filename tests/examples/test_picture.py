@@ -76,7 +76,7 @@ def test_labels_of_a_picture_cross_nothing(name):
 
 
 def test_first_picture_can_be_read_on_a_phone():
-    """In a column of 360 pixels no letter is smaller than 11; and who sees no picture is told what it shows."""
+    """In a column of 360 pixels its letters have 11 or more; and words say what it shows."""
     picture = ElementTree.fromstring(SVGS[FIRST])
     sizes = [float(part.attrib["font-size"]) for part in picture.iter() if "font-size" in part.attrib]
     assert sizes
