@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from docutils import nodes
 from sphinx.application import Sphinx
 
@@ -47,16 +49,22 @@ nitpick_ignore = [
 ]
 
 # How wide a cell must be on a phone, by the length of its text; site.css has the widths.
-CELLS = {160: "paragraph", 60: "sentence", 22: "words"}
+CELLS = {160: "paragraph", 60: "sentence", 22: "words", 11: "", 1: "short"}
 
 
-def classify_cells(_app: Sphinx, page: nodes.document, _name: str) -> None:
-    """Tell the style sheet which cells of tables are long."""
+def classify(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Tell the style sheet what is long and what is short, which it cannot see."""
     for cell in page.findall(nodes.entry):
         length = len(cell.astext())
         cell["classes"] += [name for least, name in CELLS.items() if length >= least][:1]
+    for code in page.findall(nodes.literal):
+        if "-" in code.astext() and len(code.astext()) <= 24:
+            code["classes"].append("short")  # not to be broken at a dash of an option
+    for block in page.findall(nodes.literal_block):
+        if re.match(r"\[\d{4}-", block.astext()):
+            block["classes"].append("log")  # lines of a worker's log: prose, in one long line
 
 
 def setup(app: Sphinx) -> None:
     """What this site adds to Sphinx."""
-    app.connect("doctree-resolved", classify_cells)
+    app.connect("doctree-resolved", classify)
