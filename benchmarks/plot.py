@@ -71,14 +71,15 @@ def overview(results: Results) -> Figure | None:
     rows = [row for result in results.values() for row in _promised(result)]
     if not rows:
         return None
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.68 * len(rows) + 0.8))
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.76 * len(rows) + 0.8))
     everything = [x for ratios, limit, *_rest in rows for x in (*ratios, limit)]
     left, right = min(0.04, min(everything)) * 0.8, max(everything) * 1.25
     for place, (ratios, limit, at_least, label) in enumerate(reversed(rows)):
         allowed = (limit, right) if at_least else (left, limit)
         axes.barh(place, allowed[1] - allowed[0], left=allowed[0], height=0.3, color=ALLOWED, lw=0)
         axes.plot([limit, limit], [place - 0.15, place + 0.15], color=TEXT, lw=1)
-        axes.text(left, place + 0.2, label, va="bottom", linespacing=1.1)
+        said = [part for line in label.splitlines() for part in textwrap.wrap(line, 60)]
+        axes.text(left, place + 0.2, "\n".join(said), va="bottom", linespacing=1.0)
         reached = statistics.median(ratios)
         kept = reached >= limit if at_least else reached <= limit
         colour = OURS if kept else BROKEN
