@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,17 @@ Row = tuple[list[float], float, bool, str]
 
 OURS, OTHER, BROKEN, ALLOWED, TEXT = "#1f5fa8", "#c8813a", "#b3261e", "#dcebdd", "#444444"
 MARKERS = "osD^v"
-DPI = 120
+WIDTH = 5.2
+"""Inches: as wide as a phone's column is if the letters have ten points, so they can be read there."""
 _STYLE = {
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "legend.frameon": False,
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "celery_setnx",  # the same results, the same bytes
 }
 
 
@@ -56,8 +60,8 @@ def draw(results: Results, directory: Path) -> Iterator[Path]:
             figure = picture(results)
             if figure is None:
                 continue
-            path = directory / f"{name}.png"
-            figure.savefig(path, dpi=DPI, bbox_inches="tight", metadata={"Software": None})
+            path = directory / f"{name}.svg"
+            figure.savefig(path, bbox_inches="tight", metadata={"Creator": None, "Date": None})
             plt.close(figure)
         yield path
 
@@ -67,25 +71,27 @@ def overview(results: Results) -> Figure | None:
     rows = [row for result in results.values() for row in _promised(result)]
     if not rows:
         return None
-    figure, axes = plt.subplots(figsize=(11, 0.4 * len(rows) + 0.8))
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.76 * len(rows) + 0.8))
     everything = [x for ratios, limit, *_rest in rows for x in (*ratios, limit)]
     left, right = min(0.04, min(everything)) * 0.8, max(everything) * 1.25
-    for place, (ratios, limit, at_least, _label) in enumerate(reversed(rows)):
+    for place, (ratios, limit, at_least, label) in enumerate(reversed(rows)):
         allowed = (limit, right) if at_least else (left, limit)
-        axes.barh(place, allowed[1] - allowed[0], left=allowed[0], height=0.62, color=ALLOWED, lw=0)
-        axes.plot([limit, limit], [place - 0.31, place + 0.31], color=TEXT, lw=1)
+        axes.barh(place, allowed[1] - allowed[0], left=allowed[0], height=0.3, color=ALLOWED, lw=0)
+        axes.plot([limit, limit], [place - 0.15, place + 0.15], color=TEXT, lw=1)
+        said = [part for line in label.splitlines() for part in textwrap.wrap(line, 60)]
+        axes.text(left, place + 0.2, "\n".join(said), va="bottom", linespacing=1.0)
         reached = statistics.median(ratios)
         kept = reached >= limit if at_least else reached <= limit
         colour = OURS if kept else BROKEN
         axes.plot([min(ratios), max(ratios)], [place, place], color=colour, lw=2, solid_capstyle="butt")
         axes.plot(reached, place, "o", color=colour, ms=6)
         axes.text(right * 1.06, place, f"{reached:.2g}x", va="center", color=colour)
-    axes.set_yticks(range(len(rows)), [label for *_rest, label in reversed(rows)], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.axvline(1, color=TEXT, lw=0.8, ls=":")
+    _without_names(axes)
+    for place in range(len(rows)):
+        axes.plot([1, 1], [place - 0.15, place + 0.15], color=TEXT, lw=0.8, ls=":")
     _log_axis(axes, left, right)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel("ratio (dot: median; line: lowest to highest; green: what is promised)")
+    axes.set_ylim(-0.4, len(rows) - 0.1)
+    axes.set_xlabel("ratio (dot: median; line: lowest to highest;\ngreen: what is promised)")
     figure.tight_layout()
     return _with_machine(figure, results)
 
@@ -95,9 +101,7 @@ def contention(results: Results) -> Figure | None:
     curves = [figure for figure in _figures(results, "contention") if figure["kind"] == "curve"]
     if not curves:
         return None
-    columns = 2
-    lines = -(-len(curves) // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(9, 2.9 * lines), squeeze=False)
+    figure, grid = plt.subplots(len(curves), 1, figsize=(WIDTH, 2.9 * len(curves)), squeeze=False)
     for axes, curve in zip(grid.flat, curves):
         for number, (name, points) in enumerate(curve["curves"].items()):
             xs, ys = zip(*points)
@@ -116,8 +120,6 @@ def contention(results: Results) -> Figure | None:
             axes.set_ylim(0, 1.12 * highest)
         if len(curve["curves"]) > 1:
             axes.legend()
-    for unused in list(grid.flat)[len(curves) :]:
-        unused.set_visible(False)
     figure.tight_layout()
     return _with_machine(figure, {"contention": results["contention"]})
 
@@ -131,31 +133,24 @@ def recovery(results: Results) -> Figure | None:
     figure, grid = plt.subplots(
         len(tables),
         1,
-        figsize=(9, 0.36 * sum(heights) + 0.8),
+        figsize=(WIDTH, 0.56 * sum(heights) + 0.8),
         sharex=True,
         squeeze=False,
         height_ratios=heights,
     )
     for axes, table in zip(grid[:, 0], tables):
         ways = list(table["samples"].items())
-        for place, (_name, figures) in enumerate(reversed(ways)):
+        for place, (name, figures) in enumerate(reversed(ways)):
             median = statistics.median(figures)
+            said = f"{name}: {median:.2g}, at most {max(figures):.2g}"
+            axes.text(0, place + 0.2, said, va="bottom", color=TEXT)
             axes.plot(figures, [place] * len(figures), "|", color=OTHER, ms=9, mew=1.2)
             axes.plot(median, place, "o", color=OURS, ms=6)
-            axes.annotate(
-                f"{median:.2g}, at most {max(figures):.2g}",
-                (max(figures), place),
-                (8, 0),
-                textcoords="offset points",
-                va="center",
-                color=TEXT,
-            )
-        axes.set_yticks(range(len(ways)), [name for name, _figures in reversed(ways)])
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(-0.6, len(ways) - 0.4)
-        axes.set_title(table["title"])
+        _without_names(axes)
+        axes.set_ylim(-0.4, len(ways) - 0.2)
+        axes.set_title(table["title"], fontweight="bold")
     longest = max(max(figures) for table in tables for figures in table["samples"].values())
-    grid[-1, 0].set_xlim(0, 1.25 * longest)
+    grid[-1, 0].set_xlim(0, 1.05 * longest)
     grid[-1, 0].set_xlabel("seconds (dot: median; ticks: every kill)")
     figure.tight_layout()
     return _with_machine(figure, {"recovery": results["recovery"]})
@@ -186,9 +181,15 @@ def _figures(results: Results, name: str) -> list[Any]:
 def _log_axis(axes: Axes, left: float, right: float) -> None:
     axes.set_xscale("log")
     axes.set_xlim(left, right)
-    ticks = [x for x in (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if left <= x <= right]
+    ticks = [x for x in (0.001, 0.01, 0.1, 1, 10, 100) if left <= x <= right]
     axes.set_xticks(ticks, [f"{x:g}x" for x in ticks])
     axes.minorticks_off()
+
+
+def _without_names(axes: Axes) -> None:
+    """Rows have theirs above them: beside them, they would leave a phone no room."""
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
 
 
 def _with_machine(figure: Figure, results: Results) -> Figure:
@@ -197,7 +198,8 @@ def _with_machine(figure: Figure, results: Results) -> Figure:
     lines = [*last["machine"], f"{last['rounds']} rounds, {last['date'][:10]}"]
     if any(result["quick"] for result in results.values()):
         lines.append("quick: few and small samples")
-    figure.text(0.01, -0.01, "\n".join(lines), va="top", fontsize=7, color=TEXT)
+    lines = [line for said in lines for line in textwrap.wrap(said, 60)]
+    figure.text(0.01, -0.01, "\n".join(lines), va="top", color=TEXT)
     return figure
 
 

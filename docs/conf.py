@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
 from celery_setnx import __version__
 
 project = "celery_setnx"
@@ -14,7 +19,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"celery_setnx {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 # What a reader copies are commands and code, without prompts and output.
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
@@ -41,3 +47,24 @@ nitpick_ignore = [
     ("py:exc", "celery_setnx.run.park.Parked"),
     ("py:exc", "celery_setnx.run.park.ItsTurn"),
 ]
+
+# How wide a cell must be on a phone, by the length of its text; site.css has the widths.
+CELLS = {160: "paragraph", 60: "sentence", 22: "words", 11: "", 1: "short"}
+
+
+def classify(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Tell the style sheet what is long and what is short, which it cannot see."""
+    for cell in page.findall(nodes.entry):
+        length = len(cell.astext())
+        cell["classes"] += [name for least, name in CELLS.items() if length >= least][:1]
+    for code in page.findall(nodes.literal):
+        if "-" in code.astext() and len(code.astext()) <= 24:
+            code["classes"].append("short")  # not to be broken at a dash of an option
+    for block in page.findall(nodes.literal_block):
+        if re.match(r"\[\d{4}-", block.astext()):
+            block["classes"].append("log")  # lines of a worker's log: prose, in one long line
+
+
+def setup(app: Sphinx) -> None:
+    """What this site adds to Sphinx."""
+    app.connect("doctree-resolved", classify)

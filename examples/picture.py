@@ -24,7 +24,7 @@ from rich.console import Console
 from examples.demo import Demo, TakeOver, stage
 from examples.embedded import EmbeddedServer
 
-WIDTH, LEFT, RIGHT, FONT = 600, 20, 20, 15
+WIDTH, LEFT, RIGHT, FONT = 600, 20, 20, 17
 DEAD_ROW, LOCK_ROW, HEIR_ROW, AXIS = 20, 96, 172, 252
 """Where each row's name stands; its bar is below that. Narrow, so that it can be read on a phone."""
 RUNS, RENEWED, LEASE, TRIED, DEAD, INK = "#1a7f37", "#e3b341", "#f6e3a8", "#6e7781", "#d1242f", "#24292f"

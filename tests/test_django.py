@@ -183,12 +183,12 @@ def project(tmp_path, server) -> dict[str, str]:
 def test_committed_call_runs_under_the_lock_of_its_key(work, project, start_worker, journal, locks):
     """A real worker of the Django project runs what was committed, and gives its mark up."""
     start_worker("shop", queues=NOWHERE, concurrency=1, environment=project)
+    key = work.lock_key("a")
     with atomic():
         work.delay_on_commit("a")
-        assert not journal.entries()
-    (released,) = journal.wait_for("released")
+        assert not journal.entries(key=key)
+    (released,) = journal.wait_for("released", key=key)
     assert journal.words(released["task_id"])[:4] == ["acquired", "start", "end", "released"]
-    assert released["key"] == work.lock_key("a")
     assert not [*locks.scan_iter("*:queued")]
 
 

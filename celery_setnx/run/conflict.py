@@ -68,7 +68,7 @@ class Conflict:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a body of the call may have run before: it is its own retry, or was delivered again."""
+        """Whether a body of the call may have run before, as its own retry or as a second delivery."""
         return bool(self.call.redelivered or self.task.request.retries)
 
     @property

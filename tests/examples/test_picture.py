@@ -3,13 +3,16 @@
 import re
 from itertools import combinations, pairwise
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
 from examples.picture import LEASE, NEXT, PICTURES, RUNS
 from tests.docs.pages import text_of
 
-SVGS = {name: text_of(f"docs/{name}.svg") for name in PICTURES}
+FIRST = "in-five-seconds"
+"""The picture that the README begins with: drawn by hand, once."""
+SVGS = {name: text_of(f"docs/{name}.svg") for name in (FIRST, *PICTURES)}
 CHARACTER_EM = 0.61
 """The width of a character of any of its fonts, which are monospaced; DejaVu Sans Mono has 0.602."""
 
@@ -70,6 +73,25 @@ def test_labels_of_a_picture_cross_nothing(name):
     assert [word.what for word in words(svg) for line in lines(svg) if word.crosses(line)] == []
     assert [word.what for word in words(svg) if not (word.left > 0 and word.right < width)] == []
     assert [word.what for word in words(svg) if not (word.top > 0 and word.bottom < height)] == []
+
+
+def test_first_picture_can_be_read_on_a_phone():
+    """In a column of 360 pixels its letters have 11 or more; and words say what it shows."""
+    picture = ElementTree.fromstring(SVGS[FIRST])
+    sizes = [float(part.attrib["font-size"]) for part in picture.iter() if "font-size" in part.attrib]
+    assert sizes
+    assert min(sizes) * 360 / float(picture.attrib["viewBox"].split()[2]) >= 11
+    said = {part.tag.rpartition("}")[2]: part.text for part in picture}
+    assert said["title"]
+    assert said["desc"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_picture_stands_at_the_top(page):
+    """Within the first fifteen lines of the page, with its words beside it."""
+    top = "\n".join(text_of(page).splitlines()[:15])
+    (alt,) = re.findall(rf"!\[(.*?)\]\((?:docs/)?{FIRST}\.svg\)", top)
+    assert all(word in alt for word in ("settle(7)", "charged twice", "waits", "skipped", "killed", "takes"))
 
 
 def test_picture_of_the_take_over_says_why_it_takes_that_long():
