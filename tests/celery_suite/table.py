@@ -27,6 +27,14 @@ CHORD = "test_canvas.py::test_chord"
 WHOLE = (
     ("test_canvas.py::test_chain", "test_canvas.py::test_group"),
     (CHORD,),
+    _tests(
+        CHORD,
+        """
+        disabling_flag_allow_error_cb_on_chord_header enabling_flag_allow_error_cb_on_chord_header
+        flag_allow_error_cb_on_chord_header_on_upgraded_chord nested_chord_header_link_error
+        error_propagates_from_chord error_propagates_from_chord2 large_header
+        """,
+    ),
     (
         "test_backend_leak_in_fixture_teardown.py",
         "test_beat.py",
@@ -35,7 +43,7 @@ WHOLE = (
         "test_mem_leak_in_exception_handling.py",
     ),
 )
-"""What each process of a side runs; one more runs all the rest."""
+"""What each process of a side runs, but for what is named apart; one more runs all the rest."""
 
 PART = (
     (
