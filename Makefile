@@ -15,7 +15,7 @@ PIP = $(BIN)/python -m pip
 # Hundreds of processes import what is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem bench release-check clean
+.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem celery-suite bench release-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -30,6 +30,7 @@ help:
 	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
 	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
 	@echo "make ecosystem  real workers beside other libraries (Sentry, Flower, ...), in an environment of their own"
+	@echo "make celery-suite  Celery's own suite, plain and guarded (10 minutes); ARGS=--part: what the CI runs"
 	@echo "make bench      every figure of docs/performance.md beside the peers (half an hour); ARGS=--quick"
 	@echo "make release-check  all that a release needs but the upload; wheel and sdist of the newest commit in dist/"
 	@echo "make clean      remove $(VENV) and everything else that is not in git"
@@ -56,6 +57,10 @@ chaos: $(VENV)/.dev
 ecosystem:
 	$(MAKE) VENV=$(VENV)-ecosystem $(VENV)-ecosystem/.ecosystem
 	$(VENV)-ecosystem/bin/python -m pytest -n $(JOBS) --dist loadfile tests/ecosystem $(ARGS)
+
+celery-suite:
+	$(MAKE) VENV=$(VENV)-ecosystem $(VENV)-ecosystem/.ecosystem
+	$(VENV)-ecosystem/bin/python -m tests.celery_suite $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
