@@ -166,12 +166,12 @@ class Browser:
         self.url = server.url
         self.size(1200, 900)
 
-    def size(self, width: int, height: int, scale: int = 1) -> None:
+    def size(self, width: int, height: int, scale: float = 1) -> None:
         """Make the page so large, in CSS pixels."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 640}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
-    def save(self, picture: Path, width: int, scale: int = 1) -> None:
+    def save(self, picture: Path, width: int, scale: float = 1) -> None:
         """Save a picture of the whole page, so many CSS pixels wide."""
         self.size(width, 400, scale)
         height = self.driver.execute_script("return document.getElementById('container').scrollHeight")
