@@ -20,20 +20,20 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 help:
-	@echo "make demo       what it does, on real workers and a server of its own (or REDIS_URL=...)"
-	@echo "make test       the test suite; ARGS='-k lock' passes arguments to pytest, JOBS=0 keeps order"
-	@echo "make quick      in a minute: nothing slow, one worker, the model at small bounds"
-	@echo "make stress     make test RUNS=5 times beside processes that keep cores and disk busy"
-	@echo "make lint       ruff, mypy --strict, pyright"
-	@echo "make docs       the documentation as a site, in docs/_build"
-	@echo "make coverage   report what make test MEASURE='-m coverage run' has measured"
-	@echo "make soak       raw lock processes under kill -9, stops and cuts; SECONDS=3600"
-	@echo "make chaos      real workers under every fault (14 minutes); SCALE=1 is what the CI runs; needs gcc"
-	@echo "make ecosystem  real workers beside other libraries (Sentry, Flower, ...), in an environment of their own"
-	@echo "make celery-suite  Celery's own suite, plain and guarded (10 minutes); ARGS=--part: what the CI runs"
-	@echo "make bench      every figure of docs/performance.md beside the peers (half an hour); ARGS=--quick"
-	@echo "make release-check  all that a release needs but the upload; wheel and sdist of the newest commit in dist/"
-	@echo "make clean      remove $(VENV) and everything else that is not in git"
+	@echo "make demo           real workers on a server of its own (or REDIS_URL=...)"
+	@echo "make test           the test suite; ARGS='-k lock' for pytest, JOBS=0: in turn"
+	@echo "make quick          in a minute: nothing slow, one worker, a small model"
+	@echo "make stress         make test RUNS=5 times, while cores and disk are kept busy"
+	@echo "make lint           ruff, mypy --strict, pyright"
+	@echo "make docs           the documentation as a site, in docs/_build"
+	@echo "make coverage       what make test MEASURE='-m coverage run' has measured"
+	@echo "make soak           bare locks under kill -9, stops and cuts; SECONDS=3600"
+	@echo "make chaos          real workers under every fault; 14 min, needs gcc; SCALE=1"
+	@echo "make ecosystem      real workers beside Sentry, Flower, ...; in its own venv"
+	@echo "make celery-suite   Celery's own suite, guarded; 10 min; ARGS=--part: in 3"
+	@echo "make bench          all of docs/performance.md; half an hour; ARGS=--quick"
+	@echo "make release-check  all that a release needs but the upload; files in dist/"
+	@echo "make clean          remove $(VENV) and everything else that is not in git"
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.demo $(ARGS)

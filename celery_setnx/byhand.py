@@ -1,6 +1,7 @@
 """What an operator does with the locks of an app, from Python: list them, look at one, release it.
 
-It is what `celery setnx list`, `show` and `release` do, for a page or a program.
+`locks` and `look` tell what `celery setnx list` and `show` tell of the locks of tasks. `release` neither asks
+nor refuses: to ask is the page's business, or the program's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from celery_setnx.signals import lock_released
 __all__ = ["Sighting", "locks", "look", "release", "waiters"]
 
 logger = logging.getLogger("celery_setnx")
+
+_RENEWALS = 5  # of a holder between the looks at its lock
 
 
 def locks(app: Celery) -> Iterator[Sighting]:
@@ -50,7 +53,7 @@ def look(app: Celery, key: str) -> Sighting:
         key: The lock's Redis key, as `task.lock_key()` and `Sighting.key` have it.
 
     Raises:
-        ValueError: No task of the app has a lock of that name. Nothing is read.
+        ValueError: The key is not of the form `<prefix>:{...}`, as locks of tasks are. Nothing is read.
         LockUnavailable: Redis did not answer.
         LockRefused: Redis refuses a command.
     """
@@ -72,10 +75,11 @@ def waiters(app: Celery, seen: Sighting) -> list[Waiter]:
 
 
 def release(app: Celery, seen: Sighting, *, by: str) -> bool:
-    """Release a lock by hand if its holder is still the one that was seen; the first in line has its turn.
+    """Release a lock by hand, be its holder dead or alive, if it is still the one that was seen.
 
-    A body that runs under it runs on, and loses its lock (`lock_lost`): another may run beside it. Leaves a
-    WARNING in the log, and sends `lock_released` with the outcome `by_hand`.
+    The first in line has its turn. A body that runs under it runs on, and loses its lock (`lock_lost`):
+    another may run beside it. Leaves a WARNING in the log, and sends `lock_released` with the outcome
+    `by_hand`. `seen.is_abandoned` says whether the holder is known to come back no more.
 
     Args:
         app: The app whose task's lock it is.
@@ -83,20 +87,24 @@ def release(app: Celery, seen: Sighting, *, by: str) -> bool:
         by: Who does it, for the log.
 
     Returns:
-        True if it is released; False if it is free, or another's, by now.
+        True if it is released. False if by now it is free or another's, or if its value is no text. If the
+        server's reply was lost, it may be free because of this.
 
     Raises:
-        LockUnavailable: Redis did not answer.
+        LockUnavailable: Redis did not answer; it may be released all the same.
         LockRefused: Redis refuses a command.
     """
     with _told_as_ours(seen.key):
         client, now = client_for(app), seen
-        while not survey.drop(client, now):  # its holder may have renewed it
-            again = [one for one in survey.look(client, seen.key).of_each() if _is_same(one, seen)]
-            if not again or again[0].raw == now.raw:
-                return False
-            now = again[0]
-    tell(app, now, by)
+        is_dropped = survey.drop(client, now)
+        for _ in range(_RENEWALS):
+            again = [] if is_dropped else survey.look(client, seen.key).of_each()
+            same = next((one for one in again if _is_same(one, seen)), None)
+            if same is None:
+                break
+            now, is_dropped = same, survey.drop(client, same)  # its holder had renewed it
+    if is_dropped:
+        tell(app, now, by)
     try:
         if survey.look(client, seen.key).waiting:  # else a call that comes just now would meet us
             let_the_line_go_on(app, seen.task, seen.key)
@@ -104,7 +112,7 @@ def release(app: Celery, seen: Sighting, *, by: str) -> bool:
         logger.warning(
             "The line of %s is left to the workers, as it could not be served: %s", seen.key, error
         )
-    return True
+    return is_dropped
 
 
 def _is_same(one: Sighting, seen: Sighting) -> bool:

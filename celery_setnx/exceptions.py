@@ -70,9 +70,14 @@ class AlreadyRunning(SetnxError):
         self.remaining_s = remaining_s
         self.limit = limit
 
+    @property
+    def about(self) -> str:
+        """What the key was made of, such as `account_id=7`; empty if nobody has said it."""
+        return str(self.holder.get("about") or "")
+
     def _message(self) -> str:
         cannot = "may not start yet" if self._is_paced else "is already running"
-        return f"{self.task} {cannot}: {self._held()}."
+        return f"{titled(self.task, self.about)} {cannot}: {self._held()}."
 
     @property
     def _is_paced(self) -> bool:

@@ -16,16 +16,16 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
-from itertools import zip_longest
 from reprlib import Repr
 from string import Formatter
 from typing import Any
 from uuid import UUID
 
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json as kombu_json
 
 from celery_setnx.exceptions import OptionError, UnkeyableCall
-from celery_setnx.wording import printable
+from celery_setnx.wording import ABOUT, about
 
 KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
@@ -33,7 +33,6 @@ KeyOption = Any
 _WHOLE_TASK = object()
 _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
 _US = timedelta(microseconds=1)
-_SHOWN = 80  # characters of what a key was made of
 
 
 class KeyFunction:
@@ -60,15 +59,31 @@ class KeyFunction:
 
     def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
         """The digest of a call's key; empty for the lock of the whole task."""
+        bound, chosen, _fits = self._read(args, kwargs)
+        return self._digest_of(bound, chosen)
+
+    def digest_and_about(
+        self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """The same, and what the key was made of, for people: `account_id=7`, in 80 characters at most.
+
+        That is empty where it has no words: for a callable, the whole task, or a call that does not fit.
+        """
+        bound, chosen, fits = self._read(args, kwargs)
+        return self._digest_of(bound, chosen), self._about(chosen) if fits else ""
+
+    def _read(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[inspect.BoundArguments, Any, bool]:
+        """A call's arguments, what the key chooses of them, and whether the call fits the signature."""
         try:
             bound = self._bound(args, kwargs)
         except UnkeyableCall:
             if self._typing:
                 raise
             bound = self._as_far_as_it_fits(args, kwargs)
-            chosen = self._chosen_of_what_does_not_fit(bound, args, kwargs)
-        else:
-            chosen = self._select(bound)
+            return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs), False
+        return bound, self._select(bound), True
+
+    def _digest_of(self, bound: inspect.BoundArguments, chosen: Any) -> str:
         if chosen is _WHOLE_TASK:
             return ""
         try:
@@ -76,27 +91,23 @@ class KeyFunction:
         except (TypeError, ValueError) as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
 
-    def describe(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
-        """What a call's key is made of, for people: `account_id=7`, in 80 characters at most.
-
-        Empty where that has no words: for a callable, the whole task, or a call that does not fit.
-        """
+    def _about(self, chosen: Any) -> str:
         key = self._key
-        if callable(key) or key in ((), []):
+        if chosen is _WHOLE_TASK or callable(key):
             return ""
         try:
-            chosen = self._select(self._bound(args, kwargs))
-        except UnkeyableCall:
+            if isinstance(key, str) and "{" in key:
+                values = iter(chosen[1])
+                fields = [(text, path is not None) for text, path, *_more in Formatter().parse(key)]
+                return about(
+                    "".join(text + (_in_text(next(values)) if named else "") for text, named in fields)
+                )
+            pairs = chosen if key is None else zip([key] if isinstance(key, str) else key, chosen)
+            return about(", ".join(f"{name}={_in_words(value)}" for name, value in pairs))
+        except SoftTimeLimitExceeded:
+            raise  # it may strike here, in a body that publishes
+        except Exception:  # noqa: BLE001 - whatever a value's own words raise: they are for people, and no call fails
             return ""
-        if isinstance(key, str) and "{" in key:
-            literals, values = chosen
-            text = "".join(
-                before + _in_text(value) for before, value in zip_longest(literals, values, fillvalue="")
-            )
-        else:
-            named = chosen if key is None else zip([key] if isinstance(key, str) else key, chosen)
-            text = ", ".join(f"{name}={_shown(value)}" for name, value in named)
-        return _cut(printable(text))
 
     def _as_far_as_it_fits(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """What a call that does not fit the signature gives to its parameters."""
@@ -156,27 +167,32 @@ class KeyFunction:
         return str(error)
 
 
-_REPR = Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _SHOWN
+class _Words(Repr):
+    """Values in words, cut where they are long; what their own words raise is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = ABOUT // 2
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """As reprlib does it, but that it would swallow a time limit."""
+        return repr(x)[: self.maxother]
 
 
-def _shown(value: Any) -> str:
-    """A value in words: its repr, cut where it is long; of a date, a number or an id the text."""
+_WORDS = _Words()
+
+
+def _in_words(value: Any) -> str:
+    """A value's repr; of a date, a number or an id the text."""
     if isinstance(value, Enum):
-        return _shown(value.value)
-    if isinstance(value, (UUID, date, time, timedelta, Decimal)):
-        return str(value)
-    return _REPR.repr(value)
+        return _in_words(value.value)
+    return str(value) if isinstance(value, (UUID, date, time, timedelta, Decimal)) else _WORDS.repr(value)
 
 
 def _in_text(value: Any) -> str:
     """A value as a template has it: text without quotes."""
     value = value.value if isinstance(value, Enum) else value
-    return value if isinstance(value, str) else _shown(value)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return value[: ABOUT + 1] if isinstance(value, str) else _in_words(value)
 
 
 def digest(value: Any) -> str:

@@ -210,8 +210,7 @@ class Settings:
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
-        show_arguments: Whether logs, events and the command line say what a key was made of. Defaults to
-            True.
+        show_arguments: Whether calls that are published say what their key was made of. Defaults to True.
         beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
             `celery.beat:PersistentScheduler`.
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.

@@ -1,4 +1,7 @@
-"""How words get out: what comes from Redis or a message is escaped, and a sentence has one full stop."""
+"""How words get out: what comes from Redis or a message is escaped, and a sentence has one full stop.
+
+And how a call is named: by its task, and by what its key was made of.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from contextlib import suppress
 _DIRECTIVE = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
 _SENTENCE_ENDS = re.compile(r"$|\s+[A-Z]")
 _STOPS = (".", "?", "!")
+ABOUT = 80
+"""Characters in which a call says what its key was made of."""
 
 
 class _Wording(logging.Filter):
@@ -34,6 +39,17 @@ class _Quoted(str):
 
     def __repr__(self) -> str:
         return repr(self.of)
+
+
+def about(said: object) -> str:
+    """What a key was made of, as an argument, a message or a record says it: printable, and not too long.
+
+    Nothing if it is no text.
+    """
+    if not isinstance(said, str):
+        return ""
+    text = printable(said[: ABOUT + 1])
+    return text if len(text) <= ABOUT else f"{text[: ABOUT - 1]}…"
 
 
 def titled(task: str, about: str) -> str:

@@ -83,7 +83,10 @@ class Journal:
             found = self.entries(what=what, **wanted)
             return found if len(found) >= count else []
 
-        return wait_until(enough, f"{count} x {what} {wanted} in {self.entries()}", deadline_s)
+        try:
+            return wait_until(enough, f"{count} x {what} {wanted}", deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the journal: {self.entries()}") from None
 
     def reached(self, what: str, result: Any, count: int = 1) -> Any:
         """The result of a call, once this has happened to it that often."""

@@ -13,6 +13,8 @@ from uuid import UUID
 import pytest
 import redis
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
+from pydantic import BaseModel
 
 from celery_setnx import AlreadyRunning, DuplicateTask, SingletonTask
 from celery_setnx.call.message import HEADER
@@ -27,18 +29,11 @@ class Colour(Enum):
     RED = "red"
 
 
-class Failing:
-    """Whose words cannot be had."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no words")
-
-
 def of_all(account: Any, at: Any = None, *rest: Any, more: Any = 1, **others: Any) -> None: ...
 
 
 def described(key: Any, *args: Any, **kwargs: Any) -> str:
-    return KeyFunction(key, inspect.signature(of_all), "t").describe(args, kwargs)
+    return KeyFunction(key, inspect.signature(of_all), "t").digest_and_about(args, kwargs)[1]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +51,12 @@ def described(key: Any, *args: Any, **kwargs: Any) -> str:
         ("{account}", ("a\n\x1b[31mb",), r"a\n\x1b[31mb"),
         ((), (7,), ""),
         ([], (7,), ""),
-        (lambda account, **_named: account, (7,), ""),
-        ("account", (), ""),
+        (lambda account, *_rest, **_named: account, (7,), ""),
+        ("{{x}}{account}-{{y}}", (7,), "{x}7-{y}"),
     ],
 )
 def test_description_is_what_the_key_names_and_what_the_call_gives(key, given, about):
-    """Names and values; of a template the text. Nothing for a callable, the whole task, a misfit."""
+    """Names and values; of a template the text. Nothing for a callable, or the whole task."""
     assert described(key, *given) == about
 
 
@@ -76,9 +71,72 @@ def test_description_has_80_characters_at_most(key, value):
     assert about.startswith("account=" if key != "{account}" else ("x", "[", "{", "1"))
 
 
-def test_description_of_what_has_no_words_is_no_error():
-    """It is for people; a call never fails for it."""
-    assert described("account", [Failing()]).startswith("account=[<Failing instance at")
+def test_description_of_a_call_that_does_not_fit_is_empty():
+    """Which is published where the task does not check its arguments."""
+    made = KeyFunction("account", inspect.signature(of_all), "t", typing=False)
+    assert made.digest_and_about((), {"at": 1})[1] == ""
+
+
+class Wordless(date):
+    """Has a canonical form, and no words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Set(BaseModel):
+    """Before CPython 3.12 `reprlib` goes by the bare name of a class."""
+
+
+Set.__name__ = "set"
+
+
+class Failing(BaseModel):
+    """Whose words raise what they are told."""
+
+    error: Any = None
+
+    def model_dump(self, **_options: Any) -> Any:
+        return {}
+
+    def __repr__(self) -> str:
+        raise self.error
+
+
+@pytest.mark.parametrize("value", [Wordless(2026, 1, 1), Failing(error=RuntimeError("no words"))])
+@pytest.mark.parametrize("key", ["account", "{account}", None])
+def test_description_of_what_has_no_words_is_empty(key, value):
+    """It is for people; no call fails for it."""
+    assert described(key, value) == ""
+
+
+def test_description_of_a_class_with_a_builtins_name_is_no_error():
+    """Whatever it says."""
+    assert len(described("account", Set())) <= 80
+
+
+def test_time_limit_that_strikes_in_a_description_is_not_swallowed():
+    """A body that publishes ends, as it should."""
+    with pytest.raises(SoftTimeLimitExceeded):
+        described("account", Failing(error=SoftTimeLimitExceeded()))
+
+
+class Counting:
+    """Counts how often its id is asked for, which may be a query."""
+
+    asked = 0
+
+    @property
+    def id(self) -> int:
+        self.asked += 1
+        return 7
+
+
+def test_what_a_key_is_made_of_is_asked_for_once():
+    """The digest and the description are of the same answer."""
+    account = Counting()
+    assert described("{account.id}", account) == "7"
+    assert account.asked == 1
 
 
 @pytest.fixture
@@ -132,6 +190,15 @@ def test_call_that_hides_its_arguments_hides_them_here(shop, published, hides):
     assert "about" not in published()
 
 
+def test_retry_that_hides_its_arguments_hides_them_here(shop, published):
+    """Though the attempt before has shown its own."""
+    settle = shop()
+    first = settle.apply_async([7])
+    headers = {HEADER: published()}
+    settle.apply_async([9], task_id=first.id, retries=1, headers=headers, argsrepr="(...)")
+    assert (published()["attempt"], published().get("about")) == (1, None)
+
+
 def test_retry_says_what_its_own_key_was_made_of(shop, published):
     """Where its call has said it."""
     settle = shop()
@@ -162,16 +229,19 @@ def test_holder_is_named_by_what_its_key_was_made_of():
     """Whatever else a record says; of another program's words only text is taken."""
     record = Holder("id-1|0|n", 1e9, 1, "running", 1e9, {"task": "t", "task_id": "id-1", "about": "a='\n'"})
     assert str(record).startswith(r"t(a='\n')[id-1], running since")
-    assert record.as_dict()["about"] == "a='\n'"
+    assert record.as_dict()["about"] == r"a='\n'"
     odd = Holder("id-1|0|n", 1e9, 1, "running", 1e9, {"task": "t", "task_id": "id-1", "about": {"a": 1}})
-    assert odd.about == "{'a': 1}"
+    assert odd.about == ""
+    odd = Holder("id-1|0|n", 1e9, 1, "running", 1e9, {"task": "t", "about": "\ud800" + "x" * 1000})
+    assert len(odd.about) == 80
+    assert odd.about.isprintable()
     nothing = Holder("id-1|0|n", 1e9, 1, "running", 1e9, {"task": "t", "task_id": "id-1", "about": None})
     assert (nothing.about, str(nothing)[:7]) == ("", "t[id-1]")
 
 
 def test_worker_names_call_and_holder_in_log_result_and_error(tasks, worker, holding, name):
     """The record tells those who meet it; the header tells the log of the call itself."""
-    with holding(tasks.work, name) as first:
+    with holding(tasks.work, name, singleton={"lease": 600}) as first:
         said = f"tests.workerapp.work(name={name!r})"
         skipped = tasks.work.apply_async([name], singleton={"on_conflict": "skip"})
         holder = skipped.get(timeout=60)["holder"]
@@ -184,18 +254,20 @@ def test_worker_names_call_and_holder_in_log_result_and_error(tasks, worker, hol
         assert f" is held by {said}[{first.id}] on " in str(raised.value)
 
 
-def test_waiting_call_says_it_when_it_is_woken(tasks, worker, holding, name):
+def test_waiting_call_says_it_when_it_is_woken(stage, worker):
     """It comes back with all that its message has said."""
-    with holding(tasks.work, name):
-        waits = tasks.work.apply_async([name], singleton={"on_conflict": "wait"})
-        worker.wait_for_log(f"work(name={name!r})[{waits.id}] waits in line")
-    assert waits.id
-    worker.wait_for_log(f"work(name={name!r})[{waits.id}] has its turn")
+    stage.held()
+    waits = stage.parked("x")
+    said = f"work(name={stage.key!r})[{waits.id}]"
+    worker.wait_for_log(f"{said} waits in line")
+    stage.open()
+    stage.have_run([waits])
+    worker.wait_for_log(f"{said} has its turn")
 
 
 def test_call_by_name_alone_says_nothing(tasks, worker, holding, name):
     """Its message has no header of ours; what it may have hidden is not known."""
-    with holding(tasks.work, name):
+    with holding(tasks.work, name, singleton={"lease": 600}):
         bare = tasks.app.send_task("tests.workerapp.work", [name])
         assert bare.get(timeout=60)["task"] == "tests.workerapp.work"
         worker.wait_for_log(f"Skipped tests.workerapp.work[{bare.id}]: ")

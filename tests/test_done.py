@@ -158,7 +158,10 @@ def test_call_that_nobody_asked_is_skipped_and_names_the_first(tasks, name, jour
     bare = tasks.app.send_task("daily", [name])
     result = bare.get(timeout=30)
     assert is_skipped(result)
-    assert (result["task"], result["holder"]) == ("daily", {"task_id": first.id, "state": "done"})
+    assert (result["task"], result["holder"]) == (
+        "daily",
+        {"task_id": first.id, "about": "", "state": "done"},
+    )
     assert runs(journal, name) == [first.id]
     assert counts(name) == first.id
     (told,) = journal.entries(what="deduplicated", key=tasks.daily.lock_key(name))

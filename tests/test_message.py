@@ -57,6 +57,18 @@ def test_unknown_fields_are_ignored(caplog):
 
 
 @pytest.mark.parametrize(
+    ("said", "about"),
+    [(None, ""), (7, ""), (["x"], ""), ("a\n\ud800", r"a\n\ud800"), ("x" * 10**6, "x" * 79 + "…")],
+)
+def test_words_about_a_key_are_taken_as_far_as_they_can_be_read(said, about, caplog):
+    """They decide nothing: whatever they are, the rest of the header counts."""
+    headers = headers_of(FULL)
+    headers[HEADER]["about"] = said
+    assert Call.of("t", headers) == FULL._replace(about=about)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
     ("header", "said"),
     [
         ("setnx:{settle:wait}", "it is no mapping"),

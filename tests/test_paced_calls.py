@@ -86,13 +86,15 @@ def test_call_waits_for_its_pace_and_runs_when_that_allows_it(shared):
 
 
 def test_skipped_and_failed_calls_say_that_it_is_for_their_pace(shared):
-    """Nobody holds the lock."""
+    """Nobody holds the lock; each says of itself what its key was made of."""
+    about = f"name={shared.key!r}"
     started_twice(shared, shared.tasks.slow["skip"])
     skipped = shared.tasks.slow["skip"].delay(shared.key).get(timeout=60)
     assert is_skipped(skipped)
-    assert skipped["holder"]["state"] == "paced"
+    assert (skipped["holder"]["state"], skipped["holder"]["about"]) == ("paced", about)
     started_twice(shared, shared.tasks.slow["raise"])
-    with pytest.raises(AlreadyRunning, match=r"slow_raises may not start yet: .* its pace of 2 in 600 s"):
+    said = rf"slow_raises\({about}\) may not start yet: .* its pace of 2 in 600 s"
+    with pytest.raises(AlreadyRunning, match=said):
         shared.tasks.slow["raise"].delay(shared.key).get(timeout=60)
 
 

@@ -141,7 +141,7 @@ class FanningOut:
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
         self.headers["ignore_result"] = bool(options.pop("ignore_result", task.ignore_result))
         self.options = {"add_to_parent": False, **options, "ignore_result": True}
-        self.hides_arguments = bool(HIDES_ARGUMENTS & options.keys())
+        self.shows_arguments = not HIDES_ARGUMENTS & options.keys()
         self._lease_s()  # refuses an eta that cannot be read before anything is sent
         self.window: dict[Any, _Distinct] = {}
         self.window_calls = 0
@@ -207,7 +207,7 @@ class FanningOut:
         try:
             args, kwargs = _arguments(self.task, call)
             final_args, final_kwargs = self.task._final(args, kwargs, self.options.get("serializer"))
-            key = self.guard.key(final_args, final_kwargs, {})
+            key, about = self.guard.key_and_about(final_args, final_kwargs, {}, shown=self.shows_arguments)
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
             self._fail(index, error)
             return
@@ -218,7 +218,6 @@ class FanningOut:
         if same is not None:
             same.equals.append((index, args, kwargs))
         else:
-            about = "" if self.hides_arguments else self.guard.about(final_args, final_kwargs, {})
             told = Call(self.task.name, uuid(), key=key, options=self.travelling, about=about)
             self.window[key if self.dedupes else index] = _Distinct(index, args, kwargs, told)
 

@@ -56,23 +56,22 @@ class Guard:
 
     def call(
         self,
-        args: Any,
-        kwargs: Any,
+        new: Call,
+        arguments: tuple[Any, Any],
         own: Mapping[str, Any] | None,
+        before: Call | None,
         *,
-        task_id: str,
-        attempt: int = 0,
-        before: Call | None = None,
+        shown: bool,
     ) -> Call:
         """A call that is to be published: its finished key, its own options, and what a retry brings."""
         options = dict(before.options) if before else {}
         if own:
             options.update(plain(f"a call of {self.task}", own))
-        key = self.key(args or (), kwargs or {}, options)
+        key, about = self.key_and_about(*arguments, options, shown=shown)
         # A call stays the one that it was; that of another attempt under its id is another.
         call_id = before.call_id if before else os.urandom(6).hex()
-        marked = self._marked_again(options, before, key) if attempt % REPLACED else None
-        return Call(self.task, task_id, attempt, key, call_id, options, marked, bare=False)
+        marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
+        return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 
     def _marked_again(self, own: Mapping[str, Any], before: Call | None, key: str) -> bool | str | None:
         """Whether a retry's key is marked for it when it starts.
@@ -101,14 +100,18 @@ class Guard:
 
     def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
-        digest = self._key_function_of(call).digest(args, kwargs)
-        return key_name(self.settings.prefix, self.scope_of(call), digest)
+        return self.key_and_about(args, kwargs, call, shown=False)[0]
 
-    def about(self, args: Any, kwargs: Any, call: Mapping[str, Any]) -> str:
-        """What the key of a call is made of, for people; nothing if the app does not show it."""
-        if not self.settings.show_arguments:
-            return ""
-        return self._key_function_of(call).describe(args or (), kwargs or {})
+    def key_and_about(
+        self, args: Any, kwargs: Any, call: Mapping[str, Any], *, shown: bool
+    ) -> tuple[str, str]:
+        """The same, and what the key was made of; nothing if that is not to be shown."""
+        function, about = self._key_function_of(call), ""
+        if shown and self.settings.show_arguments:
+            digest, about = function.digest_and_about(args or (), kwargs or {})
+        else:
+            digest = function.digest(args or (), kwargs or {})
+        return key_name(self.settings.prefix, self.scope_of(call), digest), about
 
     def _key_function_of(self, call: Mapping[str, Any]) -> KeyFunction:
         if "key" not in call:

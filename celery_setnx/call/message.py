@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.wording import titled
+from celery_setnx.wording import about, titled
 
 logger = logging.getLogger("celery_setnx")
 
@@ -61,7 +61,7 @@ class Call(NamedTuple):
                 text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
                 logger.warning(text, HEADER, plain, wrong)
             return plain
-        told = {name: said[name] for name in said if name in _OPTIONAL}
+        told = _told(said)
         if said["attempt"] != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}
         if redelivered:
@@ -75,8 +75,7 @@ class Call(NamedTuple):
         task_id = options.get("task_id")
         if said is None or not task_id or _what_is_wrong(said, task, task_id):
             return None  # another call's, if the headers of a request were handed on
-        told = {name: said[name] for name in said if name in _OPTIONAL}
-        return cls(task, task_id, said["attempt"], **told, bare=False)
+        return cls(task, task_id, said["attempt"], **_told(said), bare=False)
 
     @classmethod
     def told(cls, headers: Mapping[str, Any]) -> Call:
@@ -121,7 +120,7 @@ def attempt_of(retries: Any, replaced: Any) -> int:
 
 # Of what kind each of its words is, and for numbers how large at most: exact numbers for Lua.
 _SHAPE: Mapping[str, tuple[Any, float | None]] = {
-    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join", "about"), (str, None)),
+    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), (str, None)),
     **dict.fromkeys(("waits", "asked"), (int, 10**9)),
     "attempt": (int, 10**15),
     "since": ((int, float), 1e11),
@@ -131,6 +130,12 @@ _SHAPE: Mapping[str, tuple[Any, float | None]] = {
 }
 _UNKNOWN = (object, None)
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
+
+
+def _told(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a header says beyond what it must."""
+    told = {name: said[name] for name in said if name in _OPTIONAL}
+    return {**told, "about": about(told["about"])} if "about" in told else told
 
 
 def _header_in(message: Mapping[str, Any]) -> Any:

@@ -209,9 +209,9 @@ def _told(
     final: tuple[Any, Any] = arguments
     if task is not None:
         final = task._final(*arguments, options.get("serializer"))
-    told = guard.call(*final, call, task_id=options["task_id"], attempt=attempt, before=before)
-    if before.about if before else not (HIDES_ARGUMENTS & options.keys() or options.get("retries")):
-        told = told._replace(about=guard.about(*final, told.options))
+    hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
+    new = Call(guard.task, options["task_id"], attempt)
+    told = guard.call(new, final, call, before, shown=not hides)
     options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}
     return told
 

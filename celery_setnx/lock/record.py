@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from celery_setnx import wording
 from celery_setnx.wording import printable, titled
 
 _NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
@@ -149,7 +150,7 @@ class Holder:
     @property
     def about(self) -> str:
         """What its key was made of, such as `account_id=7`; empty if the holder has not said it."""
-        return str(self.info.get("about") or "")
+        return wording.about(self.info.get("about"))
 
     @property
     def pid(self) -> int | None:

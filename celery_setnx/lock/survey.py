@@ -108,7 +108,8 @@ class Sighting:
     @property
     def about(self) -> str:
         """What the key was made of, as the record says it; empty where none does."""
-        return self.holder.about if self.holder else ""
+        said = (holder.about for holder in (self.holder, *self.holders) if holder)
+        return next(filter(None, said), "")
 
     @property
     def remaining_s(self) -> float | None:

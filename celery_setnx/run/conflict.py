@@ -103,7 +103,7 @@ class Conflict:
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
         logger.info("Skipped %s: %s.", self.call, because)
-        return _skip_result(self.task, self.key, self.options, self.holder.as_dict())
+        return _skip_result(self.call, self.options, self._holder())
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -147,12 +147,16 @@ class Conflict:
         Raises:
             AlreadyRunning: Always.
         """
-        about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-        raise AlreadyRunning(*about, self.options.limit)
+        raise AlreadyRunning(self.task.name, self.key, self._holder(), self.remaining_s, self.options.limit)
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, or for its pace, however long it takes."""
         self._come_back(self._backoff(), own=not self.outcome.paced)
+
+    def _holder(self) -> dict[str, Any]:
+        """Who has the lock, as plain values. What its key was made of, this call knows where he does not."""
+        found = self.holder.as_dict()
+        return {**found, "about": found["about"] or self.call.about}
 
     def _backoff(self) -> float:
         pause = backoff(self.options, self.waits)
@@ -163,8 +167,8 @@ class Conflict:
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
         if max_wait is not None and self.waited_s >= max_wait:
-            about = self.task.name, self.key, self.holder.as_dict(), self.remaining_s
-            raise LockTimeout(*about, self.waited_s, self.options.limit)
+            found = self.task.name, self.key, self._holder(), self.remaining_s
+            raise LockTimeout(*found, self.waited_s, self.options.limit)
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         come_back(self.task, self.call, countdown, self.reason, own=own)
@@ -210,14 +214,14 @@ def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
     logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
-    return _skip_result(task, call.key, options, {"task_id": done, "state": "done"})
+    return _skip_result(call, options, {"task_id": done, "about": call.about, "state": "done"})
 
 
-def _skip_result(task: Task, key: str, options: Options, holder: Mapping[str, Any]) -> Any:
+def _skip_result(call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
     """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
     if options.skip_result is not UNSET:
         return options.skip_result
-    return {"celery_setnx": _SKIPPED, "task": task.name, "key": key, "holder": holder}
+    return {"celery_setnx": _SKIPPED, "task": call.task, "key": call.key, "holder": holder}
 
 
 def backoff(options: Options, waits: int) -> float:

@@ -92,6 +92,7 @@ class Courier(Task):  # type: ignore[misc]
     ignore_result = True
     acks_late = True
     reject_on_worker_lost = True
+    autoretry_for = ()  # whatever the app has for its tasks: what a courier rejects is to come again
     Request = "celery_setnx.run.sweep:CourierRequest"
 
     def run(self, key: str, task: str = "", order: Mapping[str, Any] | None = None) -> None:

@@ -33,6 +33,7 @@ def test_staff_sees_who_has_a_lock_and_who_waits_and_releases_it(browser, shop, 
     assert browser.count("//table[contains(@class, 'entries')]") == 0
 
     browser.click("//a[.='Release']")
+    browser.wait_for("//input[@value='Yes, release it']")
     assert "It runs on without its lock, and another may run beside it." in browser.text()
     assert shop.held(first, waiting=1).holder.fence == holder.fence
     assert shop.entries() == []
@@ -73,7 +74,7 @@ def test_user_without_the_permission_sees_no_button_and_may_not_post(browser, sh
 
 def test_release_of_what_was_shown_does_nothing_to_the_next_holder(browser, shop):
     """The confirmation is about one holder: another has the lock when it is given."""
-    entries = shop.entries()
+    before = shop.entries()
     first = shop.call("settle", "cleo")
     key = shop.held(first).key
     browser.log_in("ada")
@@ -87,7 +88,9 @@ def test_release_of_what_was_shown_does_nothing_to_the_next_holder(browser, shop
     browser.click("//input[@value='Yes, release it']")
     assert "is free, or another's, by now" in browser.text("//*[@class='warning']")
     assert shop.held(second).holder.task_id == second.id
-    assert shop.entries() == entries
+    (_user, of, what) = shop.entries()[-1]
+    assert (len(shop.entries()), of) == (len(before) + 1, key)
+    assert what.startswith("Not released: it was free, or another's, by then.")
 
 
 def test_what_a_key_and_a_holder_say_is_shown_as_text(browser, shop):
@@ -97,10 +100,15 @@ def test_what_a_key_and_a_holder_say_is_shown_as_text(browser, shop):
     held = SetnxLock(shop.redis, key, lease=600, info=info).acquire().lock
     browser.log_in("ada")
     browser.go(LOCKS)
-    for link in (None, f"//a[contains(., {'document.title'!r})]", "//a[.='Release']"):
+    pages = (
+        (None, "//h1[.='Locks']"),
+        (f"//a[contains(., {'document.title'!r})]", "//h2[.='Who waits in line']"),
+        ("//a[.='Release']", "//input[@value='Yes, release it']"),
+    )
+    for link, there in pages:
         if link:
             browser.click(link)
-            browser.wait_for("//h1[.!='Locks']")
+        browser.wait_for(there)
         assert browser.text(row("document.title")).count(EVIL) == 4
         assert browser.driver.title != "taken"
     browser.click("//input[@value='Yes, release it']")

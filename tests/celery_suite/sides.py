@@ -97,7 +97,7 @@ def sources(directory: Path) -> Path:
         Broken: The sdist could not be had.
     """
     release = f"celery-{version('celery')}"
-    wanted = ["--no-binary", ":all:", "--no-deps", f"--dest={directory}", release.replace("-", "==")]
+    wanted = ["--no-binary", "celery", "--no-deps", f"--dest={directory}", release.replace("-", "==")]
     got = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *wanted])
     if got.returncode != 0:
         raise Broken(f"no sdist of {release}: pip download ended with {got.returncode}")
@@ -135,10 +135,10 @@ def _started(side: Side, arguments: list[str], suite: Path) -> Iterator[tuple[su
         directory = Path(tempfile.mkdtemp(prefix=f"{side.name}-", dir=suite.parent))
         shutil.copytree(suite, directory, dirs_exist_ok=True)
         plugins = [*PLUGINS, *([] if side.flaw else [AGAIN])]
-        command = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), *arguments]
+        command = [sys.executable, "-m", "pytest", "--timeout=300", *(f"-p{name}" for name in plugins)]
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                command,
+                [*command, *arguments],
                 cwd=directory,
                 env=_environment(side, server, directory),
                 stdin=subprocess.DEVNULL,

@@ -80,7 +80,8 @@ def systemd_says(unit: str, directory: Path) -> str:
         ran = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE_S)
     except FileNotFoundError:
         not_here("no systemd-analyze: Debian's systemd has it")
-    said = ran.stdout + ran.stderr
+    # Not what it finds in the machine's own units, which it reads too.
+    said = "\n".join(line for line in (ran.stdout + ran.stderr).splitlines() if UNIT.name in line)
     return said or (f"ended with {ran.returncode}" if ran.returncode else "")
 
 

@@ -16,7 +16,7 @@ from selenium.webdriver.chrome.service import Service
 from tests.docs.pages import DOCS
 
 # The site is built, and each page shown: seconds, but many of them beside other suites.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("site")]
 
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
 FLAGS = """

@@ -25,15 +25,24 @@ class Postgres:
     """A server that listens on a socket only: `with Postgres() as postgres`."""
 
     def __init__(self) -> None:
-        self.directory = tempfile.mkdtemp(prefix="pg-")
+        self.directory = tempfile.mkdtemp(prefix="pg-", dir="/tmp")  # the path of a socket is short
+        self._process: Any = None
         self._as: dict[str, Any] = {"user": USER, "cwd": self.directory} if os.geteuid() == 0 else {}
         if self._as:
             shutil.chown(self.directory, USER)
 
     def __enter__(self) -> "Postgres":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         data = f"{self.directory}/data"
-        made = [program("initdb"), "-D", data, "-U", USER, "-A", "trust", "--no-sync", "-E", "UTF8"]
-        subprocess.run(made, check=True, stdout=subprocess.DEVNULL, **self._as)
+        made = [program("initdb"), "-D", data, "-U", USER, "-A", "trust", "--no-sync", "--no-locale"]
+        subprocess.run([*made, "-E", "UTF8"], check=True, stdout=subprocess.DEVNULL, **self._as)
         with open(f"{self.directory}/log", "wb") as log:
             self._process = subprocess.Popen(
                 [program("postgres"), "-D", data, "-k", self.directory, "-h", "", "-F"],
@@ -42,15 +51,15 @@ class Postgres:
                 **self._as,
             )
         wait_until(self._answers, f"a PostgreSQL that answers; its log: {self.directory}/log")
-        return self
 
     def __exit__(self, *_error: object) -> None:
-        self._process.send_signal(2)  # SIGINT: it ends without waiting for its clients
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.send_signal(2)  # SIGINT: it ends without waiting for its clients
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         shutil.rmtree(self.directory)
 
     def _answers(self) -> bool:

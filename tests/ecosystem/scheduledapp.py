@@ -16,6 +16,7 @@ app = make_app(
     redbeat_redis_options={"socket_timeout": 60},  # else the broker's
     redbeat_key_prefix="ecosystem-redbeat:",
     beat_max_loop_interval=1,
+    redbeat_lock_timeout=600,  # else a beat that stands still for five seconds ends
 )
 
 

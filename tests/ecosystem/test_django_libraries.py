@@ -173,11 +173,11 @@ def beat(tmp_path, project, tasks, gate) -> Iterator[Beat]:
 def test_ticks_during_a_run_are_skipped_and_stored_by_the_name_of_their_row(beat, journal, rows, gates, gate):
     """They come by the queue of the row, and when the run is over, the next tick runs."""
     (first,) = journal.wait_for("start", name=gate)
-    journal.wait_for("conflict", 2)
+    journal.wait_for("conflict", 2, key=first["key"])
     skipped = wait_until(lambda: rows(periodic_task_name=gate), "a skipped tick is stored")
     assert {row["status"] for row in skipped} == {"SUCCESS"}
     assert all(is_skipped(json.loads(row["result"])) for row in skipped)
-    assert len(journal.entries(what="start")) == 1
+    assert len(journal.entries(what="start", name=gate)) == 1
     gates(gate)
     second = journal.wait_for("start", 2, name=gate)[1]
     beat.kill()

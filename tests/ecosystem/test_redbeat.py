@@ -45,20 +45,21 @@ def beat(tasks, tmp_path) -> Iterator[Beat]:
         beat.kill()
 
 
-def test_ticks_during_a_run_do_what_the_options_of_their_entry_say(beat, save, journal, gates, name):
+def test_ticks_during_a_run_do_what_the_options_of_their_entry_say(beat, save, tasks, journal, gates, name):
     """They are skipped; those of an entry that says so fail. When the run is over, the next tick runs."""
     save("skips", name)
     (first,) = journal.wait_for("start", name=name)
-    skipped = journal.wait_for("conflict", 2)[-1]
+    key = tasks.slow.lock_key(name)
+    skipped = journal.wait_for("conflict", 2, key=key)[-1]
     save("raises", name, singleton={"on_conflict": "raise"})
-    failed = journal.wait_for("postrun", state="FAILURE")[0]
-    (conflict,) = journal.entries(what="conflict", task_id=failed["task_id"])
+    conflict = journal.wait_for("conflict", key=key, policy="raise")[0]
+    journal.wait_for("postrun", task_id=conflict["task_id"], state="FAILURE")
     assert (skipped["policy"], conflict["policy"]) == ("skip", "raise")
     assert skipped["holder"]["task_id"] == conflict["holder"]["task_id"] == first["task_id"]
     journal.wait_for("postrun", task_id=skipped["task_id"], state="SUCCESS")
-    assert len(journal.entries(what="start")) == 1
+    assert len(journal.entries(what="start", name=name)) == 1
     gates(name)
-    second = journal.wait_for("start", 2)[1]
+    second = journal.wait_for("start", 2, name=name)[1]
     assert journal.words(first["task_id"])[:3] == ["acquired", "start", "end"]
     beat.kill()
     gates(name, 100)

@@ -14,6 +14,7 @@ from tests.monitoring import picture
 from tests.monitoring.conftest import MARKED, WORK
 from tests.monitoring.dashboard import MONITORING, Query, panels, queries
 
+pytestmark = pytest.mark.timeout(600)  # the first has to start it all
 WINDOW = "30m"  # longer than this module takes
 NOW = {
     "Locks held now": 1,
@@ -65,7 +66,7 @@ def test_query_of_the_dashboard_is_answered(prometheus, query: Query):
 def test_figure_of_the_dashboard_is_what_happened(prometheus, panel, count):
     """Each first event counts, though its series begins with it."""
     (query,) = queries(panel)
-    wait_until(lambda: prometheus.query(query.within("5s", WINDOW)) == [({}, count)], f"{panel}: {count}")
+    wait_until(lambda: prometheus.query(query.within("2s", WINDOW)) == [({}, count)], f"{panel}: {count}")
 
 
 @pytest.mark.parametrize(("name", "says"), list(HAPPENED.items()))

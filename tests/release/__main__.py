@@ -141,6 +141,8 @@ def of_version(built: Built) -> list[str]:
         tag: call(["git", "rev-parse", f"{tag}^{{commit}}"], built.clone).strip()
         for tag in call(["git", "tag"], built.clone).splitlines()
     }
+    if not tags:
+        print("notice: there are no tags here, so whether this version is out already is not known")
     return checks.of_version(built.version, built.text("CHANGELOG.md"), head, tags)
 
 

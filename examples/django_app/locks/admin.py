@@ -9,7 +9,6 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import PermissionDenied
-from django.db import transaction
 from django.http import Http404
 from django.shortcuts import redirect
 from django.template.response import TemplateResponse
@@ -85,10 +84,12 @@ class LockAdmin(admin.ModelAdmin):
         return redirect("admin:locks_lock_change", quote(seen.key))
 
     def is_released(self, request, seen):
-        with transaction.atomic():  # no release without its entry
-            self.log_change(request, Lock(seen.key), f"Released by hand. It was held by {seen.holder}.")
-            is_released = byhand.release(current_app, seen, by=f"{request.user} in the admin")
-            transaction.set_rollback(not is_released)
+        held = f"It was held by {seen.holder}."
+        entry = self.log_change(request, Lock(seen.key), f"Release by hand. {held}")  # first: none without it
+        is_released = byhand.release(current_app, seen, by=f"{request.user} in the admin")
+        if not is_released:
+            entry.change_message = f"Not released: it was free, or another's, by then. {held}"
+            entry.save()
         return is_released
 
     def look(self, key):
