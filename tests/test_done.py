@@ -160,7 +160,7 @@ def test_call_that_nobody_asked_is_skipped_and_names_the_first(tasks, name, jour
     assert is_skipped(result)
     assert (result["task"], result["holder"]) == (
         "daily",
-        {"task_id": first.id, "about": "", "state": "done"},
+        {"task_id": first.id, "state": "done"},
     )
     assert runs(journal, name) == [first.id]
     assert counts(name) == first.id

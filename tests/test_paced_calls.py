@@ -91,7 +91,7 @@ def test_skipped_and_failed_calls_say_that_it_is_for_their_pace(shared):
     started_twice(shared, shared.tasks.slow["skip"])
     skipped = shared.tasks.slow["skip"].delay(shared.key).get(timeout=60)
     assert is_skipped(skipped)
-    assert (skipped["holder"]["state"], skipped["holder"]["about"]) == ("paced", about)
+    assert (skipped["holder"]["state"], skipped["about"]) == ("paced", about)
     started_twice(shared, shared.tasks.slow["raise"])
     said = rf"slow_raises\({about}\) may not start yet: .* its pace of 2 in 600 s"
     with pytest.raises(AlreadyRunning, match=said):

@@ -103,7 +103,7 @@ class Conflict:
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
         logger.info("Skipped %s: %s.", self.call, because)
-        return _skip_result(self.call, self.options, self._holder())
+        return _skip_result(self.call, self.options, self.holder.as_dict())
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -214,14 +214,15 @@ def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
     logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
-    return _skip_result(call, options, {"task_id": done, "about": call.about, "state": "done"})
+    return _skip_result(call, options, {"task_id": done, "state": "done"})
 
 
 def _skip_result(call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
     """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
     if options.skip_result is not UNSET:
         return options.skip_result
-    return {"celery_setnx": _SKIPPED, "task": call.task, "key": call.key, "holder": holder}
+    told = {"task": call.task, "about": call.about, "key": call.key}  # monitors show the beginning
+    return {"celery_setnx": _SKIPPED, **told, "holder": holder}
 
 
 def backoff(options: Options, waits: int) -> float:
