@@ -90,9 +90,9 @@ def test_flower_shows_how_calls_end(flower: httpx.Client, play: Play):
     ended = {skipped: "SUCCESS", refused: "FAILURE", failed: "FAILURE"}
     shows(**ended, **{held: "STARTED", waited: "LOCK-WAITING"})
     told = flower.get("/api/tasks").json()
-    about = f"name={play.name!r}"  # what the key was made of
-    assert about in told[skipped]["result"]
-    assert f"watched.waits({about})[{held}]" in told[refused]["exception"]
+    # What the key was made of.
+    assert f"'about': 'name=\\'{play.name}\\''" in told[skipped]["result"]
+    assert f"watched.waits(name='{play.name}')[{held}]" in told[refused]["exception"]
     play.let_go(held, waited, retried)
     shows(**ended, **dict.fromkeys((held, waited, retried), "SUCCESS"))
     for event in ("task-lock-conflict", "task-lock-waiting", "task-lock-woken"):
