@@ -309,10 +309,10 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         if self._noting.get(entry.name, (None, 0))[0] != before:
             self._noting[entry.name] = (before, max(_us(now), before + 1))
         run = self._noting[entry.name][1]
-        about = {"entry": entry.name, "before": before, "run": run, "missed": missed}
+        told = {"entry": entry.name, "before": before, "run": run, "missed": missed}
         try:
             held.ensure()
-            word, last, runs = _tick(held, entries=self._entries, **about)
+            word, last, runs = _tick(held, entries=self._entries, **told)
         except LockLost as error:
             self._stand_by(error.reason)
             return False

@@ -203,8 +203,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 may_count = False
         if has_released:  # what it has now is its retry's
             call = Call(call.task, call.task_id, call.attempt, call.key)
-        about = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
-        ends_of_process().forget(self.app, call, **about)
+        how = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
+        ends_of_process().forget(self.app, call, **how)
 
     @property
     def _comes_back(self) -> bool:

@@ -62,8 +62,8 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             continue
         try:
             if heir.rest_s > 0:
-                about = {"key": key, "task": call.task}
-                message.send_new(app, COURIER, about, deliverable(app, heir.rest_s + _MARGIN_S))
+                told = {"key": key, "task": call.task}
+                message.send_new(app, COURIER, told, deliverable(app, heir.rest_s + _MARGIN_S))
             else:
                 message.send(app, call.as_copy())
         except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises

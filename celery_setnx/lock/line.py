@@ -88,8 +88,8 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    about = (*waiter, _remember_ms(place), place.terms or 0)
-    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *about)
+    argv = (*waiter, _remember_ms(place), place.terms or 0)
+    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -99,8 +99,8 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
     started, in which case nothing was changed.
     """
-    about = (place.task_id, place.attempt, copy)
-    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *about, _remember_ms(place))
+    argv = (place.task_id, place.attempt, copy)
+    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv, _remember_ms(place))
     return str(reply[0])
 
 
@@ -136,8 +136,8 @@ def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collecti
     `paced` are those of them that have a rate: their lines are to be looked at to the moment.
     """
     names = (*paced, *(name for name in tasks if name not in paced))
-    about = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), len(paced))
-    found = _SWEEP(client, (lines,), *about, *names)
+    argv = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), len(paced))
+    found = _SWEEP(client, (lines,), *argv, *names)
     epoch, until_us, next_us, *entries = found
     pairs = [entry.partition("\n") for entry in entries]
     next_s = int(next_us) / 1e6 if next_us else None

@@ -447,9 +447,9 @@ class SetnxLock:
         """
         keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
         hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
-        about: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
-        about += (dead, away or unsent, "unsent" if unsent else "", self.terms if knows_terms else 0)
-        reply = _SERVE(self.client, self.name, keys, self.terms, *about)
+        argv: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
+        argv += (dead, away or unsent, "unsent" if unsent else "", self.terms if knows_terms else 0)
+        reply = _SERVE(self.client, self.name, keys, self.terms, *argv)
         word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
@@ -692,8 +692,8 @@ class SetnxLock:
         # known to `serve` only.
         hands_over = self._wakes and permit < self.limit and not self.terms.starts
         hand_over_us = min(_HAND_OVER_US, self._lease_us) if hands_over else ""
-        about = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
-        reply = _RELEASE(self.client, keys, *about)
+        argv = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, _ms(done_for))
+        reply = _RELEASE(self.client, keys, *argv)
         self.leaves_line = len(reply) > 1
         if len(reply) > 3 and reply[3]:
             word, now_us, _value, heir, call = reply
@@ -779,10 +779,10 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
         task_id = task_of(token)
         ticket = ticket_name(name, token if task_id is None else task_id, call_id)
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
-    about = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
+    argv = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
     if lock.terms != PLAIN:
         waiter = (*(waiter or _NO_WAITER), lock.terms)
-    return _ACQUIRE(lock.client, name, keys, lock.terms, *about, *waiter)
+    return _ACQUIRE(lock.client, name, keys, lock.terms, *argv, *waiter)
 
 
 def _renew(
