@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from redis.cluster import RedisCluster
 
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
+from celery_setnx.call.message import Call
 from celery_setnx.keys import digest
 from celery_setnx.lock.lock import HeldLock, renew_all
 from celery_setnx.lock.names import key_name
@@ -63,7 +63,7 @@ def measure(rounds: int, quick: bool) -> Iterator[Table | Curve]:
 def tasks_lock(client: Any, number: int, lease: float = LEASE_S) -> tuple[SetnxLock, str]:
     """A lock as a task has it, and the task's token."""
     task_id = f"1b4e28ba-2fa1-11d2-883f-{number:012x}"
-    info = info_of(os.getpid(), SCOPE, "celery@worker-17.example")
+    info = info_of(Call(SCOPE, task_id, about=f"number={number}"), "celery@worker-17.example")
     name = key_name(PREFIX, SCOPE, digest([["number", number]]))
     lock = SetnxLock(client, name, lease=lease, info=info, line=True)
     return lock, task_token(task_id, 0, f"{number:012x}")

@@ -145,7 +145,8 @@ class TaskLocks:
             RuntimeError: It is held.
         """
         task_id, nonce, call_id = next(self._messages)
-        lock = self._guard.lock(Call(TASK, task_id, key=name), (), {}, info_of(os.getpid(), TASK, WORKER))
+        call = Call(TASK, task_id, key=name, about="account_id=7")
+        lock = self._guard.lock(call, (), {}, info_of(call, WORKER))
         details = {"copy": ORIGINAL, "attempt": 0, "call_id": call_id, "remember": 0.0, "since": 0.0}
         token = task_token(task_id, 0, nonce)
         return held_by(lock.acquire_at_death(same_host=True, token=token, **details))

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -47,6 +48,18 @@ class Bench(Stage):
         """kill -9 of a pool process."""
         self.killed.setdefault(pid, time.monotonic())
         os.kill(pid, signal.SIGKILL)
+
+    def kill_one(self, worker: Worker) -> None:
+        """kill -9 of a process of a worker's pool; not of one that is dying still."""
+
+        def is_killed() -> bool:
+            for pid in set(worker_children(worker)) - self.killed.keys():
+                with suppress(ProcessLookupError):
+                    self.kill(pid)
+                    return True
+            return False
+
+        wait_until(is_killed, f"a process of {worker.name} to kill")
 
     def kill_worker(self, worker: Worker) -> None:
         """kill -9 of a worker, and of its pool."""

@@ -11,7 +11,7 @@ import pytest
 from celery_setnx.call.wake import lines_of
 from celery_setnx.lock.names import permits_name
 from tests.harness import DEADLINE_S, Worker, age, wait_until
-from tests.limitstage import LIMIT, Bench, worker_children
+from tests.limitstage import LIMIT, Bench
 
 APP = "tests.limitapp"
 
@@ -64,8 +64,8 @@ def test_all_calls_run_while_processes_and_workers_are_killed(bench, start_worke
     for count in (20, 40, 60, 80):
         wait_until(lambda: len(bench.told("end")) >= count, f"{count} calls")  # noqa: B023
         if count < 80:
-            bench.kill(worker_children(lasting)[0])
-            bench.kill(worker_children(doomed)[0])
+            bench.kill_one(lasting)
+            bench.kill_one(doomed)
     bench.lose_worker(doomed, "doomed", "aside")
     start_worker(APP, concurrency=6, queues="doomed")
     for result in results:

@@ -195,8 +195,8 @@ def test_all_calls_run_at_their_pace_while_processes_and_workers_are_killed(benc
     results = [task.apply_async([bench.key, "", 0.05], queue=queue) for queue in ("lasting", "doomed") * 20]
     for count in (8, 16):
         wait_until(lambda: len(bench.told("end")) >= count, f"{count} calls")  # noqa: B023
-        bench.kill(worker_children(lasting)[0])
-        bench.kill(worker_children(doomed)[0])
+        bench.kill_one(lasting)
+        bench.kill_one(doomed)
     bench.lose_worker(doomed, "doomed", "aside")
     start_worker(APP, concurrency=4, queues="doomed")
     for result in results:
