@@ -40,9 +40,7 @@ def locks(app: Celery) -> Iterator[Sighting]:
     """
     prefix = settings(app.conf).prefix
     with _told_as_ours(f"{prefix}:{{*}}"):
-        for seen in survey.survey(client_for(app), prefix):
-            if seen.holder is not None or seen.waiting or seen.is_paced:
-                yield seen
+        yield from (seen for seen in survey.survey(client_for(app), prefix) if seen.is_lock)
 
 
 def look(app: Celery, key: str) -> Sighting:

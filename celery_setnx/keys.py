@@ -52,6 +52,7 @@ class KeyFunction:
         self._task = task
         self._key, self._typing = key, typing
         self._select = _selector(key, signature, task)
+        self._parts = _parts(key) if isinstance(key, str) and "{" in key else None
         parameters = signature.parameters
         self._names = tuple(parameters)
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -96,11 +97,10 @@ class KeyFunction:
         if chosen is _WHOLE_TASK or callable(key):
             return ""
         try:
-            if isinstance(key, str) and "{" in key:
+            if self._parts is not None:
                 values = iter(chosen[1])
-                fields = [(text, path is not None) for text, path, *_more in Formatter().parse(key)]
                 return about(
-                    "".join(text + (_in_text(next(values)) if named else "") for text, named in fields)
+                    "".join(text + (_in_text(next(values)) if path else "") for text, path in self._parts)
                 )
             pairs = chosen if key is None else zip([key] if isinstance(key, str) else key, chosen)
             return about(", ".join(f"{name}={_in_words(value)}" for name, value in pairs))
@@ -373,6 +373,11 @@ def _template(template: str, signature: inspect.Signature, task: str) -> _Select
         raise OptionError(f"key template {template!r} of {task} has no field")
     literals = [literal for literal, *_field in parts]
     return lambda bound: [literals, [_follow(path, bound, task) for path in paths]]
+
+
+def _parts(template: str) -> list[tuple[str, str | None]]:
+    """The texts of a template, each with the field that follows it, if one does."""
+    return [(text, path) for text, path, *_more in Formatter().parse(template)]
 
 
 def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:

@@ -48,8 +48,12 @@ def about(said: object) -> str:
     """
     if not isinstance(said, str):
         return ""
-    text = printable(said[: ABOUT + 1])
-    return text if len(text) <= ABOUT else f"{text[: ABOUT - 1]}…"
+    return shortened(printable(said[: ABOUT + 1]), ABOUT)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, in so many characters at most."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def titled(task: str, about: str) -> str:

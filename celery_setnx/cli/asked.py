@@ -120,8 +120,7 @@ def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterato
     for sighting in survey(client_for(app), prefix(app)):
         if task is not None and sighting.scope != scope and (queued or sighting.task != task):
             continue
-        is_lock = sighting.holder is not None or sighting.waiting > 0 or sighting.is_paced
-        if sighting.mark is not None if queued else is_lock and (sighting.is_abandoned or not stale):
+        if sighting.mark is not None if queued else sighting.is_lock and (sighting.is_abandoned or not stale):
             yield sighting
 
 

@@ -15,7 +15,7 @@ from celery_setnx.lock.record import Holder, Waiter
 from celery_setnx.lock.survey import Sighting, Success, last_holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
-from celery_setnx.wording import titled
+from celery_setnx.wording import shortened, titled
 
 _SHOWN = 3  # holders that `why` names
 _IN_TABLE = 24  # characters of what a key was made of
@@ -115,8 +115,7 @@ def cells(sighting: Sighting) -> list[str]:
 
 def _title(sighting: Sighting) -> str:
     """A lock's task and what its key was made of, as there is room in a table; `show` has all of it."""
-    about = sighting.about
-    return titled(sighting.task, about if len(about) <= _IN_TABLE else f"{about[: _IN_TABLE - 1]}…")
+    return titled(sighting.task, shortened(sighting.about, _IN_TABLE))
 
 
 def _state(sighting: Sighting) -> str:

@@ -176,6 +176,11 @@ class Sighting:
         return at if at > now else None
 
     @property
+    def is_lock(self) -> bool:
+        """True if somebody has it or waits for it, or its pace allows no start; else it is at most marked."""
+        return self.holder is not None or self.waiting > 0 or self.is_paced
+
+    @property
     def is_paced(self) -> bool:
         """True if a permit is free, and no call may start."""
         return self.count_held() < self.limit and self.next_start is not None
