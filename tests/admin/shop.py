@@ -16,18 +16,17 @@ from typing import Any
 import redis
 from celery import Celery
 from celery.result import AsyncResult
-from selenium import webdriver
 from selenium.common.exceptions import (
     NoSuchElementException,
     StaleElementReferenceException,
     TimeoutException,
 )
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from celery_setnx import byhand
 from tests.admin import tasks  # noqa: F401 - shared with every app
+from tests.chromium import chromium
 from tests.harness import DEADLINE_S, GATE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -42,10 +41,6 @@ for name, permissions in {{"ada": ["view_lock", "release_lock"], "bob": ["view_l
     user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
 """
 # Without these a browser in a closed network waits for what it cannot reach.
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic"),
-    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 
 
 @dataclass
@@ -156,11 +151,7 @@ class Browser:
     """A Chromium with an empty profile, on the pages of the admin."""
 
     def __init__(self, server: WebServer, profile: Path) -> None:
-        options = webdriver.ChromeOptions()
-        options.binary_location = "/usr/bin/chromium"
-        for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
-            options.add_argument(argument)
-        self.driver = webdriver.Chrome(options, Service("/usr/bin/chromedriver"))
+        self.driver = chromium(profile)
         self.driver.set_page_load_timeout(DEADLINE_S)
         self.driver.set_script_timeout(DEADLINE_S)
         self.url = server.url

@@ -1,7 +1,6 @@
 """The site as a phone shows it, in Chromium: what is wide scrolls by itself, and all of it can be read."""
 
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,19 +9,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
+from tests.chromium import chromium
 from tests.docs.pages import DOCS
 
 # The site is built, and each page shown: seconds, but many of them beside other suites.
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("site")]
 
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-FLAGS = """
-    --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-dev-shm-usage
-"""
 ROOM = {60: 17, 160: 25}
 """How many letters have room in a line of a cell that has so many, or more."""
 LEAST_PX = 9.0
@@ -77,14 +71,7 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_a_phone(site, tmp_path_factory):
     """Every page, by its name."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    assert chromium, "needs Debian's chromium"
-    assert driver, "needs Debian's chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=Service(driver))
+    browser = chromium(tmp_path_factory.mktemp("chromium"))
     try:
         browser.set_page_load_timeout(300)
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)

@@ -1,12 +1,16 @@
 """docs/ecosystem.md says the versions that are tested, and nothing that is not."""
 
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-tomllib = pytest.importorskip("tomllib", reason="it is in CPython since 3.11")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 ROOT = Path(__file__).parents[2]
 # | what | version | what to know | tested by |
 ROW = re.compile(r"^\| \[?`?([\w-]+)`?[^|]*\| ([\w.]+) \|.*\| `(test_\w+\.py)` \|$", re.MULTILINE)

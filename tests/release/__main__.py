@@ -19,6 +19,7 @@ from pathlib import Path
 
 from readme_renderer import markdown
 
+from celery_setnx.cli.screen import table as lines_of
 from tests.release import checks
 from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PAGE, ROOT, rows
@@ -104,7 +105,7 @@ def main() -> int:
 
             for minor, found in zip(wanted, pool.map(look, wanted)):
                 note(f"sdist in a bare CPython {minor}", *found)
-    _print_table(table)
+    print("", *lines_of(("what", "seconds", "result"), table), sep="\n")
     return 0 if all(result == "ok" for _what, _took, result in table) else 1
 
 
@@ -199,14 +200,6 @@ def installed(built: Built, minor: str, directory: Path) -> list[str]:
     return problems + [
         f"setnx --help does not name {word}" for word in ("doctor", "list") if word not in help_text
     ]
-
-
-def _print_table(table: list[tuple[str, str, str]]) -> None:
-    lines = [("what", "seconds", "result"), *table]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    print()
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from celery_setnx.cli.screen import table as lines_of
 from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, rows
 
@@ -61,6 +62,9 @@ print(json.dumps({
     **{name: version(name) for name in ("celery", "kombu", "redis")},
 }))
 """
+
+
+HEADS = ("Celery", "kombu", "redis-py", "Python", "server", "passed", "seconds", "result")
 
 
 @dataclass
@@ -108,7 +112,7 @@ def main() -> int:
 
         with ThreadPoolExecutor(options.jobs) as pool:  # the longest begin first
             results = list(pool.map(run, sorted(chosen, key=every[1:-1].__contains__)))
-    _print_table(results)
+    print("", *lines_of(HEADS, [result.columns() for result in results]), sep="\n")
     return 1 if any(result.failures for result in results) else 0
 
 
@@ -173,15 +177,6 @@ def _lay_out_suite(suite: Path) -> None:
         shutil.copytree(ROOT / name, suite / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, suite)
-
-
-def _print_table(results: list[Result]) -> None:
-    heads = ["Celery", "kombu", "redis-py", "Python", "server", "passed", "seconds", "result"]
-    table = [heads, *(result.columns() for result in results)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    print()
-    for line in table:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
 
 
 if __name__ == "__main__":
