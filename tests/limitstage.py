@@ -11,7 +11,7 @@ import redis
 
 from celery_setnx.lock.process import has_ended
 from tests.harness import Journal, Worker, wait_until
-from tests.stage import Stage, redeliver
+from tests.stage import Stage, redeliver, unacknowledged
 
 LIMIT, TWO = 5, 2
 
@@ -74,7 +74,7 @@ class Bench(Stage):
         worker.take_no_more_from(self.tasks.app, queue)
         self.tasks.note.apply_async(queue=aside).get(timeout=60)  # it ends a read that is under way
         self.kill_worker(worker)
-        redeliver(self.broker, queue)
+        redeliver(self.broker, unacknowledged(self.broker, queue))
 
     def most(self, since: float = 0.0, until: float = float("inf")) -> int:
         """How many ran at a time, at most, when one started.

@@ -69,9 +69,13 @@ class Stage:
         ids = [result.id for result in results]
         assert not in_order or [task_id for task_id in self.starts() if task_id in ids] == ids
 
-    def redeliver(self) -> None:
-        """Have the messages of a dead worker, whose queue is named after the key, delivered again."""
-        redeliver(self.journal._client, self.key)
+    def unacknowledged(self) -> list[str]:
+        """What a dead worker of the key's queue has left. Ask before another takes from that."""
+        return unacknowledged(self.journal._client, self.key)
+
+    def redeliver(self, left: list[str] | None = None) -> None:
+        """Have what a dead worker of the key's queue has left delivered again."""
+        redeliver(self.journal._client, self.unacknowledged() if left is None else left)
 
     def waker(self, task: Any, result: Any) -> Callable[..., None]:
         """Sends a waiting call once more; with other headers, if told."""
@@ -128,17 +132,25 @@ def wait_for_ends(app: Any, worker: Worker) -> None:
     wait_until(has_heard, "the worker has heard how its calls ended")
 
 
-def redeliver(broker: Any, queue: str, to: str = "") -> None:
-    """What a living worker does once the visibility timeout is over: what the dead workers of a queue did not
-    acknowledge is delivered again, there or to another queue. It comes at once, whatever its eta."""
-    for tag, packed in broker.hgetall("unacked").items():
-        message, _exchange, routing_key = json.loads(packed)
-        if routing_key == queue:
-            message["headers"].update(redelivered=True, eta=None)
-            message["properties"]["delivery_info"]["redelivered"] = True
-            broker.hdel("unacked", tag)
-            broker.zrem("unacked_index", tag)
-            broker.lpush(to or queue, json.dumps(message))
+def unacknowledged(broker: Any, queue: str) -> list[str]:
+    """Tags of a queue's messages that were delivered and not acknowledged.
+
+    If a worker lives that takes from the queue, they are its own, too: it may be about to acknowledge them.
+    """
+    messages = broker.hgetall("unacked").items()
+    return [tag for tag, packed in messages if json.loads(packed)[2] == queue]
+
+
+def redeliver(broker: Any, left: list[str], to: str = "") -> None:
+    """What a living worker does once the visibility timeout is over: what dead workers have left is delivered
+    again, to the queue that it came from or to another. It comes at once, whatever its eta."""
+    for tag in left:
+        message, _exchange, routing_key = json.loads(broker.hget("unacked", tag))
+        message["headers"].update(redelivered=True, eta=None)
+        message["properties"]["delivery_info"]["redelivered"] = True
+        broker.hdel("unacked", tag)
+        broker.zrem("unacked_index", tag)
+        broker.lpush(to or routing_key, json.dumps(message))
 
 
 class Parked:

@@ -15,11 +15,13 @@ from tests.harness import Worker, wait_until
 
 @pytest.fixture
 def deploy(stage, start_worker) -> Callable[..., Worker]:
-    """Kill the worker of the queue that is named after the key, and start another."""
+    """Kill the worker of the queue that is named after the key, and start another, maybe with what it had."""
     before = start_worker("tests.waitapp", queues=stage.key)
 
-    def deploy() -> Worker:
+    def deploy(*, redelivers: bool = False) -> Worker:
         before.kill()
+        if redelivers:
+            stage.redeliver()
         return start_worker("tests.laterapp", queues=stage.key)
 
     return deploy
@@ -42,8 +44,7 @@ def test_waiting_call_whose_scope_is_no_more_its_tasks_runs(stage, deploy):
     options = {"queue": stage.key, "singleton": {"scope": "before", "lease": 4}}
     stage.held(**options)
     second = stage.parked("x", **options)
-    deploy()
-    stage.redeliver()
+    deploy(redelivers=True)
     stage.has_run(second)
 
 
@@ -88,8 +89,7 @@ def test_waiting_call_of_a_task_that_is_gone_does_not_stop_its_line(stage, deplo
     stage.held(task=stage.tasks.failing, **options)
     stage.parked(task=stage.tasks.failing, **options)
     last = stage.parked(task=stage.tasks.silent, ignore_result=False, **options)
-    later = deploy()
-    stage.redeliver()  # its courier, whom the worker that was killed had: nobody else need send it
+    later = deploy(redelivers=True)  # the courier: nobody else need send its call
     pass_time(600, stage.tasks.app)
     stage.has_run(last)
     later.wait_for_log("Received unregistered task of type 'tests.waitapp.failing'")

@@ -17,7 +17,7 @@ from celery_setnx.lock.names import done_name
 from tests.bounds import bound
 from tests.harness import Journal, wait_until
 from tests.limitstage import worker_children
-from tests.stage import redeliver, wait_for_ends
+from tests.stage import redeliver, unacknowledged, wait_for_ends
 
 APP = "tests.windowapp"
 CALLS, KEYS = bound((600, 60), small=(300, 30), full=(5_000, 500))
@@ -133,7 +133,7 @@ class Load:
     def _kill_worker(self, queue: str) -> None:
         self.killed |= {self.workers[queue].process.pid, *worker_children(self.workers[queue])}
         self.workers[queue].kill()
-        redeliver(self.broker, queue)
+        redeliver(self.broker, unacknowledged(self.broker, queue))
         self.workers[queue] = self._started(queue)
 
     def _is_quiet(self) -> bool:

@@ -4,6 +4,8 @@ What each script answers in every state, the model says, and tests/test_differen
 """
 
 import time
+from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -63,8 +65,8 @@ class Line:
         return [str(member) for member in self.client.zrange(LINE, 0, -1)]
 
 
-def place(task_id: str, remember: float = 6000.0) -> Place:
-    return Place(NAME, task_id, 0, remember)
+def place(task_id: str, remember: float = 6000.0, attempt: int = 0) -> Place:
+    return Place(NAME, task_id, attempt, remember)
 
 
 @pytest.fixture
@@ -272,6 +274,65 @@ def test_lingering_task_that_parks_late_has_its_turn(locks, line):
     age(locks, NAME, 10.0)
     assert line.wait("a").state == "handed"
     assert line.attempt("a", remember=60.0).acquired
+
+
+class Retry:
+    """A call whose retry asks for the lock while what its first attempt has left behind is being seen to."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.has_lock = self.is_woken = False
+
+    def holder_ends(self) -> Iterator[None]:
+        """Somebody else, who has the lock."""
+        self.is_woken |= self.line.hand_on() == A
+        yield
+
+    def first_attempt_leaves(self) -> Iterator[None]:
+        """As its worker's parent sees to, once it has heard how the attempt ended."""
+        word = leave(self.line.client, place("a"), copy="a1")
+        yield
+        if word == "handed":
+            self.is_woken |= self.line.another().serve(away="a").heir == A
+        yield
+
+    def retry_asks(self) -> Iterator[None]:
+        """It lingers, parks, and asks again if it is told that it has its turn."""
+        self.acquires(linger=60.0, since=10.0)
+        yield
+        has_turn = not self.has_lock and self.parks()
+        yield
+        if has_turn:
+            self.acquires(remember=60.0)
+            if not self.has_lock:
+                self.parks()
+        yield
+
+    def acquires(self, **details: Any) -> None:
+        token = task_token("a", 1, "0b")
+        self.has_lock = self.line.another().acquire(token=token, attempt=1, copy=ORIGINAL, **details).acquired
+
+    def parks(self) -> bool:
+        details = {"copy": ORIGINAL, "since": 10.0, "call": A.call}
+        found = park(self.line.client, place("a", attempt=1), **details)
+        return found.state == "handed" or (found.holder is None and found.place == 1)
+
+
+@pytest.mark.parametrize("others", [(), ("b",)], ids=["alone", "before another"])
+def test_retry_does_not_lose_its_turn_as_its_first_attempt_leaves(locks, others):
+    """It has the lock, or is woken, or stands where it stood: in every order of what the three do."""
+    steps = ("holder_ends", *["first_attempt_leaves"] * 2, *["retry_asks"] * 3)
+    for order in sorted(set(permutations(steps))):
+        locks.flushdb()
+        retry = Retry(Line(locks))
+        locks.set(ticket_name(NAME, "a"), "0|a1|0", px=60_000)  # it has begun
+        for other in others:
+            retry.line.wait(other, 20.0)
+        actors = {name: getattr(retry, name)() for name in set(steps)}
+        for name in order:
+            next(actors[name])
+        stands = locks.zscore(LINE, "a") == 10e6
+        assert retry.has_lock or retry.is_woken or stands, order
 
 
 @pytest.mark.parametrize("key", [LINE, CALLS])

@@ -257,12 +257,13 @@ def test_killed_worker_that_parked_a_call_is_not_needed_to_wake_it(stage, locks,
     first = stage.held()
     results = stage.line_up(3, queue=stage.key)
     doomed.kill()
+    left = stage.unacknowledged()
     adopt()
     stage.open()
     stage.have_run([first, *results])
     if is_flushed:
         locks.flushdb()
-    stage.redeliver()
+    stage.redeliver(left)
     wait_until(lambda: not stage.tasks.work.locked(stage.key), "nobody has the lock")
     wait_until(lambda: not stage.messages(), "couriers have found nothing to do")
     assert not locks.exists(line_names(stage.tasks.work.lock_key(stage.key))[0]), "nobody waits"
@@ -286,8 +287,8 @@ def test_line_goes_on_past_a_call_that_no_worker_takes(stage, journal, doomed, a
     assert conflict["holder"]["task_id"] == second.id
     pass_time(HAND_OVER_S, stage.tasks.work, stage.key)
     assert third.get(timeout=60) == [stage.key, "y", 0]
-    adopt()
     stage.redeliver()
+    adopt()
     stage.have_run([second, third], in_order=False)
 
 

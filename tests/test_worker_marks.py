@@ -21,7 +21,7 @@ from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, wait_until
 from tests.proxy import Proxy
-from tests.stage import assert_one_at_a_time, redeliver, revoke
+from tests.stage import assert_one_at_a_time, redeliver, revoke, unacknowledged
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +414,7 @@ def test_call_that_comes_back_from_its_dead_worker_starts_under_its_mark(
     doomed = start_worker(concurrency=1, queues="doomed")
     result = stands(journal, tasks.late, "doomed")
     doomed.kill()
-    redeliver(journal._client, "doomed", to="celery")
+    redeliver(journal._client, unacknowledged(journal._client, "doomed"), to="celery")
     journal.wait_for("prerun", count=2, task_id=result.id)
     assert tasks.late.delay("a").id == result.id
     gates(result.id, 2)  # the server may give one to the dead

@@ -28,7 +28,7 @@ from tests.chaos.checker import FAULTS, FINAL, is_lost
 from tests.harness import Worker, wait_until
 from tests.soak import nursery
 from tests.soak.history import History, Record, of_kind
-from tests.stage import redeliver
+from tests.stage import redeliver, unacknowledged
 
 LANES = 4
 LONG_S = 30.0
@@ -278,7 +278,7 @@ class Stage:
                 locks.pexpire(key, locks.pttl(key) - 2 * _DAY_MS)  # which deletes what has expired
             for result in list(broker.scan_iter("celery-task-meta-*", count=1000)):
                 broker.delete(result)
-            redeliver(broker, queue)
+            redeliver(broker, unacknowledged(broker, queue))
 
     def _use_servers(self) -> None:
         """Point the driver's own app at this stage's broker and lock server."""

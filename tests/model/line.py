@@ -397,10 +397,11 @@ class Waiting(Pace):
         vain = self.vain_of(store, task, ticket, attempt)
         after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
-        is_heir = store.value is not None and is_known and self.is_for(self.heir_of(store.holder), task)
+        is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
+        is_heir = is_heir and (is_known or not is_courier)
         if is_heir and (is_courier or self.is_kept(store, now)):
             if waiter(store, task) is None:
-                after = with_call(after, task, f"{vain}|{since}|{call}", -1)
+                after = with_call(after, task, f"{vain}|{since}|{call}", remember)
             return answer("handed", after)
         if not is_courier or not is_known or task not in [other for _, other in store.line.places]:
             text = f"{vain}{self.still_comes(store, task, copy)}|{since}|{call}"

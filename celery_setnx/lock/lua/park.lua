@@ -55,13 +55,17 @@ if ticket then
   if later == 0 then vain = t_vain end
 end
 local kept = redis.call('HGET', KEYS[4], task) or ''
-local function keep() redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call) end
+local function keep()
+  redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call)
+  outlive(KEYS[4])
+end
 vain = string.match(kept, '^%d+') or vain
 outlive(KEYS[3]) -- before they are written too: a server that forbids this leaves nothing behind for ever
 outlive(KEYS[4])
 redis.call('SET', KEYS[5], int(attempt) .. '||' .. vain, 'PX', int(remember))
 local deadline, heir = string.match(record or '', '^[^\n]*\n(%d+)\n%d+\nhanded\n%d+\n(.*)$')
-local is_heir = value and heir == task and kept ~= ''
+-- An attempt before it may have left with its place: it has its turn all the same. But its courier puts it back then.
+local is_heir = value and heir == task and (kept ~= '' or copy ~= '')
 -- Past that, too, while nobody else has it: one that was not woken would be passed over as if it had been.
 if is_heir and (copy == '' or now < tonumber(deadline) or value == int(math.ceil(tonumber(deadline) / 1000000))) then
   if not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
@@ -69,7 +73,6 @@ if is_heir and (copy == '' or now < tonumber(deadline) or value == int(math.ceil
 end
 if copy ~= '' or kept == '' or not redis.call('ZSCORE', KEYS[3], task) then
   keep()
-  outlive(KEYS[4])
   redis.call('ZADD', KEYS[3], since, task)
   outlive(KEYS[3])
 end
