@@ -319,13 +319,17 @@ class Retry:
 
 
 @pytest.mark.parametrize("others", [(), ("b",)], ids=["alone", "before another"])
-def test_retry_does_not_lose_its_turn_as_its_first_attempt_leaves(locks, others):
+@pytest.mark.parametrize("has_begun", [True, False], ids=["begun", "in line"])
+def test_retry_does_not_lose_its_turn_as_its_first_attempt_leaves(locks, has_begun, others):
     """It has the lock, or is woken, or stands where it stood: in every order of what the three do."""
     steps = ("holder_ends", *["first_attempt_leaves"] * 2, *["retry_asks"] * 3)
     for order in sorted(set(permutations(steps))):
         locks.flushdb()
         retry = Retry(Line(locks))
-        locks.set(ticket_name(NAME, "a"), "0|a1|0", px=60_000)  # it has begun
+        if has_begun:
+            locks.set(ticket_name(NAME, "a"), "0|a1|0", px=60_000)
+        else:  # it was woken late, and has raised Retry before its body
+            park(locks, place("a"), copy=ORIGINAL, since=5.0, call="wake its first attempt")
         for other in others:
             retry.line.wait(other, 20.0)
         actors = {name: getattr(retry, name)() for name in set(steps)}
