@@ -398,7 +398,7 @@ class Waiting(Pace):
         after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
         is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
-        is_heir = is_heir and (is_known or not is_courier)
+        is_heir = is_heir and self.has_turn(is_courier=is_courier, is_known=is_known)
         if is_heir and (is_courier or self.is_kept(store, now)):
             if waiter(store, task) is None:
                 after = with_call(after, task, f"{vain}|{since}|{call}", remember)
@@ -408,6 +408,10 @@ class Waiting(Pace):
             after = with_call(after, task, text, remember)
             after = with_place(after, task, since, remember)
         return answer("new" if ticket is None else "parked", after)
+
+    def has_turn(self, *, is_courier: bool, is_known: bool) -> bool:
+        """Whether a lock that is kept for a call is its own, though an attempt before left with its place."""
+        return is_known or not is_courier
 
     def is_kept(self, store: Store, now: int) -> bool:
         """Whether a lock that was handed to a task that parks is nobody else's, be it past its deadline."""

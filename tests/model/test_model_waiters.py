@@ -40,6 +40,8 @@ SAFE_PERMITS = (*SAFE, one_permit_each, beyond_drains, line_moves, serves_all)
 pytestmark = pytest.mark.timeout(3_600 if DEEP else 600)
 
 FEW = "abc" if DEEP else "ab"
+# Both retry themselves, and their workers' parents hear that after the retry has asked for the lock.
+HEARD: dict[str, Any] = {"linger": True, "retries": {"a": 1, "b": 1}, "hears": True}
 ALONE: dict[str, Any] = {"couriers": False, "sweeps": False}  # only wake-ups, and newcomers, move the line
 SWEPT: dict[str, Any] = {"couriers": False}
 LATE: dict[str, Any] = {"late_wakes": 1, **SWEPT}
@@ -60,7 +62,7 @@ WORLDS = {
         **SWEPT),
     "wake-ups that come late": lambda: Waiters("abc", slots=2 + DEEP, late_wakes=bound(2, small=1), **SWEPT),
     "calls that leave": lambda: Waiters(FEW, revokes=1, crashes=1, late_wakes=1, **SWEPT),
-    "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP},
+    "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP}, hears=True,
         crashes=bound(1, small=0), late_wakes=bound(0, full=1), **SWEPT),
     "a lock that rests": lambda: Waiters(FEW, rests=True, crashes=1, late_wakes=1, **SWEPT),
     "anybody who lets the line go on": lambda: Waiters(FEW, slots=3, visits=2, crashes=1, late_wakes=1,
@@ -107,7 +109,7 @@ PERMITS = {
     "calls that leave": lambda: Waiters("abc", slots=3, revokes=1, crashes=1, late_wakes=bound(0, full=1),
         **TWO, **SWEPT),
     "calls that retry themselves": lambda: Waiters("abc", slots=bound(2, full=3), retries={"a": 1},
-        crashes=bound(0, full=1), **TWO, **SWEPT),
+        hears=True, crashes=bound(0, full=1), **TWO, **SWEPT),
     "permits that rest": lambda: Waiters("abc", slots=3, rests=True, crashes=1, late_wakes=bound(0, full=1),
         **TWO, **SWEPT),
     "anybody who lets the line go on": lambda: Waiters("abc", slots=3, visits=bound(1, full=2), crashes=1,
@@ -169,7 +171,14 @@ def test_calls_are_woken_once(options):
     assert_holds(Waiters("abc", **options, **SWEPT), [one_wake_up])
 
 
-@pytest.mark.parametrize("options", [{"tasks": "abc", "linger": True}, {"tasks": "abc", "slots": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tasks": "abc", "linger": True},
+        {"tasks": "abc", "slots": 3},
+        {"tasks": "ab", "late_wakes": 0, **HEARD},
+    ],
+)
 def test_nobody_is_passed_over_who_was_not_woken(options):
     """Nobody would wake it for a lease, though its hand-over only ended while it asked again, or parked."""
     assert_holds(Waiters(**{"late_wakes": 1, **SWEPT, **options}), [passed_over_in_vain])
@@ -371,6 +380,8 @@ MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
     "parked too late, and not its turn": (passed_over_in_vain, "abc",
         {"linger": True, "is_kept": until_its_deadline, **LATE}),
+    "parked as its first attempt leaves, and not its turn": (passed_over_in_vain, "ab",
+        {"has_turn": lambda _, is_courier, is_known: is_known, **HEARD, **SWEPT}),
     "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
     "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
     "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),

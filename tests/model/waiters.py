@@ -126,6 +126,7 @@ class Waiters:
     rests: bool = False  # the lock, after each run
     proof: bool = False  # the death of a holder may be proved
     parents: bool = False  # a worker's parent may survive its child, and free its lock
+    hears: bool = False  # it hears how a woken call ended, and has one that retries itself leave the line
     forgets: bool = False  # tickets that couriers have shortened are forgotten before late messages come
     absent: str = ""  # whose wake-ups are thrown away, and who does not leave the line
     crashes: int = 0  # workers that may be killed
@@ -264,7 +265,7 @@ class Waiters:
         """Everything that may happen next."""
         yield from self._deadlines(scene)
         yield from self._other_times(scene)
-        busy = [process for process in scene.processes if process.message not in (SWEEP, VISITOR)]
+        busy = [p for p in scene.processes if p.message not in (SWEEP, VISITOR) and p.at != "hears"]
         for message in sorted(set(scene.broker)):
             rest = _without(scene.broker, message)
             if message.kind == "courier":
@@ -716,8 +717,12 @@ class Waiters:
 
     def _finished(self, scene: Scene, process: Process) -> Scene:
         if process.then == "ends":
-            ended = self._fate(scene, process.message) != "twice"
-            return self._fated(scene, process.message, "ended") if ended else scene
+            message = process.message
+            if self._fate(scene, message) != "twice":
+                scene = self._fated(scene, message, "ended")
+            retries = message.attempt < self.retries.get(message.task, 0)
+            is_heard = self.hears and retries and message.copy != ORIGINAL
+            return _with(scene, Process("hears", message)) if is_heard else scene
         after = Process(process.then, process.message, process.token)
         if process.token:
             after = after._replace(permit=process.permit)
@@ -736,6 +741,14 @@ class Waiters:
         if self.passes_on(reply):
             after = _with(after, Process("passes_on", message))
         yield _event(message, "leaves the line", "", reply), after
+
+    def _hears(self, scene: Scene, process: Process) -> Iterator[Step]:
+        """A worker's parent hears that an attempt has sent its retry, which may wait already."""
+        message = process.message
+        after, reply = self._left(scene, message, message.copy)
+        if self.passes_on(reply):
+            after = _with(after, Process("passes_on", message))
+        yield _event(message, "has retried itself, and leaves the line", "", reply), after
 
     def passes_on(self, reply: tuple[Any, ...]) -> bool:
         """Whether a call that has left the line is to hand a lock to the next one."""
@@ -1001,7 +1014,8 @@ def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scen
     """Who is passed over was woken before, or is about to be, or to ask."""
     on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
     on_their_way |= {task for process in after.processes for task, _ in process.heirs}
-    on_their_way |= {process.message.task for process in after.processes}
+    parents = ("hears", "passes_on")  # of an attempt that has ended
+    on_their_way |= {process.message.task for process in after.processes if process.at not in parents}
     return _away(after.store) - _away(before.store) <= on_their_way
 
 
