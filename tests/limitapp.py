@@ -37,7 +37,16 @@ def running(name: str, task_id: str) -> Iterator[dict[str, str]]:
         control.srem(key, me)
 
 
-def body(request: Any, name: str, gate: str, seconds: float) -> int:
+def meet(name: str) -> None:
+    """Wait until as many bodies run as may, for 2 s at most: on a busy machine short ones hardly meet."""
+    give_up = time.monotonic() + 2
+    while control.exists(f"load:{name}") and control.scard(f"running:{name}") < LIMIT:
+        if time.monotonic() > give_up:
+            break
+        time.sleep(0.01)
+
+
+def body(request: Any, name: str, gate: str, seconds: float, *, meets: bool = False) -> int:
     """Journal the start, wait for the gate if one is named, take a while, journal the end: the permit."""
     lock = current_lock()
     assert lock is not None
@@ -46,6 +55,8 @@ def body(request: Any, name: str, gate: str, seconds: float) -> int:
         journal.write("start", fence=lock.fence, beside=beside, **about)
         if gate:
             wait_for_gate(gate)
+        if meets:
+            meet(name)
         time.sleep(seconds)  # the work
         journal.write("end", **about)
     return lock.permit
@@ -69,8 +80,8 @@ def retry_once(self: Any, name: str, gate: str = "", seconds: float = 0.0) -> in
 
 
 def circulate(self: Any, name: str, seconds: float = 0.0) -> int:
-    """Sends its like before it ends, until the test has had enough."""
-    permit = body(self.request, name, "", seconds)
+    """Sends its like before it ends, until the test has had enough; without a pace it meets others."""
+    permit = body(self.request, name, "", seconds, meets=self.name == circulates.name)
     if control.exists(f"load:{name}"):
         sent = self.apply_async([name, seconds], queue=self.request.delivery_info["routing_key"])
         control.rpush(f"sent:{name}", sent.id)
