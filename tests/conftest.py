@@ -197,12 +197,19 @@ def far(proxy) -> Iterator[Callable[..., redis.Redis]]:
         yield far
 
 
+@pytest.fixture(scope="session")
+def earlier() -> set[str]:
+    """The ids of calls of earlier tests."""
+    return set()
+
+
 @pytest.fixture
-def journal(server) -> Iterator[Journal]:
+def journal(server, earlier) -> Iterator[Journal]:
     """An empty journal, and gates that are all closed."""
     with redis.Redis.from_url(server.url(0), decode_responses=True) as client:
+        earlier |= Journal(client).given_ids()
         client.delete(Journal.KEY, *client.scan_iter("gate:*"))
-        yield Journal(client)
+        yield Journal(client, earlier)
 
 
 @pytest.fixture

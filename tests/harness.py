@@ -42,12 +42,16 @@ def lock_keys(client: redis.Redis) -> set[str]:
 
 
 class Journal:
-    """What happened in the workers, in order: written by `tests.app`, read by tests."""
+    """What happened in the workers, in order: written by `tests.app`, read by tests.
+
+    Messages of an earlier test may come late, and its databases have been emptied since, which say what has
+    begun: what happens to its calls, by the ids that Celery gave them, is no part of this one's journal.
+    """
 
     KEY = "journal"
 
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
+    def __init__(self, client: redis.Redis, earlier: Collection[str] = ()) -> None:
+        self._client, self._earlier = client, earlier
 
     def write(self, what: str, **details: Any) -> None:
         """Add an entry, with this process's id and times by the host's two clocks."""
@@ -63,7 +67,12 @@ class Journal:
     def entries(self, **wanted: Any) -> list[dict[str, Any]]:
         """All entries with these details."""
         entries = [json.loads(entry) for entry in self._client.lrange(self.KEY, 0, -1)]
+        entries = [entry for entry in entries if entry.get("task_id") not in self._earlier]
         return [e for e in entries if all(e.get(name) == value for name, value in wanted.items())]
+
+    def given_ids(self) -> set[str]:
+        """Those of all its calls, but for ids that a test may choose again."""
+        return {task_id for entry in self.entries() if len(task_id := entry.get("task_id") or "") == 36}
 
     def unended(self) -> int:
         """How many bodies have started whose call has no end."""
