@@ -102,12 +102,13 @@ def test_keys_of_a_named_lock_share_a_slot(client, cluster, name):
     client.delete(name, record_name(name))
 
 
-def increment(url: str, name: str, file: Path) -> tuple[Counter[str], list[int]]:
-    """Increment an unprotected number under a lock: what the lock answered how often, and the fences."""
+def increment(url: str, name: str, file: Path, enough: Path) -> tuple[Counter[str], list[int]]:
+    """Increment an unprotected number under a lock, until there is a file: what the lock answered how often,
+    and the fences."""
     app = Celery("incrementer", set_as_current=False)
     app.conf.update(setnx_url=url)
     lock, answers, fences = SetnxLock(client_for(app), name, lease=5), Counter[str](), []
-    while len(fences) < TIMES:
+    while len(fences) < TIMES or not enough.exists():
         try:
             held = lock.acquire(wait=10).lock
         except LockUnavailable as error:
@@ -130,22 +131,28 @@ def increment(url: str, name: str, file: Path) -> tuple[Counter[str], list[int]]
 def test_nothing_is_lost_while_a_slot_moves(settings, cluster, tmp_path, note):
     """Processes increment under a lock whose slot goes to and fro: no overlap, no error, rising fences."""
     (counter := tmp_path / "counter").write_text("0")
+    enough = tmp_path / "enough"
     lock = "t:{moving}"
     slot = cluster.slot(lock)
     home = cluster.owner(slot)
     away = next(node for node in cluster.nodes if node is not home)
     moves = keys = 0
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(increment, cluster.url(), lock, counter) for _ in range(PROCESSES)]
-        wait_until(lambda: int(counter.read_text() or 0) > 0, "the first increment")
-        while not all(future.done() for future in running) and moves < 400:
-            keys += cluster.move(slot, home if cluster.owner(slot) is away else away)
-            moves += 1
+        running = [pool.submit(increment, cluster.url(), lock, counter, enough) for _ in range(PROCESSES)]
+        try:
+            wait_until(lambda: int(counter.read_text() or 0) > 0, "the first increment")
+            while not all(future.done() for future in running) and moves < 400:
+                keys += cluster.move(slot, home if cluster.owner(slot) is away else away)
+                moves += 1
+                if moves == MOVES:
+                    enough.touch()
+        finally:
+            enough.touch()
         results = [future.result(60) for future in running]
     answers = sum((answers for answers, _fences in results), Counter[str]())
-    note(f"cluster: {PROCESSES * TIMES} increments, {moves} moves of the slot with {keys} keys; {answers}")
-    assert int(counter.read_text()) == PROCESSES * TIMES
     fences = [fence for _answers, fences in results for fence in fences]
+    note(f"cluster: {len(fences)} increments, {moves} moves of the slot with {keys} keys; {answers}")
+    assert int(counter.read_text()) == len(fences)
     assert len(set(fences)) == len(fences)
     assert all(fences == sorted(fences) for _answers, fences in results)
     assert moves >= MOVES
