@@ -24,15 +24,20 @@ CONF = "SETNX_TEST_CONF"
 
 
 def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
-    """The condition's first true value; fails the test after the deadline."""
+    """The condition's first true value; fails the test after the deadline.
+
+    Between two looks it waits for longer than one takes: else tests that wait keep a busy machine busy.
+    """
     give_up = time.monotonic() + deadline_s
     while True:
+        began = time.monotonic()
         value = condition()
         if value:
             return value
-        if time.monotonic() > give_up:
+        ended = time.monotonic()
+        if ended > give_up:
             raise AssertionError(f"not within {deadline_s:g} s: {what}; last seen: {value!r}")
-        time.sleep(0.01)
+        time.sleep(min(max(0.01, 4 * (ended - began)), 0.05))
 
 
 def lock_keys(client: redis.Redis) -> set[str]:

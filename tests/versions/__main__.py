@@ -92,6 +92,8 @@ def main() -> int:
     """Print the table; the status says whether every cell is what the page says and passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--cells", default="*", metavar="GLOB", help="such as '5.5-*' or '*-lowest'")
+    whole = "of the first and the last cell those that run every test (default both), such as '*-lowest'"
+    parser.add_argument("--whole", default="*", metavar="GLOB", help=whole)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
     every = cells(rows(PAGE.read_text()))
@@ -106,7 +108,8 @@ def main() -> int:
         _lay_out_suite(directory / "suite")
 
         def run(cell: Cell) -> Result:
-            result = _run(cell, directory, wheel, SUBSET if cell in every[1:-1] else WHOLE)
+            is_whole = cell not in every[1:-1] and fnmatch(str(cell), options.whole)
+            result = _run(cell, directory, wheel, WHOLE if is_whole else SUBSET)
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
 
