@@ -438,6 +438,7 @@ def test_task_may_fan_out(fan, broker, fan_worker):
     assert {message["headers"]["parent_id"] for message in queued(broker)} == {parent.id}
 
 
+@pytest.mark.timeout(bound(300, full=900))
 def test_calls_of_few_names_run_once_each(fan, broker, locks, fan_worker):
     """All calls while real processes run their bodies: exactly one body per name.
 
