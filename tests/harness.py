@@ -171,6 +171,11 @@ class Worker:
         node = [self.node]
         assert app.control.cancel_consumer(queue, destination=node, reply=True, timeout=DEADLINE_S)
 
+    def has_read_all(self, app: Any) -> None:
+        """Wait until it has read what came for it: what is on its way to a worker that is killed is lost."""
+        for _ in range(2):  # what had come before the first is read before the second
+            assert app.control.ping([self.node], timeout=DEADLINE_S, limit=1)
+
     def kill(self) -> None:
         """kill -9 of the worker and its pool, as a dying host would."""
         os.killpg(self.process.pid, signal.SIGKILL)

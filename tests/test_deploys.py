@@ -19,6 +19,7 @@ def deploy(stage, start_worker) -> Callable[..., Worker]:
     before = start_worker("tests.waitapp", queues=stage.key)
 
     def deploy(*, redelivers: bool = False) -> Worker:
+        before.has_read_all(stage.tasks.app)
         before.kill()
         if redelivers:
             stage.redeliver()

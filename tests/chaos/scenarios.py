@@ -636,6 +636,7 @@ def downtime(play: Play) -> None:
         tasks = ("work", "late", "work") if number % 2 else ("late", "work", "late")
         holders = [play.holder(key, queue="down", task=task, lease=1.0)[0] for key, task in zip(keys, tasks)]
         lines = [play.line(key, "down", join=key == "k0") for key in keys]
+        worker.has_read_all(app)  # their couriers: nobody else has the calls
         stage.kill_worker(worker)
         lines[0].append(play.send(keys[0], 0.1, "down", policy="wait", lease=1.0))
         stage.two_days_pass("down")
@@ -653,12 +654,13 @@ def downtime(play: Play) -> None:
 @in_lanes(2)
 def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
     """kill -9 or SIGTERM of all workers; the next ones are of a release with other tasks; and back."""
-    stage, queue, killed = play.stage, f"deploy-{key}-{number}", number % 2 == 0
+    stage, killed = play.stage, number % 2 == 0
+    queue, aside = f"deploy-{key}-{number}", f"aside-{key}-{number}"
     releases = (
         {"shorter": "TypeError", "renamed": "NotRegistered", "rekeyed": "", "eased": "", "freed": ""},
         {"shorter": "", "renamed_since": "NotRegistered", "rekeyed": "", "eased": "", "freed": ""},
     )
-    worker = stage.worker(queue, concurrency=7, **_IMPATIENT)
+    worker = stage.worker(f"{queue},{aside}", concurrency=7, **_IMPATIENT)
     for later in (False, True):
 
         def send(place: int, seconds: float, by: int) -> str:
@@ -677,12 +679,14 @@ def deploys(play: Play, key: str, _chance: random.Random, number: int) -> None:
             play.wait(tid, "waiting", "start", *(["conflict"] if later else []))  # "eased" waits no more
         before = worker
         time.sleep(0.5)  # what the pool has accepted is acknowledged
-        if killed:
+        if killed:  # not as it reads: with a courier it would lose a call whose task nobody knows by then
+            worker.take_no_more_from(app, queue)
+            play.all_done(play.send(f"{key}-aside", 0.0, aside))  # it ends a read that is under way
             stage.kill_worker(worker)
         else:
             worker.process.terminate()
         after = {} if later else {"environment": {"CHAOS_RELEASE": "later"}}
-        worker = stage.worker(queue, concurrency=7, **_IMPATIENT, **after)
+        worker = stage.worker(f"{queue},{aside}", concurrency=7, **_IMPATIENT, **after)
         since = time.monotonic()
         lines += [[send(place, 0.1, not later)] for place in range(5)]
         if not killed:
