@@ -83,11 +83,13 @@ def _play(stage: Stage, name: str, count: int) -> Result:
     if not (scenario.own_stage or found or (stage.mutant and (run.failures or run.late))):
         run.settle()
         time.sleep(0.05)
-    report = check(list(stage.log.records), short, final=not found)
+    # Who was late ended its own stage with what was under way there: it plays again, whole.
+    broken_off = scenario.own_stage and bool(run.late)
+    report = check(list(stage.log.records), short, final=not (found or broken_off))
     report.violations += run.failures
     report.late += run.late
     report.recovery_s += run.recovery_s
-    if not run.injected and not stage.mutant:
+    if not (run.injected or run.late or stage.mutant):
         report.broken("no fault has struck")
     after_kill, hand_over = median(report.recovery_s or [0.0]), median(report.hand_over_s or [0.0])
     if short == "child_kill_retry" and after_kill > CHILD_KILL_MEDIAN_S:
