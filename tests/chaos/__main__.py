@@ -46,8 +46,9 @@ def _chaos(names: list[str], scale: str, seed: int, lanes: int) -> int:
     print(f"\n{table(list(results.values()))}")
     print(f"\nseed {seed}, scale {scale}, {lanes} at a time, {took_s:.0f} s")
     print(f"scenarios that were late, and played a second time: {len(again)}, {RERUNS} may be")
-    for result in results.values():  # once more, where whoever looks at the end finds it
-        _tell(result)
+    for result in results.values():  # once more, as pytest says it: where whoever looks at the end finds it
+        for what in result.report.violations + result.report.late:
+            print(f"FAILED tests/chaos::{result.name} - {what}")
     reports = [result.report for result in results.values()]
     return 1 if len(again) > RERUNS or any(report.violations or report.late for report in reports) else 0
 
