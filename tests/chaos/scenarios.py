@@ -566,12 +566,11 @@ def broker_kill(play: Play) -> None:
             time.sleep(chance.choice([0.0, 0.3, 2.5]) if number else 2.5)
         back = time.monotonic()
         play.struck()
-        time.sleep(2.5)  # Celery's pace
-        stage.supervise(workers, concurrency=4)
-        for line in lines:
-            # A wake-up that the broker has lost was in vain.
-            play.soon(line[0], "start", since=back, within_s=2.0 + 2 * (1.0 + SWEEP_S) + SLACK_S)
-            play.account(set(line))  # the last one fails if it has joined a holder that did
+        with stage.supervised(workers, concurrency=4):
+            for line in lines:
+                # A wake-up that the broker has lost was in vain.
+                play.soon(line[0], "start", since=back, within_s=2.0 + 2 * (1.0 + SWEEP_S) + SLACK_S)
+                play.account(set(line))  # the last one fails if it has joined a holder that did
 
 
 @on_servers_of_its_own

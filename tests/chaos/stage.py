@@ -36,6 +36,7 @@ PATIENCE_S = 20.0
 # A flaw often shows in a task that never ends: there is no need to wait long for it.
 _PATIENCE_WITH_A_FLAW_S = 5.0
 _TICK_S = 0.005
+_LOOK_S = 0.1
 _TASKS = {"work": work, "late": late, "held": held, "queued": queued}
 _REMEMBERED = re.compile(r":(holder|taken_over)$|:(ticket|instead|lines):|\{celery_setnx\.check:")
 _DAY_MS = 86_400_000
@@ -168,11 +169,31 @@ class Stage:
         """Write what the driver does into the history."""
         self._notes.note(kind, **details)
 
-    def supervise(self, workers: dict[str, Worker], **options: Any) -> None:
-        """Start those anew that have ended: a worker does if the broker is gone whose messages it holds."""
-        for queue, worker in workers.items():
-            if worker.process.poll() is not None:
-                workers[queue] = self.worker(queue, **options)
+    @contextmanager
+    def supervised(self, workers: dict[str, Worker], **options: Any) -> Iterator[None]:
+        """For the length of a block those are started anew that end: a worker does if the broker goes whose
+        messages it holds. One that says so may stay for half a minute, for a result that it has not read.
+        """
+        over = threading.Event()
+
+        def supervise() -> None:
+            while not over.wait(_LOOK_S):
+                for queue, worker in workers.items():
+                    stays = worker.process.poll() is None
+                    if stays and "Unrecoverable error" not in worker.log_text():
+                        continue
+                    if stays:
+                        with suppress(ProcessLookupError):  # it has ended meanwhile
+                            self.kill_worker(worker)
+                    workers[queue] = self.worker(queue, **options)
+
+        with ThreadPoolExecutor(1) as pool:
+            supervisor = pool.submit(supervise)
+            try:
+                yield
+            finally:
+                over.set()
+            supervisor.result()
 
     def worker(self, queue: str, *, conf: dict[str, Any] | None = None, **options: Any) -> Worker:
         """Start a worker that serves one queue."""
