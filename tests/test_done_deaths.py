@@ -57,8 +57,7 @@ class History:
             if entry["what"] == "start":
                 self._begins(entry)
             elif entry["what"] == "end":
-                run = Run(*(entry[name] for name in Run._fields))
-                self.standing[entry["key"]] = run
+                self.standing[entry["key"]] = Run(*(entry[name] for name in Run._fields))
                 self.counts["came to their last line"] += 1
 
     def _begins(self, entry: dict[str, Any]) -> None:
