@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.versions.table import PACKAGES, PAGE, Cell, Row, cells, installed, minor, rows
+from tests.versions.table import PACKAGES, PAGE, Cell, Row, cells, following_cells, installed, minor, rows
 
 ROWS = rows(PAGE.read_text())
 BOUNDS = {
@@ -61,6 +61,13 @@ def test_both_servers_meet_lowest_and_newest_versions():
         (edge, server) for edge in ("lowest", "newest") for server in ("Redis", "Valkey")
     }
     assert all(one.server != other.server for one, other in zip(every[::2], every[1::2]))
+
+
+def test_page_names_the_cpythons_that_follow_the_table():
+    """They are those of the next Debian, and follow the last of the table without a gap."""
+    every = [int(row.python.partition(".")[2]) for row in ROWS]
+    following = [int(cell.row.python.partition(".")[2]) for cell in following_cells(PAGE.read_text())]
+    assert following == [max(every) + 1, max(every) + 2]
 
 
 @pytest.mark.parametrize(

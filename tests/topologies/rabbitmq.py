@@ -12,7 +12,7 @@ from kombu import Connection
 from tests.harness import wait_until
 from tests.topologies.servers import HOST, free_port
 
-IMAGE = "rabbitmq:3"
+IMAGE = os.environ.get("RABBITMQ_IMAGE", "rabbitmq:3")
 # After how long a delayed call that a broker was killed with is sent on again; by default 180 s.
 ONWARDS_AGAIN = "-rabbit dead_letter_worker_publisher_confirm_timeout 5000"
 BOOT_S = 180

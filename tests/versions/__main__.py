@@ -3,7 +3,8 @@
 uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (built if not given).
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
 PATH, or one of pyenv's. Where there is none this one takes its place, as the printed table tells; in the CI
-of a machine that has pyenv it is a failure.
+of a machine that has pyenv it is a failure. `--next` takes the newest versions alone, on the CPythons that
+the page names below its table.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from packaging.version import Version
 
 from celery_setnx.cli.screen import table as lines_of
 from tests.versions.pythons import Broken, call, cpython
-from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, rows
+from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_cells, rows
 
 # What depends on the versions of Celery, kombu, redis-py and the server.
 SUBSET = (
@@ -94,9 +95,13 @@ def main() -> int:
     parser.add_argument("--cells", default="*", metavar="GLOB", help="such as '5.5-*' or '*-lowest'")
     whole = "of the first and the last cell those that run every test (default both), such as '*-lowest'"
     parser.add_argument("--whole", default="*", metavar="GLOB", help=whole)
+    following = "only the newest versions, on the CPythons that follow those of the table"
+    parser.add_argument("--next", action="store_true", help=following)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
     options = parser.parse_args()
     every = cells(rows(PAGE.read_text()))
+    if options.next:
+        every = following_cells(PAGE.read_text())
     chosen = [cell for cell in every if fnmatch(str(cell), options.cells)]
     if not chosen:
         parser.error(f"no {options.cells} among {', '.join(map(str, every))}")
@@ -108,7 +113,7 @@ def main() -> int:
         _lay_out_suite(directory / "suite")
 
         def run(cell: Cell) -> Result:
-            is_whole = cell not in every[1:-1] and fnmatch(str(cell), options.whole)
+            is_whole = not options.next and cell not in every[1:-1] and fnmatch(str(cell), options.whole)
             result = _run(cell, directory, wheel, WHOLE if is_whole else SUBSET)
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
@@ -138,7 +143,7 @@ def _install(cell: Cell, interpreter: str, directory: Path, wheel: Path) -> Path
     """An environment in which the wheel, the cell's versions and what tests need are installed."""
     minor = cell.row.celery
     wanted = [f"celery[redis]~={minor}.0", f"kombu{KOMBU.get(minor, '')}", "redis", f"{wheel}[test]"]
-    uv, environment = [sys.executable, "-m", "uv"], directory / str(cell)
+    uv, environment = [sys.executable, "-m", "uv"], directory / f"{cell}-{cell.row.python}"
     call([*uv, "venv", "--quiet", "--python", interpreter, str(environment)])
     python = environment / "bin" / "python"
     edge = ["--resolution", "lowest-direct"] if cell.edge == "lowest" else []

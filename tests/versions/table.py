@@ -1,7 +1,7 @@
 """The compatibility table of the docs as data: its rows, their cells, and whether an environment is one."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -82,6 +82,18 @@ def cells(rows: list[Row]) -> list[Cell]:
         for number, row in enumerate(rows)
         for turn, edge in enumerate(("lowest", "newest"))
     ]
+
+
+def following_cells(page: str) -> list[Cell]:
+    """The newest versions on each CPython that the page names below its table, beside Redis."""
+    newest = rows(page)[-1]
+    return [Cell(replace(newest, python=python), "newest", "Redis") for python in following_pythons(page)]
+
+
+def following_pythons(page: str) -> list[str]:
+    """The CPythons that follow those of the table."""
+    found = re.search(r"on CPython (3\.\d+) and (3\.\d+), with Redis", page)
+    return list(found.groups()) if found else []
 
 
 def minor(version: Version) -> str:
