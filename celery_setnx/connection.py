@@ -7,10 +7,12 @@ import re
 import threading
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import redis
 from celery import Celery
 from celery.app.backends import by_url
+from kombu.utils.url import as_url
 from redis.backoff import ExponentialBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import parse_url
@@ -95,6 +97,46 @@ def lock_url(app: Celery) -> tuple[str, str]:
         f"nor broker_url ({_scheme(urls[0])}) is one of {', '.join(SCHEMES)}. Set setnx_url, "
         f"such as {_EXAMPLE!r}"
     )
+
+
+def backend_url(app: Celery) -> str:
+    """What the app's result backend is made of, as Celery reads it: a URL, an alias, or a class's name."""
+    named = app.backend_cls or app.conf.result_backend or ""
+    return named if isinstance(named, str) else f"{named.__module__}:{named.__qualname__}"
+
+
+def broker_read_urls(app: Celery) -> list[str]:
+    """The URLs that the app's workers read from, as Celery reads them; several are for failover."""
+    return _broker_urls(app, app.conf.broker_read_url)
+
+
+def broker_write_urls(app: Celery) -> list[str]:
+    """The URLs that calls are published to, as Celery reads them; several are for failover."""
+    return _broker_urls(app, app.conf.broker_write_url)
+
+
+def transport_options(app: Celery, setting: str) -> dict[str, Any]:
+    """What goes with the URL of `setnx_url`, `result_backend` or `broker_url` besides."""
+    return dict(app.conf.get(_TRANSPORT_OPTIONS[setting]) or {})
+
+
+def _broker_urls(app: Celery, named: Any) -> list[str]:
+    """A broker's URLs, one by one; what is only a host has the scheme of the first, or Celery's settings."""
+    texts = [named] if isinstance(named, str) else [str(url) for url in named or ()]
+    urls = list(filter(None, (url.strip() for text in texts for url in text.split(";"))))
+    scheme = _scheme(urls[0]) if urls and "://" in urls[0] else ""
+    return [
+        url if "://" in url else f"{scheme}://{url}" if scheme else _whole(app, url)
+        for url in urls or ["localhost"]
+    ]
+
+
+def _whole(app: Celery, host: str) -> str:
+    """The URL of a broker that Celery's settings name in parts."""
+    conf = app.conf
+    transport = conf.broker_transport or "amqp"
+    parts = conf.broker_port, conf.broker_user, conf.broker_password, quote(conf.broker_vhost or "", safe="")
+    return str(as_url(transport, host, *parts))
 
 
 def masked(url: str) -> str:
