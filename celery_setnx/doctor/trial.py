@@ -10,7 +10,6 @@ from typing import Any
 
 import redis
 from celery import bootsteps
-from redis.cluster import RedisCluster
 
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
@@ -29,7 +28,7 @@ from celery_setnx.lock.names import (
     ticket_name,
 )
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
+from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
 from celery_setnx.options import settings
 from celery_setnx.task import refusals
 
@@ -58,7 +57,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings(app.conf).prefix))
-            memories = _memory_of_each(client)
+            memories = reply_of_each(client, "INFO", "memory")
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
@@ -66,7 +65,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         except LockRefused as error:
             logger.critical("This worker cannot lock. %s", error)
             raise
-        except redis.RedisError:
+        except REDIS_ERRORS:
             return  # INFO is not among what the lock needs
         else:
             for memory in memories:
@@ -162,13 +161,6 @@ def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
                 client.delete(name)
             except redis.ResponseError:
                 client.pexpire(name, 1)
-
-
-def _memory_of_each(client: Any) -> list[dict[str, Any]]:
-    """What each server that holds locks says of its memory."""
-    if is_cluster(client):
-        return list(client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
-    return [client.info("memory")]
 
 
 def _warn_of_eviction(memory: Mapping[str, Any]) -> None:

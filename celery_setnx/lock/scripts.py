@@ -13,12 +13,14 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
+    ConnectionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
+    TimeoutError,
     TryAgainError,
 )
 
@@ -172,6 +174,23 @@ def reply_to(client: Any, command: str, name: str, *arguments: str) -> Any:
 def is_cluster(client: Any) -> bool:
     """True if the client is that of a cluster."""
     return hasattr(type(client), "keyslot")
+
+
+def reply_of_each(client: Any, *command: str) -> list[Any]:
+    """What each server that has locks says to a command: of a cluster, each primary.
+
+    Each is asked by itself: the reply of a cluster that has one primary is not the one of several.
+    """
+    if not is_cluster(client):
+        return [client.execute_command(*command)]
+
+    def ask_each() -> list[Any]:
+        return [client.execute_command(*command, target_nodes=node) for node in client.get_primaries()]
+
+    try:
+        return ask_each()
+    except (ConnectionError, TimeoutError, ClusterDownError):
+        return ask_each()  # the client has asked meanwhile which primaries there are now
 
 
 def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:

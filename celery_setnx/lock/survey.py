@@ -25,7 +25,7 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, parse_holder, parse_permits
-from celery_setnx.lock.scripts import Script, is_cluster, reply_to
+from celery_setnx.lock.scripts import Script, is_cluster, reply_of_each, reply_to
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""
@@ -419,11 +419,11 @@ def _read(
     """
     names = [(key, record_name(key), mark_name(key)) for key in keys]
     if is_cluster(client):
-        clocks = client.time(target_nodes="primaries")
+        clocks = reply_of_each(client, "TIME")
         asked = [("MGET", *triple) for triple in names] + [("MGET", permits_name(key)) for key in several]
         replies = [_checked(reply) for reply in _ask(client, asked)]
         found, texts = replies[: len(names)], [text for (text,) in replies[len(names) :]]
-        return min(map(_seconds, clocks.values())), found, dict(zip(several, map(_text, texts)))
+        return min(map(_seconds, clocks)), found, dict(zip(several, map(_text, texts)))
     flat = [name for triple in names for name in triple]
     clock, values = map(_checked, _ask(client, [("TIME",), ("MGET", *flat, *map(permits_name, several))]))
     texts = values[len(flat) :]

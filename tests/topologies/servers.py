@@ -287,19 +287,26 @@ class Sentinels(Group):
 
 
 class Cluster(Group):
-    """Three masters. What a dead one has is unavailable; the others go on."""
+    """Masters, three by default. What a dead one has is unavailable; the others go on.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Where their logs are.
+        masters: How many. Defaults to 3.
+        replicas: How many replicas the first one has. Defaults to none.
+    """
+
+    def __init__(self, directory: Path, masters: int = 3, replicas: int = 0) -> None:
         config = ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 1000"]
-        config += ["cluster-require-full-coverage no"]
-        self.servers = self.nodes = [
+        config += ["cluster-require-full-coverage no", "repl-diskless-sync-delay 0"]
+        self.servers = [
             Server(directory / f"node{number}", [*config, f"cluster-port {free_port()}"])
-            for number in range(3)
+            for number in range(masters + replicas)
         ]
+        self.nodes, self.replicas = self.servers[:masters], self.servers[masters:]
         self._moved: dict[int, Server] = {}
 
     def start(self) -> None:
-        """Start them, give each a third of the slots, and wait until all know each other."""
+        """Start them, give each master as many slots, and wait until all know each other."""
         per_node = SLOTS // len(self.nodes) + 1
         for number, node in enumerate(self.nodes):
             node.start()
@@ -308,14 +315,24 @@ class Cluster(Group):
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         first = self.nodes[0]
         bus_port = first.client().config_get("cluster-port")["cluster-port"]
-        for node in self.nodes[1:]:
+        for replica in self.replicas:
+            replica.start()
+        for node in self.servers[1:]:
             node.ask("CLUSTER", "MEET", HOST, first.port, bus_port)
         self.wait_until_whole()
+        for replica in self.replicas:
+            replica.ask("CLUSTER", "REPLICATE", first.ask("CLUSTER", "MYID"))
+        wait_until(self._has_its_replicas, f"replicas; see {first.log}")
+
+    def _has_its_replicas(self) -> bool:
+        known = [len(node.ask("CLUSTER", "SLOTS")[0]) - 3 for node in self.servers]
+        states = [replica.ask("ROLE")[3] for replica in self.replicas]
+        return set(known) == {len(self.replicas)} and set(states) <= {"connected"}
 
     def wait_until_whole(self) -> None:
         """Wait until every node knows who has every slot."""
         whole = {"cluster_state": "ok", "cluster_slots_ok": str(SLOTS)}.items()
-        for node in self.nodes:
+        for node in self.servers:
             known = node.client().cluster
             wait_until(lambda ask=known: whole <= ask("info").items(), f"a whole cluster; see {node.log}")
 
