@@ -1,72 +1,102 @@
-"""The Redis that holds an app's locks: which one it is, and its client."""
+"""The servers that an app's settings name, as Celery reads them: the one of its locks, and its client.
+
+Nothing else in the package reads Celery's settings about servers.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import ssl
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import redis
 from celery import Celery
-from celery.app.backends import by_url
+from celery.app.backends import BACKEND_ALIASES, by_url
+from celery.backends.redis import RedisBackend, SentinelBackend
 from kombu.utils.url import as_url
 from redis.backoff import ExponentialBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from celery_setnx.address import (
+    EXAMPLE,
+    SCHEMES,
+    Address,
+    connecting,
+    connection_options,
+    database,
+    hosts_of,
+    masked,
+    options_of,
+    parse,
+    scheme_of,
+    split,
+)
 from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
-SCHEMES = ("redis", "rediss", "redis+socket", "sentinel", "redis+cluster", "rediss+cluster")
-_EXAMPLE = "redis://localhost:6379/1"
-_PARAMS = (
-    "host",
-    "port",
-    "path",
-    "username",
-    "password",
-    "db",
-    "connection_class",
-    "client_name",
-    "protocol",
-)
-_LOGIN = ("username", "password", "db", "client_name", "protocol")
 _TRANSPORT_OPTIONS = {
     "setnx_url": "setnx_transport_options",
     "result_backend": "result_backend_transport_options",
     "broker_url": "broker_transport_options",
 }
-_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
+_OF_SERVERS = (
+    *("setnx_url", "result_backend", "broker_url", "broker_read_url", "broker_write_url"),
+    *("broker_use_ssl", "redis_backend_use_ssl", *_TRANSPORT_OPTIONS.values()),
+)
+_REDIS_ALIASES = ("redis", "rediss", "sentinel")
+_INSECURE = {"ssl_cert_reqs": ssl.CERT_NONE}  # what kombu takes rediss:// for that says no more
+
+
+class _Known(NamedTuple):
+    """A client, and what the settings were that it was made from."""
+
+    client: redis.Redis
+    conf: Any
+    marks: tuple[Any, ...]
 
 
 def client_for(app: Celery) -> redis.Redis:
-    """The Redis client that holds the app's locks: made at first use, anew in every process."""
-    clients: dict[int, redis.Redis] = app.__dict__.setdefault("_setnx_clients", {})
-    pid = os.getpid()
-    client = clients.get(pid)
-    if client is None:
+    """The Redis client that holds the app's locks: made at first use, anew in every process.
+
+    And anew when the settings have changed since: locks are where the settings say, whenever they have come.
+    """
+    clients: dict[int, _Known] = app.__dict__.setdefault("_setnx_clients", {})
+    pid, conf = os.getpid(), app.conf
+    marks = marks_of(conf, _OF_SERVERS)
+    known = clients.get(pid)
+    if known is None or known.conf is not conf or known.marks != marks:
         # A forked child leaves its parent's client alone: the sockets are the parent's.
-        client = clients.setdefault(pid, new_client(app))
-    return client
+        known = clients[pid] = _Known(new_client(app), app.conf, marks)
+    return known.client
 
 
 def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     """A Redis client of one's own for the app's locks; see `client_for`."""
     url, setting = lock_url(app)
-    if _scheme(url) == "sentinel":
-        client = _sentinel_client(app, url, setting, timeout_s)
-    elif _scheme(url).endswith("+cluster"):
-        client = _cluster_client(app, url, timeout_s)
-    else:
-        client = redis.Redis(connection_pool=_pool(app, url, setting, timeout_s))
+    with _usable(setting, url):
+        client: redis.Redis = _client(app, url, setting, timeout_s)
     # For a thread that may share no connection with others.
     client.setnx_again = partial(new_client, app)  # type: ignore[attr-defined]
     return client
+
+
+def marks_of(conf: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """What tells at little cost that settings have changed, or that there are new ones.
+
+    Not seen is a change inside of the object that the app was configured from, and one of the environment.
+    """
+    if not isinstance(conf.maps[0], dict):  # nobody has asked for a setting yet
+        conf.finalize()
+    changes = conf.maps[0]
+    return (len(changes), *map(changes.get, names))
 
 
 def lock_url(app: Celery) -> tuple[str, str]:
@@ -74,29 +104,30 @@ def lock_url(app: Celery) -> tuple[str, str]:
 
     `setnx_url` if given, else the result backend if it is a Redis, else the broker if it is one.
     """
-    explicit = app.conf.get("setnx_url")
+    explicit = os.environ.get("CELERY_SETNX_URL") or app.conf.get("setnx_url")
     if explicit:
         return _supported(explicit, "setnx_url"), "setnx_url"
-    backend = app.conf.get("result_backend")
-    if isinstance(backend, str) and _scheme(backend) in SCHEMES:
+    backend = _redis_backend(app)
+    if backend is not None:
         return backend, "result_backend"
-    # Producers and workers may have an URL each; the locks must be the same for both.
-    brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or "amqp://"
-    urls = brokers.split(";") if isinstance(brokers, str) else list(brokers)
-    if all(_scheme(url) == "sentinel" for url in urls):
-        return ";".join(urls), "broker_url"
-    if _scheme(urls[0]) in SCHEMES:
-        if len(urls) > 1:
-            raise OptionError(
-                "broker_url names several servers, and locks must live on exactly one: "
-                "set setnx_url to the Redis that holds them"
-            )
-        return urls[0], "broker_url"
-    raise OptionError(
-        f"no Redis for locks: setnx_url is not set, and neither result_backend ({_scheme(backend) or None}) "
-        f"nor broker_url ({_scheme(urls[0])}) is one of {', '.join(SCHEMES)}. Set setnx_url, "
-        f"such as {_EXAMPLE!r}"
-    )
+    urls, read = _joined(broker_write_urls(app)), _joined(broker_read_urls(app))
+    if scheme_of(urls[0]) not in SCHEMES:
+        raise OptionError(
+            f"no Redis for locks: setnx_url is not set, and neither result_backend "
+            f"({scheme_of(backend_url(app)) or None}) nor broker_url ({scheme_of(urls[0])}) is one of "
+            f"{', '.join(SCHEMES)}. Set setnx_url, such as {EXAMPLE!r}"
+        )
+    if len(urls) > 1 and len({_place(app, url) for url in urls}) > 1:
+        raise OptionError(
+            "broker_url names several servers, and locks must live on exactly one: "
+            "set setnx_url to the Redis that holds them"
+        )
+    if read != urls and {_place(app, url) for url in read} != {_place(app, urls[0])}:
+        raise OptionError(
+            "broker_read_url and broker_write_url name two servers, and locks must live on exactly one for "
+            "all who publish and all workers: set setnx_url to the Redis that holds them"
+        )
+    return urls[0], "broker_url"
 
 
 def backend_url(app: Celery) -> str:
@@ -123,26 +154,25 @@ def transport_options(app: Celery, setting: str) -> dict[str, Any]:
 def _broker_urls(app: Celery, named: Any) -> list[str]:
     """A broker's URLs, one by one; what is only a host has the scheme of the first, or Celery's settings."""
     texts = [named] if isinstance(named, str) else [str(url) for url in named or ()]
-    urls = list(filter(None, (url.strip() for text in texts for url in text.split(";"))))
-    scheme = _scheme(urls[0]) if urls and "://" in urls[0] else ""
-    return [
-        url if "://" in url else f"{scheme}://{url}" if scheme else _whole(app, url)
-        for url in urls or ["localhost"]
-    ]
+    text = ";".join(texts).strip("; ")
+    return split(text if "://" in text.partition(";")[0] else _whole(app, text or "localhost"))
 
 
 def _whole(app: Celery, host: str) -> str:
     """The URL of a broker that Celery's settings name in parts."""
     conf = app.conf
-    transport = conf.broker_transport or "amqp"
-    parts = conf.broker_port, conf.broker_user, conf.broker_password, quote(conf.broker_vhost or "", safe="")
-    return str(as_url(transport, host, *parts))
+    password = conf.broker_password if isinstance(conf.broker_password, str) else ""  # else it is asked for
+    vhost = quote(conf.broker_vhost or "", safe="")
+    named = [
+        as_url(conf.broker_transport or "amqp", each, conf.broker_port, conf.broker_user, password, vhost)
+        for each in host.split(";")
+    ]
+    return ";".join(map(str, named))
 
 
-def masked(url: str) -> str:
-    """A URL without its passwords, for messages."""
-    url = re.sub(r"(password=)[^&;]*", r"\1**", url)
-    return re.sub(r"((?:^|;)(?:[\w+]+://)?[^:@/;]*):(?!//)[^;]*@", r"\1:**@", url)
+def _joined(urls: list[str]) -> list[str]:
+    """Each server's URL: several Sentinels name one."""
+    return [";".join(urls)] if all(scheme_of(url) == "sentinel" for url in urls) else urls
 
 
 class LateCluster:
@@ -165,14 +195,133 @@ class LateCluster:
         return int(self.__getattr__("keyslot")(key))
 
 
-def _pool(app: Celery, url: str, setting: str, timeout_s: float) -> redis.ConnectionPool:
-    params = _params(app, url, setting)
+def _place(app: Celery, url: str) -> tuple[Any, ...]:
+    """Where the data of a broker's URL are: one spelling for each place."""
+    if scheme_of(url) not in SCHEMES:
+        return (url,)
+    hosts, params = _as_broker(app, url)
+    local = ("localhost", "::1")
+    named = {("127.0.0.1" if host.lower() in local else host.lower(), port) for host, port in hosts}
+    return params.get("path") or frozenset(named), params["db"]
+
+
+def _redis_backend(app: Celery) -> str | None:
+    """The URL of the app's result backend if that is a Redis."""
+    named = app.backend_cls or app.conf.result_backend
+    if scheme_of(named).endswith("+cluster"):
+        return str(named)
+    backend_class, url = _backend_class(app, named)
+    if backend_class is None or not issubclass(backend_class, RedisBackend):
+        return None
+    if url is None:  # an alias, or the class
+        at = _connparams(app, backend_class, url)
+        return f"redis://{at['host']}:{at['port']}/{at['db']}"
+    return str(named) if scheme_of(named) in SCHEMES else str(url)
+
+
+def _backend_class(app: Celery, named: Any) -> tuple[Any, Any]:
+    """The class of the app's result backend, and its URL, as Celery finds them.
+
+    No class if it is known that it is none of Redis: it may not be installed where calls are only published.
+    """
+    alias = scheme_of(named).partition("+")[0] if isinstance(named, str) else named
+    is_other = alias in BACKEND_ALIASES and alias not in (*_REDIS_ALIASES, *app.loader.override_backends)
+    if not named or is_other:
+        return None, None
+    try:
+        backend_class, url = by_url(named, app.loader)
+    except Exception as error:
+        raise OptionError(
+            f"result_backend ({masked(str(named))}) cannot be loaded, so whether it holds the locks is not "
+            f"known: {error}. Mend it, or set setnx_url"
+        ) from error
+    return (backend_class if isinstance(backend_class, type) else None), url
+
+
+def _connparams(app: Celery, backend_class: Any, url: str | None) -> dict[str, Any]:
+    """How the result backend connects, as Celery makes it of its settings and the URL."""
+    is_silent = "ssl_cert_reqs" not in (app.conf.redis_backend_use_ssl or {})
+    if url and scheme_of(url) == "rediss" and "ssl_cert_reqs=" not in url and is_silent:
+        # The backend refuses a URL that is silent about this; we verify.
+        url += ("&" if "?" in url else "?") + "ssl_cert_reqs=required"
+    with _usable("result_backend", url or ""):
+        params = dict(backend_class(app=app, url=url).connparams)
+    return {**params, **params.pop("hosts", [{}])[0]}  # those of a URL of Sentinels
+
+
+def _as_backend(app: Celery, url: str) -> Address:
+    """How Celery connects to the result backend."""
+    backend_class, own_url = by_url(app.backend_cls or app.conf.result_backend, app.loader)
+    is_sentinel = bool(own_url) and issubclass(backend_class, SentinelBackend)
+    params = _connparams(app, backend_class, split(own_url)[0] if is_sentinel else own_url)
+    given = params.pop("connection_class", None)
+    if given is not None and issubclass(given, redis.SSLConnection):
+        params["ssl"] = True
+    host, port = params.pop("host", None), params.pop("port", None)
+    return Address(hosts_of(url) if is_sentinel else [(host, port)], params)
+
+
+def _as_broker(app: Celery, url: str) -> Address:
+    """How kombu connects to the broker, a Redis: by its URL, and by Celery's settings beside it."""
+    scheme = scheme_of(url)
+    if scheme not in ("redis", "rediss", "sentinel"):
+        return parse(url, "broker_url")
+    with _usable("broker_url", url):
+        named = app.connection_for_write(split(url)[0])
+    params: dict[str, Any] = {
+        "username": named.userid,
+        "password": named.password,
+        "credential_provider": getattr(named, "credential_provider", None),  # kombu 5.7
+        "db": database(named.virtual_host, "broker_url"),
+    }
+    tls = named.ssl
+    if tls == _INSECURE and not app.conf.broker_use_ssl and "ssl_" not in url:
+        tls = {}  # we verify
+    if scheme == "rediss" or (tls and isinstance(tls, dict)):  # as in kombu, True alone is none
+        params = {**(tls if isinstance(tls, dict) else {}), **params, "ssl": True}
+    is_sentinel = scheme == "sentinel"
+    return Address(hosts_of(url) if is_sentinel else [(named.hostname, named.port or 6379)], params)
+
+
+def _as_named(app: Celery, url: str, setting: str) -> Address:
+    """How to connect to a server that is no broker and no backend of Celery's, or is a cluster."""
+    hosts, params = parse(url, setting)
+    tls = app.conf.broker_use_ssl if setting == "broker_url" else app.conf.redis_backend_use_ssl
+    return Address(hosts, {**(tls if params.get("ssl") and isinstance(tls, dict) else {}), **params})
+
+
+def _client(app: Celery, url: str, setting: str, timeout_s: float) -> Any:
+    options, scheme = transport_options(app, setting), scheme_of(url)
+    if setting == "setnx_url" or scheme.endswith("+cluster"):
+        hosts, params = _as_named(app, url, setting)
+    else:
+        hosts, params = _as_backend(app, url) if setting == "result_backend" else _as_broker(app, url)
+    read = options_of if setting == "setnx_url" else connection_options
+    said = {name: value for name, value in params.items() if value is not None}
+    params = connecting({**read(options, _TRANSPORT_OPTIONS[setting]), **said}, setting)
+    if scheme == "sentinel":
+        return _sentinel_client(hosts, params, options, setting, timeout_s)
+    if scheme.endswith("+cluster"):
+        return _cluster_client(hosts, params, timeout_s)
+    return _single_client(hosts[0], params, timeout_s)
+
+
+def _single_client(at: tuple[str, int], params: dict[str, Any], timeout_s: float) -> redis.Redis:
     params = {**params, **_ours(timeout_s)}
+    is_secure = params.pop("ssl", False)
     if "path" in params:
-        del params["socket_connect_timeout"]
+        params["connection_class"] = redis.UnixDomainSocketConnection
+        for of_tcp in ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options"):
+            params.pop(of_tcp, None)
+    else:
+        params.update(host=at[0], port=at[1])
+        if is_secure:
+            params["connection_class"] = redis.SSLConnection
     for refused in ("max_connections", "retry_on_timeout"):
         params.pop(refused, None)
-    return redis.ConnectionPool(**params)
+    pool = redis.ConnectionPool(**params)
+    pool.connection_class(**pool.connection_kwargs)  # is refused if it could not be made
+    return redis.Redis(connection_pool=pool)
 
 
 def _ours(timeout_s: float, *, retries: int = 1) -> dict[str, Any]:
@@ -192,106 +341,65 @@ def _ours(timeout_s: float, *, retries: int = 1) -> dict[str, Any]:
     }
 
 
-def _sentinel_client(app: Celery, url: str, setting: str, timeout_s: float) -> redis.Redis:
+def _sentinel_client(
+    hosts: list[tuple[str, int]],
+    params: dict[str, Any],
+    options: Mapping[str, Any],
+    setting: str,
+    timeout_s: float,
+) -> redis.Redis:
     """The master that the Sentinels name, asked again with every new connection."""
-    options = _transport_options(app, setting)
     if not options.get("master_name"):
         raise OptionError(
             f"{setting} names Sentinels, but not their master: set {_TRANSPORT_OPTIONS[setting]} = "
             '{"master_name": "..."}'
         )
-    hosts, params = _hosts_and_params(app, url, setting)
     if params.pop("ssl", False):
         params["connection_class"] = redis.sentinel.SentinelManagedSSLConnection
+    login = connecting(options.get("sentinel_kwargs") or {}, f"sentinel_kwargs of {setting}")
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         hosts,
         min_other_sentinels=options.get("min_other_sentinels", 0),
-        sentinel_kwargs={**_ours(timeout_s, retries=0), **(options.get("sentinel_kwargs") or {})},
+        sentinel_kwargs={**_ours(timeout_s, retries=0), **login},
     )
     params = {**params, **_ours(timeout_s)}
     return sentinels.master_for(options["master_name"], **params)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _cluster_client(app: Celery, url: str, timeout_s: float) -> Any:
+def _cluster_client(hosts: list[tuple[str, int]], params: dict[str, Any], timeout_s: float) -> Any:
     """A cluster, of which the URL names one node or more; it finds the others."""
-    hosts, params = _hosts_and_params(app, url.replace("+cluster://", "://"), "setnx_url")
     if params.pop("db", 0):
-        raise OptionError(f"a Redis Cluster has no databases but 0: {masked(url)}")
+        raise OptionError("a Redis Cluster has no databases but 0")
     nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
     params = {**params, **_ours(timeout_s)}
     return LateCluster(partial(RedisCluster, startup_nodes=nodes, **params))
 
 
-def _hosts_and_params(app: Celery, url: str, setting: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """All hosts of a URL, and how to connect to the servers they lead to, as the first one says."""
-    hosts: list[tuple[str, int]] = []
-    params: dict[str, Any] = {}
-    default_port = 26379 if url.startswith("sentinel:") else 6379
-    scheme = url.partition("://")[0]
-    for part in url.split(";"):
-        part = part if "://" in part else f"{scheme}://{part}"
-        parsed = parse_url(re.sub(r"^sentinel:", "redis:", part))  # type: ignore[no-untyped-call]
-        hosts.append((parsed.get("host", "localhost"), parsed.get("port", default_port)))
-        own = {name: parsed[name] for name in parsed if name in _LOGIN or name[:4] == "ssl_"}
-        params = {**own, **params}
-        if parsed.get("connection_class") is redis.SSLConnection:
-            params["ssl"] = True
-    ssl = app.conf.get("broker_use_ssl" if setting == "broker_url" else "redis_backend_use_ssl")
-    if ssl and (params.get("ssl") or setting != "setnx_url"):
-        params = {**(ssl if isinstance(ssl, dict) else {}), **params, "ssl": True}
-    return hosts, _with_requirement(params)
-
-
-def _transport_options(app: Celery, setting: str) -> dict[str, Any]:
-    return app.conf.get(_TRANSPORT_OPTIONS[setting]) or {}
-
-
-def _with_requirement(params: dict[str, Any]) -> dict[str, Any]:
-    """Celery's names of what TLS requires are redis-py's in capitals."""
-    if "ssl_cert_reqs" in params:
-        params["ssl_cert_reqs"] = _REQS.get(params["ssl_cert_reqs"], params["ssl_cert_reqs"])
-    return params
-
-
-def _params(app: Celery, url: str, setting: str) -> dict[str, Any]:
-    if setting == "result_backend":
-        ssl = app.conf.get("redis_backend_use_ssl") or {}
-        if _scheme(url) == "rediss" and "ssl_cert_reqs" not in ssl and "ssl_cert_reqs=" not in url:
-            # The backend refuses a URL that is silent about this; we verify.
-            url += ("&" if "?" in url else "?") + "ssl_cert_reqs=required"
-        backend_class, url = by_url(url, app.loader)
-        return dict(backend_class(app=app, url=url).connparams)
-    parsed = parse_url(re.sub(r"^redis\+socket:", "unix:", url))  # type: ignore[no-untyped-call]
-    if "virtual_host" in parsed:
-        parsed["db"] = int(str(parsed["virtual_host"]).strip("/"))
-    params = {name: parsed[name] for name in parsed if name in _PARAMS or name.startswith("ssl_")}
-    secure = "connection_class" in params and issubclass(params["connection_class"], redis.SSLConnection)
-    if setting == "broker_url":
-        ssl = app.conf.get("broker_use_ssl")
-    else:
-        ssl = app.conf.get("redis_backend_use_ssl") if secure else None
-    if ssl and "path" not in params:
-        params = {**(ssl if isinstance(ssl, dict) else {}), **params, "connection_class": redis.SSLConnection}
-    return _with_requirement(params)
+@contextmanager
+def _usable(setting: str, url: str) -> Iterator[None]:
+    """What Celery, kombu or redis-py cannot make of a URL and its settings is an OptionError."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, redis.RedisError) as error:
+        said = f": {error}" if "@" not in url else ""  # it may quote a part of the password
+        raise OptionError(f"{setting} is not usable as it is ({masked(url)}){said}") from error
 
 
 def _supported(url: Any, setting: str) -> str:
     if not isinstance(url, str):
         raise OptionError(
-            f"{setting} must be one URL as a text, such as {_EXAMPLE!r}, not a {type(url).__name__}"
+            f"{setting} must be one URL as a text, such as {EXAMPLE!r}, not a {type(url).__name__}"
         )
     if "://" not in url:
         shown = masked(re.sub(r"^.*@", "**@", url))
         raise OptionError(
-            f"{setting} has no scheme: it is {shown!r}; write it as an URL, such as {_EXAMPLE!r}. "
+            f"{setting} has no scheme: it is {shown!r}; write it as an URL, such as {EXAMPLE!r}. "
             f"The schemes are {', '.join(SCHEMES)}"
         )
-    if _scheme(url) not in SCHEMES:
+    if scheme_of(url) not in SCHEMES:
         raise OptionError(
-            f"{setting} has the scheme {_scheme(url)!r}; this version keeps locks on {', '.join(SCHEMES)}"
+            f"{setting} has the scheme {scheme_of(url)!r}; this version keeps locks on {', '.join(SCHEMES)}"
         )
     return url
-
-
-def _scheme(url: Any) -> str:
-    return url.partition("://")[0] if isinstance(url, str) and "://" in url else masked(str(url or ""))

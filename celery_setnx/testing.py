@@ -112,8 +112,8 @@ def locks_on(app: Celery, url: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for client in app.__dict__.pop("_setnx_clients", {}).values():
-            client.close()
+        for known in app.__dict__.pop("_setnx_clients", {}).values():
+            known.client.close()
         app.conf.setnx_url, app.__dict__["_setnx_clients"] = before
 
 

@@ -23,8 +23,9 @@ from kombu.entity import Exchange, Queue
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
+from celery_setnx.address import SCHEMES, scheme_of
 from celery_setnx.call.message import HEADER, Call
-from celery_setnx.connection import SCHEMES
+from celery_setnx.connection import broker_read_urls, transport_options
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.wording import unstopped
 
@@ -266,22 +267,20 @@ def deliverable(app: Celery, countdown: float) -> float:
 
 def broker_url(app: Celery) -> str:
     """The URL from which the app's workers read; the first, if there are several."""
-    url = app.conf.broker_read_url or ""
-    return str(url if isinstance(url, str) else url[0])
+    return broker_read_urls(app)[0]
 
 
 def visibility_timeout_s(app: Celery) -> float | None:
     """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
-    scheme = broker_url(app).partition(":")[0]
+    scheme = scheme_of(broker_url(app)).lower()
     if scheme not in _VISIBILITY_S:
         return None
-    options = app.conf.get("broker_transport_options") or {}
-    return float(options.get("visibility_timeout") or _VISIBILITY_S[scheme])
+    return float(transport_options(app, "broker_url").get("visibility_timeout") or _VISIBILITY_S[scheme])
 
 
 def tells_redelivery(app: Celery) -> bool:
     """Whether the broker flags what it delivers again; SQS does not."""
-    return broker_url(app).partition(":")[0] != "sqs"
+    return scheme_of(broker_url(app)).lower() != "sqs"
 
 
 def counts_once(backend: Any) -> bool:

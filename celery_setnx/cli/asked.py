@@ -15,8 +15,9 @@ import click
 from celery import Celery, Task
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from celery_setnx.address import masked
 from celery_setnx.call.guard import Guard, guard_of
-from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.connection import client_for, lock_url
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey

@@ -16,8 +16,9 @@ from celery import Celery
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
+from celery_setnx.address import masked
 from celery_setnx.call.back import visibility_timeout_s
-from celery_setnx.connection import client_for, lock_url, masked
+from celery_setnx.connection import broker_write_urls, client_for, lock_url
 from celery_setnx.doctor.app import (
     Finding,
     check,
@@ -130,9 +131,7 @@ def _master(server: Any) -> str:
 
 
 def _shared_with_broker(app: Celery, url: str) -> Iterator[Finding]:
-    brokers = app.conf.get("broker_url") or app.conf.get("broker_write_url") or ""
-    urls = brokers.split(";") if isinstance(brokers, str) else brokers
-    if url in urls:
+    if url in broker_write_urls(app):
         yield note(
             "broker",
             "Locks and the broker's queues share one database.",
