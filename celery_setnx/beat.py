@@ -35,7 +35,7 @@ from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
-from celery_setnx.options import settings
+from celery_setnx.options import refuse_unread_environment, settings
 from celery_setnx.signals import tick_late
 from celery_setnx.wording import sentence
 
@@ -65,6 +65,7 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     Raises:
         OptionError: A setting is malformed, or none names a Redis for locks.
     """
+    refuse_unread_environment(app.conf)
     aliases = dict(load_extension_class_names("celery.beat_schedulers"))
     inner: Any = symbol_by_name(settings(app.conf).beat_scheduler, aliases=aliases)
     scheduler_class = type("HotStandbyScheduler", (HotStandby, inner), {"__doc__": HotStandby.__doc__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -11,6 +12,9 @@ from functools import cached_property
 from inspect import ismodule
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
+from celery import Celery
+
+from celery_setnx.connection import marks_of
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
 from celery_setnx.lock.lock import DAY_S, LONGEST_PERIOD_S, MOST_PERMITS, MOST_STARTS
@@ -226,29 +230,63 @@ class Settings:
 
 
 SETTINGS = ("setnx_url", "setnx_transport_options", *(f"setnx_{field.name}" for field in fields(Settings)))
+FROM_ENVIRONMENT = ("CELERY_SETNX_URL",)
+_READ = (*SETTINGS, "result_backend", "result_backend_transport_options", "broker_transport_options")
 
 
 def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
-    """Refuse a setting that is surely one of ours, misspelt."""
+    """Refuse a setting that is surely one of ours, misspelt or in a spelling that Celery does not read."""
     for written, meant in unknown_settings(conf, namespace):
         if meant is not None:
             raise OptionError(f"there is no setting {written!r}; did you mean {meant!r}?")
 
 
+def refuse_unread_environment(conf: Any) -> None:
+    """Refuse a variable that is named as a setting of ours, and gives nobody its value."""
+    for name in SETTINGS:
+        for variable in (name.upper(), f"CELERY_{name.upper()}"):
+            if variable in os.environ and variable not in FROM_ENVIRONMENT and conf.get(name) is None:
+                known = f", or name the variable CELERY_{name.upper()}" if name == "setnx_url" else ""
+                raise OptionError(
+                    f"{variable} is in the environment, and nobody reads it: set {name} in the app's "
+                    f"configuration from it{known}"
+                )
+
+
 def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, str | None]]:
     """Settings that are named as ours are, and that nobody reads; and which of ours is meant, if it is plain.
 
-    With the namespace of `config_from_object`, Celery reads a name both with it and without.
+    Celery reads our names in lower case; with the namespace of `config_from_object`, also behind it and in
+    its case. What is spelled otherwise is nothing to it, unless the right name is given too.
     """
     prefix = f"{namespace.rstrip('_')}_" if namespace else ""
     for written in list(conf):
-        name = written.removeprefix(prefix).lower() if prefix and written.startswith(prefix) else written
-        if not name.startswith("setnx_") or name in SETTINGS:
+        name = written.lower().removeprefix(prefix.lower()).removeprefix("celery_")
+        if not name.startswith("setnx_"):
+            continue
+        is_plain, spaced = written == name, f"{prefix}{name}"
+        is_read = is_plain or (prefix and written == (spaced.upper() if prefix.isupper() else spaced.lower()))
+        if name in SETTINGS and (is_read or conf.get(name) is not None):
             continue
         if callable(conf[written]) or ismodule(conf[written]):  # a name that a module of settings imports
             continue
         close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
-        yield written, close[0] if close else None
+        if close and prefix and not is_plain:
+            close = [f"{prefix}{close[0]}".upper() if prefix.isupper() else f"{prefix}{close[0]}".lower()]
+        if close or is_read:
+            yield written, close[0] if close else None
+
+
+def settings_of(app: Celery) -> Settings:
+    """The app's `setnx_*` settings as they are now; read anew where they have changed."""
+    conf = app.conf
+    marks = marks_of(conf, _READ)
+    known = app.__dict__.get("_setnx_settings")
+    if known is None or known[0] is not conf or known[1] != marks:
+        if known is not None:  # else the names are looked at when the app is finalized
+            refuse_unknown_settings(conf, app.namespace)
+        known = app.__dict__["_setnx_settings"] = conf, marks, settings(conf)
+    return known[2]  # type: ignore[no-any-return]
 
 
 def settings(conf: Any) -> Settings:

@@ -7,6 +7,7 @@ for all threads of this process, and in no other one.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 import uuid
@@ -108,6 +109,7 @@ def locks_on(app: Celery, url: str) -> Iterator[None]:
     """
     app = _app_of(app)
     before = app.conf.get("setnx_url"), app.__dict__.pop("_setnx_clients", {})
+    elsewhere = os.environ.pop("CELERY_SETNX_URL", None)  # it would win
     app.conf.setnx_url = url
     try:
         yield
@@ -115,6 +117,8 @@ def locks_on(app: Celery, url: str) -> Iterator[None]:
         for known in app.__dict__.pop("_setnx_clients", {}).values():
             known.client.close()
         app.conf.setnx_url, app.__dict__["_setnx_clients"] = before
+        if elsewhere is not None:
+            os.environ["CELERY_SETNX_URL"] = elsewhere
 
 
 class Held:

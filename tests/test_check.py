@@ -362,7 +362,21 @@ def test_options_of_a_task_without_the_base_class_are_an_error(app):
     [
         ({"setnx_ulr": "redis://host"}, None, "there is no setting 'setnx_ulr'; did you mean 'setnx_url'?"),
         ({"setnx_same_hosts": True}, "CELERY", "there is no setting 'setnx_same_hosts'"),
-        ({"CELERY_SETNX_ULR": "redis://host"}, "CELERY", "'CELERY_SETNX_ULR'; did you mean 'setnx_url'?"),
+        (
+            {"CELERY_SETNX_ULR": "redis://host"},
+            "CELERY",
+            "'CELERY_SETNX_ULR'; did you mean 'CELERY_SETNX_URL'?",
+        ),
+        ({"SETNX_URL": "redis://host"}, None, "there is no setting 'SETNX_URL'; did you mean 'setnx_url'?"),
+        ({"SETNX_PREFX": "a"}, None, "there is no setting 'SETNX_PREFX'; did you mean 'setnx_prefix'?"),
+        ({"CELERY_SETNX_URL": "redis://host"}, None, "'CELERY_SETNX_URL'; did you mean 'setnx_url'?"),
+        ({"SETNX_URL": "redis://host"}, "CELERY", "'SETNX_URL'; did you mean 'CELERY_SETNX_URL'?"),
+        (
+            {"CELERY_setnx_prefix": "a"},
+            "CELERY",
+            "'CELERY_setnx_prefix'; did you mean 'CELERY_SETNX_PREFIX'?",
+        ),
+        ({"SETNX_PREFIX": "a"}, "shop", "'SETNX_PREFIX'; did you mean 'shop_setnx_prefix'?"),
         (SimpleNamespace(setnx_beat_leas=5), None, "'setnx_beat_leas'; did you mean 'setnx_beat_lease'?"),
     ],
 )
@@ -398,8 +412,6 @@ ALL |= {f"setnx_{name}": value for name, value in asdict(settings({})).items()}
 @pytest.mark.parametrize(
     ("source", "namespace", "unread"),
     [
-        ({"SETNX_URL": "redis://host"}, None, ["The setting SETNX_URL is not read."]),
-        ({"SETNX_URL": "redis://host"}, "CELERY", ["The setting SETNX_URL is not read."]),
         ({"SETNX_URL": "redis://host", "CELERY_SETNX_URL": "redis://host"}, "CELERY", []),
         (
             {"SETNX_HOST": "host", "MY_SETNX_ULR": 5, "setnx_maker": len, "CELERY_SETNX_URL": "x"},
@@ -410,7 +422,7 @@ ALL |= {f"setnx_{name}": value for name, value in asdict(settings({})).items()}
         (ALL, None, []),
     ],
 )
-def test_setting_in_capitals_is_a_warning_unless_it_is_read(source, namespace, unread):
+def test_setting_beside_the_one_that_is_read_is_the_projects_own(source, namespace, unread):
     """A project may have such names for itself, and give their values on."""
     app = Celery("capital", set_as_current=False)
     app.config_from_object(source, namespace=namespace)

@@ -17,7 +17,7 @@ from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name
-from celery_setnx.options import NAMES, OF_THE_TASK, Options, check_name, merged, plain, settings
+from celery_setnx.options import NAMES, OF_THE_TASK, Options, Settings, check_name, merged, plain, settings_of
 
 logger = logging.getLogger("celery_setnx")
 
@@ -43,11 +43,15 @@ class Guard:
         self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
         self.task = task
         self.signature = signature
-        self.settings = settings(app.conf)
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
         self.key_function = KeyFunction(self.options.key, signature, task, typing=typing)
         check_name(f"scope of {task}", self.options.scope or task)
+
+    @property
+    def settings(self) -> Settings:
+        """The app's settings as they are now, also if they came after the task was bound."""
+        return settings_of(self.app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""

@@ -22,7 +22,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
-from celery_setnx.options import Options, settings
+from celery_setnx.options import Options, refuse_unread_environment, settings
 from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
 
@@ -117,10 +117,11 @@ def refused(error: SetnxError) -> Finding:
 def _bind(app: Celery) -> list[Finding]:
     """Bind every task; the refusals. Celery itself stops at the first one."""
     told: dict[str, Finding] = {}
-    try:
-        settings(app.conf)
-    except OptionError as error:
-        told[str(error)] = refused(error)
+    for read in (settings, refuse_unread_environment):
+        try:
+            read(app.conf)
+        except OptionError as error:
+            told[str(error)] = refused(error)
     while True:
         try:
             app.finalize()

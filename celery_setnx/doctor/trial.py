@@ -29,7 +29,7 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
-from celery_setnx.options import settings
+from celery_setnx.options import refuse_unread_environment, settings
 from celery_setnx.task import refusals
 
 logger = logging.getLogger("celery_setnx")
@@ -48,6 +48,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         app = worker.app
         if DISABLED.is_on(app):
             return
+        refuse_unread_environment(app.conf)
+        app.__dict__.pop("_setnx_clients", None)  # a command line has perhaps changed the environment
         for error in refusals(app):  # also of tasks that were declared after the app was finalized
             raise error
         for task in app.tasks.values():

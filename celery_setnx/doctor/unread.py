@@ -41,14 +41,7 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
 
 
 def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
-    """Settings that nobody reads, and what to do: ours in capitals, as Celery knows only its own in capitals,
-    and those that only begin as ours do.
-    """
-    for written in list(app.conf):
-        name = written.lower()
-        if written != name and name in SETTINGS and app.conf.get(name) is None:
-            meant = f"{app.namespace.rstrip('_')}_{written}" if app.namespace else name
-            yield written, f"Write {meant}."
+    """Settings that nobody reads, and that only begin as ours do; and what to do."""
     for written, plainly_meant in unknown_settings(app.conf, app.namespace):
         if plainly_meant is None:
             yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, name it otherwise."
