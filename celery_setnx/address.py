@@ -75,9 +75,9 @@ def split(url: str) -> list[str]:
     return [part if "://" in part else f"{scheme}://{part}" for part in parts]
 
 
-def hosts_of(url: str) -> list[tuple[str, int]]:
+def hosts_of(url: str, default_port: int = 0) -> list[tuple[str, int]]:
     """The hosts of a URL, or of several, with their ports."""
-    default_port = 26379 if url.startswith("sentinel:") else 6379
+    default_port = default_port or (26379 if url.startswith("sentinel:") else 6379)
     parts = [urlsplit(part) for part in split(url)]
     return [(unquote(part.hostname or "localhost"), part.port or default_port) for part in parts]
 

@@ -249,20 +249,20 @@ def _connparams(app: Celery, backend_class: Any, url: str | None) -> dict[str, A
         # The backend refuses a URL that is silent about this; we verify.
         url += ("&" if "?" in url else "?") + "ssl_cert_reqs=required"
     with _usable("result_backend", url or ""):
-        params = dict(backend_class(app=app, url=url).connparams)
-    return {**params, **params.pop("hosts", [{}])[0]}  # those of a URL of Sentinels
+        return dict(backend_class(app=app, url=url).connparams)
 
 
 def _as_backend(app: Celery, url: str) -> Address:
     """How Celery connects to the result backend."""
     backend_class, own_url = by_url(app.backend_cls or app.conf.result_backend, app.loader)
     is_sentinel = bool(own_url) and issubclass(backend_class, SentinelBackend)
-    params = _connparams(app, backend_class, split(own_url)[0] if is_sentinel else own_url)
+    # That of Sentinels says the same of the first, but fails for providers of credentials.
+    params = _connparams(app, *(RedisBackend, split(own_url)[0]) if is_sentinel else (backend_class, own_url))
     given = params.pop("connection_class", None)
     if given is not None and issubclass(given, redis.SSLConnection):
         params["ssl"] = True
     host, port = params.pop("host", None), params.pop("port", None)
-    return Address(hosts_of(url) if is_sentinel else [(host, port)], params)
+    return Address(hosts_of(url, app.conf.redis_port or 6379) if is_sentinel else [(host, port)], params)
 
 
 def _as_broker(app: Celery, url: str) -> Address:
