@@ -232,6 +232,8 @@ def _backend_class(app: Celery, named: Any) -> tuple[Any, Any]:
     is_other = alias in BACKEND_ALIASES and alias not in (*_REDIS_ALIASES, *app.loader.override_backends)
     if not named or is_other:
         return None, None
+    if not isinstance(named, str):
+        return named, None
     try:
         backend_class, url = by_url(named, app.loader)
     except Exception as error:
@@ -254,7 +256,7 @@ def _connparams(app: Celery, backend_class: Any, url: str | None) -> dict[str, A
 
 def _as_backend(app: Celery, url: str) -> Address:
     """How Celery connects to the result backend."""
-    backend_class, own_url = by_url(app.backend_cls or app.conf.result_backend, app.loader)
+    backend_class, own_url = _backend_class(app, app.backend_cls or app.conf.result_backend)
     is_sentinel = bool(own_url) and issubclass(backend_class, SentinelBackend)
     # That of Sentinels says the same of the first, but fails for providers of credentials.
     params = _connparams(app, *(RedisBackend, split(own_url)[0]) if is_sentinel else (backend_class, own_url))

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import celery
 import pytest
 import redis
 from celery import Celery
 from celery.backends.redis import RedisBackend
-from celery.bin.celery import celery
+from celery.bin.celery import celery as command_line
 from click.testing import CliRunner
 
 from celery_setnx import OptionError, SingletonTask
@@ -27,6 +28,7 @@ from celery_setnx.testing import locks_on
 pytestmark = pytest.mark.usefixtures("alone", "plain_environment")
 
 HERE, THERE = "redis://me:pw@here:6401/5", "redis://there:6402/6"
+CELERY_TAKES_CLASSES = celery.VERSION >= (5, 7)
 VARIABLES = ("BROKER_URL", "BROKER_READ_URL", "BROKER_WRITE_URL", "RESULT_BACKEND", "SETNX_URL")
 
 
@@ -279,7 +281,8 @@ def test_result_backend_is_what_celery_makes_of_it(spelled):
     """An alias, a class, a URL with settings beside it."""
     app = new_app()
     app.conf.update(SPELLED[spelled])
-    assert of_locks(app) == of_results(app)
+    if spelled != "class" or CELERY_TAKES_CLASSES:
+        assert of_locks(app) == of_results(app)
     assert lock_url(app)[1] == "result_backend"
 
 
@@ -410,7 +413,7 @@ def test_command_line_and_environment_say_where_a_process_has_its_locks(
         monkeypatch.setenv("CELERY_BROKER_URL", broker)
         monkeypatch.setenv("CELERY_RESULT_BACKEND", backend)
     options = given.get(way, ["--result-backend", backend])
-    done = CliRunner().invoke(celery, ["-A", module, *options, "setnx", "list", "--json"])
+    done = CliRunner().invoke(command_line, ["-A", module, *options, "setnx", "list", "--json"])
     assert done.exit_code == 0, done.output
     assert [row["key"] for row in json.loads(done.stdout)] == ["setnx:{t:x}"]
 

@@ -199,7 +199,7 @@ def test_provider_that_is_none_is_refused(named, said):
         ({"setnx_url": "redis://h?database=4"}, "has 'database', which nobody reads"),
         ({"setnx_url": "redis+cluster://h?credential_provder=x"}, "did you mean 'credential_provider'"),
         ({"setnx_url": "redis://h/abc"}, "names the database 'abc'"),
-        ({"setnx_url": "redis://h?db=abc"}, "'db'"),
+        ({"setnx_url": "redis://h?db=abc"}, "Invalid value for .db"),
         ({"setnx_url": "redis://h:port"}, "is not usable as it is"),
         ({"setnx_url": "redis://h?ssl_cert_reqs=none"}, "options of TLS, .* write rediss://"),
         (
@@ -253,8 +253,8 @@ KEPT: dict[str, Any] = {
         {"client_name": "shop", "socket_keepalive": True, "socket_keepalive_options": {4: 60}},
     ),
     "of the backend's settings": (
-        {"result_backend": "redis://h", "redis_socket_keepalive": True, "redis_client_name": "shop"},
-        {"client_name": "shop", "socket_keepalive": True},
+        {"result_backend": "redis://h", "redis_socket_keepalive": True, "redis_username": "me"},
+        {"username": "me", "socket_keepalive": True},
     ),
     "of a Sentinel's URL": (
         {

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 
 from celery_setnx import LockRefused, LockUnavailable
+from celery_setnx.connection import client_for
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 
 
@@ -55,6 +57,24 @@ def test_sentinels_of_celery_itself_hold_the_locks(
     journal.wait_for("postrun", task_id=result.id, state="SUCCESS")
     if backend:
         assert result.get(timeout=60) == name
+
+
+def test_providers_of_credentials_log_in_to_sentinels_and_master(sentinels, locks):
+    """No setting has a password: neither the data's nor the Sentinels'."""
+    urls = [f"sentinel://127.0.0.1:{sentinel.port}" for sentinel in sentinels.sentinels]
+    options = {
+        "master_name": sentinels.NAME,
+        "credential_provider": "tests.test_login.DataProvider",
+        "sentinel_kwargs": {"credential_provider": "tests.test_login.SentinelProvider"},
+    }
+    for setting, beside in (
+        ("setnx_url", "setnx_transport_options"),
+        ("broker_url", "broker_transport_options"),
+        ("result_backend", "result_backend_transport_options"),
+    ):
+        app = Celery("passwordless", set_as_current=False)
+        app.conf.update({setting: ";".join(urls), beside: options})
+        lock_lives_and_ends(client_for(app))
 
 
 @pytest.mark.clock
