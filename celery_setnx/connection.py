@@ -107,7 +107,7 @@ def lock_url(app: Celery) -> tuple[str, str]:
     explicit = os.environ.get("CELERY_SETNX_URL") or app.conf.get("setnx_url")
     if explicit:
         return _supported(explicit, "setnx_url"), "setnx_url"
-    if "SETNX_URL" in os.environ:
+    if os.environ.get("SETNX_URL"):
         raise OptionError(
             "SETNX_URL is in the environment, and nobody reads it: name it CELERY_SETNX_URL, or set setnx_url"
         )

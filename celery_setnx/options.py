@@ -245,7 +245,8 @@ def refuse_unread_environment(conf: Any) -> None:
     """Refuse a variable that is named as a setting of ours, and gives nobody its value."""
     for name in SETTINGS:
         for variable in (name.upper(), f"CELERY_{name.upper()}"):
-            if variable in os.environ and variable not in FROM_ENVIRONMENT and conf.get(name) is None:
+            is_read = variable in FROM_ENVIRONMENT or conf.get(name) is not None
+            if os.environ.get(variable) and not is_read:
                 known = f", or name the variable CELERY_{name.upper()}" if name == "setnx_url" else ""
                 raise OptionError(
                     f"{variable} is in the environment, and nobody reads it: set {name} in the app's "
