@@ -18,15 +18,10 @@ _BODY = ("args", "kwargs", "callbacks", "errbacks", "chain", "chord")
 class _Requests(LocalStack):  # type: ignore[misc]
     """A task's stack of requests, which keeps what each had when Celery made it: before any hook ran."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        push: Any = super().push if "push" not in vars(self) else vars(self)["push"]  # with fast locals
-
-        def keep_and_push(request: Any) -> Any:
-            _keep(request)
-            return push(request)
-
-        self.push = keep_and_push
+    def push(self, request: Any) -> Any:
+        """Celery's own fast stacks never call this: nothing is kept there."""
+        _keep(request)
+        return super().push(request)
 
 
 def keep_arrived(task: Task | type[Task]) -> None:
