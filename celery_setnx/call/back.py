@@ -187,7 +187,7 @@ class Message:
 
     def _telling(self, call: Call, *, is_delayed: bool = False) -> Call:
         """A call that tells its body by which route it came: it comes back by another."""
-        is_other = self.route[1] and (is_delayed or self.route != ("", self.queue))
+        is_other = any(self.route) and (is_delayed or self.route != ("", self.queue))
         return call._replace(route=list(self.route) if is_other else None)
 
     def send_new(self, app: Celery, task: str, kwargs: Mapping[str, Any], countdown: float) -> None:
