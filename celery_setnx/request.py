@@ -21,6 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
@@ -79,7 +80,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
             NONCE: os.urandom(6).hex(),
             CONTENT_TYPE: self.content_type,
             EVENTS: wanted,
+            **origin_here(self.app),
         }
+        if self.call.route is not None:  # its body sees by which it first came
+            self._delivery_info.update(zip(("exchange", "routing_key"), self.call.route))
 
     def _call_of_message(self) -> Call:
         """What is ignored of its header is said once: the child does not see it."""
@@ -268,6 +272,8 @@ def _leave_late(app: Celery, call: Call) -> bool:
 def _let_go(request: Any, **_details: Any) -> None:
     """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
     is_guarded = isinstance(request, SingletonRequest) or hasattr(request.task.run, DECORATED)
+    if not isinstance(request, SingletonRequest) and is_guarded:
+        _tell_child(request)
     if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
@@ -278,6 +284,15 @@ def _let_go(request: Any, **_details: Any) -> None:
             request._already_revoked = True  # Celery drops it without a word
             return
     ends_of_process().forget(request.app, call, may_wait=True)
+
+
+def _tell_child(request: Request) -> None:
+    """What a guarded task under another base class has to know of its message, should that go back."""
+    properties = {CONTENT_TYPE: request.content_type, **origin_here(request.app)}
+    request._request_dict["properties"] = {**(request._request_dict.get("properties") or {}), **properties}
+    call = Call.of(request.request_dict["task"], request.request_dict)
+    if call.route is not None:
+        request._delivery_info.update(zip(("exchange", "routing_key"), call.route))
 
 
 @task_unknown.connect  # type: ignore[untyped-decorator]
@@ -300,3 +315,14 @@ class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]
             _free_rejected(consumer, message)
 
         consumer.on_decode_error = on_decode_error
+
+
+class OriginOfMessages(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Has each delivery say which queue it is from: on most brokers its message does not tell."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, consumer: Any) -> None:
+        """Before the worker reads a queue: its event loop is the last step."""
+        channel = consumer.task_consumer.channel
+        channel.basic_consume = noting_queues(channel.basic_consume)

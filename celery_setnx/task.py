@@ -12,6 +12,7 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
+from celery_setnx.call.arrived import keep_arrived
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
@@ -81,6 +82,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         if cls._calls_run:  # else a base class may run the coroutine, under the lock
             refuse_unrun(inspect.getattr_static(cls, "run"), name)
         cls._guard = _new_guard(app, cls, name, layers)
+        keep_arrived(cls)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
@@ -348,6 +350,7 @@ def _prepare(app: Celery) -> None:
     """Have the workers of an app look after its lines, and try its lock server when they start."""
     add_courier(app)
     app.steps["worker"].add("celery_setnx.doctor.trial:LockServerCheck")
+    app.steps["consumer"].add("celery_setnx.request:OriginOfMessages")
 
 
 def _refuse_autoretried_raise(task: Task, options: Options) -> None:
@@ -371,7 +374,7 @@ def refusals(app: Celery) -> Iterator[OptionError]:
             if task._guard is None:  # Celery's own; or refused before, and whoever was told has gone on
                 settlers.append(partial(task.bind, app))
         elif hasattr(task.run, DECORATED):
-            settlers.append(partial(_guard_of, task))
+            settlers.append(partial(_settle_decorated, task))
         else:
             settlers.append(partial(refuse_forgotten_base, type(task), task.name))
     for settle in settlers:
@@ -379,6 +382,13 @@ def refusals(app: Celery) -> Iterator[OptionError]:
             settle()
         except OptionError as error:
             yield error
+
+
+def _settle_decorated(task: Task) -> None:
+    """Not while it runs: its requests are kept elsewhere from now on."""
+    if "_setnx_guard" not in vars(task):
+        keep_arrived(task)
+    _guard_of(task)
 
 
 class _OtherTasks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextvars
 import logging
-import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -14,30 +13,32 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn
 
 from celery import Celery
-from celery.app.task import Context, Task
+from celery.app.task import Task
 from celery.backends.base import DisabledBackend
 from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.entity import Exchange, Queue
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
 from celery_setnx.address import SCHEMES, scheme_of
+from celery_setnx.call.arrived import arrived
 from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.queues import (
+    QUEUE,
+    bound,
+    delayed_way_to,
+    driver_of,
+    is_fanout,
+    is_known,
+    is_reached,
+    own_queue,
+    queue_of,
+    way_to,
+)
 from celery_setnx.connection import broker_read_urls, transport_options
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.wording import unstopped
-
-try:
-    from celery.utils.quorum_queues import detect_quorum_queues
-    from kombu.transport.native_delayed_delivery import calculate_routing_key
-except ImportError:  # Celery before 5.5 delays every message in the worker
-
-    def detect_quorum_queues(app: Celery, driver_type: str) -> tuple[bool, str]:
-        """None is known."""
-        return False, ""
-
 
 logger = logging.getLogger("celery_setnx")
 
@@ -55,16 +56,16 @@ PICKLE = "application/x-python-serialize"
 # What a broker that delays by dead letters writes into headers. Sent along with the next wait, it makes
 # RabbitMQ before 4.0.1 believe that the letter goes in circles, and drop it.
 _DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
-_DELAY_PREFIX = re.compile(r"^(?:[01]\.){28}")
-_DELAYING = Exchange("celery_delayed_27", type="topic")  # type: ignore[no-untyped-call]
-_DELAYED = "celery_delayed_delivery"  # the exchange that a natively delayed message comes from
 # What a running request has besides the headers of its message.
 _NO_HEADERS = frozenset(
     "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
-    f"taskset headers setnx_lock _protected _children {HEADER}".split()
+    f"taskset setnx_lock _protected _children {HEADER}".split()
 )
-_PACKED = ("headers", "properties", "route", "content_type")
+_PACKED = ("headers", "properties", "queue", "content_type")
+# What goes back of a message's properties as it is: AMQP's own, and the group of SQS.
+_OURS = ("correlation_id", "reply_to", "compression", "priority")
+_PROPERTIES = ("delivery_mode", "app_id", "message_id", "type", "user_id", "MessageGroupId")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
@@ -107,35 +108,32 @@ class Message:
 
     headers: Mapping[str, Any]  # without those that a broker or a delay has written
     properties: Mapping[str, Any]  # and compression, by their names in `kombu.Producer.publish`
-    route: Mapping[str, str]  # exchange and routing_key
+    queue: str  # that it came from, and goes back to; empty if that is not known
     body: Any  # positional and keyword arguments, and what Celery has embedded
     content_type: str  # how the body is serialized
+    is_fanout: bool = False  # whether its queue got a copy of what all others got too
+    route: tuple[str, str] = ("", "")  # exchange and routing key by which it first came, as its body sees
 
     @classmethod
     def of(cls, task: Task) -> Message:
-        """The message that is running."""
-        request = task.request
-        own = vars(request).items()
-        headers = {name: value for name, value in own if _is_header(name, value)}
-        if _has_headers_of_its_own(request):
-            headers["headers"] = request.headers
-        had, info = request.properties or {}, request.delivery_info or {}
+        """The message that is running, as it arrived."""
+        came = arrived(task.request)
+        headers = {name: value for name, value in came.items() if name not in _NO_HEADERS}
+        had, info = came.get("properties") or {}, came.get("delivery_info") or {}
+        queue, fanout = had.get(QUEUE) or (queue_of(task.app, info), False)
         properties = {
-            "correlation_id": request.correlation_id,
-            "reply_to": request.reply_to,
+            **{name: had.get(name) for name in _PROPERTIES},
+            **{name: came.get(name) for name in _OURS},
             "priority": info.get("priority"),
-            "delivery_mode": had.get("delivery_mode"),
-            "compression": getattr(request, "compression", None),
         }
         return cls(
-            headers=without_deaths({"task": task.name, "id": request.id, **headers}),
+            headers=without_deaths({"task": task.name, "id": task.request.id, **headers}),
             properties={name: value for name, value in properties.items() if value is not None},
-            route={
-                "exchange": info.get("exchange") or "",
-                "routing_key": _DELAY_PREFIX.sub("", info.get("routing_key") or ""),
-            },
-            body=(request.args or (), request.kwargs or {}, {n: getattr(request, n) for n in _EMBEDDED}),
-            content_type=_content_type_of(task),
+            queue=queue,
+            body=(came.get("args") or (), came.get("kwargs") or {}, {n: came.get(n) for n in _EMBEDDED}),
+            content_type=_content_type_of(task, had),
+            is_fanout=fanout or is_fanout(task.app, queue),
+            route=(str(info.get("exchange") or ""), str(info.get("routing_key") or "")),
         )
 
     def packed(self, call: Call) -> str:
@@ -144,34 +142,54 @@ class Message:
         _, encoding, body = dumps(self.body, serializer)  # type: ignore[no-untyped-call]
         if isinstance(body, bytes):
             body = base64.b64encode(body).decode()
-        told = {**vars(self), "headers": {**self.headers, **call.as_headers()}, "body": body}
+        headers = {**self.headers, **self._telling(call).as_headers()}
+        told = {**{name: getattr(self, name) for name in _PACKED}, "headers": headers, "body": body}
         return str(json.dumps({**told, "encoding": encoding}))  # type: ignore[no-untyped-call]
 
     @classmethod
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
-        """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle."""
+        """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
+
+        Who can write to a line names no queue: the call goes back to the one it came from if that is the
+        app's or one that this worker reads, else where its task's calls go.
+        """
         try:
             told = json.loads(text)  # type: ignore[no-untyped-call]
-            headers, properties, route, content_type = (told[name] for name in _PACKED)
+            headers, properties, queue, content_type = (told[name] for name in _PACKED)
+            properties = {name: properties[name] for name in (*_PROPERTIES, *_OURS) if name in properties}
             body = base64.b64decode(told["body"]) if told["encoding"] == "binary" else told["body"]
             call = Call.of(headers["task"], headers)
-            route = {name: str(route[name]) for name in ("exchange", "routing_key")}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no packed call ({error!r})") from None
         accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
         accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
-        loaded = loads(body, content_type, told["encoding"], accept=accept)  # type: ignore[no-untyped-call]
-        return call, cls(headers, properties, route, tuple(loaded), content_type)
+        loaded = tuple(loads(body, content_type, told["encoding"], accept=accept))  # type: ignore[no-untyped-call]
+        if not isinstance(queue, str) or not is_known(app, queue):
+            queue = own_queue(app, call.task, *loaded[:2])
+        exchange, routing_key = call.route or ("", "")
+        if queue not in [each.name for each in bound(app.amqp.queues.values(), exchange, routing_key)]:
+            exchange = routing_key = ""
+        return call, cls(headers, properties, queue, loaded, content_type, route=(exchange, routing_key))
 
     def send(self, app: Celery, call: Call, countdown: float = 0.0) -> None:
-        """Send it again, with what it is to say of the call.
+        """Send it again to its queue, with what it is to say of the call; else NoWayBack.
 
         By its name alone: whether the task is known and takes these arguments is its worker's business.
         """
+        call = self._telling(call, is_delayed=countdown > 0)
         headers = _AsTheyWere(self.headers) | call.as_headers() | _eta(countdown)
         if isinstance(headers.get("headers"), dict):
             headers |= {"headers": _AsTheyWere(headers["headers"])}
         self._publish(app, _AsTheyWere(headers), self.body, countdown)
+
+    def may_come_back(self, app: Celery) -> bool:
+        """Whether its queue can be reached without others."""
+        return is_reached(app, self.queue, fanout=self.is_fanout)
+
+    def _telling(self, call: Call, *, is_delayed: bool = False) -> Call:
+        """A call that tells its body by which route it came: it comes back by another."""
+        is_other = any(self.route) and (is_delayed or self.route != ("", self.queue))
+        return call._replace(route=list(self.route) if is_other else None)
 
     def send_new(self, app: Celery, task: str, kwargs: Mapping[str, Any], countdown: float) -> None:
         """Send a task of ours the way of this message: as no task's child, and without a result."""
@@ -194,7 +212,11 @@ class Message:
         left_s = seconds_until(app, headers.get("expires"))
         if left_s > 0:
             properties["expiration"] = left_s
+        way = way_to(app, self.queue, fanout=self.is_fanout)
+        way = delayed_way_to(app, self.queue, countdown) or way
         with app.producer_or_acquire() as producer:
+            if properties.get("user_id") != (producer.connection.userid or "guest"):
+                properties.pop("user_id", None)  # RabbitMQ lets nobody send in another's name
             # In no context: to a tracer it is no part of what the process does, be it another call's body.
             contextvars.Context().run(
                 app.amqp.send_task_message,
@@ -204,20 +226,8 @@ class Message:
                 serializer=_serializer_of(self.content_type),
                 compression=compression,
                 delivery_mode=delivery_mode,
-                **self._way(app, countdown),
+                **way,
             )
-
-    def _way(self, app: Celery, countdown: float) -> dict[str, Any]:
-        """The way back, in the words of `send_task_message`."""
-        exchange, routing_key = self.route["exchange"], self.route["routing_key"]
-        queue, kind = _queue_and_kind(app, exchange, routing_key)
-        if countdown > 0 and kind != "direct" and _delays_natively(app):
-            return {"exchange": _DELAYING, "routing_key": calculate_routing_key(int(countdown), routing_key)}
-        if queue is None:
-            return {"exchange": exchange, "routing_key": routing_key}
-        if queue.name not in app.amqp.queues:
-            return {"queue": queue, "declare": []}  # the call came from it, so it is there
-        return {"queue": queue}
 
 
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
@@ -231,21 +241,28 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
         raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
     call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
+    message = Message.of(task)
+    if own and not message.may_come_back(task.app):
+        logger.warning("%s runs once, and not for each copy that a fanout exchange makes: %s.", call, reason)
+        raise Dropped(reason)
     try:
-        Message.of(task).send(task.app, call, countdown)
+        message.send(task.app, call, countdown)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, call, error, reason, countdown)
-    message = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
+    text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
     if own:
-        logger.info("%s waits for another delivery of itself: %s.", call, message)
-        raise Waits(message, countdown)
-    raise ComesBack(message, when=countdown)  # Celery logs this text, in its own line about the retry
+        logger.info("%s waits for another delivery of itself: %s.", call, text)
+        raise Waits(text, countdown)
+    raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 
 
 def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:
-    """End an attempt whose call the broker did not take back: with Reject if it has the message still."""
+    """End an attempt whose call the broker did not take back: with Reject if it has the message still.
+
+    Not if that came from a fanout's queue that cannot be reached alone: rejected, it would go to all again.
+    """
     logger.error("%s could not be sent back to the broker (%s) while %s.", call, error, reason)
-    if task.acks_late:
+    if task.acks_late and Message.of(task).may_come_back(task.app):
         time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
         raise Reject(reason, requeue=True) from error
     reason += f"; and the broker did not take the call back: {error}"
@@ -259,7 +276,7 @@ def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def deliverable(app: Celery, countdown: float) -> float:
     """A countdown that the broker keeps: far below its visibility timeout, a second at least on AMQP."""
-    if _driver_of(app) == "amqp":
+    if driver_of(app) == "amqp":
         return countdown if countdown >= 1 else 1 + countdown / 2  # the jitter stays
     limit_s = visibility_timeout_s(app)
     return countdown if limit_s is None else min(countdown, limit_s / 4)
@@ -313,12 +330,12 @@ def seconds_until(app: Celery, when: Any) -> float:
 
 def is_pickled(task: Task) -> bool:
     """True if the running call's message was serialized with pickle."""
-    return _content_type_of(task) == PICKLE
+    return _content_type_of(task, arrived(task.request).get("properties") or {}) == PICKLE
 
 
-def _content_type_of(task: Task) -> str:
+def _content_type_of(task: Task, properties: Mapping[str, Any]) -> str:
     """What the running call's message was serialized as; as the task says if that is not known."""
-    known = (task.request.properties or {}).get(CONTENT_TYPE)
+    known = properties.get(CONTENT_TYPE)
     return str(known if known in registry.type_to_name else registry.name_to_type[task.serializer])
 
 
@@ -326,52 +343,7 @@ def _serializer_of(content_type: str) -> str:
     return str(registry.type_to_name[content_type])
 
 
-def _is_header(name: str, value: Any) -> bool:
-    """True if a running request has this of its message. What others keep there in private is no data."""
-    return name not in _NO_HEADERS and (not name.startswith("_") or _is_data(value))
-
-
-def _is_data(value: Any) -> bool:
-    try:
-        json.dumps(value)  # type: ignore[no-untyped-call]
-    except Exception:  # noqa: BLE001 - whatever the thing raises, it came in no message
-        return False
-    return True
-
-
-def _has_headers_of_its_own(request: Context) -> bool:
-    """True if the message has a header `headers`, as tracers send one; else Celery collects others there."""
-    own = vars(request)
-    return any(own.get(name) is not value for name, value in (request.headers or {}).items())
-
-
 def _eta(countdown: float) -> dict[str, str | None]:
     if countdown <= 0:
         return {"eta": None}
     return {"eta": (datetime.now(timezone.utc) + timedelta(seconds=countdown)).isoformat()}
-
-
-def _queue_and_kind(app: Celery, exchange: str, routing_key: str) -> tuple[Queue | None, str]:
-    """The queue that a message came from, if that is known, and the type of its exchange.
-
-    Celery delays natively what goes to a topic exchange: such a message came by another exchange.
-    """
-    queues = [queue for queue in app.amqp.queues.values() if queue.exchange]
-    topic = [q for q in queues if q.exchange.type == "topic" and q.routing_key == routing_key]
-    topic = [q for q in topic if exchange in ("", _DELAYED, q.exchange.name)]
-    if len(topic) == 1:
-        return topic[0], "topic"
-    if exchange:
-        kinds = {q.exchange.type for q in queues if q.exchange.name == exchange}
-        return None, kinds.pop() if kinds else "topic" if exchange == _DELAYED else "direct"
-    if not routing_key:
-        return app.amqp.default_queue, str(app.amqp.default_queue.exchange.type)
-    return app.amqp.queues.get(routing_key) or Queue(routing_key), "direct"  # type: ignore[no-untyped-call]
-
-
-def _delays_natively(app: Celery) -> bool:
-    return bool(detect_quorum_queues(app, _driver_of(app))[0])
-
-
-def _driver_of(app: Celery) -> str:
-    return str(app.producer_pool.connections.connection.transport.driver_type)

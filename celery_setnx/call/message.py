@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Call(NamedTuple):
     join: str | None = None  # id of the task with whose result it ends
     asked: int = 0  # how often it has asked for that result
     about: str = ""  # what its key was made of, for people; empty if that is not to be shown
+    route: Sequence[str] | None = None  # exchange and routing key for its body, if it came by others
     bare: bool = True  # whether its message said nothing of it
 
     @classmethod
@@ -161,6 +162,9 @@ def _what_is_wrong(said: Any, task: str, task_id: str) -> str:
         return "it names no 'attempt'"
     if "key" not in said:
         return "it names no 'key'" if "marked" in said or "copy" in said else ""
+    route = said.get("route") or ("", "")
+    if not isinstance(route, (list, tuple)) or [type(name) for name in route] != [str, str]:
+        return f"its 'route' is {route!r}"
     if said.get("copy") == "":
         return "its 'copy' is empty"
     try:

@@ -18,6 +18,7 @@ from celery.local import maybe_evaluate
 
 from celery_setnx.call.back import visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.queues import is_fanout, is_reached, own_queue
 from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
@@ -76,6 +77,7 @@ def check_tasks(app: Celery) -> list[Finding]:
     guarded = guarded_tasks(app)
     for task, guard in guarded:
         found += _task_findings(app, task, guard)
+        found += queue_findings(app, task)
         found += _redelivery_findings(app, task, guard)
         found += _waiting_findings(task, guard)
         found += _done_findings(app, task, guard)
@@ -206,6 +208,24 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
             f"{task.name} may run for {run_s:g} s; its lock is renewed for {at_most_for:g} s (at_most_for).",
             "After that another may run beside it.",
             "Set the task's time_limit to at_most_for or less.",
+        )
+
+
+def queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
+    """A queue that gets a copy of what others get too, as far as the app's routes say. Nothing connects."""
+    try:
+        queue = own_queue(app, task.name, (), {})
+        is_copied, is_reached_alone = is_fanout(app, queue), is_reached(app, queue)
+    except Exception:  # noqa: BLE001 - a router of the app's own, which wants the arguments
+        return
+    if is_copied:
+        alone = "A copy that meets a held lock comes back to its own worker, and runs later, or is dropped."
+        lost = "On this broker no copy can wait: it is dropped, or fails if another call has the lock."
+        yield warn(
+            "queue",
+            f"{task.name} is sent to {queue}, a queue of a fanout exchange (Broadcast).",
+            f"All copies have one key, and run one at a time. {alone if is_reached_alone else lost}",
+            "Route it to another queue.",
         )
 
 

@@ -66,8 +66,11 @@ def remember_s(app: Celery, options: Options) -> float:
 
 
 def may_stand_in_line(task: Task, call: Call) -> bool:
-    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle."""
-    return not is_pickled(task) and is_of_its_scope(task.app, call)
+    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle.
+
+    A queue that a fanout exchange fills is often one worker's own, and unknown to who serves the line.
+    """
+    return not (is_pickled(task) or Message.of(task).is_fanout) and is_of_its_scope(task.app, call)
 
 
 def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
@@ -77,6 +80,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     started the call; or, if the broker takes no courier, as `not_taken_back`.
     """
     parking = _Parking(task, call, options, outcome)
+    if not parking.message.queue:
+        parking.send_courier()  # which says why it cannot, before the call has a place
     if not parking.has_courier and not parking.is_parked_first:
         parking.send_courier()
     try:

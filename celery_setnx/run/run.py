@@ -15,6 +15,7 @@ from celery.result import result_from_tuple
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
+from celery_setnx.call.arrived import let_go
 from celery_setnx.call.back import (
     EVENTS,
     ComesBack,
@@ -186,6 +187,7 @@ class Run:
         if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
             self._report_lapse(outcome.mark)
         self.has_begun = True
+        let_go(self.request)
         result = body()
         self.has_succeeded = not self.request.is_eager  # whose result is stored nowhere
         return result

@@ -22,6 +22,7 @@ from celery import Celery, bootsteps
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
+from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import known_guard, let_the_line_go_on, lines_of, next_look
 from celery_setnx.connection import new_client
@@ -52,6 +53,8 @@ class CourierRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        properties = self._request_dict.get("properties") or {}
+        self._request_dict["properties"] = {**properties, **origin_here(self.app)}
         told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
             self.order = Order.of(told or {})
