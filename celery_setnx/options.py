@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from celery import Celery
 
+from celery_setnx.address import SCHEMES
 from celery_setnx.connection import marks_of
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
@@ -209,8 +210,10 @@ class Settings:
     """The app's settings, from `setnx_*` in its configuration.
 
     Attributes:
-        prefix: First part of every key of ours; give each environment its own. Defaults to `setnx`.
+        prefix: First part of every key of ours; give each environment its own. Defaults to `setnx`, behind
+            the `global_keyprefix` by which Celery keeps apps apart.
         defaults: Options for all tasks of the app. Defaults to none.
+        broker: The name of the broker, the same for all its workers. Defaults to one that its URLs make.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
@@ -221,6 +224,7 @@ class Settings:
     """
 
     prefix: str
+    broker: str
     defaults: Mapping[str, Any]
     retention: float
     same_host: bool
@@ -292,11 +296,12 @@ def settings_of(app: Celery) -> Settings:
 
 def settings(conf: Any) -> Settings:
     """Read and validate the app's `setnx_*` settings, but for `setnx_url`."""
-    prefix = conf.get("setnx_prefix") or "setnx"
+    prefix = conf.get("setnx_prefix") or f"{_key_prefix(conf)}setnx"
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
     return Settings(
         prefix=prefix,
+        broker=_broker(conf.get("setnx_broker")),
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
         retention=_duration("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
@@ -304,6 +309,23 @@ def settings(conf: Any) -> Settings:
         beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
         beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
+
+
+def _key_prefix(conf: Any) -> str:
+    """By what Celery keeps apps apart on the server of the locks; if by nothing, on that of the broker."""
+    backend = getattr(conf, "result_backend", None) or ""
+    is_elsewhere = os.environ.get("CELERY_SETNX_URL") or conf.get("setnx_url")
+    is_there = not is_elsewhere and str(backend).partition("://")[0] in SCHEMES
+    named = ("result_backend_transport_options",) if is_there else ()
+    given = (conf.get(name) or {} for name in (*named, "broker_transport_options"))
+    found = next(filter(None, (options.get("global_keyprefix") for options in given)), "")
+    return re.sub(r"[{}]", "", str(found))  # braces would mark the cluster slot
+
+
+def _broker(name: Any) -> str:
+    if name is not None and not (isinstance(name, str) and name):
+        raise OptionError(f"setnx_broker must be a text, the same for all workers of a broker, not {name!r}")
+    return name or ""
 
 
 def _flag(name: str, value: Any) -> bool:

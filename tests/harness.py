@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DE
 
 def lock_keys(client: redis.Redis) -> set[str]:
     """All keys of a database but those that workers and couriers of other tests may write at any time."""
-    of_others = re.compile(r".*:lines:|.*:\{tests\..*:ticket:")
+    of_others = re.compile(r".*:lines:|setnx:brokers$|.*:\{tests\..*:ticket:")
     return {name for name in map(str, client.scan_iter()) if not of_others.match(name)}
 
 

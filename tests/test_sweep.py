@@ -9,6 +9,8 @@ from celery import Celery
 
 from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx.call import wake
+from celery_setnx.call.back import Message
+from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
@@ -27,6 +29,7 @@ class Courier:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.may_be_woken = order.call.task != "gone"
+        self.is_stamped = True
 
 
 @pytest.fixture
@@ -58,6 +61,15 @@ def swept(app, monkeypatch) -> Sweep:
 def wait(locks: Any, key: str, task_id: str = "id-1") -> None:
     """A call is in the line of a lock that nobody has."""
     park(locks, Place(key, task_id, 0, 600), copy=ORIGINAL, since=10.0, call="c")
+
+
+def packed(app: Celery, call: Call, args: Any = (), *, broker: str | None = None) -> str:
+    """What a call is woken with that came from the app's broker, or from another."""
+    headers = {"task": call.task, "id": call.task_id}
+    message = Message(
+        headers, {}, "celery", (args, {}, {}), "application/json", broker=broker or broker_of(app)
+    )
+    return message.packed(call)
 
 
 def due(app: Celery, locks: Any, key: str, task: str = "t") -> None:
@@ -135,15 +147,15 @@ def test_lost_data_is_noticed_and_calls_of_couriers_here_are_put_back(app, locks
     """Half a lease later, once; one that cannot be understood stops no other."""
     now = [0.0]
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    key = key_name("t", "t", "")
+    key = app.tasks["t"].lock_key()
     holder = SetnxLock(locks, key, line=True, lease=600)
     holder.acquire()
     sent = []
     monkeypatch.setattr(courier, "send_again", lambda app, order: sent.append(order.call.task_id))
     waiting: Any = [("id-1", "t", "?"), ("id-2", "gone", 10.0), ("id-3", "t", 10.0)]
     calls = [Call(task, task_id, key=key, since=since) for task_id, task, since in waiting]
-    requests = [Courier(Order(call, "c", None, 60.0, 60.0, 600.0, "before")) for call in calls]
-    monkeypatch.setattr(sweep, "_couriers_here", lambda: requests)
+    requests = [Courier(Order(call, packed(app, call), None, 60.0, 60.0, 600.0, "before")) for call in calls]
+    monkeypatch.setattr(sweep, "_couriers_here", lambda _app: requests)
     swept.sweep(app)
     assert sent == ["id-2"]  # of a task that is not known here: to be thrown away
     assert locks.zrange(line_names(key)[0], 0, -1) == ["id-2"]

@@ -37,7 +37,7 @@ def running(locks: str, **header: Any) -> Iterator[Any]:
     app = Celery("waiting alone", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=locks, task_publish_retry=False)
 
-    @app.task(base=SingletonTask, shared=False, name="t", singleton={"on_conflict": "wait"})
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"key": (), "on_conflict": "wait"})
     def t() -> None: ...
 
     app.finalize()

@@ -23,6 +23,7 @@ from kombu.utils import json
 
 from celery_setnx.address import SCHEMES, scheme_of
 from celery_setnx.call.arrived import arrived
+from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import (
     QUEUE,
@@ -62,7 +63,7 @@ _NO_HEADERS = frozenset(
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
     f"taskset setnx_lock _protected _children {HEADER}".split()
 )
-_PACKED = ("headers", "properties", "queue", "content_type")
+_PACKED = ("headers", "properties", "queue", "content_type", "broker")
 # What goes back of a message's properties as it is: AMQP's own, and the group of SQS.
 _OURS = ("correlation_id", "reply_to", "compression", "priority")
 _PROPERTIES = ("delivery_mode", "app_id", "message_id", "type", "user_id", "MessageGroupId")
@@ -113,6 +114,7 @@ class Message:
     content_type: str  # how the body is serialized
     is_fanout: bool = False  # whether its queue got a copy of what all others got too
     route: tuple[str, str] = ("", "")  # exchange and routing key by which it first came, as its body sees
+    broker: str = ""  # the name of the one that it came from; empty: it is not known
 
     @classmethod
     def of(cls, task: Task) -> Message:
@@ -134,6 +136,7 @@ class Message:
             content_type=_content_type_of(task, had),
             is_fanout=fanout or is_fanout(task.app, queue),
             route=(str(info.get("exchange") or ""), str(info.get("routing_key") or "")),
+            broker=broker_of(task.app),
         )
 
     def packed(self, call: Call) -> str:
@@ -155,21 +158,20 @@ class Message:
         """
         try:
             told = json.loads(text)  # type: ignore[no-untyped-call]
-            headers, properties, queue, content_type = (told[name] for name in _PACKED)
+            headers, properties, queue, content_type, broker = (told[name] for name in _PACKED)
             properties = {name: properties[name] for name in (*_PROPERTIES, *_OURS) if name in properties}
             body = base64.b64decode(told["body"]) if told["encoding"] == "binary" else told["body"]
             call = Call.of(headers["task"], headers)
-        except (KeyError, TypeError, AttributeError) as error:
+            loaded = _loaded(app, body, content_type, told["encoding"])
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no packed call ({error!r})") from None
-        accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
-        accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
-        loaded = tuple(loads(body, content_type, told["encoding"], accept=accept))  # type: ignore[no-untyped-call]
-        if not isinstance(queue, str) or not is_known(app, queue):
+        if broker in ("", broker_of(app)) and not (isinstance(queue, str) and is_known(app, queue)):
             queue = own_queue(app, call.task, *loaded[:2])
         exchange, routing_key = call.route or ("", "")
         if queue not in [each.name for each in bound(app.amqp.queues.values(), exchange, routing_key)]:
             exchange = routing_key = ""
-        return call, cls(headers, properties, queue, loaded, content_type, route=(exchange, routing_key))
+        route = (exchange, routing_key)
+        return call, cls(headers, properties, queue, loaded, content_type, route=route, broker=str(broker))
 
     def send(self, app: Celery, call: Call, countdown: float = 0.0) -> None:
         """Send it again to its queue, with what it is to say of the call; else NoWayBack.
@@ -228,6 +230,14 @@ class Message:
                 delivery_mode=delivery_mode,
                 **way,
             )
+
+
+def stamped(text: str, broker: str) -> str:
+    """A packed message that is to go back to this broker; the same text if it is already."""
+    told = json.loads(text)  # type: ignore[no-untyped-call]
+    if not isinstance(told, dict):
+        raise ValueError("this is no packed call")
+    return text if told.get("broker") == broker else str(json.dumps({**told, "broker": broker}))  # type: ignore[no-untyped-call]
 
 
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
@@ -331,6 +341,16 @@ def seconds_until(app: Celery, when: Any) -> float:
 def is_pickled(task: Task) -> bool:
     """True if the running call's message was serialized with pickle."""
     return _content_type_of(task, arrived(task.request).get("properties") or {}) == PICKLE
+
+
+def _loaded(app: Celery, body: Any, content_type: str, encoding: str) -> tuple[Any, Any, Any]:
+    """The parts of a body, in a format that the app accepts; never a pickle."""
+    accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
+    accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
+    args, kwargs, embedded = loads(body, content_type, encoding, accept=accept)  # type: ignore[no-untyped-call]
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs, dict) or not isinstance(embedded, dict):
+        raise TypeError("its body has other parts")
+    return args, kwargs, embedded
 
 
 def _content_type_of(task: Task, properties: Mapping[str, Any]) -> str:

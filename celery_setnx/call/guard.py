@@ -13,10 +13,10 @@ from celery.backends.base import DisabledBackend
 
 from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import OptionError
+from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
-from celery_setnx.lock.names import key_name, mark_name
+from celery_setnx.lock.names import key_name, mark_name, scope_and_digest
 from celery_setnx.options import NAMES, OF_THE_TASK, Options, Settings, check_name, merged, plain, settings_of
 
 logger = logging.getLogger("celery_setnx")
@@ -116,6 +116,22 @@ class Guard:
         else:
             digest = function.digest(args or (), kwargs or {})
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
+
+    def may_have(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has the key of its arguments, as far as that can be told again.
+
+        A callable is not asked: it is the user's code, which may answer otherwise elsewhere, or not at all.
+        With a `key` of its own a call could have any arguments.
+        """
+        options = self.fitting(call).options
+        if "key" in options:
+            return False
+        if callable(self.options_of(options).key):
+            return scope_and_digest(call.key)[0] == self.scope_of(options)
+        try:
+            return self.key(args, kwargs, options) == call.key
+        except UnkeyableCall:
+            return False
 
     def _key_function_of(self, call: Mapping[str, Any]) -> KeyFunction:
         if "key" not in call:

@@ -7,27 +7,30 @@ to wait notes when somebody is to look (see `sweep`).
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import redis
 from celery import Celery
 
-from celery_setnx.call.back import Message, broker_url, deliverable
-from celery_setnx.call.guard import Guard
+from celery_setnx.call.back import Message, deliverable
+from celery_setnx.call.broker import broker_of
+from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, note_due
+from celery_setnx.lock.line import BEGUN_S, PASSED_OVER, Found, Place, ask_others, leave, note_due
 from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
-from celery_setnx.lock.names import lines_name, scope_and_digest
+from celery_setnx.lock.names import line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.takeover import TakeOver, note_take_over
-from celery_setnx.options import settings
+from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
 
 logger = logging.getLogger("celery_setnx")
@@ -53,24 +56,67 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             _report_taken_over(app, heir, heir.taken_over_from, key)
         if heir.call is None:
             break
-        task_id = heir.task_id
         try:
-            call, message = _from_line(app, heir, key)
+            call, message = _from_line(app, heir.call, heir.task_id, key)
+            if _is_sent_here(app, call, message):
+                _send(app, heir, call, message)
+            else:
+                _leave_to_others(app, heir, call, message)
+            break
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
             logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
             heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
-            continue
-        try:
-            if heir.rest_s > 0:
-                told = {"key": key, "task": call.task}
-                message.send_new(app, COURIER, told, deliverable(app, heir.rest_s + _MARGIN_S))
-            else:
-                message.send(app, call.as_copy())
-        except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-            text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
-            logger.warning(text, task_id, key, error, _UNSENT_S)
-            _take_back(app, heir, call.task, key)
-        break
+
+
+def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
+    """Send a call to which a lock was handed; while that rests, a courier for its end."""
+    try:
+        if heir.rest_s > 0:
+            told = {"key": call.key, "task": call.task}
+            message.send_new(app, COURIER, told, deliverable(app, heir.rest_s + _MARGIN_S))
+        else:
+            message.send(app, call.as_copy())
+    except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
+        text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
+        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S)
+        _take_back(app, heir, call.task, call.key)
+
+
+def _leave_to_others(app: Celery, heir: Heir, call: Call, message: Message) -> None:
+    """Have a worker send a call that it alone can send; ValueError if none has come when its line was due.
+
+    The lock is kept for it meanwhile, as for one that was sent.
+    """
+    broker = message.broker or broker_of(app)
+    lines = lines_name(settings_of(app).prefix, broker)
+    try:
+        if heir.rest_s > 0:
+            note_due(client_for(app), lines, call.task, call.key, within=heir.rest_s)
+        elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
+            raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
+    except (SetnxError, redis.RedisError) as error:
+        logger.info("%s is passed over if no worker that has it and %s comes: %s", call, broker, error)
+
+
+def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
+    """Send a call that another worker could not; seconds until one is to try again, None if there is no need.
+
+    The lock may be handed to it still; if it has been passed over, it comes late, and stands where it stood.
+    """
+    line, calls = line_names(key)
+    kept, place = cast("bytes | None", client.hget(calls, task_id)), client.zscore(line, task_id)
+    found = re.fullmatch(rb"\d+\+?\|\d+\|(.*)", kept or b"", re.DOTALL)
+    if found is None or (place is not None and place < PASSED_OVER):
+        return None
+    try:
+        call, message = _from_line(app, found[1].decode(), task_id, key)
+        if not _is_sent_here(app, call, message):
+            is_plain = guard_of(app.tasks.get(call.task)) is None  # elsewhere it may be guarded
+            return random.uniform(0.5, 1.5) if is_plain else None
+        message.send(app, call.as_copy())
+    except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
+        logger.warning("Task %s is handed %s, and could not be sent: %s.", task_id, key, error)
+    return None
 
 
 def wake_all(app: Celery, lock: SetnxLock) -> None:
@@ -144,7 +190,7 @@ def place_of(app: Celery, call: Call, remember: float) -> Place:
 
 def lines_of(app: Celery) -> str:
     """The Redis key of the set of all lines whose calls come from the app's broker."""
-    return lines_name(settings(app.conf).prefix, re.sub(r"//[^@/]*@", "//", broker_url(app)))
+    return lines_name(settings_of(app).prefix, broker_of(app))
 
 
 def look_within(app: Celery, task: str, key: str, within: float) -> str:
@@ -182,7 +228,7 @@ def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_t
     logger.warning("%s took over %s from %s: %s", call, key, dead, why)
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
-        note_take_over(client_for(app), key, note, settings(app.conf).retention)
+        note_take_over(client_for(app), key, note, settings_of(app).retention)
     except redis.RedisError as error:
         logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
 
@@ -213,7 +259,7 @@ def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
 
 
 def _is_dead(app: Celery, holder: Holder) -> bool:
-    return settings(app.conf).same_host and holder.state == "running" and is_surely_dead(holder.info)
+    return settings_of(app).same_host and holder.state == "running" and is_surely_dead(holder.info)
 
 
 def look_in(remaining_s: float | None, lease: float) -> float:
@@ -227,12 +273,21 @@ def remaining_s(found: Found) -> float | None:
     return None if holder is None or holder.deadline is None else holder.deadline - found.server_time
 
 
-def _from_line(app: Celery, heir: Heir, key: str) -> tuple[Call, Message]:
-    """What a line has to wake a call with, if it belongs there."""
-    call, message = Message.unpacked(app, heir.call or "")
-    if (call.key, call.task_id) != (key, heir.task_id) or not is_of_its_scope(app, call):
+def _from_line(app: Celery, text: str, task_id: str, key: str) -> tuple[Call, Message]:
+    """What a line has to wake a call with; ValueError if that is no call of this line."""
+    call, message = Message.unpacked(app, text)
+    if (call.key, call.task_id) != (key, task_id):
         raise ValueError(f"the line has {call} with key {call.key or None} in its place")
     return call, message
+
+
+def _is_sent_here(app: Celery, call: Call, message: Message) -> bool:
+    """True if this app sends a call; ValueError if only its courier may, for which its broker vouches."""
+    if message.broker not in ("", broker_of(app)) or guard_of(app.tasks.get(call.task)) is None:
+        return False
+    if not is_of_its_line(app, call, message.body):
+        raise ValueError(f"the key of {call} is not the one that its arguments have; its courier sends it")
+    return True
 
 
 def known_guard(app: Celery, task: str) -> Guard | None:
@@ -240,8 +295,7 @@ def known_guard(app: Celery, task: str) -> Guard | None:
     return getattr(app.tasks.get(task), "_guard", None)
 
 
-def is_of_its_scope(app: Celery, call: Call) -> bool:
-    """True if the call's key is of a scope that its task has."""
-    scope = scope_and_digest(call.key)[0]
-    guard = known_guard(app, call.task)
-    return scope == call.task or (guard is not None and scope == guard.scope_of(guard.fitting(call).options))
+def is_of_its_line(app: Celery, call: Call, body: Any) -> bool:
+    """True if the call's task is guarded here, and its key that of its arguments, as far as can be told."""
+    guard = guard_of(app.tasks.get(call.task))
+    return guard is not None and guard.may_have(call, body[0], body[1])

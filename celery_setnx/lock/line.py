@@ -11,14 +11,16 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 
 from celery_setnx.lock.lock import DAY_S
 from celery_setnx.lock.names import (
+    KNOWN_LINES,
     instead_name,
     line_names,
+    lock_and_task_id,
     permits_name,
     record_name,
     ticket_name,
@@ -31,11 +33,15 @@ _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 
 _LINES_MS = int(8 * DAY_S * 1000)
 _CLAIM_S = 2.0
+_ABSENT_S = 10.0  # a line that is due for longer has no workers
 
 CLAIMED_AT_MOST = 100
 """Lines that one `claim` finds."""
 
-IN_LINE = ("-inf", "(4000000000000000")
+PASSED_OVER = 4_000_000_000_000_000
+"""The least score of those in a line who are passed over."""
+
+IN_LINE = ("-inf", f"({PASSED_OVER}")
 """The scores of those who wait; behind them are those that are passed over."""
 
 BEGUN_S = 7 * DAY_S
@@ -154,6 +160,44 @@ def settle(
     within_us = "" if within is None else round(within * 1e6)
     _word, due_us = _SETTLE(client, (lines,), f"{task}\n{key}", claimed.until_us, within_us)
     return int(due_us) / 1e6 if due_us else None
+
+
+def ask_others(client: redis.Redis, lines: str, task: str, key: str, task_id: str) -> bool:
+    """Have another worker send a call, to which the lock is handed; False if none has looked at its line."""
+    line, call = f"{task}\n{key}", f"{task}\n{key}\n{task_id}"
+    line_us, call_us = client.zmscore(lines, [line, call])
+    note_due(client, lines, task, f"{key}\n{task_id}", within=0.0)
+    now_us = client.zscore(lines, call)
+    if call_us is not None:
+        return False  # it was asked before, and nobody has come
+    return now_us is None or line_us is None or not _is_overdue(line_us, now_us)
+
+
+def note_lines(client: redis.Redis, prefix: str, broker: str) -> None:
+    """Note that workers of a broker sweep lines under a prefix."""
+    note_due(client, KNOWN_LINES, prefix, broker, within=0.0)
+
+
+def known_lines(client: redis.Redis) -> list[tuple[str, str]]:
+    """The prefixes and brokers that have been noted in the last eight days."""
+    entries = [_text(entry).partition("\n") for entry in client.zrange(KNOWN_LINES, 0, -1)]
+    return [(prefix, broker) for prefix, _, broker in entries if prefix]
+
+
+def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
+    """The locks, ten at most, for which calls wait in lines that nobody has looked at when they were due."""
+    until_us = int(claimed.until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
+    entries = client.zrevrangebyscore(lines, until_us, 0, start=0, num=10)
+    keys = {lock_and_task_id(_text(entry).partition("\n")[2])[0] for entry in entries}
+    return [key for key in sorted(keys) if client.zcard(line_names(key)[0])]
+
+
+def _is_overdue(due_us: float, now_us: float) -> bool:
+    return now_us - due_us > _ABSENT_S * 1e6
+
+
+def _text(reply: Any) -> str:
+    return reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
 
 
 def _new_epoch() -> int:

@@ -83,8 +83,18 @@ def instead_name(lock_name: str, task_id: str) -> str:
     return f"{tagged(lock_name)}:instead:{task_id}"
 
 
+KNOWN_LINES = "setnx:brokers"
+"""The name of the set of all prefixes and brokers whose workers have swept lines."""
+
+
+def lock_and_task_id(entry: str) -> tuple[str, str]:
+    """The name of a task's lock, and the id of the call behind it that is to be sent; empty if none is."""
+    end = entry.find("}\n")
+    return (entry[: end + 1], entry[end + 2 :]) if end >= 0 else (entry, "")
+
+
 def lines_name(prefix: str, broker: str) -> str:
-    """The name of the set of all lines whose calls come from one broker, by its URL without a user."""
+    """The name of the set of all lines whose calls come from one broker, by that one's name."""
     return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"
 
 

@@ -130,8 +130,8 @@ class Conflict:
         Raises:
             celery_setnx.run.park.Parked: When the call waits; Celery stores no state for it.
             celery_setnx.run.park.ItsTurn: When it need not, because the lock came free; its run goes on.
-            celery.exceptions.Retry: When its message was pickled, or its key has another task's scope: it
-                waits as with `retry()`.
+            celery.exceptions.Retry: When its message was pickled, when it has a `key` of its own, or when its
+                key is not that of its arguments: it waits as with `retry()`.
             LockTimeout: It has waited for `max_wait`.
         """
         self._check_max_wait()

@@ -19,12 +19,14 @@ from celery import Celery, Task
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
 from celery.states import READY_STATES
+from kombu.exceptions import ContentDisallowed, DecodeError
 
-from celery_setnx.call.back import Message, deliverable, known_result
+from celery_setnx.call.back import Message, deliverable, known_result, stamped
+from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
     COURIER,
-    is_of_its_scope,
+    is_of_its_line,
     let_the_line_go_on,
     look_in,
     look_within,
@@ -39,6 +41,8 @@ from celery_setnx.lock.marks import Mark, extend_all
 logger = logging.getLogger("celery_setnx")
 
 _PACE_S = 600.0
+_LONGEST_S = 1e10
+_STAMPS = "stamps"  # a copy that none of a call's messages is
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,18 @@ class Order:
         """The order that a courier is told; a newer worker may have told more. ValueError if it is none."""
         try:
             known = {name: told[name] for name in cls.__dataclass_fields__ if name in told}
-            return cls(**{**known, "call": Call.told(told["call"])})
-        except (KeyError, TypeError) as error:
+            order = cls(**{**known, "call": Call.told(told["call"])})
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no order for a courier ({error!r})") from None
+        wrong = [name for name in known if name != "call" and not _is_sound(name, known[name])]
+        if wrong:
+            raise ValueError(f"the order for the courier of {order} is malformed: its {', '.join(wrong)}")
+        return order
+
+    def stamped(self, app: Celery) -> Order:
+        """The same for a call that is to go back to the app's broker, which has delivered its courier."""
+        message = stamped(self.message, broker_of(app))
+        return self if message is self.message else replace(self, message=message)
 
     def as_kwargs(self) -> dict[str, Any]:
         """What its courier is told, in plain values."""
@@ -85,6 +98,18 @@ class Order:
         return str(self.call)
 
 
+def _is_sound(name: str, value: Any) -> bool:
+    """Whether a value is one of those that an order may have in this place."""
+    if name in ("message", "epoch"):
+        return isinstance(value, str)
+    if name == "resent":
+        return isinstance(value, bool)
+    if value is None:
+        return name == "until"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < _LONGEST_S
+
+
 class Courier(Task):  # type: ignore[misc]
     """Looks after a call that waits for a lock, or only sees to the lock."""
 
@@ -100,7 +125,7 @@ class Courier(Task):  # type: ignore[misc]
         if order is None:
             let_the_line_go_on(self.app, task, key)
         else:
-            _visit(self, Order.of(order))
+            _visit(self, order)
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
@@ -123,10 +148,14 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     overtaken. A call that may not be woken here is sent, and waits no more: its worker throws it away, or
     runs it by the key that it has.
     """
-    client, call = client_for(app), order.call
-    found = park(client, order.place(app), since=call.since, call=order.message)
+    client, call, before = client_for(app), order.call, order
+    order = order.stamped(app)
+    copy = "" if order is before else _STAMPS  # it is to stand there with the new stamp
+    found = park(client, order.place(app), copy=copy, since=call.since, call=order.message)
     if found.state == "stale":
         return None
+    if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
+        send_again(app, order)
     if found.state == "new" and _has_ended(app, call):  # before Redis forgot it
         leave(client, replace(order.place(app), remember=BEGUN_S), copy=COURIER)
         return None
@@ -135,7 +164,7 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     epoch = look_within(app, call.task, call.key, within)
     if found.holder is None and not waits:
         let_the_line_go_on(app, call.task, call.key)
-    if not may_be_woken(app, call):
+    if not may_be_woken(app, order):
         send_again(app, order)
         return None
     return found, epoch
@@ -145,9 +174,10 @@ def _has_ended(app: Celery, call: Call) -> bool:
     return known_result(app.backend, call.task_id, call).get("status") in READY_STATES
 
 
-def may_be_woken(app: Celery, call: Call) -> bool:
+def may_be_woken(app: Celery, order: Order) -> bool:
     """True if a call belongs into the line that it waits in; a deploy may have changed that."""
-    return call.task in app.tasks and is_of_its_scope(app, call)
+    _, message = Message.unpacked(app, order.message)
+    return is_of_its_line(app, order.call, message.body)
 
 
 def send_again(app: Celery, order: Order) -> None:
@@ -156,13 +186,19 @@ def send_again(app: Celery, order: Order) -> None:
     message.send(app, call.as_copy())
 
 
-def _visit(courier: Task, order: Order) -> None:
+def _visit(courier: Task, told: Mapping[str, Any]) -> None:
     """See to it that a parked call is in its line, and come back as long as it waits."""
     try:
-        left = _look_after(courier.app, order)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
+        order = Order.of(told).stamped(courier.app)
+        Message.unpacked(courier.app, order.message)
+    except (ValueError, DecodeError) as error:  # it would be the same the next time
+        _end(courier, told, error)
+        return
+    except ContentDisallowed as error:  # a deploy may allow it
         logger.warning("The courier of %s comes back later: %s", order, error)
-        left = order, random.uniform(5.0, 30.0)
+        left: tuple[Order, float] | None = (order, _PACE_S)
+    else:
+        left = _left(courier.app, order)
     if left is None:
         return
     order, countdown = left
@@ -172,6 +208,31 @@ def _visit(courier: Task, order: Order) -> None:
     except Exception as error:
         time.sleep(min(countdown, 1.0))  # it is delivered again at once
         raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
+
+
+def _left(app: Celery, order: Order) -> tuple[Order, float] | None:
+    """What a courier is told next, and in how many seconds it comes; None: no more."""
+    try:
+        return _look_after(app, order)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
+        logger.warning("The courier of %s comes back later: %s", order, error)
+        return order, random.uniform(5.0, 30.0)
+
+
+def _end(courier: Task, told: Any, error: Exception) -> None:
+    """Come no more, because the order cannot be understood; the call is sent, if that can be."""
+    text = told.get("message") if isinstance(told, Mapping) else None
+    try:
+        call, message = Message.unpacked(courier.app, text if isinstance(text, str) else "")
+    except Exception:  # noqa: BLE001 - whatever there is in the place of a call
+        logger.error("A courier comes no more, and its call is lost, if it has one: %s", error)
+        return
+    logger.error("The courier of %s comes no more, and the call is sent: %s", call, error)
+    try:
+        message.send(courier.app, call.as_copy())
+    except Exception as refusal:
+        time.sleep(1.0)  # it is delivered again at once
+        raise Reject(f"the broker does not take {call}: {refusal}", requeue=True) from refusal
 
 
 def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:

@@ -30,7 +30,7 @@ from celery_setnx.call.back import (
 )
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
-    is_of_its_scope,
+    is_of_its_line,
     let_the_line_go_on,
     look_in,
     look_within,
@@ -70,7 +70,8 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
 
     A queue that a fanout exchange fills is often one worker's own, and unknown to who serves the line.
     """
-    return not (is_pickled(task) or Message.of(task).is_fanout) and is_of_its_scope(task.app, call)
+    message = Message.of(task)
+    return not (is_pickled(task) or message.is_fanout) and is_of_its_line(task.app, call, message.body)
 
 
 def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:

@@ -24,12 +24,14 @@ from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.call.wake import known_guard, let_the_line_go_on, lines_of, next_look
+from celery_setnx.call.wake import known_guard, let_the_line_go_on, lines_of, next_look, send_from_line
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle
+from celery_setnx.lock.names import lock_and_task_id
 from celery_setnx.run.courier import Order, may_be_woken, put_back, send_again
+from celery_setnx.run.unswept import Unswept
 
 logger = logging.getLogger("celery_setnx")
 
@@ -63,7 +65,12 @@ class CourierRequest(Request):  # type: ignore[misc]
     @cached_property
     def may_be_woken(self) -> bool:
         """Whether its call belongs into the line that it waits in, as far as its app knows."""
-        return may_be_woken(self.app, self.order.call)
+        return may_be_woken(self.app, self.order)
+
+    @cached_property
+    def is_stamped(self) -> bool:
+        """Whether its call stands in line as one of the broker that has delivered this courier."""
+        return self.order.stamped(self.app) is self.order
 
 
 _held: WeakSet[CourierRequest] = WeakSet()
@@ -79,6 +86,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._thread: threading.Thread | None = None
         self._fails = False
         self._left: WeakSet[CourierRequest] = WeakSet()
+        self._stamped: WeakSet[CourierRequest] = WeakSet()
+        self._unswept = Unswept()
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -131,25 +140,32 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
-        for task, key in claimed.lines:
+        for task, entry in claimed.lines:
             with between_forks:
-                within = self._serve(app, lines, task, key, claimed)
+                within = self._serve(app, lines, task, entry, claimed)
             due.append(within if task in paced else None)
-        for request in () if is_early else _couriers_here():
+        for request in () if is_early else _couriers_here(app):
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
+        if not is_early:
+            with between_forks:
+                self._unswept.look(app, self._client, claimed)
         if len(claimed.lines) >= CLAIMED_AT_MOST:
             due.append(0.0)
         return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
-    def _serve(self, app: Celery, lines: str, task: str, key: str, claimed: Claimed) -> float | None:
-        """Let a line go on: seconds until it is time to look at it again."""
+    def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
+        """Let a line go on, or send a call that another could not: seconds until it is time to look again."""
+        key, task_id = lock_and_task_id(entry)
         try:
-            within = next_look(let_the_line_go_on(app, task, key, client=self._client))
-        except SetnxError as error:  # another line may be on another node, or in order
+            if task_id:
+                within = send_from_line(app, key, task_id, self._client)
+            else:
+                within = next_look(let_the_line_go_on(app, task, key, client=self._client))
+        except (SetnxError, redis.RedisError) as error:  # another line may be on another node, or in order
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
-        return settle(self._client, lines, task, key, claimed, within=within)
+        return settle(self._client, lines, task, entry, claimed, within=within)
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
@@ -160,6 +176,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
                         send_again(app, order)
+            elif not request.is_stamped and request not in self._stamped:
+                with between_forks:
+                    put_back(app, order, wait_s=0.0)
+                self._stamped.add(request)
             elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
@@ -179,10 +199,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         return time.monotonic() >= when
 
 
-def _couriers_here() -> list[CourierRequest]:
-    """Those that this process holds until their time has come."""
+def _couriers_here(app: Celery) -> list[CourierRequest]:
+    """Those that this process holds until their time has come, and which came from the app's own broker."""
     while True:
         try:
-            return list(_held)
+            return [request for request in _held if request.app is app]  # it may have workers of several apps
         except RuntimeError:  # changed by the main thread meanwhile
             continue
