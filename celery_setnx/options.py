@@ -224,7 +224,7 @@ class Settings:
     """
 
     prefix: str
-    broker: str
+    broker: str | None
     defaults: Mapping[str, Any]
     retention: float
     same_host: bool
@@ -322,10 +322,10 @@ def _key_prefix(conf: Any) -> str:
     return re.sub(r"[{}]", "", str(found))  # braces would mark the cluster slot
 
 
-def _broker(name: Any) -> str:
-    if name is not None and not (isinstance(name, str) and name):
+def _broker(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
         raise OptionError(f"setnx_broker must be a text, the same for all workers of a broker, not {name!r}")
-    return name or ""
+    return name or None
 
 
 def _flag(name: str, value: Any) -> bool:

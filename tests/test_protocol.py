@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
+from celery_setnx.call.wake import lines_of
 from celery_setnx.lock import names
 from celery_setnx.lock.record import Holder
 from celery_setnx.testing import _age
@@ -167,7 +168,9 @@ def test_keys_beside_a_lock_have_the_names_of_the_page():
 
 def test_lines_of_a_broker_have_the_name_of_the_page():
     """Its URL tells them apart, and who logs in there does not."""
-    assert lines_name("t", "redis://ann:secret@host:1/0") == names.lines_name("t", "redis://host:1/0")
+    app = Celery("lines", broker="redis://ann:secret@host", set_as_current=False)
+    app.conf.update(setnx_prefix="t")
+    assert lines_name("t", "redis://host:6379/0") == lines_of(app)
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
@@ -812,7 +815,7 @@ def test_full_client_excludes_a_task(tasks, wire, locks, server):
     is_parked = re.compile(r"0\|\d+\|{").match
     wait_until(lambda: is_parked(locks.hget(f"{lock}:calls", waits.id) or ""), "the call waits in line")
     assert holder.release() == "released"
-    lines = Sweeper(wire(), lines_name("t", server.url(0)), ())
+    lines = Sweeper(wire(), lines_name("t", f"redis://localhost:{server.port}/0"), ())
     lines.note("tests.workerapp.work", lock, 0)
     assert waits.get(timeout=20) == "n", "sooner than the line is due by itself"
 

@@ -18,6 +18,7 @@ from celery import chain, chord
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from celery_setnx import LockTimeout
+from celery_setnx.call.back import Message
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER
 from celery_setnx.lock.lock import HAND_OVER_S
@@ -672,9 +673,11 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     which says more, is understood."""
     first = stage.held()
     work = stage.tasks.work
-    call = Call(work.name, "unreadable", key=work.lock_key(stage.key), since=1.0)
+    call = Call(work.name, "unsendable", key=work.lock_key(stage.key), since=1.0)
     times = {"until": 2.0, "lease": 1.0, "queue_lease": 5.0, "remember": 5.0, "epoch": ""}
-    order = Order(call, "no/type utf-8 nothing", **times)  # until is over: it is to be sent
+    headers, body = {"task": work.name, "id": call.task_id}, ([stage.key], {}, {})
+    message = Message(headers, {"compression": "no such"}, stage.key, body, "application/json")
+    order = Order(call, message.packed(call), **times)  # until is over: it is to be sent
     said = order.as_kwargs()
     said["order"]["colour"] = "blue"
     stage.tasks.app.tasks[COURIER].apply_async(kwargs=said, queue=stage.key)

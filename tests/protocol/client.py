@@ -194,10 +194,8 @@ def beside(lock: str, what: str) -> str:
 
 
 def lines_name(prefix: str, broker: str) -> str:
-    """The name of the set of the lines of a broker, by its URL."""
-    before, _, after = broker.partition("//")
-    url = f"{before}//{after.rpartition('@')[2]}"
-    return f"{prefix}:lines:{hashlib.blake2b(url.encode(), digest_size=8).hexdigest()}"
+    """The name of the set of the lines of a broker, by its name."""
+    return f"{prefix}:lines:{hashlib.blake2b(broker.encode(), digest_size=8).hexdigest()}"
 
 
 def _with_length(letter: str, content: bytes) -> bytes:
