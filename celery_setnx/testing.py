@@ -251,7 +251,7 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
         _age(client, lock=key, by_s=by_s, living=living)
-        for entry, _ in client.zscan_iter(lines_of(app), match=f"*\n{_escaped(key)}"):
+        for entry, _ in client.zscan_iter(lines_of(app), match=f"*\n{_escaped(key)}*"):  # and ends
             client.zincrby(lines_of(app), -by_s * 1e6, entry)  # workers look at it sooner
 
 

@@ -24,9 +24,18 @@ from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock.line import BEGUN_S, PASSED_OVER, Found, Place, ask_others, leave, note_due
+from celery_setnx.lock.line import (
+    BEGUN_S,
+    PASSED_OVER,
+    Found,
+    Place,
+    ask_others,
+    call_in_line,
+    leave,
+    note_due,
+)
 from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
-from celery_setnx.lock.names import line_names, lines_name
+from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.takeover import TakeOver, note_take_over
@@ -203,6 +212,35 @@ def look_within(app: Celery, task: str, key: str, within: float) -> str:
     except SetnxError as error:
         logger.info("No worker was told to look at the line of %s: %s", key, error)
         return ""
+
+
+def end_within(app: Celery, call: Call, within: float) -> None:
+    """Have a worker send a call that will have waited for long enough in so many seconds, for it to fail."""
+    look_within(app, call.task, end_name(call.key, call.task_id), max(within, 0.0))
+
+
+def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
+    """Send a call whose waiting has ended: its worker has it fail, and leave its line.
+
+    It keeps its place until then, for its message may be lost. Seconds until that is to be tried again.
+    """
+    text = call_in_line(client, key, task_id)
+    if text is None:  # it has begun, or has its turn
+        return None
+    try:
+        call, message = _from_line(app, text, task_id, key)
+        if not _is_sent_here(app, call, message):
+            return None
+    except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
+        logger.warning("Task %s has waited for long enough, and is left to its courier: %s", task_id, error)
+        return None
+    try:
+        message.send(app, call.as_copy())
+    except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
+        text = "%s has waited for long enough, and could not be sent: %s. It is tried again in %g s."
+        logger.warning(text, call, error, _UNSENT_S)
+        return _UNSENT_S
+    return None
 
 
 def next_look(served: Served) -> float | None:

@@ -30,6 +30,7 @@ from celery_setnx.doctor.app import (
     refused,
     warn,
 )
+from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
@@ -48,7 +49,8 @@ _CLOCK_S = 1.0  # clocks that are this near each other do no harm
 def examine(app: Celery) -> Iterator[Finding]:
     """Examine the lock server, then everything that `check` does; each finding as soon as it is known.
 
-    Writes nothing but the keys of its own trials, and deletes those.
+    Writes nothing to it but the keys of its own trials, and deletes those. An AMQP broker is asked for the
+    queues in which couriers wait.
 
     Args:
         app: The app, with its tasks imported.
@@ -56,6 +58,7 @@ def examine(app: Celery) -> Iterator[Finding]:
     yield from _lock_server(app)
     yield from check_tasks(app)
     yield from _redeliveries(app)
+    yield from courier_findings(app)
 
 
 def _lock_server(app: Celery) -> Iterator[Finding]:

@@ -9,8 +9,10 @@ the first that acquires the lock, and no other.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import redis
@@ -26,11 +28,13 @@ from celery_setnx.lock.names import (
     ticket_name,
 )
 from celery_setnx.lock.record import PLAIN, Holder, Terms, current_holder
-from celery_setnx.lock.scripts import PermitScript, Script
+from celery_setnx.lock.scripts import PermitScript, Script, replies_to, reply_to
 
 _PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 
+_TICKET = re.compile(r"(\d+)\|(.*)\|(\d+)", re.DOTALL)
+_WAITS = re.compile(r"\d+\|\d+\|(.*)", re.DOTALL)  # with a + behind the first number a wake-up is on its way
 _LINES_MS = int(8 * DAY_S * 1000)
 _CLAIM_S = 2.0
 _ABSENT_S = 10.0  # a line that is due for longer has no workers
@@ -115,6 +119,61 @@ def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
     return str(_INSTEAD(client, (instead_name(place.key, of),), place.task_id, _remember_ms(place))[0])
 
 
+def has_begun_s(client: redis.Redis, place: Place) -> float:
+    """Seconds since a call that has waited has begun, or was taken out of its line, by its ticket."""
+    left_ms = reply_to(client, "PTTL", ticket_name(place.key, place.task_id, place.call_id))
+    return BEGUN_S - max(0, int(left_ms)) / 1000
+
+
+class Begun(Enum):
+    """That a call which has waited has begun."""
+
+    ONCE = "once"  # of the messages that it was woken with there is no other
+    ANY = "any"
+
+
+def have_begun(client: redis.Redis, places: Sequence[Place]) -> list[Begun | None]:
+    """For each whether its attempt, or a later one, has begun; None if not, or if that is not known."""
+    names = [ticket_name(place.key, place.task_id, place.call_id) for place in places]
+    tickets = replies_to(client, [("GET", name) for name in names])
+    return [_begun(place, ticket) for place, ticket in zip(places, tickets)]
+
+
+def _begun(place: Place, ticket: Any) -> Begun | None:
+    found = ticket if not isinstance(ticket, bytes) else ticket.decode("utf-8", "replace")
+    told = _TICKET.fullmatch(found) if isinstance(found, str) else None
+    if told is None or int(told[1]) < place.attempt:
+        return None
+    if int(told[1]) > place.attempt:
+        return Begun.ANY
+    return (Begun.ONCE if told[3] == "0" else Begun.ANY) if told[2] else None
+
+
+def shorten_tickets(client: redis.Redis, places: Sequence[Place]) -> None:
+    """Have it be remembered that calls have begun for no longer than that they wait."""
+    names = [ticket_name(place.key, place.task_id, place.call_id) for place in places]
+    times = [str(_remember_ms(place)) for place in places]
+    replies_to(client, [("PEXPIRE", name, ms) for name, ms in zip(names, times)])
+
+
+def call_in_line(client: redis.Redis, key: str, task_id: str) -> str | None:
+    """What a task that waits in line is woken with; None if it does not wait, or is on its way."""
+    line, calls = line_names(key)
+    if reply_to(client, "ZSCORE", line, task_id) is None:
+        return None
+    found = reply_to(client, "HGET", calls, task_id)
+    text = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+    waits = _WAITS.fullmatch(text or "")
+    return waits[1] if waits else None
+
+
+def who_waits(client: redis.Redis, key: str, task_ids: Sequence[str]) -> list[str]:
+    """Those of some tasks that may wait in line, in one round trip."""
+    calls = line_names(key)[1]
+    found = replies_to(client, [("HGET", calls, task_id) for task_id in task_ids])
+    return [task_id for task_id, call in zip(task_ids, found) if isinstance(call, (bytes, str))]
+
+
 class Claimed(NamedTuple):
     """The lines that a worker is to look at.
 
@@ -122,7 +181,7 @@ class Claimed(NamedTuple):
         epoch: What tells these data from those before Redis lost them.
         until_us: Until when the lines are claimed; to be given back to `settle`.
         next_s: Seconds until another of a task that has a rate is due; None if that is not soon.
-        lines: Names of a task whose calls wait, and of their lock.
+        lines: Names of a task whose calls wait, and of their lock, or a name of one call beside it.
     """
 
     epoch: str

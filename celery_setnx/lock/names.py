@@ -87,6 +87,15 @@ KNOWN_LINES = "setnx:brokers"
 """The name of the set of all prefixes and brokers whose workers have swept lines."""
 
 
+END = "\n"
+"""What a task id begins with, among the lines, if it is the end of that call's waiting."""
+
+
+def end_name(lock_name: str, task_id: str) -> str:
+    """What stands among the lines, behind its task, for the end of a call's waiting."""
+    return f"{lock_name}\n{END}{task_id}"
+
+
 def lock_and_task_id(entry: str) -> tuple[str, str]:
     """The name of a task's lock, and the id of the call behind it that is to be sent; empty if none is."""
     end = entry.find("}\n")

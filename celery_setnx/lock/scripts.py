@@ -171,6 +171,14 @@ def reply_to(client: Any, command: str, name: str, *arguments: str) -> Any:
         raise translated(name, error) from error
 
 
+def replies_to(client: Any, commands: Sequence[tuple[str, ...]]) -> list[Any]:
+    """What servers say to commands about one key each, in a round trip a node; an error is a reply."""
+    try:
+        return ask_many(client, commands) if commands else []
+    except REDIS_ERRORS as error:
+        raise translated(commands[0][1], error) from error
+
+
 def is_cluster(client: Any) -> bool:
     """True if the client is that of a cluster."""
     return hasattr(type(client), "keyslot")

@@ -1,7 +1,8 @@
 """The courier: a task of our own that stays with the broker for each call that waits.
 
 It is for one thing only: that Redis has lost its data. It comes every ten minutes until its call has begun,
-and puts that back into a line that has lost it. It is a message of its own, and not a delayed copy of the
+and puts that back into a line that has lost it. Until then an AMQP broker keeps it, for a minute the first
+time; elsewhere a worker holds it (see `held`). It is a message of its own, and not a delayed copy of the
 call, because a copy that comes too late does harm before we are asked: Celery stores STARTED for it, or
 REVOKED when it has expired, over the result of a call that ran long ago. A courier has no result.
 """
@@ -23,10 +24,13 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_setnx.call.back import Message, deliverable, known_result, stamped
 from celery_setnx.call.broker import broker_of
+from celery_setnx.call.delay import declared, waits_in_broker
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
     COURIER,
+    end_within,
     is_of_its_line,
+    known_guard,
     let_the_line_go_on,
     look_in,
     look_within,
@@ -35,10 +39,16 @@ from celery_setnx.call.wake import (
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused
-from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, park
+from celery_setnx.lock.line import BEGUN_S, Found, Place, has_begun_s, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
 
 logger = logging.getLogger("celery_setnx")
+
+FIRST_S = 60.0
+"""Seconds for which the first courier of a call waits in an AMQP broker."""
+
+LATER_S = 600.0
+"""Seconds for which those after it wait there."""
 
 _PACE_S = 600.0
 _LONGEST_S = 1e10
@@ -84,9 +94,27 @@ class Order:
         """What its courier is told, in plain values."""
         return {"key": self.call.key, "order": {**vars(self), "call": self.call.as_headers()}}
 
-    def send(self, courier: Message, app: Celery, countdown: float) -> None:
-        """Send the courier the way of a message that is here."""
-        courier.send_new(app, COURIER, self.as_kwargs(), countdown)
+    def send(
+        self, courier: Message, app: Celery, countdown: float, server_time: float, *, first: bool
+    ) -> None:
+        """Send the courier the way of a message that is here: to wait in its broker, or in a worker.
+
+        In the broker all wait for equally long, so when its call is to fail is noted beside the line.
+        """
+        through = None
+        if waits_in_broker(app) and courier.queue:
+            is_soon = first or countdown <= FIRST_S
+            through = declared(app, courier.queue, FIRST_S if is_soon else LATER_S)
+        if through is None:
+            courier.send_new(app, COURIER, self.as_kwargs(), countdown)
+            return
+        replace(courier, queue=through, is_fanout=False).send_new(app, COURIER, self.as_kwargs(), 0.0)
+        self.note_end(app, server_time)
+
+    def note_end(self, app: Celery, server_time: float) -> None:
+        """Have a worker send the call when it is to fail, if its courier does not come by then."""
+        if self.until is not None and self.until > server_time > 0:
+            end_within(app, self.call, self.until - server_time)
 
     def pace(self, server_time: float) -> float:
         """Seconds until the courier comes: when its call is to be sent, and not all at once."""
@@ -141,6 +169,14 @@ def add_courier(app: Celery) -> None:
         app._tasks[COURIER].bind(app)
 
 
+def declare_queues(app: Celery) -> None:
+    """Have the broker have the queues in which couriers wait, of all queues that the app's worker reads."""
+    if waits_in_broker(app) and any(known_guard(app, name) for name in app.tasks):
+        for queue in list(app.amqp.queues.consume_from.values()):
+            for wait_s in (FIRST_S, LATER_S):
+                declared(app, str(queue.name), wait_s)
+
+
 def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:
     """See to it that a call is in its line: what it finds, and the epoch; None if it waits no more.
 
@@ -150,14 +186,19 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
     """
     client, call, before = client_for(app), order.call, order
     order = order.stamped(app)
+    place = order.place(app)
+    if order.until is not None:
+        place = replace(place, remember=BEGUN_S)
     copy = "" if order is before else _STAMPS  # it is to stand there with the new stamp
-    found = park(client, order.place(app), copy=copy, since=call.since, call=order.message)
+    found = park(client, place, copy=copy, since=call.since, call=order.message)
     if found.state == "stale":
+        if order.until is not None and not order.resent and _began_before(order, place, found, client):
+            park(client, order.place(app), since=call.since, call=order.message)
         return None
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
         send_again(app, order)
     if found.state == "new" and _has_ended(app, call):  # before Redis forgot it
-        leave(client, replace(order.place(app), remember=BEGUN_S), copy=COURIER)
+        leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
     within = wait_s if waits else look_in(remaining_s(found), order.lease)
@@ -168,6 +209,14 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         send_again(app, order)
         return None
     return found, epoch
+
+
+def _began_before(order: Order, place: Place, found: Found, client: Any) -> bool:
+    """Whether a call that has begun did so before it was to fail, and so was sent for that by nobody.
+
+    Then it has no message left that comes late, and Redis need not remember for a week that it has begun.
+    """
+    return found.server_time - has_begun_s(client, place) < (order.until or 0.0)
 
 
 def _has_ended(app: Celery, call: Call) -> bool:
@@ -196,27 +245,27 @@ def _visit(courier: Task, told: Mapping[str, Any]) -> None:
         return
     except ContentDisallowed as error:  # a deploy may allow it
         logger.warning("The courier of %s comes back later: %s", order, error)
-        left: tuple[Order, float] | None = (order, _PACE_S)
+        left: tuple[Order, float, float] | None = (order, _PACE_S, 0.0)
     else:
         left = _left(courier.app, order)
     if left is None:
         return
-    order, countdown = left
+    order, countdown, server_time = left
     countdown = deliverable(courier.app, countdown)
     try:
-        order.send(Message.of(courier), courier.app, countdown)
+        order.send(Message.of(courier), courier.app, countdown, server_time, first=False)
     except Exception as error:
         time.sleep(min(countdown, 1.0))  # it is delivered again at once
         raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
 
 
-def _left(app: Celery, order: Order) -> tuple[Order, float] | None:
-    """What a courier is told next, and in how many seconds it comes; None: no more."""
+def _left(app: Celery, order: Order) -> tuple[Order, float, float] | None:
+    """What a courier is told next, in how many seconds it comes, and when that was said; None: no more."""
     try:
         return _look_after(app, order)
     except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
         logger.warning("The courier of %s comes back later: %s", order, error)
-        return order, random.uniform(5.0, 30.0)
+        return order, random.uniform(5.0, 30.0), 0.0
 
 
 def _end(courier: Task, told: Any, error: Exception) -> None:
@@ -235,8 +284,8 @@ def _end(courier: Task, told: Any, error: Exception) -> None:
         raise Reject(f"the broker does not take {call}: {refusal}", requeue=True) from refusal
 
 
-def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:
-    """Put a call into its line; what the courier is told next, and in how many seconds; None: no more."""
+def _look_after(app: Celery, order: Order) -> tuple[Order, float, float] | None:
+    """Put a call into its line; see `_left`."""
     try:
         back = put_back(app, order, wait_s=order.lease / 2)
     except LockRefused as error:
@@ -254,4 +303,4 @@ def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:
     if order.call.marked:
         mark = Mark(order.call.key, order.call.task_id)
         extend_all(client_for(app), [mark], [countdown + order.queue_lease])
-    return order, countdown
+    return order, countdown, found.server_time

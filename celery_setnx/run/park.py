@@ -28,6 +28,7 @@ from celery_setnx.call.back import (
     seconds_until,
     visibility_timeout_s,
 )
+from celery_setnx.call.delay import waits_in_broker
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import (
     is_of_its_line,
@@ -94,6 +95,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     parking.note_holder(found)
     if parking.is_parked_first:
         parking.send_courier()
+    elif parking.has_courier and waits_in_broker(task.app):
+        parking.order.note_end(task.app, found.server_time)
     if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
         raise ItsTurn  # it came free meanwhile
     parking.wait(found)
@@ -133,7 +136,8 @@ class _Parking:
     def send_courier(self) -> None:
         """Send it, or have the call not taken back."""
         try:
-            self.order.send(self.message, self.app, self.countdown)
+            server_time = self.outcome.server_time
+            self.order.send(self.message, self.app, self.countdown, server_time, first=True)
         except Exception as error:  # noqa: BLE001 - whatever the transport raises
             not_taken_back(self.task, self.call, error, self.reason, self.countdown)
 

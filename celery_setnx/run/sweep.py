@@ -24,13 +24,21 @@ from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.call.wake import known_guard, let_the_line_go_on, lines_of, next_look, send_from_line
+from celery_setnx.call.wake import (
+    end_wait,
+    known_guard,
+    let_the_line_go_on,
+    lines_of,
+    next_look,
+    send_from_line,
+)
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle
-from celery_setnx.lock.names import lock_and_task_id
-from celery_setnx.run.courier import Order, may_be_woken, put_back, send_again
+from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
+from celery_setnx.lock.names import END, lock_and_task_id
+from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
+from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.unswept import Unswept
 
 logger = logging.getLogger("celery_setnx")
@@ -40,6 +48,7 @@ SWEEP_S = 2.0
 
 _EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
+_REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
 
 
@@ -60,6 +69,7 @@ class CourierRequest(Request):  # type: ignore[misc]
         told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
             self.order = Order.of(told or {})
+            self.held_since = time.monotonic()
             _held.add(self)
 
     @cached_property
@@ -85,6 +95,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._client: redis.Redis
         self._thread: threading.Thread | None = None
         self._fails = False
+        self._worker = worker
+        self._revoked: dict[str, float] = {}
+        self._held = HeldCouriers()
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._stamped: WeakSet[CourierRequest] = WeakSet()
         self._unswept = Unswept()
@@ -112,6 +125,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def _run(self, app: Celery) -> None:
         wait_s, usual_at = SWEEP_S, time.monotonic()
+        with between_forks:
+            _declare_queues(app)
         while not self._stopped.wait(wait_s):
             is_early, next_s = time.monotonic() < usual_at, None
             try:
@@ -144,9 +159,13 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             with between_forks:
                 within = self._serve(app, lines, task, entry, claimed)
             due.append(within if task in paced else None)
-        for request in () if is_early else _couriers_here(app):
+        couriers = [] if is_early else _couriers_here(app)
+        for request in couriers:
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
+        if couriers:
+            with between_forks:
+                self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
             with between_forks:
                 self._unswept.look(app, self._client, claimed)
@@ -155,17 +174,28 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
     def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
-        """Let a line go on, or send a call that another could not: seconds until it is time to look again."""
+        """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
         try:
-            if task_id:
+            if task_id.startswith(END):
+                within = end_wait(app, key, task_id.removeprefix(END), self._client)
+            elif task_id:  # another worker could not
                 within = send_from_line(app, key, task_id, self._client)
             else:
+                for revoked in who_waits(self._client, key, self._revoked_lately()):
+                    end_wait(app, key, revoked, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except (SetnxError, redis.RedisError) as error:  # another line may be on another node, or in order
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
+
+    def _revoked_lately(self) -> list[str]:
+        """Ids of tasks that this worker was told to revoke since every line was looked at."""
+        now = time.monotonic()
+        with suppress(RuntimeError):  # changed by the main thread meanwhile
+            self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in revoked_tasks}
+        return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
@@ -197,6 +227,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._anew[request] = epoch, time.monotonic() + request.order.lease / 2
             return False
         return time.monotonic() >= when
+
+
+def _declare_queues(app: Celery) -> None:
+    """It is done at each send of a courier, too: here a refusal is said when the worker starts."""
+    try:
+        declare_queues(app)
+    except Exception as error:  # noqa: BLE001 - whatever it is, lines are swept
+        logger.warning("It is not known whether the broker keeps couriers: %s", error)
 
 
 def _couriers_here(app: Celery) -> list[CourierRequest]:

@@ -428,7 +428,7 @@ class Sweeper:
         arguments = (2_000_000, LINES_MS, 7, self.paced, *self.tasks)
         epoch, self.claimed, next_us, *entries = self.server.run("sweep", (self.lines,), *arguments)
         self.next_us = int(next_us) if next_us else None
-        return epoch, [(task, lock) for task, lock in (entry.split("\n") for entry in entries)]
+        return epoch, [(task, lock) for task, lock in (entry.split("\n", 1) for entry in entries)]
 
     def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:
         """Hand the lock to the first in line."""

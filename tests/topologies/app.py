@@ -9,6 +9,7 @@ from celery import Celery
 
 import tests.app
 from celery_setnx import SingletonTask
+from celery_setnx.run import courier
 from tests.app import body, control, journal
 
 # Locks live where the settings of a test say, be it only its broker or its backend.
@@ -86,3 +87,5 @@ def make_tasks(app: Celery) -> SimpleNamespace:
 
 app = make_app()
 tasks = make_tasks(app)
+# Couriers come as soon as a test says, and not after a minute and every ten minutes.
+courier.FIRST_S, courier.LATER_S = app.conf.get("courier_waits_s") or (courier.FIRST_S, courier.LATER_S)

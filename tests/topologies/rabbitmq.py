@@ -132,15 +132,23 @@ class RabbitMQ:
         with self.connection() as connection:
             return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
+    def delaying(self, queue: str) -> list[str]:
+        """The queues in which couriers for another one wait."""
+        listed = self._ctl("list_queues", "name").decode().splitlines()
+        return [name for name in listed if name.startswith(f"{queue}.setnx-")]
+
     def delete(self, queue: str) -> None:
         """Delete a queue and the exchange of its name."""
         with self.connection() as connection:
             connection.default_channel.queue_delete(queue)
             connection.default_channel.exchange_delete(queue)
 
-    def limit(self, user: str, may_not_write: str) -> str:
-        """The URL of a user who may do all but publish to one exchange. For a server of our own."""
-        rights = [".*", f"^(?!{may_not_write}$).*", ".*"]
+    def limit(self, user: str, *, may_not_write: str = "-", may_not_configure: str = "-") -> str:
+        """The URL of a user who may do all but publish to one exchange, or declare some queues.
+
+        For a server of our own.
+        """
+        rights = [f"^(?!{may_not_configure}$).*", f"^(?!{may_not_write}$).*", ".*"]
         self._ctl("add_user", user, "pw")
         self._ctl("set_permissions", user, *rights)
         return self.url.replace("guest:guest", f"{user}:pw")

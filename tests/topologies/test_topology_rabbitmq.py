@@ -35,6 +35,7 @@ QUORUM = {
     "worker_detect_quorum_queues": True,
     "broker_native_delayed_delivery_queue_type": "quorum",
 }
+DIRECT = {"task_default_queue_type": "quorum", "task_create_missing_queue_type": "quorum"}
 KINDS: dict[str, dict[str, Any]] = {"classic": {}, "quorum": QUORUM}
 
 pytestmark = [
@@ -55,7 +56,7 @@ def settings_of(rabbitmq, server) -> Iterator[Callable[..., dict[str, Any]]]:
             "broker_transport_options": {"confirm_publish": True},
             "setnx_url": server.url(LOCK_DB),
             "task_default_queue": queues[-1],
-            **KINDS[kind],
+            **{**KINDS, "direct": DIRECT}[kind],
             **conf,
         }
 
@@ -258,8 +259,8 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
 ):
     """A worker that serves no other queue: whenever Redis loses the line, a courier puts the call back."""
     queue = other(settings["task_default_queue"])
-    tasks = work_with(queues=queue, **settings)
-    soon = {"lease": 20, "retry_delay": 0.1, "retry_delay_max": 0.1}  # so often the app has couriers come
+    tasks = work_with(queues=queue, courier_waits_s=(1.0, 1.0), **settings)
+    soon = {"lease": 20}
     first = journal.reached("start", tasks.tell.apply_async([name], queue=queue, singleton=soon))
     second = tasks.tell.apply_async([name], queue=queue, singleton={**soon, **WAIT})
     for _ in range(3):
@@ -269,6 +270,82 @@ def test_courier_of_a_waiting_call_comes_to_its_queue_again_and_again(
     gates(name, 2)
     assert [call.get(timeout=60)["queue"] for call in (first, second)] == [queue] * 2
     one_at_a_time(journal, name, 2)
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum", "direct"], indirect=True)
+def test_waiting_calls_take_nothing_of_a_workers_prefetch(work_with, settings, journal, gates, name):
+    """Ten wait, on a worker that prefetches eight: their couriers are in the broker, and others run.
+
+    The prefetch of quorum queues is static, and Celery delays nothing natively over a direct exchange.
+    """
+    tasks = work_with(worker_prefetch_multiplier=4, **settings)
+    results = [journal.reached("start", tasks.work.delay(name))]
+    for number in range(1, 11):
+        results.append(tasks.work.apply_async([name], singleton=WAIT))
+        wait_for_waiters(tasks.work, name, number)
+    assert tasks.work.delay("other").get(timeout=60) == "other"
+    gates(name, len(results))
+    assert [result.get(timeout=60) for result in results] == [name] * 11
+    one_at_a_time(journal, name, 11)
+
+
+def test_waiting_call_fails_at_its_max_wait_or_expiry(tasks, journal, gates, name):
+    """Though its courier comes later; those behind it move up."""
+    first = journal.reached("start", tasks.work.delay(name))
+    fails = tasks.work.apply_async([name], singleton={**WAIT, "max_wait": 3})
+    expires = tasks.work.apply_async([name], singleton=WAIT, expires=3)
+    waits = tasks.work.apply_async([name], singleton=WAIT)
+    with pytest.raises(LockTimeout):
+        fails.get(timeout=30)
+    with pytest.raises(TaskRevokedError):
+        expires.get(timeout=30)
+    wait_for_waiters(tasks.work, name, 1)
+    gates(name, 2)
+    assert [result.get(timeout=60) for result in (first, waits)] == [name] * 2
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum"], indirect=True)
+def test_couriers_come_also_where_the_broker_refuses_their_queue(
+    work_with, settings, own_broker, locks, journal, gates, name
+):
+    """A user may declare no other queues: they are delayed messages then, and nothing else is harmed."""
+    queue = settings["task_default_queue"]
+    own = {"may_not_configure": rf"{queue}\.setnx-.*"}
+    conf = {**settings, "broker_url": own_broker.limit(f"bound-{queue}", **own)}
+    tasks = work_with(**conf)
+    soon = {"lease": 20, "retry_delay": 0.1, "retry_delay_max": 0.1}  # so often the app has couriers come
+    first = journal.reached("start", tasks.work.apply_async([name], singleton=soon))
+    second = tasks.work.apply_async([name], singleton={**soon, **WAIT})
+    wait_for_waiters(tasks.work, name, 1)
+    assert own_broker.delaying(queue) == []
+    assert "the broker, which refuses the queue" in tasks.worker.log_text()
+    locks.delete(*line_names(tasks.work.lock_key(name)))
+    wait_for_waiters(tasks.work, name, 1)
+    gates(name, 2)
+    assert [call.get(timeout=60) for call in (first, second)] == [name] * 2
+
+
+def test_couriers_outlast_their_broker_and_their_queue_is_declared_anew(
+    work_with, settings, own_broker, locks, journal, gates, name
+):
+    """kill -9 of the broker: they come all the same. A queue that was unused for too long is there again."""
+    queue = settings["task_default_queue"]
+    tasks = work_with(courier_waits_s=(20.0, 20.0), **settings)
+    first = journal.reached("start", tasks.work.apply_async([name], singleton={"lease": 60}))
+    second = tasks.work.apply_async([name], singleton=WAIT)
+    wait_for_waiters(tasks.work, name, 1)
+    (waits,) = own_broker.delaying(queue)
+    own_broker.settle()
+    own_broker.kill()
+    locks.delete(*line_names(tasks.work.lock_key(name)))
+    own_broker.start()
+    wait_for_waiters(tasks.work, name, 1)
+    own_broker.delete(waits)
+    third = tasks.work.apply_async([name], singleton=WAIT)
+    wait_for_waiters(tasks.work, name, 2)
+    assert own_broker.delaying(queue) == [waits]
+    gates(name, 6)  # a call whose message was not acknowledged comes again
+    assert [call.get(timeout=120) for call in (first, second, third)] == [name] * 3
 
 
 def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, locks, journal, gates, name):

@@ -1,0 +1,91 @@
+"""Couriers that a worker holds: it lets those go whose calls have begun.
+
+Where the broker cannot keep a delayed message to itself, a worker's parent has the couriers of all calls that
+wait, in its timer and beyond its prefetch, until their time has come. Nearly all calls begin long before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.worker import state
+
+from celery_setnx.lock.line import Begun, Place, have_begun, shorten_tickets
+
+logger = logging.getLogger("celery_setnx")
+
+_ASKS_S = 30.0
+_YOUNG_S = 60.0  # until then most calls wait still, or have begun and ended: they are asked about once
+
+
+class HeldCouriers:
+    """Which of the couriers in a worker's parent it need not hold any longer."""
+
+    def __init__(self) -> None:
+        self._asks_at = time.monotonic() + _ASKS_S
+
+    def let_go(self, worker: Any, client: redis.Redis, couriers: Sequence[Any]) -> None:
+        """Every 30 s, let those go whose calls have begun, but for those in their first minute."""
+        now = time.monotonic()
+        if now < self._asks_at:
+            return
+        self._asks_at = now + _ASKS_S
+        try:
+            places = dict(
+                _places(worker.app, [each for each in couriers if now - each.held_since >= _YOUNG_S])
+            )
+            begun = dict(zip(places, have_begun(client, list(places.values()))))
+            gone = [courier for courier, has in begun.items() if has]
+            if gone:
+                worker.consumer.call_soon(partial(give_back, worker.consumer, gone))
+            # As a courier does that comes: what was woken once has no message left that comes late.
+            once = [each for each in gone if begun[each] is Begun.ONCE and not each.order.resent]
+            shorten_tickets(client, [places[courier] for courier in once])
+        except Exception as error:  # noqa: BLE001 - they have a time of their own
+            logger.info("It is not known which couriers are needed no more: %s", error)
+
+
+def _places(app: Celery, couriers: Sequence[Any]) -> Iterator[tuple[Any, Place]]:
+    for courier in couriers:
+        with suppress(Exception):  # what is wrong with one is no other's business
+            yield courier, courier.order.place(app)
+
+
+def give_back(consumer: Any, couriers: Sequence[Any]) -> None:
+    """Drop couriers from a worker's timer, in its own loop: acknowledged, reserved and prefetched no more.
+
+    One that is not in the timer was begun, or came by a connection that is lost: then its broker delivers it
+    anew. Nothing is raised into the worker's loop.
+    """
+    try:
+        for courier in _out_of_timer(consumer.timer, couriers):
+            consumer.qos.decrement_eventually()
+            state.task_ready(courier)
+            courier.acknowledge()
+    except Exception:
+        logger.exception("Couriers whose calls have begun are held until their time has come.")
+
+
+def _out_of_timer(timer: Any, couriers: Sequence[Any]) -> list[Any]:
+    """Take what is to be done with some messages out of a timer; those that were in it.
+
+    A timer's queue has entries, or greenlets; a timer with a thread of its own has a lock.
+    """
+    wanted, found = {id(courier): courier for courier in couriers}, []
+    with getattr(timer, "mutex", nullcontext()):
+        for waiting in list(timer.queue):
+            entry = waiting.entry
+            courier = wanted.get(id(entry.args[0])) if entry.args else None
+            if courier is None or entry.canceled or courier in state.reserved_requests:
+                continue
+            timer.cancel(waiting if hasattr(waiting, "cancel") else entry)
+            entry.args = ()  # it may stay where it is until its time has come
+            found.append(courier)
+    return found
