@@ -398,6 +398,8 @@ def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:
 def _called(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], task: str) -> Any:
     try:
         value = function(*args, **kwargs)
+    except SoftTimeLimitExceeded:
+        raise  # it is meant for the body that publishes
     except Exception as error:
         raise UnkeyableCall(task, f"its key function raised {type(error).__name__}: {error}") from error
     if value is None:

@@ -13,7 +13,7 @@ from celery.backends.base import DisabledBackend
 
 from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import OptionError
+from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name
@@ -67,9 +67,16 @@ class Guard:
         options = dict(before.options) if before else {}
         if own:
             options.update(plain(f"a call of {self.task}", own))
-        key, about = self.key_and_about(*arguments, options, shown=shown)
+        try:
+            key, about = self.key_and_about(*arguments, options, shown=shown)
+        except UnkeyableCall as error:
+            if before is None or not before.key or not new.attempt % REPLACED:
+                raise
+            text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
+            logger.warning(text, before, before.key, error)
+            key, about = before.key, before.about if shown else ""
         # A call stays the one that it was; that of another attempt under its id is another.
-        call_id = before.call_id if before else os.urandom(6).hex()
+        call_id = (before.call_id if before else "") or os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 

@@ -19,7 +19,7 @@ from celery import Celery, uuid
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
-from celery_setnx.call.message import Call, attempt_of
+from celery_setnx.call.message import Call, RunningCall, attempt_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
@@ -203,15 +203,22 @@ def _told(
     task: Any,
 ) -> Call:
     """The call, which has its task id and its header from now on."""
-    before = Call.before(guard.task, options)
     options["task_id"] = options.get("task_id") or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+    new = Call(guard.task, options["task_id"], attempt)
+    running = RunningCall.of(task, new)
+    before = Call.before(guard.task, options)
+    if running is not None:  # which knows its key, whatever its message said
+        before = (
+            running.call._replace(call_id="") if before is None else before._replace(key=running.call.key)
+        )
     final: tuple[Any, Any] = arguments
     if task is not None:
         final = task._final(*arguments, options.get("serializer"))
     hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
-    new = Call(guard.task, options["task_id"], attempt)
     told = guard.call(new, final, call, before, shown=not hides)
+    if running is not None:
+        running.retry = told
     options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}
     return told
 
