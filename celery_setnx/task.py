@@ -12,6 +12,7 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
@@ -213,14 +214,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         if self._guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return self._guard.lock(Call(self.name, ""), *self._final(args, kwargs, None))
-
-    def _final(self, args: Any, kwargs: Any, serializer: str | None) -> tuple[Any, Any]:
-        """A call's arguments as the worker will see them: pydantic models are dumped."""
-        dump = getattr(self, "_dump_pydantic_arguments", None)
-        if dump is None or (serializer or self.serializer) == "pickle":
-            return args or (), kwargs or {}
-        return dump(args or (), kwargs or {})  # type: ignore[no-any-return]
+        return self._guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock if a worker calls; plainly if the program does."""
@@ -276,7 +270,7 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
         raise TypeError(f"expected a task that is guarded, and the arguments of a call, not {task!r}")
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
-    return guard_for(task).lock(Call(task.name, ""), args, kwargs)
+    return guard_for(task).lock(Call(task.name, ""), Arguments.given_to(task, args, kwargs))
 
 
 def guard_for(task: Task) -> Guard:

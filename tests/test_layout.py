@@ -16,7 +16,7 @@ PACKAGE = Path(celery_setnx.__file__).parent
 ORDER = [
     {"exceptions", "signals", "forks", "wording"},
     {"lock"},
-    {"keys", "options", "connection"},
+    {"arguments", "keys", "options", "connection"},
     {"call"},
     {"run"},
     {"request", "task", "beat"},

@@ -1,4 +1,4 @@
-"""The key of a task's own retry: what becomes of the lock, the mark and the hold of the key before. No worker."""
+"""The key of a task's own retry; the lock, the mark and the hold of the key before. No worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Queue:
         self.requests: list[dict[str, Any]] = []
 
     def run(self) -> Any:
-        """Run the oldest message's call, as a worker does; its id, what its header says, and what became of it."""
+        """Run the oldest message as a worker does; its id, its header, and what became of it."""
         with self.app.connection_for_read() as connection:
             message = self.app.amqp.queues["retrying"].bind(connection.default_channel).get(no_ack=True)
         assert message is not None, "nothing is queued"

@@ -17,6 +17,7 @@ from typing import Any
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.message import Call
 from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s, serve_stalled
@@ -206,8 +207,8 @@ class FanningOut:
         self.drawn += 1
         try:
             args, kwargs = _arguments(self.task, call)
-            final_args, final_kwargs = self.task._final(args, kwargs, self.options.get("serializer"))
-            key, about = self.guard.key_and_about(final_args, final_kwargs, {}, shown=self.shows_arguments)
+            given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
+            key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
             self._fail(index, error)
             return

@@ -16,6 +16,7 @@ from typing import Any
 
 from celery import Celery, uuid
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
@@ -103,7 +104,7 @@ def publish(
     """Publish a call, its finished key in a header, unless it is a duplicate.
 
     `arguments` are positional and by name, `call` are options of this call alone, `options` those of
-    `celery.Task.apply_async`; without its `task` the arguments are taken for what the worker will see.
+    `celery.Task.apply_async`; without its `task` pydantic models are none.
     """
     refuse_misplaced_in_call(options, guard.task)
     given_id = options.get("task_id")
@@ -203,6 +204,7 @@ def _told(
     task: Any,
 ) -> Call:
     """The call, which has its task id and its header from now on."""
+    args, kwargs = arguments
     options["task_id"] = options.get("task_id") or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
     new = Call(guard.task, options["task_id"], attempt)
@@ -212,11 +214,13 @@ def _told(
         before = (
             running.call._replace(call_id="") if before is None else before._replace(key=running.call.key)
         )
-    final: tuple[Any, Any] = arguments
-    if task is not None:
-        final = task._final(*arguments, options.get("serializer"))
+    serializer = options.get("serializer")
+    if task is None:
+        given = Arguments(args or (), kwargs or {}, serializer or guard.app.conf.task_serializer)
+    else:
+        given = Arguments.given_to(task, args, kwargs, serializer)
     hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
-    told = guard.call(new, final, call, before, shown=not hides)
+    told = guard.call(new, given, call, before, shown=not hides)
     if running is not None:
         running.retry = told
     options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}

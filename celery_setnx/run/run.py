@@ -15,6 +15,7 @@ from celery.result import result_from_tuple
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import (
     EVENTS,
     ComesBack,
@@ -161,7 +162,8 @@ class Run:
         # Not published yet: by a base class that waits for a commit.
         options = {**self.call.options, **(retry.options.get("singleton") or {})}
         try:
-            return self.guard.key(retry.args, retry.kwargs, options) == self.lock.name
+            given = Arguments.given_to(self.task, retry.args, retry.kwargs, retry.options.get("serializer"))
+            return self.guard.key(given, options) == self.lock.name
         except SetnxError:
             return True  # as its message will say
 
