@@ -12,14 +12,16 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from celery import Celery, uuid
 
-from celery_setnx.arguments import Arguments
+from celery_setnx.arguments import Arguments, copied
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
+from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call, RunningCall, attempt_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_the_line_go_on
@@ -107,6 +109,9 @@ def publish(
     `celery.Task.apply_async`; without its `task` pydantic models are none.
     """
     refuse_misplaced_in_call(options, guard.task)
+    at_once = is_published_at_once(send, guard.app)
+    if not at_once:  # what it has then is what it has now, as its key has it
+        arguments = (copied(arguments[0]), copied(arguments[1]))
     given_id = options.get("task_id")
     told = _told(guard, arguments, call, options, task)
     settled = _settled(guard, told, call, options)
@@ -126,13 +131,27 @@ def publish(
     if marked is None or marked.is_duplicate:
         return _noted(send(*arguments, **options), deduplicated=False)
     options["headers"] |= told._replace(marked=True).as_headers()
+    send_it = partial(send, *arguments, **options)
+    return _noted(_sent_marked(guard, mark, lease, send_it, at_once=at_once), deduplicated=False)
+
+
+def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any], *, at_once: bool) -> Any:
+    """Send a call; its mark then lasts for the lease, and ends if there was nothing to send."""
+
+    def extend() -> None:
+        _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
+
+    if not at_once:
+        when_sent(mark.task_id, extend)
     try:
-        result = send(*arguments, **options)
+        result = send()
     except BaseException:
+        will_not_be_sent(mark.task_id)
         _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
-    _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
-    return _noted(result, deduplicated=False)
+    if at_once:
+        extend()
+    return result
 
 
 def send_task(
@@ -319,7 +338,8 @@ def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
 
 
 def _noted(result: Any, *, deduplicated: bool) -> Any:
-    result.deduplicated = deduplicated
+    with suppress(AttributeError, TypeError, ValueError):  # another class may return what it likes, or None
+        result.deduplicated = deduplicated
     return result
 
 
