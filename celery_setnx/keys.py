@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -37,6 +38,15 @@ _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are n
 _US = timedelta(microseconds=1)
 _MIN, _MIN_UTC = datetime.min, datetime.min.replace(tzinfo=timezone.utc)
 _ADVICE = "pass its id or its text instead, or choose what counts with key="
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """A function's signature; its annotations, which may name what only type checkers import, stay texts."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.STRING)
+    return inspect.signature(function)
 
 
 class KeyFunction:

@@ -29,6 +29,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.publish import publish
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
+from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
@@ -415,7 +416,7 @@ def _is_bound(task_class: type[Task]) -> bool:
 def _signature(task_class: type[Task]) -> inspect.Signature:
     """The signature of a task's function as callers see it, without a bound self."""
     run = inspect.getattr_static(task_class, "run")
-    signature = inspect.signature(getattr(run, "__func__", run))
+    signature = signature_of(getattr(run, "__func__", run))
     if not _is_bound(task_class):
         return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
