@@ -36,6 +36,7 @@ from redis.utils import HIREDIS_AVAILABLE
 
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from celery_setnx import SetnxLock
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.connection import SOCKET_TIMEOUT_S
@@ -146,7 +147,7 @@ class TaskLocks:
         """
         task_id, nonce, call_id = next(self._messages)
         call = Call(TASK, task_id, key=name, about="account_id=7")
-        lock = self._guard.lock(call, (), {}, info_of(call, WORKER))
+        lock = self._guard.lock(call, Arguments((), {}), info_of(call, WORKER))
         details = {"copy": ORIGINAL, "attempt": 0, "call_id": call_id, "remember": 0.0, "since": 0.0}
         token = task_token(task_id, 0, nonce)
         return held_by(lock.acquire_at_death(same_host=True, token=token, **details))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
@@ -24,15 +25,28 @@ from uuid import UUID
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json as kombu_json
 
+from celery_setnx.arguments import are_kept, delivered
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.wording import ABOUT, about
 
+Args = Sequence[Any]
 KeyOption = Any
 """What `key=` accepts: None, a name or template, a list of names, `()`, or a callable."""
 
 _WHOLE_TASK = object()
 _FORMAT = b"celery_setnx:1"  # goes into every digest: keys of two formats are never equal
 _US = timedelta(microseconds=1)
+_MIN, _MIN_UTC = datetime.min, datetime.min.replace(tzinfo=timezone.utc)
+_ADVICE = "pass its id or its text instead, or choose what counts with key="
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """A function's signature; its annotations, which may name what only type checkers import, stay texts."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.STRING)
+    return inspect.signature(function)
 
 
 class KeyFunction:
@@ -57,39 +71,75 @@ class KeyFunction:
         self._names = tuple(parameters)
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         self._is_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        self._needs = _needs(key, parameters)
+        self._places = [place for place, name in enumerate(parameters) if name in (self._needs or ())]
 
-    def digest(self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]) -> str:
-        """The digest of a call's key; empty for the lock of the whole task."""
-        bound, chosen, _fits = self._read(args, kwargs)
+    def digest(self, args: Args, kwargs: Mapping[str, Any], serializer: str | None = None) -> str:
+        """The digest of a call's key; empty for the lock of the whole task.
+
+        `serializer`: that of the message which the arguments have yet to travel in. None if they have: they
+        are a worker's.
+        """
+        bound, chosen, _fits = self._read(args, kwargs, serializer)
         return self._digest_of(bound, chosen)
 
     def digest_and_about(
-        self, args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any]
+        self, args: Args, kwargs: Mapping[str, Any], serializer: str | None = None
     ) -> tuple[str, str]:
         """The same, and what the key was made of, for people: `account_id=7`, in 80 characters at most.
 
         That is empty where it has no words: for a callable, the whole task, or a call that does not fit.
         """
-        bound, chosen, fits = self._read(args, kwargs)
+        bound, chosen, fits = self._read(args, kwargs, serializer)
         return self._digest_of(bound, chosen), self._about(chosen) if fits else ""
 
-    def _read(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[inspect.BoundArguments, Any, bool]:
+    def _read(
+        self, args: Args, kwargs: Mapping[str, Any], serializer: str | None
+    ) -> tuple[inspect.BoundArguments, Any, bool]:
         """A call's arguments, what the key chooses of them, and whether the call fits the signature."""
         try:
             bound = self._bound(args, kwargs)
         except UnkeyableCall:
             if self._typing:
                 raise
+            if serializer is not None:  # all that it gives may be what is chosen
+                args, kwargs = self._delivered(args, kwargs, serializer, all_of_them=True)
             bound = self._as_far_as_it_fits(args, kwargs)
             return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs), False
+        if serializer is not None and not are_kept(bound.arguments.values(), serializer):
+            got = self._delivered(args, kwargs, serializer)
+            bound = bound if got[0] is args else self._bound(*got)
         return bound, self._select(bound), True
+
+    def _delivered(
+        self, args: Args, kwargs: Mapping[str, Any], serializer: str, *, all_of_them: bool = False
+    ) -> tuple[Args, Mapping[str, Any]]:
+        """The arguments, those that the key needs as a worker gets them."""
+        if all_of_them or self._needs is None:
+            places, names = list(range(len(args))), list(kwargs)
+        else:
+            places = [place for place in self._places if place < len(args)]
+            names = [name for name in kwargs if name in self._needs]
+        given = [*(args[place] for place in places), *(kwargs[name] for name in names)]
+        try:
+            got = delivered(given, serializer)
+        except TypeError as error:
+            raise UnkeyableCall(self._task, str(error)) from None
+        if got is given:
+            return args, kwargs
+        changed = list(args)
+        for place, value in zip(places, got):
+            changed[place] = value
+        return changed, {**kwargs, **dict(zip(names, got[len(places) :]))}
 
     def _digest_of(self, bound: inspect.BoundArguments, chosen: Any) -> str:
         if chosen is _WHOLE_TASK:
             return ""
         try:
             return digest(chosen)
-        except (TypeError, ValueError) as error:
+        except SoftTimeLimitExceeded:
+            raise  # it may strike here, in a body that publishes
+        except Exception as error:
             raise UnkeyableCall(self._task, self._blame(bound, error)) from error
 
     def _about(self, chosen: Any) -> str:
@@ -161,10 +211,18 @@ class KeyFunction:
         for name, value in bound.arguments.items():
             try:
                 canonical(value)
-            except (TypeError, ValueError) as cause:
-                if str(cause) == str(error):
-                    return f"argument {name!r} of type {type(value).__name__}: {cause}"
-        return str(error)
+            except SoftTimeLimitExceeded:
+                raise
+            except Exception as cause:  # noqa: BLE001 - as when the key was made
+                if _said(cause) == _said(error):
+                    return f"argument {name!r} of type {type(value).__name__}: {_said(cause)}; {_ADVICE}"
+        return f"{_said(error)}; {_ADVICE}"
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or contains itself"
+    return str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 class _Words(Repr):
@@ -208,7 +266,7 @@ def canonical(value: Any) -> bytes:
     """
     kind = type(value)
     if kind is str:
-        return _sized(b"s", value.encode("utf-8", "surrogatepass"))
+        return _sized(b"s", value.encode() if value.isascii() else _utf8(value))
     if kind is int:
         return b"i%d;" % value
     if value is None:
@@ -228,7 +286,7 @@ def _canonical_other(value: Any) -> bytes:
     if isinstance(value, float):
         return canonical(int(value)) if value.is_integer() else _sized(b"d", float.__repr__(value).encode())
     if isinstance(value, str):
-        return _sized(b"s", str.encode(value, "utf-8", "surrogatepass"))
+        return _sized(b"s", _utf8(value))
     if isinstance(value, int):
         return b"i%d;" % int(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -239,33 +297,50 @@ def _canonical_other(value: Any) -> bytes:
 
 
 def _canonical_scalar(value: Any) -> bytes:
+    # By the methods of the types themselves: those of a subclass may count otherwise, or return its like.
     if isinstance(value, UUID):
         return _sized(b"u", value.bytes)
     if isinstance(value, datetime):
-        offset = value.utcoffset()
-        local = value.replace(tzinfo=None) - datetime.min
-        return b"N%d;" % (local // _US) if offset is None else b"A%d;" % ((local - offset) // _US)
+        return _instant(value)
     if isinstance(value, date):
-        return b"D%d;" % value.toordinal()
+        return b"D%d;" % date.toordinal(value)
     if isinstance(value, time):
-        return _sized(b"T", value.isoformat().encode())
+        return _sized(b"T", time.isoformat(value).encode())
     if isinstance(value, timedelta):
-        return b"P%d;" % (value // _US)
+        return b"P%d;" % timedelta.__floordiv__(value, _US)
     if isinstance(value, Decimal):
         return _sized(b"c", _decimal(value).encode())
-    if callable(getattr(type(value), "model_dump", None)):
+    return _canonical_object(value)
+
+
+def _canonical_object(value: Any) -> bytes:
+    kind = type(value)
+    if callable(getattr(kind, "model_dump", None)):
         return canonical(value.model_dump(mode="json"))
-    if callable(getattr(type(value), "__json__", None)):
+    if callable(getattr(kind, "__json__", None)):
         return canonical(value.__json__())
+    if _is_number(value):
+        return canonical(value.item())
     # Types registered with kombu.utils.json.register_type: what they become in a message.
     try:
         encoded = json.loads(kombu_json.dumps(value))  # type: ignore[no-untyped-call]
     except (TypeError, ValueError):
-        raise TypeError(
-            f"a {type(value).__module__}.{type(value).__qualname__} has no canonical form; "
-            "pass its id instead, or choose what counts with key="
-        ) from None
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no canonical form") from None
     return canonical(encoded)
+
+
+def _instant(value: datetime) -> bytes:
+    if getattr(value, "nanosecond", 0):
+        raise ValueError("it has nanoseconds, which a datetime has not")
+    if datetime.utcoffset(value) is None:
+        return b"N%d;" % (datetime.__sub__(value, _MIN) // _US)
+    return b"A%d;" % (datetime.__sub__(value, _MIN_UTC) // _US)
+
+
+def _is_number(value: Any) -> bool:
+    """True for one of numpy's, or a library's like it."""
+    shape, kind = getattr(value, "shape", None), getattr(getattr(value, "dtype", None), "kind", "")
+    return isinstance(shape, tuple) and not shape and isinstance(kind, str) and kind in ("b", "i", "u", "f")
 
 
 def _pairs(mapping: Mapping[Any, Any]) -> list[bytes]:
@@ -283,6 +358,15 @@ def _json_name(key: Any) -> Any:
     if isinstance(key, Enum):
         return _json_name(key.value)
     return json.dumps(key) if key is None or isinstance(key, (int, float)) else key
+
+
+def _utf8(text: str) -> bytes:
+    """Two surrogates that JSON makes one character of are that; one alone stays."""
+    try:
+        return str.encode(text)
+    except UnicodeEncodeError:
+        units = str.encode(text, "utf-16-le", "surrogatepass")
+        return units.decode("utf-16-le", "surrogatepass").encode("utf-8", "surrogatepass")
 
 
 def _decimal(number: Decimal) -> str:
@@ -303,6 +387,18 @@ def _sized(kind: bytes, data: bytes) -> bytes:
 
 def _counted(kind: bytes, items: list[bytes]) -> bytes:
     return b"%b%d:%b" % (kind, len(items), b"".join(items))
+
+
+def _needs(key: KeyOption, parameters: Mapping[str, inspect.Parameter]) -> frozenset[str] | None:
+    """Names of the arguments that the key is made of; None if all are, or those that a parameter catches."""
+    if key is None or callable(key):
+        return None
+    if isinstance(key, str) and "{" in key:
+        names = {path.partition(".")[0] for _text, path in _parts(key) if path}
+    else:
+        names = {key} if isinstance(key, str) else set(key)
+    catching = {name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return None if names & catching else frozenset(names)
 
 
 _Selector = Callable[[inspect.BoundArguments], Any]
@@ -384,20 +480,31 @@ def _follow(path: list[str], bound: inspect.BoundArguments, task: str) -> Any:
     value = _argument(path[0], bound, task)
     for step in path[1:]:
         try:
-            value = value[int(step) if step.isdigit() and not isinstance(value, Mapping) else step]
-        except (TypeError, LookupError):
-            try:
-                value = getattr(value, step)
-            except AttributeError:
-                field, kind = "{" + ".".join(path) + "}", type(value).__name__
-                cause = f"the template's {field} found neither an item nor an attribute {step!r} in a {kind}"
-                raise UnkeyableCall(task, cause) from None
+            value = _step(value, step)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a property raises
+            field, kind = "{" + ".".join(path) + "}", type(value).__name__
+            cause = f"the template's {field} found neither an item nor an attribute {step!r} in a {kind}"
+            if not isinstance(error, AttributeError):
+                cause = f"{cause} ({_said(error)})"
+            raise UnkeyableCall(task, cause) from None
     return value
+
+
+def _step(value: Any, step: str) -> Any:
+    """The item of a value, or its attribute."""
+    try:
+        return value[int(step) if step.isdigit() and not isinstance(value, Mapping) else step]
+    except (TypeError, LookupError):
+        return getattr(value, step)
 
 
 def _called(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], task: str) -> Any:
     try:
         value = function(*args, **kwargs)
+    except SoftTimeLimitExceeded:
+        raise  # it is meant for the body that publishes
     except Exception as error:
         raise UnkeyableCall(task, f"its key function raised {type(error).__name__}: {error}") from error
     if value is None:

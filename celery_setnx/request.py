@@ -18,6 +18,7 @@ from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
@@ -175,7 +176,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def attempt_before_runs(self) -> bool:
         """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
-        holders = self._guard.lock(self.call, self.args, self.kwargs).holders()
+        holders = self._guard.lock(self.call, self._arguments).holders()
         return any(holder.task_id == self.id and holder.state == "running" for holder in holders)
 
     def _leaves_late(self) -> bool:
@@ -202,7 +203,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         may_count = bool(options.dedupe_for) and not is_sent_again
         if may_count and not call.key:
             try:
-                call = call._replace(key=self._guard.key(self.args, self.kwargs, call.options))
+                call = call._replace(key=self._guard.key(self._arguments, call.options))
             except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
                 may_count = False
         if has_released:  # what it has now is its retry's
@@ -240,7 +241,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _free_now(self, free: Callable[[SetnxLock], bool], why: str) -> None:
         with between_forks:
-            lock = self._guard.lock(self.call, self.args, self.kwargs)
+            lock = self._guard.lock(self.call, self._arguments)
             freed = free(lock)
         if freed:
             logger.warning("%s %s; its lock %s is freed.", self.call, why, lock.name)
@@ -253,6 +254,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 outcome="freed",
                 held_s=None,
             )
+
+    @property
+    def _arguments(self) -> Arguments:
+        return Arguments(self.args, self.kwargs)
 
     @property
     def _guard(self) -> Any:

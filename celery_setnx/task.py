@@ -13,6 +13,7 @@ from celery.app.task import Context
 from celery.local import Proxy
 
 from celery_setnx.call.arrived import keep_arrived
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
@@ -29,6 +30,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.publish import publish
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
+from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
@@ -215,14 +217,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         if self._guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return self._guard.lock(Call(self.name, ""), *self._final(args, kwargs, None))
-
-    def _final(self, args: Any, kwargs: Any, serializer: str | None) -> tuple[Any, Any]:
-        """A call's arguments as the worker will see them: pydantic models are dumped."""
-        dump = getattr(self, "_dump_pydantic_arguments", None)
-        if dump is None or (serializer or self.serializer) == "pickle":
-            return args or (), kwargs or {}
-        return dump(args or (), kwargs or {})  # type: ignore[no-any-return]
+        return self._guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock if a worker calls; plainly if the program does."""
@@ -278,7 +273,7 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
         raise TypeError(f"expected a task that is guarded, and the arguments of a call, not {task!r}")
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
-    return guard_for(task).lock(Call(task.name, ""), args, kwargs)
+    return guard_for(task).lock(Call(task.name, ""), Arguments.given_to(task, args, kwargs))
 
 
 def guard_for(task: Task) -> Guard:
@@ -431,7 +426,7 @@ def _is_bound(task_class: type[Task]) -> bool:
 def _signature(task_class: type[Task]) -> inspect.Signature:
     """The signature of a task's function as callers see it, without a bound self."""
     run = inspect.getattr_static(task_class, "run")
-    signature = inspect.signature(getattr(run, "__func__", run))
+    signature = signature_of(getattr(run, "__func__", run))
     if not _is_bound(task_class):
         return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])

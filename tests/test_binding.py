@@ -24,6 +24,7 @@ from celery_setnx import (
     send_task,
     singleton,
 )
+from celery_setnx.arguments import Arguments
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.request import SingletonRequest
 from celery_setnx.testing import assert_released, guarded
@@ -478,9 +479,9 @@ def test_signature_of_a_wrapped_function_is_followed(app):
     wrapped = functools.wraps(t)(lambda *args, **kwargs: t(*args, **kwargs))
     task = app.guarded(wrapped, bind=True, singleton={"key": "a"}, autoretry_for=(ValueError,))
     guard = app.tasks[task.name]._guard
-    assert guard.key((1,), {}, {}) == guard.key((), {"a": 1, "b": 5}, {})
+    assert guard.key(Arguments((1,), {}), {}) == guard.key(Arguments((), {"a": 1, "b": 5}), {})
     with pytest.raises(UnkeyableCall):
-        guard.key((), {}, {})
+        guard.key(Arguments((), {}), {})
 
 
 def test_shared_task_is_bound_to_every_app():

@@ -246,6 +246,19 @@ def test_call_that_the_iterable_uses_again_is_its_own(fan, broker):
     assert [message["body"][0] for message in queued(broker)] == [["k0", 0], ["k1", 1], ["k2", 2]]
 
 
+def test_call_is_sent_as_it_was_drawn_to_its_depth(fan, broker, sending):
+    """A nested object that changes after it was drawn: each call has its own key, and its own state."""
+
+    def calls() -> Iterator[Any]:
+        order = {"lines": [0]}
+        for number in range(4):
+            order["lines"][0] = number
+            yield {"name": order}
+
+    assert counted(fan.once.fan_out(calls())) == (4, 0, 0)
+    assert [message["body"][1]["name"]["lines"] for message in queued(broker)] == [[n] for n in range(4)]
+
+
 ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 

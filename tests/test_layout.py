@@ -16,7 +16,7 @@ PACKAGE = Path(celery_setnx.__file__).parent
 ORDER = [
     {"exceptions", "signals", "forks", "wording"},
     {"lock"},
-    {"keys", "options", "connection", "address"},
+    {"arguments", "keys", "options", "connection", "address"},
     {"call"},
     {"run"},
     {"request", "task", "beat"},

@@ -17,7 +17,9 @@ from typing import Any
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
+from celery_setnx.arguments import Arguments, copied
 from celery_setnx.call.binding import refuse_misplaced_in_call
+from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call
 from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s, serve_stalled
 from celery_setnx.call.switches import DISABLED
@@ -130,7 +132,7 @@ class FanningOut:
         refuse_misplaced_in_call(options, task.name)
         guard = task._guard
         self.task = task
-        self.send = send
+        self.send, self.at_once = send, is_published_at_once(send, task._guard.app)
         # The options of these calls are settled once: a guard that has them as its nearest layer.
         self.travelling = plain(f"a fan-out of {guard.task}", call or {})
         self.guard = guard.under(call) if call else guard
@@ -205,9 +207,9 @@ class FanningOut:
         index = self.drawn
         self.drawn += 1
         try:
-            args, kwargs = _arguments(self.task, call)
-            final_args, final_kwargs = self.task._final(args, kwargs, self.options.get("serializer"))
-            key, about = self.guard.key_and_about(final_args, final_kwargs, {}, shown=self.shows_arguments)
+            args, kwargs = map(copied, _arguments(self.task, call))  # what is sent later is what is drawn now
+            given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
+            key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
             self._fail(index, error)
             return
@@ -247,7 +249,8 @@ class FanningOut:
                 self._publish(fresh[:1], producer, sent)
                 self._publish_rest(fresh[1:], producer, sent)
         finally:
-            self._extend(sent, lease)
+            if self.at_once:
+                self._extend(sent, lease)
             done = {call.task_id for call in sent}
             self._free([call for call in batch if call.task_id not in done])
             self._accept(sent)
@@ -282,7 +285,7 @@ class FanningOut:
         return fresh
 
     def _publish_rest(self, batch: list[_Distinct], producer: Any, sent: list[_Distinct]) -> None:
-        if not batch or not _buffers(producer):
+        if not batch or not self.at_once or not _buffers(producer):
             self._publish(batch, producer, sent)
             return
         options: dict[str, Any] = {"retry": False}  # nothing is sent before the batch is flushed
@@ -321,17 +324,20 @@ class FanningOut:
                     break
 
     def _publish_one(self, call: _Distinct, producer: Any, options: dict[str, Any]) -> None:
-        headers = {**self.headers, **call.told.as_headers()}
+        options = {**self.options, **options, "task_id": call.task_id}
+        options["headers"] = {**self.headers, **call.told.as_headers()}
         if "declare" in options:
-            options = {**options, "declare": []}  # a list of its own: kombu adds to it
-        self.send(
-            call.args,
-            call.kwargs,
-            task_id=call.task_id,
-            producer=producer,
-            headers=headers,
-            **{**self.options, **options},
-        )
+            options["declare"] = list(options["declare"])  # a list of its own: kombu adds to it
+        if self.at_once:
+            self.send(call.args, call.kwargs, producer=producer, **options)
+            return
+        lease = self._lease_s()
+        when_sent(call.task_id, lambda: self._extend([call], lease))
+        try:
+            self.send(call.args, call.kwargs, **options)  # the producer may be another's by then
+        except BaseException:
+            will_not_be_sent(call.task_id)
+            raise
 
     def _lease_s(self) -> float:
         return mark_lease_s(self.guard.app, self.guard.options, self.options, self.task.expires)

@@ -11,6 +11,7 @@ from typing import Any
 from celery import Celery
 from celery.backends.base import DisabledBackend
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError, UnkeyableCall
@@ -61,7 +62,7 @@ class Guard:
     def call(
         self,
         new: Call,
-        arguments: tuple[Any, Any],
+        arguments: Arguments,
         own: Mapping[str, Any] | None,
         before: Call | None,
         *,
@@ -71,9 +72,16 @@ class Guard:
         options = dict(before.options) if before else {}
         if own:
             options.update(plain(f"a call of {self.task}", own))
-        key, about = self.key_and_about(*arguments, options, shown=shown)
+        try:
+            key, about = self.key_and_about(arguments, options, shown=shown)
+        except UnkeyableCall as error:
+            if before is None or not before.key or not new.attempt % REPLACED:
+                raise
+            text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
+            logger.warning(text, before, before.key, error)
+            key, about = before.key, before.about if shown else ""
         # A call stays the one that it was; that of another attempt under its id is another.
-        call_id = before.call_id if before else os.urandom(6).hex()
+        call_id = (before.call_id if before else "") or os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 
@@ -102,19 +110,17 @@ class Guard:
             known = {}
         return call._replace(options=known)
 
-    def key(self, args: Any, kwargs: Mapping[str, Any], call: Mapping[str, Any]) -> str:
+    def key(self, arguments: Arguments, call: Mapping[str, Any]) -> str:
         """The Redis key of a call's lock."""
-        return self.key_and_about(args, kwargs, call, shown=False)[0]
+        return self.key_and_about(arguments, call, shown=False)[0]
 
-    def key_and_about(
-        self, args: Any, kwargs: Any, call: Mapping[str, Any], *, shown: bool
-    ) -> tuple[str, str]:
+    def key_and_about(self, arguments: Arguments, call: Mapping[str, Any], *, shown: bool) -> tuple[str, str]:
         """The same, and what the key was made of; nothing if that is not to be shown."""
         function, about = self._key_function_of(call), ""
         if shown and self.settings.show_arguments:
-            digest, about = function.digest_and_about(args or (), kwargs or {})
+            digest, about = function.digest_and_about(*arguments)
         else:
-            digest = function.digest(args or (), kwargs or {})
+            digest = function.digest(*arguments)
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
 
     def may_have(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -170,10 +176,10 @@ class Guard:
                 "can read: set result_backend (not rpc://), or use on_conflict='wait'"
             )
 
-    def lock(self, call: Call, args: Any, kwargs: Mapping[str, Any], info: str | None = None) -> SetnxLock:
+    def lock(self, call: Call, arguments: Arguments, info: str | None = None) -> SetnxLock:
         """The lock of a call: named by its message, or computed where that does not name it."""
         options = self.options_of(call.options)
-        key = call.key or self.key(args, kwargs, call.options)
+        key = call.key or self.key(arguments, call.options)
         mark = mark_name(key) if options.dedupe or call.marked else None
         return SetnxLock(
             client_for(self.app),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -111,6 +112,31 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.title}[{self.task_id}]"
+
+
+@dataclass
+class RunningCall:
+    """A call whose body runs, with its key; and its retry, once that is published.
+
+    It stands on the call's request, where publishing finds it: see `of`.
+    """
+
+    call: Call
+    retry: Call | None = None
+
+    def stand_on(self, request: Any) -> None:
+        """Be found by what the body publishes."""
+        request._setnx_running = self
+
+    @classmethod
+    def of(cls, task: Any, new: Call) -> RunningCall | None:
+        """The call of which another that is to be published is the retry; None if it is none's."""
+        running: RunningCall | None = (
+            getattr(task.request_stack.top, "_setnx_running", None) if task else None
+        )
+        if running is None or running.call.task_id != new.task_id:
+            return None
+        return running if new.attempt == running.call.attempt + 1 else None
 
 
 def attempt_of(retries: Any, replaced: Any) -> int:

@@ -12,14 +12,17 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from celery import Celery, uuid
 
+from celery_setnx.arguments import Arguments, copied
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
-from celery_setnx.call.message import Call, attempt_of
+from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
+from celery_setnx.call.message import Call, RunningCall, attempt_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
@@ -103,9 +106,12 @@ def publish(
     """Publish a call, its finished key in a header, unless it is a duplicate.
 
     `arguments` are positional and by name, `call` are options of this call alone, `options` those of
-    `celery.Task.apply_async`; without its `task` the arguments are taken for what the worker will see.
+    `celery.Task.apply_async`; without its `task` pydantic models are none.
     """
     refuse_misplaced_in_call(options, guard.task)
+    at_once = is_published_at_once(send, guard.app)
+    if not at_once:  # what it has then is what it has now, as its key has it
+        arguments = (copied(arguments[0]), copied(arguments[1]))
     given_id = options.get("task_id")
     told = _told(guard, arguments, call, options, task)
     settled = _settled(guard, told, call, options)
@@ -125,13 +131,27 @@ def publish(
     if marked is None or marked.is_duplicate:
         return _noted(send(*arguments, **options), deduplicated=False)
     options["headers"] |= told._replace(marked=True).as_headers()
+    send_it = partial(send, *arguments, **options)
+    return _noted(_sent_marked(guard, mark, lease, send_it, at_once=at_once), deduplicated=False)
+
+
+def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any], *, at_once: bool) -> Any:
+    """Send a call; its mark then lasts for the lease, and ends if there was nothing to send."""
+
+    def extend() -> None:
+        _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
+
+    if not at_once:
+        when_sent(mark.task_id, extend)
     try:
-        result = send(*arguments, **options)
+        result = send()
     except BaseException:
+        will_not_be_sent(mark.task_id)
         _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
-    _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
-    return _noted(result, deduplicated=False)
+    if at_once:
+        extend()
+    return result
 
 
 def send_task(
@@ -203,15 +223,25 @@ def _told(
     task: Any,
 ) -> Call:
     """The call, which has its task id and its header from now on."""
-    before = Call.before(guard.task, options)
+    args, kwargs = arguments
     options["task_id"] = options.get("task_id") or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
-    final: tuple[Any, Any] = arguments
-    if task is not None:
-        final = task._final(*arguments, options.get("serializer"))
-    hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
     new = Call(guard.task, options["task_id"], attempt)
-    told = guard.call(new, final, call, before, shown=not hides)
+    running = RunningCall.of(task, new)
+    before = Call.before(guard.task, options)
+    if running is not None:  # which knows its key, whatever its message said
+        before = (
+            running.call._replace(call_id="") if before is None else before._replace(key=running.call.key)
+        )
+    serializer = options.get("serializer")
+    if task is None:
+        given = Arguments(args or (), kwargs or {}, serializer or guard.app.conf.task_serializer)
+    else:
+        given = Arguments.given_to(task, args, kwargs, serializer)
+    hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
+    told = guard.call(new, given, call, before, shown=not hides)
+    if running is not None:
+        running.retry = told
     options["headers"] = {**without_deaths(options.get("headers")), **told.as_headers()}
     return told
 
@@ -308,7 +338,8 @@ def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
 
 
 def _noted(result: Any, *, deduplicated: bool) -> Any:
-    result.deduplicated = deduplicated
+    with suppress(AttributeError, TypeError, ValueError):  # another class may return what it likes, or None
+        result.deduplicated = deduplicated
     return result
 
 

@@ -16,6 +16,7 @@ from celery import Celery, Task
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from celery_setnx.address import masked
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall, remedy
@@ -166,7 +167,7 @@ def key_of(task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs
     try:
         if hasattr(task, "lock_key"):
             return str(task.lock_key(*args, **kwargs))
-        return guard.key(args, kwargs, {})
+        return guard.key(Arguments.given_to(task, args, kwargs), {})
     except UnkeyableCall as error:
         raise click.UsageError(str(error)) from None
 

@@ -14,6 +14,7 @@ from typing import Any
 from celery import Task
 from celery.app.task import Context
 
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import NONCE, come_back
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
@@ -67,7 +68,8 @@ class Asking:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
                 guard.check_backend(self.options)
-            self.lock = guard.lock(self.call, args, kwargs, info_of(self.call, request.hostname))
+            given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
+            self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
             if self.call.marked:  # refused here, whatever its producer could know
                 free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])

@@ -16,6 +16,7 @@ from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
 from celery_setnx.call.arrived import let_go
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import (
     EVENTS,
     ComesBack,
@@ -27,7 +28,7 @@ from celery_setnx.call.back import (
     tells_redelivery,
 )
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import Call, RunningCall
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockTimeout, SetnxError
@@ -77,6 +78,8 @@ class Run:
         self.asking = Asking(task, guard, request, args, kwargs)
         self.options, self.lock = self.asking.options, self.asking.lock
         self.keeper = keeper_for_process(self.lock.clock)
+        self.running = RunningCall(self.call)
+        self.running.stand_on(request)
 
     @property
     def call(self) -> Call:
@@ -138,8 +141,8 @@ class Run:
     def _comes_back_in(self, error: BaseException) -> float | None:
         """Seconds until the call that ends with this error is delivered again; None if it is not.
 
-        A retry with other arguments, and so another key, is none of this lock's and this mark's business.
-        That of an eager call follows at once, or never.
+        A retry with another key does not affect this lock and this mark: they are given back. The retry of an
+        eager call follows at once, or never.
         """
         if self.request.is_eager:
             return None
@@ -152,16 +155,18 @@ class Run:
         return None
 
     def _keeps_key(self, retry: Any) -> bool:
-        """True if the retry's key is this call's: its arguments are, or the key comes to the same."""
+        """True if the retry's key is this call's: the one that its message names."""
+        if self.running.retry is not None:
+            return self.running.retry.key == self.lock.name
         if retry is None:
             return True
-        args, kwargs = tuple(retry.args), dict(retry.kwargs)
-        if args == tuple(self.request.args or ()) and kwargs == dict(self.request.kwargs or {}):
-            return True
+        # Not published yet: by a base class that waits for a commit.
+        options = {**self.call.options, **(retry.options.get("singleton") or {})}
         try:
-            return self.guard.key(args, kwargs, self.call.options) == self.lock.name
+            given = Arguments.given_to(self.task, retry.args, retry.kwargs, retry.options.get("serializer"))
+            return self.guard.key(given, options) == self.lock.name
         except SetnxError:
-            return False
+            return True  # as its message will say
 
     def _check_max_wait(self, outcome: Outcome) -> None:
         """A call whose turn comes later than it would wait ends, though it has the lock.
