@@ -12,8 +12,8 @@ from celery._state import connect_on_app_finalize
 from celery.app.task import Context
 from celery.local import Proxy
 
-from celery_setnx.call.arrived import keep_arrived
 from celery_setnx.arguments import Arguments
+from celery_setnx.call.arrived import keep_arrived
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,

@@ -135,7 +135,7 @@ class Guard:
         if callable(self.options_of(options).key):
             return scope_and_digest(call.key)[0] == self.scope_of(options)
         try:
-            return self.key(args, kwargs, options) == call.key
+            return self.key(Arguments(args, kwargs), options) == call.key
         except UnkeyableCall:
             return False
 

@@ -15,8 +15,8 @@ from celery.result import result_from_tuple
 from celery.states import SUCCESS
 from celery.utils.dispatch import Signal
 
-from celery_setnx.call.arrived import let_go
 from celery_setnx.arguments import Arguments
+from celery_setnx.call.arrived import let_go
 from celery_setnx.call.back import (
     EVENTS,
     ComesBack,
