@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import redis
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.imports import symbol_by_name
 from redis.connection import parse_url
 
@@ -41,6 +42,29 @@ class Address(NamedTuple):
 
     hosts: list[tuple[str, int]]
     params: dict[str, Any]
+
+
+class Login(redis.CredentialProvider):
+    """A provider of credentials; while it has none, the server is out of reach, as with any other outage.
+
+    Attributes:
+        provider: The user's own.
+    """
+
+    def __init__(self, provider: redis.CredentialProvider) -> None:
+        self.provider = provider
+
+    def get_credentials(self) -> Any:
+        """The provider's."""
+        try:
+            return self.provider.get_credentials()
+        except (redis.RedisError, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:
+            kind = type(self.provider).__qualname__
+            raise redis.ConnectionError(
+                f"{kind} has no credentials ({type(error).__name__}: {error})"
+            ) from error
 
 
 def scheme_of(url: Any) -> str:
@@ -95,7 +119,7 @@ def connecting(params: Mapping[str, Any], setting: str) -> dict[str, Any]:
     params = {name: value for name, value in params.items() if value is not None}
     if provider := params.pop("credential_provider", None):
         params = {name: params[name] for name in params if name not in ("username", "password")}
-        params["credential_provider"] = _provider(provider, setting)
+        params["credential_provider"] = Login(_provider(provider, setting))
     if "ssl_cert_reqs" in params:
         params["ssl_cert_reqs"] = _REQS.get(params["ssl_cert_reqs"], params["ssl_cert_reqs"])
     return params

@@ -8,8 +8,9 @@ import pytest
 import redis
 from celery import Celery
 from celery.backends import redis as celery_redis
+from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_setnx import OptionError
+from celery_setnx import LockUnavailable, OptionError, SetnxLock
 from celery_setnx.connection import client_for
 from tests.conftest import LOCK_DB
 from tests.topologies.servers import Cluster, Sentinels
@@ -154,11 +155,12 @@ def test_providers_log_in_to_sentinels_and_to_their_master(setting):
     pool = client_for(
         app_with(**{setting: "sentinel://a:1/3;sentinel://b:2", options: given})
     ).connection_pool
-    assert type(pool.connection_kwargs["credential_provider"]) is DataProvider
+    assert pool.connection_kwargs["credential_provider"].get_credentials()[1] == Sentinels.PASSWORD
     assert pool.connection_kwargs["db"] == 3
     (first, second) = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
     assert (first["host"], second["port"]) == ("a", 2)
-    assert type(first["credential_provider"]) is type(second["credential_provider"]) is SentinelProvider
+    logins = [each["credential_provider"].get_credentials()[1] for each in (first, second)]
+    assert logins == [Sentinels.SENTINEL_PASSWORD] * 2
 
 
 @pytest.mark.skipif(not CELERY_READS, reason="this Celery has no such setting")
@@ -169,11 +171,37 @@ def test_sentinels_of_the_result_backend_have_what_celery_has_for_them():
         "result_backend_transport_options": {"master_name": "main"},
         "redis_backend_credential_provider": NAMED,
     }
-    assert type(parameters(**conf)["credential_provider"]) is Provider
+    assert parameters(**conf)["credential_provider"].get_credentials() == ("limited", "pw")
     conf.pop("redis_backend_credential_provider")
     conf |= {"redis_username": "me", "redis_password": "pw"}
     kept = parameters(**conf)
     assert (kept["username"], kept["password"], kept["db"]) == ("me", "pw", 3)
+
+
+class Failing(Provider):
+    """Its service of tokens is away, until it is not."""
+
+    error: BaseException | None = OSError("no route to the vault")
+
+    def get_credentials(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().get_credentials()
+
+
+def test_provider_that_fails_is_an_outage(bare):
+    """What tasks do then, their on_redis_error says; with the next credentials it is over."""
+    provider = Failing()
+    options = {"credential_provider": provider}
+    lock = SetnxLock(client_for(app_with(setnx_url=bare, setnx_transport_options=options)), "t:{outage}")
+    with pytest.raises(LockUnavailable, match=r"Failing has no credentials .OSError: no route to the vault"):
+        lock.acquire()
+    provider.error = SoftTimeLimitExceeded()
+    with pytest.raises(SoftTimeLimitExceeded):
+        lock.acquire()
+    provider.error = None
+    assert lock.acquire().acquired
+    assert lock.release()
 
 
 @pytest.mark.parametrize(
