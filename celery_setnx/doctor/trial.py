@@ -31,7 +31,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.options import settings
-from celery_setnx.task import refusals
+from celery_setnx.task import refuse
 
 logger = logging.getLogger("celery_setnx")
 
@@ -47,10 +47,9 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, worker: Any) -> None:
         """Warn of an unreachable or evicting server; refuse to start on one that forbids a command."""
         app = worker.app
+        refuse(app)  # by the options as they are now, and also tasks that were declared meanwhile
         if DISABLED.is_on(app):
             return
-        for error in refusals(app):  # also of tasks that were declared after the app was finalized
-            raise error
         for task in app.tasks.values():
             guard = getattr(task, "_guard", None)
             if guard is not None:
