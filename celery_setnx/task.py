@@ -562,7 +562,7 @@ def _refusals_beside(app: Celery) -> list[OptionError]:
 def _refusal_of_plain(task: Task) -> OptionError | None:
     """Settle a task of another base class: its calls are refused where they are published, too."""
     vars(task).pop("_setnx_guard", None)
-    if isinstance(vars(task).get("apply_async"), _Refused):
+    if vars(task).pop("_refusal", None) is not None:
         del task.apply_async
     try:
         if hasattr(task.run, DECORATED):
@@ -571,19 +571,15 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
             refuse_forgotten_base(type(task), task.name)
     except OptionError as error:
         logger.error("%s is refused, and so is each of its calls: %s", task.name, error)
-        task.apply_async = _Refused(str(error))
+        task._refusal = str(error)
+        task.apply_async = partial(_refuse_call, task)
         return error
     return None
 
 
-class _Refused:
+def _refuse_call(task: Task, *_args: Any, **_kwargs: Any) -> Any:
     """Stands for `apply_async` of a task of another base class that is refused."""
-
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise OptionError(self._refusal)
+    raise OptionError(task._refusal)
 
 
 class _OtherTasks:
