@@ -19,7 +19,7 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
-from celery_setnx.call.guard import DECORATED
+from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
 from celery_setnx.connection import client_for
@@ -267,7 +267,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
 @task_received.connect  # type: ignore[untyped-decorator]
 def _let_go(request: Any, **_details: Any) -> None:
     """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
-    is_guarded = isinstance(request, SingletonRequest) or hasattr(request.task.run, DECORATED)
+    is_guarded = isinstance(request, SingletonRequest) or decorated(request.task.run) is not None
     if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)

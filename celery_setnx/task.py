@@ -29,7 +29,7 @@ from celery_setnx.call.binding import (
     refuse_unrun,
 )
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
-from celery_setnx.call.guard import DECORATED, Guard
+from celery_setnx.call.guard import DECORATED, Guard, decorated
 from celery_setnx.call.message import Call
 from celery_setnx.call.outermost import is_celerys_own, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
@@ -362,7 +362,7 @@ def guard_for(task: Task) -> Guard:
     guard = task._settled() if isinstance(task, SingletonTask) else None
     if guard is not None:
         return guard
-    if isinstance(task, SingletonTask) or not hasattr(task.run, DECORATED):
+    if isinstance(task, SingletonTask) or decorated(task.run) is None:
         raise OptionError(f"{task.name} has no lock: it is no SingletonTask of yours, and has no @singleton")
     return _guard_of(task)
 
@@ -384,10 +384,13 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         task = current_task._get_current_object() if current_task else None
         if task is None or isinstance(task, SingletonTask):
             return function(*args, **kwargs)
-        if not _is_guarded(task.app, task.request):
+        by_worker = _is_guarded(task.app, task.request)
+        if not (by_worker and _is_body_of(task, guarded)):
             _refuse_loop_over(task.app, lambda looped: _is_body_of(looped, guarded))
+            if by_worker:
+                _refuse_hidden(task.app, guarded)
             return function(*args, **kwargs)
-        if is_running(task.request) or not _is_body_of(task, guarded):
+        if is_running(task.request):
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         run = Run(task, _guard_of(task), task.request, own_args, kwargs)
@@ -433,11 +436,11 @@ def _sources(task: type[SingletonTask], app: Celery) -> list[Any]:
 def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:
     """The guard of a task class, unless it is refused."""
     layers = [vars(base)["singleton"] for base in reversed(task.__mro__) if "singleton" in vars(base)]
-    decorated = getattr(task.run, DECORATED, None)
-    if decorated is not None:
+    by_decorator = decorated(task.run)
+    if by_decorator is not None:
         if vars(task).get("singleton"):
             raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
-        layers.append(decorated)
+        layers.append(by_decorator)
     refuse_own_request(task, name)
     refuse_own_strategy(task, name)
     refuse_misplaced(task, name)
@@ -466,7 +469,7 @@ def _guard_of_function(task: Task) -> Guard:
     refuse_own_start_strategy(type(task), task.name)
     refuse_misplaced(type(task), task.name)
     refuse_forgotten_base(type(task), task.name)
-    guard = _new_guard(task.app, type(task), task.name, [getattr(task.run, DECORATED)])
+    guard = _new_guard(task.app, type(task), task.name, [decorated(task.run) or {}])
     options = guard.options
     needy = [name for name in ("hold_on_retry", "dedupe") if getattr(options, name)]
     if options.on_conflict in ("wait", "join"):
@@ -565,7 +568,7 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     if vars(task).pop("_refusal", None) is not None:
         del task.apply_async
     try:
-        if hasattr(task.run, DECORATED):
+        if decorated(task.run) is not None:
             _guard_of(task)
         else:
             refuse_forgotten_base(type(task), task.name)
@@ -614,6 +617,15 @@ def _is_body_of(task: Task, function: Callable[..., Any]) -> bool:
             return True
         run = getattr(run, "__wrapped__", None)
     return False
+
+
+def _refuse_hidden(app: Celery, function: Callable[..., Any]) -> None:
+    """Refuse a function with @singleton that a worker runs, and that is the body of no task one can see."""
+    if not any(_is_body_of(task, function) for task in list(app._tasks.values())):
+        raise OptionError(
+            f"@singleton on {function.__qualname__} guards nothing: no task is known whose function this is; "
+            "if a decorator stands between it and @app.task, have that use functools.wraps"
+        )
 
 
 def _is_bound(task_class: type[Task]) -> bool:

@@ -14,10 +14,9 @@ from tests.app import body, journal, make_app
 
 KEYED = {"key": "name", "lease": 600, "on_conflict": "skip"}
 
-app: Celery = make_app(
-    "bases",
-    task_annotations={"bases.annotated": {"@__call__": lambda call: lambda self, *a, **k: plain_run(self, a, k)}},
-)
+AROUND = {"@__call__": lambda call: lambda self, *args, **kwargs: plain_run(self, args, kwargs)}
+
+app: Celery = make_app("bases", task_annotations={"bases.annotated": AROUND})
 
 
 def entered() -> None:

@@ -17,7 +17,14 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url, masked
-from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError, SetnxError, UnkeyableCall, remedy
+from celery_setnx.exceptions import (
+    LockRefused,
+    LockUnavailable,
+    OptionError,
+    SetnxError,
+    UnkeyableCall,
+    remedy,
+)
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings
