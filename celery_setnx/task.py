@@ -446,8 +446,9 @@ def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:
     refuse_misplaced(task, name)
     if task._calls_run:  # else a base class may run the coroutine, under the lock
         refuse_unrun(inspect.getattr_static(task, "run"), name)
-    if vars(app).get(_REFUSAL):
-        raise OptionError(vars(app)[_REFUSAL])
+    refusal = vars(app)[_REFUSAL] if _REFUSAL in vars(app) else _refusal_of_settings(app)
+    if refusal:
+        raise OptionError(refusal)
     return _new_guard(app, task, name, [*layers, *task._annotated])
 
 
@@ -547,19 +548,26 @@ def refusals(app: Celery) -> list[OptionError]:
 
 def _refusals_beside(app: Celery) -> list[OptionError]:
     """What is refused of the names of the settings, and of tasks of other base classes."""
-    found = []
-    try:
-        refuse_unknown_settings(app.conf, app.namespace)
-    except OptionError as error:
-        if vars(app).get(_REFUSAL) != str(error):
-            logger.error("Each call of a guarded task of %s is refused: %s", app.main or "the app", error)
-        found.append(error)
-    vars(app)[_REFUSAL] = str(found[0]) if found else None
+    text = _refusal_of_settings(app)
+    found = [OptionError(text)] if text else []
     plain = [task for task in app._tasks.values() if not isinstance(task, SingletonTask)]
     found.extend(refusal for refusal in map(_refusal_of_plain, plain) if refusal is not None)
     if found:
         _prepare(app)  # so that workers do not start
     return found
+
+
+def _refusal_of_settings(app: Celery) -> str:
+    """What is refused of the names of the settings; nothing if they are sound."""
+    text = ""
+    try:
+        refuse_unknown_settings(app.conf, app.namespace)
+    except OptionError as error:
+        text = str(error)
+    if text and vars(app).get(_REFUSAL) != text:
+        logger.error("Each call of a guarded task of %s is refused: %s", app.main or "the app", text)
+    vars(app)[_REFUSAL] = text
+    return text
 
 
 def _refusal_of_plain(task: Task) -> OptionError | None:
