@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from celery_setnx.lock.record import Holder
     from celery_setnx.options import SingletonOptions
     from celery_setnx.run.conflict import Conflict, is_skipped
-    from celery_setnx.task import SingletonTask, current_lock, singleton
+    from celery_setnx.task import SingletonTask, check, current_lock, singleton
 
 __version__ = "1.0.0"
 
@@ -50,7 +50,7 @@ _HOMES = {
     "options": ("SingletonOptions",),
     "lock.record": ("Holder",),
     "call.publish": ("Duplicate", "send_task"),
-    "task": ("SingletonTask", "current_lock", "singleton"),
+    "task": ("SingletonTask", "check", "current_lock", "singleton"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -75,6 +75,7 @@ __all__ = [
     "SingletonOptions",
     "SingletonTask",
     "UnkeyableCall",
+    "check",
     "current_lock",
     "is_skipped",
     "send_task",

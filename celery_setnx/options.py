@@ -417,6 +417,11 @@ def _check_together(where: str, options: Options) -> None:
             "not the one whose result the others get; leave the limit at 1, or use on_conflict='wait' and "
             "dedupe='until_started'"
         )
+    if options.rate and options.on_conflict == "join":
+        raise OptionError(
+            f"{where} has a rate and on_conflict='join': where the pace allows no start, nobody need be "
+            "running whose result it could get; use on_conflict='wait', or drop the rate"
+        )
     if options.rate and options.limit > 1 and options.hold_on_retry:
         raise OptionError(
             f"{where} has limit={options.limit}, a rate and hold_on_retry: permits that are held for retries "

@@ -20,7 +20,7 @@ from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
-from celery_setnx.call.guard import DECORATED
+from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
@@ -276,7 +276,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
 @task_received.connect  # type: ignore[untyped-decorator]
 def _let_go(request: Any, **_details: Any) -> None:
     """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
-    is_guarded = isinstance(request, SingletonRequest) or hasattr(request.task.run, DECORATED)
+    is_guarded = isinstance(request, SingletonRequest) or decorated(request.task.run) is not None
     if not isinstance(request, SingletonRequest) and is_guarded:
         _tell_child(request)
     if HEADER not in request.request_dict or is_guarded:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from celery import Celery, Task, current_task
-from celery._state import connect_on_app_finalize
+from celery._state import _task_stack, connect_on_app_finalize
+from celery.app.annotations import resolve_all
 from celery.app.task import Context
 from celery.local import Proxy
 
@@ -17,17 +20,21 @@ from celery_setnx.call.arrived import keep_arrived
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
-    leads_on,
+    loop_refused,
+    loops_over,
     refuse_forgotten_base,
     refuse_misplaced,
+    refuse_other_way,
     refuse_own_request,
+    refuse_own_start_strategy,
     refuse_own_strategy,
     refuse_unrun,
 )
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
-from celery_setnx.call.guard import DECORATED, Guard
+from celery_setnx.call.guard import DECORATED, Guard, decorated
 from celery_setnx.call.message import Call
-from celery_setnx.call.publish import publish
+from celery_setnx.call.outermost import is_celerys_own, stand_outermost
+from celery_setnx.call.publish import publish, refuse_unseen
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
@@ -35,10 +42,15 @@ from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.run import Run, lock_of
+from celery_setnx.run.run import Run, is_running, lock_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger("celery_setnx")
+
+_REFUSAL = "_setnx_refusal"
+"""The attribute of an app that says which of its settings is refused, and with it all its guarded tasks."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,34 +74,78 @@ class SingletonTask(Task):  # type: ignore[misc]
     Request = REQUEST
     singleton: SingletonOptions = {}
     _guard: Guard | None = None
+    _refusal: str | None = None
+    _annotated: tuple[Any, ...] = ()  # options that `task_annotations` has for it
+    _settled_from: Any = None
     _calls_run = True
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
-        """Settle the options when Celery binds the task; what cannot be combined is an OptionError."""
+        """Settle the options when Celery binds the task.
+
+        Options that are refused are no error here, which would stop other tasks of the app too, half of them
+        bound: each use of this task raises it, and workers do not start (see `check`).
+        """
         bound = super().bind(app)
+        cls._settle(app)
+        return bound
+
+    @classmethod
+    def annotate(cls) -> None:
+        """Options in `task_annotations` are laid over the task's, where Celery puts them in their place."""
+        own: Any = vars(cls).get("singleton")
+        super().annotate()
+        found = resolve_all(cls._app.annotations, cls)
+        cls._annotated = tuple(each["singleton"] for each in found if "singleton" in each)
+        if cls._annotated and own is None:
+            del cls.singleton
+        elif cls._annotated:
+            cls.singleton = own
+
+    @classmethod
+    def _settle(cls, app: Celery) -> None:
+        """Settle the options as they are now, and stand before whatever `__call__` the task has."""
+        cls._settled_from = _sources(cls, app)
         name = cls.name or app.gen_task_name(cls.__name__, cls.__module__)
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
-            return bound
-        layers = [vars(base)["singleton"] for base in reversed(cls.__mro__) if "singleton" in vars(base)]
-        decorated = getattr(cls.run, DECORATED, None)
-        if decorated is not None:
-            if vars(cls).get("singleton"):
-                raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
-            layers.append(decorated)
-        cls._calls_run = _next_call(cls) is vars(Task)["__call__"]
-        refuse_own_request(cls, name)
-        refuse_own_strategy(cls, name)
-        refuse_misplaced(cls, name)
-        if cls._calls_run:  # else a base class may run the coroutine, under the lock
-            refuse_unrun(inspect.getattr_static(cls, "run"), name)
-        cls._guard = _new_guard(app, cls, name, layers)
+            return
+        cls._calls_run = is_celerys_own(cls, "__call__")
+        stand_outermost(cls, "__call__", _in_its_lock)
+        if not is_celerys_own(cls, "start_strategy"):
+            stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
-        return bound
+        try:
+            guard = _guard_of_class(cls, app, name)
+        except OptionError as error:
+            if str(error) not in (cls._refusal, vars(app).get(_REFUSAL)):
+                logger.error("%s is refused, and so is each of its calls: %s", name, error)
+            cls._refusal = str(error)
+            cls._guard = None
+        else:  # in this order: another thread may publish just now
+            cls._guard = guard
+            cls._refusal = None
+
+    def _settled(self) -> Guard | None:
+        """The guard by the options as they are now; None of a task of Celery's own."""
+        app, cls = self._get_app(), type(self)
+        if cls._settled_from != _sources(cls, app):
+            cls._settle(app)
+        if cls._refusal is not None:
+            raise OptionError(cls._refusal)
+        return cls._guard
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options that a task is given later are its class's: they are honoured, or refused here."""
+        if name != "singleton":
+            super().__setattr__(name, value)
+            return
+        type(self).singleton = value
+        if self.__bound__:
+            self._settled()
 
     @property
     def lock(self) -> HeldLock | None:
@@ -141,9 +197,43 @@ class SingletonTask(Task):  # type: ignore[misc]
             LockRefused: Redis refuses to mark the key.
         """
         options.update(task_id=task_id, producer=producer, link=link, link_error=link_error, shadow=shadow)
-        if self._guard is None:
+        guard = self._settled()
+        if guard is None:
             return super().apply_async(args, kwargs, **options)
-        return publish(self._guard, super().apply_async, (args, kwargs), singleton, options, self)
+        return publish(guard, super().apply_async, (args, kwargs), singleton, options, self)
+
+    def _get_exec_options(self) -> Any:
+        """Celery's `apply_async` asks for these, whoever has called it: also who calls it by name, past ours.
+
+        Nothing else in it tells of the call. Its caller's variables do: they are its parameters.
+        """
+        guard, caller = self._settled(), sys._getframe(1)
+        is_celerys = caller.f_globals.get("__name__") == Task.__module__
+        if guard is not None and is_celerys and caller.f_code.co_name == "apply_async":
+            of_call, mro = caller.f_locals, type(self).__mro__
+            own = [base for base in mro[: mro.index(SingletonTask)] if "apply_async" in vars(base)]
+            publisher = f"{own[0].__qualname__}.apply_async" if own else "somebody"
+            refuse_unseen(guard, publisher, of_call["task_id"], of_call["options"])
+        return super()._get_exec_options()
+
+    def map(self, it: Any) -> Any:
+        """Refused with OptionError: its bodies would run without a lock. Use `fan_out`, or a group."""
+        self._refuse_loop("map")
+        return super().map(it)
+
+    def starmap(self, it: Any) -> Any:
+        """Refused, as `map` is."""
+        self._refuse_loop("starmap")
+        return super().starmap(it)
+
+    def chunks(self, it: Any, n: int) -> Any:
+        """Refused, as `map` is."""
+        self._refuse_loop("chunks")
+        return super().chunks(it, n)
+
+    def _refuse_loop(self, what: str) -> None:
+        if self._settled() is not None:
+            raise loop_refused(what, self.name)
 
     def fan_out(
         self,
@@ -179,7 +269,7 @@ class SingletonTask(Task):  # type: ignore[misc]
                 raised: how many calls were sent and were not. The error itself is its cause.
             OptionError: An option is unknown, malformed, or nothing that a fan-out takes.
         """
-        if self._guard is None:
+        if self._settled() is None:
             raise OptionError(f"fan_out of {self.name}: it is a task of Celery's own, and is not guarded")
         fanning = FanningOut(self, super().apply_async, singleton, options)
         return fanning.run(calls, batch_size, each, progress)
@@ -215,22 +305,10 @@ class SingletonTask(Task):  # type: ignore[misc]
         return self._lock(args, kwargs).holders()
 
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
-        if self._guard is None:
+        guard = self._settled()
+        if guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return self._guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body under its lock if a worker calls; plainly if the program does."""
-        request = self.request_stack.top
-        guard = self._guard
-        if guard is None or not _is_guarded(guard.app, request) or request._protected:
-            return super().__call__(*args, **kwargs)
-        run = Run(self, guard, request, args, kwargs)
-        if not self._calls_run:
-            body: Callable[..., Any] = super().__call__
-        else:
-            body, request._protected = self.run, 1  # as Celery's own __call__: the request is used up
-        return run.execute(lambda: has_run(self.name, body(*args, **kwargs)))
+        return guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
 
 
 @overload
@@ -278,9 +356,10 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
 
 def guard_for(task: Task) -> Guard:
     """The guard of a `SingletonTask`, or of a task with `@singleton`."""
-    if isinstance(task, SingletonTask) and task._guard is not None:
-        return task._guard
-    if isinstance(task, SingletonTask) or not hasattr(task.run, DECORATED):
+    guard = task._settled() if isinstance(task, SingletonTask) else None
+    if guard is not None:
+        return guard
+    if isinstance(task, SingletonTask) or decorated(task.run) is None:
         raise OptionError(f"{task.name} has no lock: it is no SingletonTask of yours, and has no @singleton")
     return _guard_of(task)
 
@@ -300,13 +379,15 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         task = current_task._get_current_object() if current_task else None
-        if (
-            task is None
-            or isinstance(task, SingletonTask)
-            or not _is_guarded(task.app, task.request)
-            or lock_of(task) is not None
-            or not _is_body_of(task, guarded)
-        ):
+        if task is None or isinstance(task, SingletonTask):
+            return function(*args, **kwargs)
+        by_worker = _is_guarded(task.app, task.request)
+        if not (by_worker and _is_body_of(task, guarded)):
+            _refuse_loop_over(task.app, lambda looped: _is_body_of(looped, guarded))
+            if by_worker:
+                _refuse_hidden(task.app, guarded)
+            return function(*args, **kwargs)
+        if is_running(task.request):
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         run = Run(task, _guard_of(task), task.request, own_args, kwargs)
@@ -316,23 +397,86 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
     return guarded
 
 
+def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before every `__call__` of a task: the lock is taken if a worker calls, and until the last
+    of them has returned. Plainly if the program calls.
+    """
+    request, guard = task.request_stack.top, task._guard
+    if request is None or request.called_directly:
+        _refuse_loop_over(task._get_app(), lambda looped: looped is task)
+        return following(*args, **kwargs)
+    if guard is None:
+        raise OptionError(task._refusal)
+    if not _is_guarded(guard.app, request) or is_running(request):
+        return following(*args, **kwargs)
+    run = Run(task, guard, request, args, kwargs)
+    if task._calls_run:
+        following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
+    return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
+
+
+def _refuse_loop_over(app: Celery, is_it: Callable[[Task], bool]) -> None:
+    """Refuse to run a body that `map` or `starmap` calls as a function; a canvas may come from anywhere."""
+    for caller in _task_stack.stack[-2:]:
+        looped = app._tasks.get(loops_over(caller))
+        if looped is not None and _is_guarded(app, caller.request) and is_it(looped):
+            raise loop_refused(caller.name.removeprefix("celery."), looped.name)
+
+
+def _sources(task: type[SingletonTask], app: Celery) -> list[Any]:
+    """What a task's options are settled from; copies, as any of it may be changed later."""
+    layers = [app.conf.get("setnx_defaults"), *(vars(base).get("singleton") for base in task.__mro__)]
+    copies = [dict(layer) if isinstance(layer, Mapping) else layer for layer in layers]
+    return [*copies, task.ignore_result]
+
+
+def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:
+    """The guard of a task class, unless it is refused."""
+    layers = [vars(base)["singleton"] for base in reversed(task.__mro__) if "singleton" in vars(base)]
+    by_decorator = decorated(task.run)
+    if by_decorator is not None:
+        if vars(task).get("singleton"):
+            raise OptionError(f"{name} has both @singleton(...) and singleton={{...}}; keep one of them")
+        layers.append(by_decorator)
+    refuse_own_request(task, name)
+    refuse_own_strategy(task, name)
+    refuse_misplaced(task, name)
+    if task._calls_run:  # else a base class may run the coroutine, under the lock
+        refuse_unrun(inspect.getattr_static(task, "run"), name)
+    refusal = vars(app)[_REFUSAL] if _REFUSAL in vars(app) else _refusal_of_settings(app)
+    if refusal:
+        raise OptionError(refusal)
+    return _new_guard(app, task, name, [*layers, *task._annotated])
+
+
 def _guard_of(task: Task) -> Guard:
     """The guard of a decorated function under a base class that is not ours; made once per task."""
     guard: Guard | None = vars(task).get("_setnx_guard")
     if guard is None:
-        refuse_own_strategy(type(task), task.name)
-        refuse_misplaced(type(task), task.name)
-        guard = _new_guard(task.app, type(task), task.name, [getattr(task.run, DECORATED)])
+        guard = _guard_of_function(task)
         _prepare(task.app)
-        needy = [name for name in ("hold_on_retry", "dedupe") if getattr(guard.options, name)]
-        if guard.options.on_conflict in ("wait", "join"):
-            needy.append(f"on_conflict={guard.options.on_conflict!r}")
-        for name in needy:
-            raise OptionError(f"{name} of {task.name} needs the base class: add base=SingletonTask")
-        _refuse_autoretried_raise(task, guard.options)
         if AlreadyRunning not in task.throws:
             task.throws = (*task.throws, AlreadyRunning)
         task._setnx_guard = guard
+    return guard
+
+
+def _guard_of_function(task: Task) -> Guard:
+    """The same, unless it is refused."""
+    refuse_own_strategy(type(task), task.name)
+    refuse_own_start_strategy(type(task), task.name)
+    refuse_misplaced(type(task), task.name)
+    refuse_forgotten_base(type(task), task.name)
+    guard = _new_guard(task.app, type(task), task.name, [decorated(task.run) or {}])
+    options = guard.options
+    needy = [name for name in ("hold_on_retry", "dedupe") if getattr(options, name)]
+    if options.on_conflict in ("wait", "join"):
+        needy.append(f"on_conflict={options.on_conflict!r}")
+    if options.on_conflict == "auto" and options.rate:  # which waits
+        needy.append("a rate with on_conflict='auto'")
+    for name in needy:
+        raise OptionError(f"{name} of {task.name} needs the base class: add base=SingletonTask")
+    _refuse_autoretried_raise(task, options)
     return guard
 
 
@@ -361,40 +505,103 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
         )
 
 
-def refusals(app: Celery) -> Iterator[OptionError]:
-    """Settle the names of the settings, and the tasks that no bind has settled: what is refused of them."""
-    settlers: list[Callable[[], Any]] = [partial(refuse_unknown_settings, app.conf, app.namespace)]
-    for task in app._tasks.values():
+def check(app: Celery) -> None:
+    """Refuse an app with a wrong option: for the start of a process that publishes.
+
+    A worker does this by itself. Imports the modules of the app's tasks, as a worker does. Asks no server.
+
+    Args:
+        app: The app.
+
+    Raises:
+        OptionError: A setting, or an option of a task, is refused. The message names all of them.
+
+    Example:
+        >>> check(app)   # doctest: +SKIP
+    """
+    app.loader.import_default_modules()
+    refuse(app)
+
+
+def refuse(app: Celery) -> None:
+    """Refuse an app that has a wrong option, in one error for all of them."""
+    app.finalize()
+    found = dict.fromkeys(map(str, refusals(app)))
+    if found:
+        raise OptionError("\n".join(found))
+
+
+def refusals(app: Celery) -> list[OptionError]:
+    """Settle the names of the settings, and all tasks anew: what is refused of them. What is refused goes on
+    refusing its calls.
+    """
+    found = _refusals_beside(app)
+    for task in list(app._tasks.values()):
         if isinstance(task, SingletonTask):
-            if task._guard is None:  # Celery's own; or refused before, and whoever was told has gone on
-                settlers.append(partial(task.bind, app))
-        elif hasattr(task.run, DECORATED):
-            settlers.append(partial(_settle_decorated, task))
+            task._settle(task._get_app())
+            if task._refusal is not None:
+                found.append(OptionError(task._refusal))
+    return found
+
+
+def _refusals_beside(app: Celery) -> list[OptionError]:
+    """What is refused of the names of the settings, and of tasks of other base classes."""
+    text = _refusal_of_settings(app)
+    found = [OptionError(text)] if text else []
+    plain = [task for task in app._tasks.values() if not isinstance(task, SingletonTask)]
+    found.extend(refusal for refusal in map(_refusal_of_plain, plain) if refusal is not None)
+    if found:
+        _prepare(app)  # so that workers do not start
+    return found
+
+
+def _refusal_of_settings(app: Celery) -> str:
+    """What is refused of the names of the settings; nothing if they are sound."""
+    text = ""
+    try:
+        refuse_unknown_settings(app.conf, app.namespace)
+    except OptionError as error:
+        text = str(error)
+    if text and vars(app).get(_REFUSAL) != text:
+        logger.error("Each call of a guarded task of %s is refused: %s", app.main or "the app", text)
+    vars(app)[_REFUSAL] = text
+    return text
+
+
+def _refusal_of_plain(task: Task) -> OptionError | None:
+    """Settle a task of another base class: its calls are refused where they are published, too."""
+    vars(task).pop("_setnx_guard", None)
+    if vars(task).pop("_refusal", None) is not None:
+        del task.apply_async
+    try:
+        if decorated(task.run) is not None:
+            keep_arrived(task)
+            _guard_of(task)
         else:
-            settlers.append(partial(refuse_forgotten_base, type(task), task.name))
-    for settle in settlers:
-        try:
-            settle()
-        except OptionError as error:
-            yield error
+            refuse_forgotten_base(type(task), task.name)
+    except OptionError as error:
+        logger.error("%s is refused, and so is each of its calls: %s", task.name, error)
+        task._refusal = str(error)
+        task.apply_async = partial(_refuse_call, task)
+        return error
+    return None
 
 
-def _settle_decorated(task: Task) -> None:
-    """Not while it runs: its requests are kept elsewhere from now on."""
-    if "_setnx_guard" not in vars(task):
-        keep_arrived(task)
-    _guard_of(task)
+def _refuse_call(task: Task, *_args: Any, **_kwargs: Any) -> Any:
+    """Stands for `apply_async` of a task of another base class that is refused."""
+    raise OptionError(task._refusal)
 
 
 class _OtherTasks:
-    """Celery evaluates this when all tasks of an app exist: bad options then stop the app, not a run."""
+    """Celery evaluates this when all tasks of an app exist. A wrong option stops no other task: what is
+    refused is logged, and refuses its calls.
+    """
 
     def __init__(self, app: Celery) -> None:
         self._app = app
 
     def __maybe_evaluate__(self) -> None:
-        for error in refusals(self._app):
-            raise error
+        _refusals_beside(self._app)  # Celery binds the others next
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
@@ -419,6 +626,15 @@ def _is_body_of(task: Task, function: Callable[..., Any]) -> bool:
     return False
 
 
+def _refuse_hidden(app: Celery, function: Callable[..., Any]) -> None:
+    """Refuse a function with @singleton that a worker runs, and that is the body of no task one can see."""
+    if not any(_is_body_of(task, function) for task in list(app._tasks.values())):
+        raise OptionError(
+            f"@singleton on {function.__qualname__} guards nothing: no task is known whose function this is; "
+            "if a decorator stands between it and @app.task, have that use functools.wraps"
+        )
+
+
 def _is_bound(task_class: type[Task]) -> bool:
     return not isinstance(inspect.getattr_static(task_class, "run"), staticmethod)
 
@@ -430,16 +646,3 @@ def _signature(task_class: type[Task]) -> inspect.Signature:
     if not _is_bound(task_class):
         return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def _next_call(task_class: type[Task]) -> Any:
-    """The `__call__` that follows ours, after a check that those before it lead to ours."""
-    mro = task_class.__mro__
-    own = mro.index(SingletonTask)
-    for base in mro[:own]:
-        if not leads_on(vars(base).get("__call__"), "__call__"):
-            raise OptionError(
-                f"{base.__qualname__}.__call__ does not call super().__call__(), so its tasks would run "
-                "without their lock"
-            )
-    return next(vars(base)["__call__"] for base in mro[own + 1 :] if "__call__" in vars(base))

@@ -118,7 +118,6 @@ slow = {
     "auto": variant("slow", limit=2, rate=(2, 600)),
     "skip": variant("slow_skips", limit=2, rate=(2, 600), on_conflict="skip"),
     "raise": variant("slow_raises", limit=2, rate=(2, 600), on_conflict="raise"),
-    "join": variant("slow_joins", limit=1, rate=(1, 600), on_conflict="join"),
     "again": variant("slow_again", retry_once, limit=2, rate=(2, 600)),
 }
 quick = {

@@ -20,6 +20,7 @@ from celery_setnx import (
     OptionError,
     SingletonTask,
     UnkeyableCall,
+    check,
     current_lock,
     send_task,
     singleton,
@@ -65,15 +66,6 @@ def start_worker_of(app: Celery) -> None:
 
 def options_of(task: Any) -> Any:
     return task.app.tasks[task.name]._guard.options
-
-
-class CallsTheBody(SingletonTask):
-    """Its `__call__` would run the body without its lock."""
-
-    abstract = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
 
 
 class OwnRequest(Request):  # type: ignore[misc]
@@ -159,14 +151,12 @@ REFUSED = [
     (JOIN, {"ignore_result": True}, IGNORED),
     (JOIN, {"conf": {"task_ignore_result": True}}, IGNORED),
     ({}, {"name": "odd{name}"}, "needs a scope of its own"),  # braces mark the cluster slot
-    ({}, {"base": CallsTheBody}, r"CallsTheBody.__call__ does not call super\(\).__call__"),
     # Its worker would look after nothing that a call leaves behind.
     ({}, {"Request": OwnRequest}, "has a Request of its own .*OwnRequest.*; derive it from SingletonRequest"),
     ({}, {"Request": "celery.worker.request:Request"}, "a Request of its own .celery.worker.request:Request"),
     # Nobody would lock.
     ({}, {"base": of(Batching)}, "has a Strategy of its own .*Batching.Strategy.* without their lock"),
     ({}, {"Strategy": "celery.worker.strategy:hybrid_to_proto2"}, "a Strategy of its own"),
-    ({}, {"base": of(Starting)}, "has a start_strategy of its own .*Starting.start_strategy"),
     *(({}, {"function": function}, "tasks.t is an? (async def|generator)") for function in UNRUN.values()),
     ({}, {"function": awaitable, "pydantic": True}, "is an async def"),
     # Nobody would read them.
@@ -179,11 +169,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "task", "message"), REFUSED)
 def test_bad_task_is_refused_when_bound(app, options, task, message):
-    """An app with a bad option, a name without a scope, or a `__call__` that skips ours does not start."""
+    """A bad option, or a name without a scope: workers do not start, and each call raises it."""
     app.conf.result_backend = NOWHERE
     app.guarded(singleton=options, **task)
     with pytest.raises(OptionError, match=message):
-        app.finalize()
+        check(app)
 
 
 FINE = [
@@ -248,7 +238,7 @@ def test_decorated_function_needs_celerys_own_strategy(app, base):
     """Its body is called with other arguments, and outside of any call."""
     app.decorated(task={"base": base})
     with pytest.raises(OptionError, match="trategy of its own"):
-        app.finalize()
+        check(app)
 
 
 @pytest.mark.parametrize("function", UNRUN.values(), ids=UNRUN)
@@ -277,7 +267,7 @@ def test_options_without_the_base_class_are_refused(app):
     """Nobody would read them, and nothing would be locked."""
     app.guarded(base=Task, singleton={"key": "a"})
     with pytest.raises(OptionError, match=FORGOTTEN):
-        app.finalize()
+        check(app)
 
 
 @pytest.mark.parametrize("task", [{"singleton": {"key": "a"}}, {"decorated": {"dedupe": "until_done"}}])
@@ -331,7 +321,7 @@ def test_attribute_of_a_plain_task_may_be_anothers(app, task):
 def test_class_whose_run_must_be_awaited_is_refused(app, run):
     """As a function is."""
     with pytest.raises(OptionError, match="is an async def"):
-        app.register_task(of(run=run, name="tasks.t")())
+        app.register_task(of(run=run, name="tasks.t")()).delay()
 
 
 def test_layers_are_merged_from_app_to_task(app):
@@ -352,7 +342,7 @@ def test_decorator_supplies_the_options_of_a_singleton_task(app):
     both = App()
     both.decorated(task={"base": SingletonTask, "singleton": {"lease": 1}}, lease=7)
     with pytest.raises(OptionError, match=r"has both @singleton\(...\) and singleton="):
-        both.finalize()
+        check(both)
 
 
 def test_decorator_above_the_task_explains_the_order(app):
@@ -405,7 +395,7 @@ def test_decorated_function_is_refused_what_needs_the_base_class(app, options, t
     app.conf.result_backend = NOWHERE
     app.decorated(task=task, **options)
     with pytest.raises(OptionError, match=message):
-        app.finalize()
+        check(app)
 
 
 @pytest.mark.parametrize(

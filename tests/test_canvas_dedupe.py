@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import redis
 from celery import chain, chord, group, uuid
+from celery.canvas import chunks, xmap
 from celery.exceptions import ChordError
 from celery.result import AsyncResult
 
-from celery_setnx import is_skipped
+from celery_setnx import OptionError, is_skipped
 from tests.harness import Journal, Worker, wait_until
 from tests.stage import assert_one_at_a_time
 
@@ -173,7 +174,6 @@ EVERY: dict[str, Workflow] = {
     "chord-of-retrying-members": (lambda t: joint(t, retrying(t)), [1, 2, 3], 8),
     "chord-of-chains": (lambda t: joint(t, [s | t.step.s() for s in steps(t, 3)]), [2, 3, 4], 7),
     "chord-of-a-chord": (lambda t: joint(t, [joint(t, steps(t, 2)), t.step.si(2)]), [[1, 2], 3], 5),
-    "chord-of-a-map": (lambda t: joint(t, [t.step.map([0, 1]), t.step.si(2)]), [[1, 2], 3], 4),
     "chord-of-replaced-members": (lambda t: joint(t, map(t.replacing.si, steps(t, 2))), [1, 2], 5),
     "replaced-by-a-chain": (lambda t: t.replacing.s(EVERY["chain"][0](t)), 3, 4),
     "replaced-by-a-group": (lambda t: t.replacing.s(group(steps(t, 3))), [1, 2, 3], 4),
@@ -278,20 +278,15 @@ def test_chord_of_members_that_hold_their_lock(tasks, journal):
 
 
 @in_modes("auto")
-def test_map_and_starmap_run_each_body_unguarded(tasks, journal, locks, running):
-    """The bodies are called as functions inside one message of Celery's: no lock, no mark, no waiting."""
-    assert tasks.step.map([0, 0, 1]).delay().get(timeout=TIMEOUT_S) == [1, 1, 2]
-    assert tasks.step.starmap([(0, "same"), (0, "same")]).delay().get(timeout=TIMEOUT_S) == [1, 1]
-    assert len(journal.entries(what="start", key=None)) == 5
-    assert marks(locks) == set()
-    running()
-
-
-def test_chunks_run_each_body_unguarded(tasks, journal, queued):
-    """Every chunk is a starmap; a queued call with the same key makes no difference."""
-    result = tasks.step.chunks([(n, "same") for n in range(4)], 2).delay()
-    assert result.get(timeout=TIMEOUT_S) == [[1, 2], [3, 4]]
-    assert len(journal.entries(what="start", key=None)) == 4
+def test_map_starmap_and_chunks_are_refused(tasks, app):
+    """Where they are made; and where they run, if they are made of a signature, or elsewhere."""
+    refused = f"of canvas.{tasks.mode}.step is refused"
+    for loop in (tasks.step.map, tasks.step.starmap, lambda it: tasks.step.chunks(it, 2)):
+        with pytest.raises(OptionError, match=refused):
+            loop([(0, "same")])
+    for made in (xmap(tasks.step.s(), [0, 0], app=app.app), chunks(tasks.step.s(), [(0,)], 2, app=app.app)):
+        with pytest.raises(OptionError, match=f"map {refused}"):
+            made.delay().get(timeout=TIMEOUT_S)
 
 
 def test_replace_by_a_dedupe_task_answers_under_the_first_id(tasks, journal):

@@ -21,7 +21,7 @@ ORDER = [
     {"run"},
     {"request", "task", "beat"},
     {"doctor", "byhand"},
-    {"cli", "metrics", "testing"},
+    {"cli", "metrics", "testing", "django"},
     {"pytest_plugin"},
     {"__init__"},
 ]

@@ -11,7 +11,6 @@ import pytest
 from celery import chain, chord
 
 from celery_setnx import AlreadyRunning, is_skipped, send_task
-from celery_setnx.lock.names import starts_name
 from celery_setnx.testing import pass_time
 from tests.bounds import bound
 from tests.harness import Worker, wait_until
@@ -110,21 +109,6 @@ def test_every_attempt_of_a_task_is_a_start(shared):
     assert other.id not in shared.starts()
     pass_time(600, task, shared.key)
     shared.has_run(other)
-
-
-def test_call_that_ends_with_anothers_result_is_no_start(shared, locks):
-    """It has had the lock for a moment, and no body of it has run."""
-    task = shared.tasks.slow["join"]
-    (first,) = shared.fill(1, task=task)
-    joined = [shared.parked(task=task) for _ in range(3)]
-    shared.open()
-    assert {result.get(timeout=60) for result in (first, *joined)} == {0}
-    shared.free(task)
-    assert shared.starts() == [first.id]
-    assert locks.zcard(starts_name(task.lock_key(shared.key))) == 1
-    late = shared.parked(task=task)  # there is nobody to join
-    pass_time(600, task, shared.key)
-    shared.has_run(late)
 
 
 def test_retry_that_holds_the_lock_waits_for_its_pace_and_resumes(shared):

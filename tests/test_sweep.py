@@ -217,22 +217,3 @@ def test_dead_holder_is_taken_over_by_the_first_in_line(app, locks, swept):
     due(app, locks, key)
     swept.sweep(app)
     assert swept.woken == [None, "id-1"]
-
-
-def test_sweeps_wake_no_joiner_before_its_pace_allows_it(app, locks, swept):
-    """A release does, because a joiner starts nothing; but sweeps come again and again."""
-
-    options = {"rate": (1, 60), "on_conflict": "join"}
-
-    @app.task(base=SingletonTask, shared=False, name="sweep.joins", singleton=options)
-    def joins() -> None: ...
-
-    key = key_name("t", "sweep.joins", "")
-    SetnxLock(locks, key, rate=(1, 60), line=True).acquire().lock.release()
-    wait(locks, key)
-    due(app, locks, key, "sweep.joins")
-    swept.sweep(app)
-    assert swept.woken == [None]
-    assert locks.zscore(lines_of(app), f"sweep.joins\n{key}") - server_us(locks) > 1e6
-    wake.let_the_line_go_on(app, "sweep.joins", key)
-    assert swept.woken[1] == "id-1"

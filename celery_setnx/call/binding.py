@@ -14,6 +14,7 @@ from typing import Any
 from celery import Task
 from celery.utils.imports import symbol_by_name
 
+from celery_setnx.call.outermost import is_celerys_own
 from celery_setnx.exceptions import OptionError
 from celery_setnx.options import NAMES
 
@@ -39,17 +40,54 @@ def refuse_own_request(task: type[Task], name: str) -> None:
 
 def refuse_own_strategy(task: type[Task], name: str) -> None:
     """Refuse a task whose messages do not go Celery's own way to the pool."""
-    own = None
     if task.Strategy != _STRATEGY and symbol_by_name(task.Strategy) is not symbol_by_name(_STRATEGY):
-        own = f"a Strategy of its own ({_shown(task.Strategy)})"
-    elif task.start_strategy != Task.start_strategy and not leads_on(task.start_strategy, "start_strategy"):
-        own = f"a start_strategy of its own ({_shown(task.start_strategy)})"
-    if own:
-        raise OptionError(
-            f"{name} has {own}: it hands calls to the pool in its own way, as celery-batches does, and they "
-            "would run without their lock. Lock in the body with SetnxLock, or have it publish calls of "
-            "another task that is guarded"
-        )
+        raise OptionError(_batching(name, f"a Strategy of its own ({_shown(task.Strategy)})"))
+
+
+def refuse_own_start_strategy(task: type[Task], name: str) -> None:
+    """Refuse it where nobody would see whether that leads to Celery's own (see `refuse_other_way`)."""
+    if not is_celerys_own(task, "start_strategy"):
+        found = f"a start_strategy of its own ({_shown(task.start_strategy)})"
+        raise OptionError(f"{_batching(name, found)}. If it ends in Celery's own, add base=SingletonTask")
+
+
+def refuse_other_way(following: Callable[..., Any], task: Any, args: Any, kwargs: Any) -> Any:
+    """Have a worker start a task's strategy, and refuse it unless that was Celery's own.
+
+    Which makes a class of requests for the task, and nobody else does.
+    """
+    requests = symbol_by_name(task.Request)
+    before = requests.__subclasses__()
+    handler = following(*args, **kwargs)
+    if all(each in before for each in requests.__subclasses__()):
+        found = f"a start_strategy of its own ({_shown(following)})"
+        raise OptionError(_batching(task.name, found))
+    return handler
+
+
+def _batching(name: str, found: str) -> str:
+    return (
+        f"{name} has {found}: it hands calls to the pool in its own way, as celery-batches does, and they "
+        "would run without their lock. Lock in the body with SetnxLock, or have it publish calls of "
+        "another task that is guarded"
+    )
+
+
+def loops_over(task: Task) -> str:
+    """Name of the task whose bodies a running `map` or `starmap` calls; empty if it is none of those."""
+    if task.name not in ("celery.map", "celery.starmap"):
+        return ""
+    looped = {"task": next(iter(task.request.args or ()), None), **(task.request.kwargs or {})}["task"]
+    return str(looped.get("task")) if isinstance(looped, Mapping) else ""
+
+
+def loop_refused(what: str, name: str) -> OptionError:
+    """What becomes of Celery's `map`, `starmap` and `chunks` of a guarded task."""
+    return OptionError(
+        f"{what} of {name} is refused: Celery calls its bodies as functions inside one message, and they "
+        "would run without their lock. Publish a call for each: fan_out(...), or a group of signatures where "
+        "their results are needed"
+    )
 
 
 def refuse_unrun(function: Any, name: str) -> None:
@@ -116,12 +154,6 @@ def is_known(task: type[Task], attribute: str) -> bool:
 def is_code(value: Any) -> bool:
     """Whether an attribute of a class is a method, a property or the like."""
     return callable(value) or hasattr(value, "__get__")
-
-
-def leads_on(method: Any, name: str) -> bool:
-    """Whether a method calls the one of this name that it replaces; True too if it has no code to look at."""
-    code = getattr(method, "__code__", None)
-    return code is None or name in code.co_names
 
 
 def _misplaced(who: str, options: Mapping[str, Any]) -> str:

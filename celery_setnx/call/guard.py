@@ -194,6 +194,15 @@ class Guard:
         )
 
 
+def decorated(run: Any) -> Mapping[str, Any] | None:
+    """The options of @singleton on a task's function, or on what is below its decorators; None without."""
+    options: Mapping[str, Any] | None = getattr(run, DECORATED, None)
+    while options is None and hasattr(run, "__wrapped__"):
+        run = run.__wrapped__
+        options = getattr(run, DECORATED, None)
+    return options
+
+
 def is_singleton(task: Any) -> bool:
     """True for a `SingletonTask`; False where only the function is guarded, under another base class."""
     return getattr(task, "_guard", None) is not None

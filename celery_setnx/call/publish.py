@@ -192,7 +192,7 @@ def send_task(
         ...           singleton={"key": "account_id", "dedupe": "until_started"})
     """
     known = app.tasks.get(name)
-    if is_singleton(known):
+    if is_singleton(known) or getattr(known, "_refusal", None):
         return known.apply_async(args, kwargs, singleton=singleton, **options)
     layer = checked(f"a call of {name}", singleton or {})
     if layer.get("key") is None:
@@ -261,6 +261,25 @@ def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
     if app.conf.task_always_eager or DISABLED.is_on(app):
         return False
     return not any(options.get(name) for name in AWAITED)
+
+
+def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Mapping[str, Any]) -> None:
+    """Refuse to publish a call that has not come by our `apply_async`, if something of it would be lost.
+
+    What comes by ours has a task id and a header. Of another a worker computes the key, and takes the lock:
+    only what acts at publish time is lost.
+    """
+    if Call.before(guard.task, {**options, "task_id": task_id}) is not None:
+        return
+    refuse_misplaced_in_call(options, guard.task)
+    lost = "its singleton={...}" if options.get("singleton") else None
+    if guard.options.dedupe and task_id is None and may_be_duplicate(guard.app, options):
+        lost = lost or f"dedupe={guard.options.dedupe!r}"
+    if lost is not None:
+        raise OptionError(
+            f"{publisher} publishes a call of {guard.task} by Celery's Task.apply_async, past that of "
+            f"SingletonTask, and {lost} would have no effect: call super().apply_async(...) instead"
+        )
 
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:

@@ -152,7 +152,7 @@ def let_the_line_go_on(
     client of its own, says that itself.
     """
     guard = known_guard(app, task)
-    serve = _service_of(guard, key, client or client_for(app), is_sweep=client is not None)
+    serve = _service_of(guard, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
         if served.holder is not None and _is_dead(app, served.holder):
@@ -176,17 +176,12 @@ def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
             let_the_line_go_on(app, task, lock.name)
 
 
-def _service_of(
-    guard: Guard | None, key: str, client: redis.Redis, *, is_sweep: bool = False
-) -> Callable[..., Served]:
+def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
     """What serves the line of a lock, on the terms of its task if that is known here."""
     if guard is None:
         return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
     options = guard.options
-    # Who joins is woken whatever the pace: it ends with another's result, or asks before it starts. Not by a
-    # sweep, though, which comes again and again.
-    rate = None if options.on_conflict == "join" and not is_sweep else options.rate
-    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=rate)
+    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=options.rate)
     return partial(lock.serve, knows_terms=True)
 
 

@@ -19,7 +19,14 @@ from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url
-from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError, UnkeyableCall, remedy
+from celery_setnx.exceptions import (
+    LockRefused,
+    LockUnavailable,
+    OptionError,
+    SetnxError,
+    UnkeyableCall,
+    remedy,
+)
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings
@@ -136,7 +143,9 @@ def find_done(app: Celery, task: str | None) -> Iterator[Success]:
 
 def the_guard_of(task: Task) -> Guard:
     """The guard of a task."""
-    guard = guard_of(task)
+    guard, refusal = guard_of(task), getattr(task, "_refusal", None)
+    if refusal is not None:
+        raise OptionError(refusal)
     if guard is None:
         raise click.UsageError(f"{task.name} is neither a SingletonTask nor a @singleton: it has no lock")
     return guard

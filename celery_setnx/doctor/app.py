@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,9 +11,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from celery import Celery, Task
-from celery._state import _announce_app_finalized
 from celery.backends.base import DisabledBackend
-from celery.local import maybe_evaluate
 
 from celery_setnx.call.back import visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
@@ -64,7 +61,7 @@ def check(app: Celery) -> list[Finding]:
     Binds every task, and so also finds those whose options are refused: all of them, not only the first.
 
     Args:
-        app: The app, with its tasks imported, and better not finalized: that would raise the first refusal.
+        app: The app, with its tasks imported.
     """
     found = check_tasks(app)
     return [*_lock_server_findings(app), *found]
@@ -111,35 +108,20 @@ def refused(error: SetnxError) -> Finding:
     return fail(
         "options",
         sentence(error),
-        "An app that imports celery_setnx does not start with it.",
+        "Workers of this app do not start, and each call of the task raises this.",
         "Do as the message says.",
     )
 
 
 def _bind(app: Celery) -> list[Finding]:
-    """Bind every task; the refusals. Celery itself stops at the first one."""
-    told: dict[str, Finding] = {}
+    """Bind every task; the refusals."""
+    app.finalize()
+    told = {str(refusal): refused(refusal) for refusal in refusals(app)}
     for read in (settings, refuse_unread_environment):
         try:
             read(app.conf)
         except OptionError as error:
             told[str(error)] = refused(error)
-    while True:
-        try:
-            app.finalize()
-            if told:  # what comes after the task that was refused
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # Celery's own tasks are announced again, too
-                    _announce_app_finalized(app)
-                while app._pending:
-                    maybe_evaluate(app._pending.popleft())
-            break
-        except SetnxError as error:
-            if str(error) in told:
-                break
-            told[str(error)] = refused(error)
-    for refusal in refusals(app):  # that of an app which was finalized before this package was imported, too
-        told[str(refusal)] = refused(refusal)
     return list(told.values())
 
 

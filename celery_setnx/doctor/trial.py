@@ -31,7 +31,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
 from celery_setnx.options import refuse_unread_environment, settings
-from celery_setnx.task import refusals
+from celery_setnx.task import refuse
 
 logger = logging.getLogger("celery_setnx")
 
@@ -47,12 +47,11 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, worker: Any) -> None:
         """Warn of an unreachable or evicting server; refuse to start on one that forbids a command."""
         app = worker.app
+        refuse(app)  # by the options as they are now, and also tasks that were declared meanwhile
         if DISABLED.is_on(app):
             return
         refuse_unread_environment(app.conf)
         app.__dict__.pop("_setnx_clients", None)  # a command line has perhaps changed the environment
-        for error in refusals(app):  # also of tasks that were declared after the app was finalized
-            raise error
         for task in app.tasks.values():
             guard = getattr(task, "_guard", None)
             if guard is not None:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn, cast
 from celery.app.task import Context, Task
 
 from celery_setnx.call.back import come_back
+from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
-from celery_setnx.exceptions import AlreadyRunning, LockTimeout
+from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import UNSET, Options
@@ -133,7 +134,11 @@ class Conflict:
             celery.exceptions.Retry: When its message was pickled, when it has a `key` of its own, or when its
                 key is not that of its arguments: it waits as with `retry()`.
             LockTimeout: It has waited for `max_wait`.
+            OptionError: The task's base class is not ours: its line would be served late, or by nobody.
         """
+        if not is_singleton(self.task):
+            where = f"conflict.wait() of {self.task.name}"
+            raise OptionError(f"{where} needs the base class: add base=SingletonTask")
         self._check_max_wait()
         if self.task.request.is_eager:
             self._come_back(self._backoff())

@@ -62,6 +62,11 @@ def lock_of(task: Task) -> HeldLock | None:
     return getattr(task.request, "setnx_lock", None)
 
 
+def is_running(request: Context) -> bool:
+    """Whether a guarded run of this request goes on: what it calls of the task's runs under its lock."""
+    return "_setnx_run" in vars(request)
+
+
 class Run:
     """One guarded run of a task's body: acquire, run, release."""
 
@@ -91,6 +96,13 @@ class Run:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
+        self.request._setnx_run = self
+        try:
+            return self._execute(body)
+        finally:  # a body that the same request runs next has a lock of its own
+            del self.request._setnx_run
+
+    def _execute(self, body: Callable[[], Any]) -> Any:
         held = None
         back_in = None  # seconds until this call comes back, if it does
         hold = stale = parked = False

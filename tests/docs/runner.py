@@ -87,4 +87,4 @@ def _execute(text: str, file: str, line: int, server: str, names: dict[str, Any]
             names["app"]._tasks.pop(f"{MODULE}.{node.name}", None)
     exec(compile(tree, file, "exec"), names)
     for made in {id(value): value for value in names.values() if isinstance(value, Celery)}.values():
-        made.finalize()  # binds the tasks, and refuses bad options
+        celery_setnx.check(made)  # binds the tasks, and refuses bad options

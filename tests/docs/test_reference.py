@@ -11,7 +11,16 @@ from celery import Celery, Task
 from celery.utils.dispatch import Signal
 
 import celery_setnx
-from celery_setnx import OptionError, SetnxError, SingletonTask, exceptions, signals, singleton, testing
+from celery_setnx import (
+    OptionError,
+    SetnxError,
+    SingletonTask,
+    check,
+    exceptions,
+    signals,
+    singleton,
+    testing,
+)
 from celery_setnx.call.message import Call
 from celery_setnx.options import (
     CONFLICT_POLICIES,
@@ -80,7 +89,7 @@ def refusal(base: type[Task], options: dict[str, Any]) -> str:
     else:
         app.task(shared=False, name="proj.settle")(singleton(**options)(settle))
     with pytest.raises(OptionError) as refused:
-        app.finalize()
+        check(app)
     return str(refused.value)
 
 

@@ -25,7 +25,13 @@ class FlaskTask(Task):
 
 
 class SingletonFlaskTask(SingletonTask, FlaskTask):
-    """Guarded, and in the context of the web application: SingletonTask comes first."""
+    """Guarded, and in the context of the web application."""
+
+    abstract = True
+
+
+class FlaskSingletonTask(FlaskTask, SingletonTask):
+    """The same in the other order."""
 
     abstract = True
 
@@ -40,14 +46,16 @@ class Order(BaseModel):
 LEASE = {"lease": 600}
 
 
-@app.task(
-    base=SingletonFlaskTask, shared=False, name="frameworks.rendered", singleton={"key": "name", **LEASE}
-)
-def rendered(name: str) -> str:
+def render(name: str) -> str:
     """Runs in Flask's context, under its lock."""
     lock = current_lock()
     journal.write("context", flask=current_app.name, key=lock.key if lock else None)
     return body(name)
+
+
+IN_CONTEXT = {"shared": False, "singleton": {"key": "name", **LEASE}}
+rendered = app.task(base=SingletonFlaskTask, name="frameworks.rendered", **IN_CONTEXT)(render)
+rendered_last = app.task(base=FlaskSingletonTask, name="frameworks.rendered_last", **IN_CONTEXT)(render)
 
 
 @app.task(

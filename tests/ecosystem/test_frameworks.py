@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery_progress.backend import Progress
 
-from celery_setnx import OptionError, SingletonTask, is_skipped
+from celery_setnx import is_skipped
 from tests.harness import wait_until
 
 APP = "tests.ecosystem.frameworkapp"
@@ -26,27 +26,18 @@ def tasks(worker, locks, journal, gates, name) -> Iterator[Any]:
     gates(name, 1 + journal.unended())
 
 
-def test_body_of_a_flask_task_runs_in_its_context_under_its_lock(tasks, journal, holding, name):
-    """And an equal call is skipped meanwhile."""
-    with holding(tasks.rendered, name) as first:
+@pytest.mark.parametrize("order", ["ours first", "ours last"])
+def test_body_of_a_flask_task_runs_in_its_context_under_its_lock(tasks, journal, holding, name, order):
+    """And an equal call is skipped meanwhile, whichever of the base classes comes first."""
+    task = tasks.rendered if order == "ours first" else tasks.rendered_last
+    with holding(task, name) as first:
         (told,) = journal.entries(what="context")
         assert told["flask"] == "shop"
-        assert told["key"] == tasks.rendered.lock_key(name)
-        skipped = tasks.rendered.delay(name).get(timeout=60)
+        assert told["key"] == task.lock_key(name)
+        skipped = task.delay(name).get(timeout=60)
         assert is_skipped(skipped)
         assert skipped["holder"]["task_id"] == first.id
         assert len(journal.entries(what="context")) == 1
-
-
-def test_task_class_of_flask_in_front_of_ours_is_refused(tasks):
-    """Its `__call__` ends with the body, and no lock would be taken."""
-    tasks.app.finalize()  # a task that is refused is none of those that wait for it
-
-    class Wrong(tasks.FlaskTask, SingletonTask):
-        abstract = True
-
-    with pytest.raises(OptionError, match="without their lock"):
-        tasks.app.task(base=Wrong, shared=False, name="frameworks.wrong")(tasks.body).bind(tasks.app)
 
 
 def test_equal_models_are_one_key_and_the_body_gets_a_model(tasks, journal, gates, name):
