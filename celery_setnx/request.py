@@ -13,7 +13,7 @@ from typing import Any
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps
-from celery.exceptions import Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
@@ -21,6 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
@@ -31,6 +32,8 @@ from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
+from celery_setnx.run.park import remember_s
+from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
@@ -42,12 +45,17 @@ _GOES_ON = (Waits, Dropped, ComesBack)
 
 
 def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
-    """What Celery calls when a child has returned; a success is noted, as `on_failure` does the other."""
+    """What Celery calls when a child has returned; a success is noted, as `on_failure` does the other.
+
+    An end is noted before Celery acknowledges the message.
+    """
 
     @functools.wraps(on_success)
     def note(self: SingletonRequest, failed__retval__runtime: Any, **kwargs: Any) -> Any:
-        if not failed__retval__runtime[0]:
+        failed, retval, _runtime = failed__retval__runtime
+        if not failed:
             self._has_returned = True
+        self._write_receipt(_error_of(retval) if failed else None)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note
@@ -72,6 +80,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.call = self._call_of_message()
+        self._received_at = self._accepted_at = time.monotonic()
         wanted = are_wanted(self.eventer)
         follow(self.app, self.hostname, wanted=wanted)
         self._request_dict["properties"] = {
@@ -93,6 +102,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
+        self._accepted_at = time.monotonic()
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
             ends_of_process().watch(self)
         return super().on_accepted(pid, time_accepted)
@@ -102,8 +112,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         Without `return_ok` the child has died, or is about to, or could not begin.
         """
-        error = exc_info.exception
-        error = error.exc if isinstance(error, ExceptionWithTraceback) else error
+        error = _error_of(exc_info)
         self._has_returned = return_ok and not isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
@@ -116,6 +125,29 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if isinstance(error, Reject):
             return not (error.requeue and self.task.acks_late)
         return not isinstance(error, _DEATHS + _GOES_ON)
+
+    def _write_receipt(self, error: BaseException | None) -> None:
+        """Note that this attempt has ended, if its message may be delivered again and nothing else tells.
+
+        An attempt that was retried or replaced has ended, too. One that failed has not: delivered again, it
+        runs again.
+        """
+        guard = self._guard
+        if guard is None or DISABLED.is_on(self.app) or not _is_end(error):
+            return
+        acknowledged_at = time.monotonic() if self.task.acks_late else self._accepted_at
+        if not needs_receipt(
+            self.task,
+            ignores_result=bool(
+                self.ignore_result or self.task.ignore_result
+            ),  # before Celery 5.7 both decide
+            has_succeeded=error is None,
+            held_s=acknowledged_at - self._received_at,
+        ):
+            return
+        if (name := receipt_of(guard, self.call)) is not None:
+            keep_s = remember_s(self.app, guard.options_of(self.call.options))
+            receipts_of(self.app).write(self.call, name, keep_s)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
@@ -253,6 +285,16 @@ class SingletonRequest(Request):  # type: ignore[misc]
     @property
     def _guard(self) -> Any:
         return getattr(self.task, "_guard", None)
+
+
+def _error_of(exc_info: Any) -> BaseException:
+    error: BaseException = exc_info.exception
+    return error.exc if isinstance(error, ExceptionWithTraceback) else error
+
+
+def _is_end(error: BaseException | None) -> bool:
+    """Whether an attempt that has returned, or raised this, has ended, and its message is acknowledged."""
+    return error is None or (isinstance(error, (Retry, Ignore)) and not isinstance(error, _GOES_ON))
 
 
 def _leave_late(app: Celery, call: Call) -> bool:

@@ -83,6 +83,11 @@ def instead_name(lock_name: str, task_id: str) -> str:
     return f"{tagged(lock_name)}:instead:{task_id}"
 
 
+def receipt_name(prefix: str, task: str, task_id: str, call_id: str, attempt: int) -> str:
+    """The name of the receipt of an attempt that has ended. It is in no lock's slot."""
+    return f"{prefix}:receipt:{task}:{task_id}:{call_id}:{attempt}"
+
+
 def lines_name(prefix: str, broker: str) -> str:
     """The name of the set of all lines whose calls come from one broker, by its URL without a user."""
     return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"
