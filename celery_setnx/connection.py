@@ -20,6 +20,7 @@ from redis.sentinel import Sentinel
 from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
+_QUICK_S = 0.5
 SCHEMES = ("redis", "rediss", "redis+socket", "sentinel", "redis+cluster", "rediss+cluster")
 _EXAMPLE = "redis://localhost:6379/1"
 _PARAMS = (
@@ -51,6 +52,15 @@ def client_for(app: Celery) -> redis.Redis:
         # A forked child leaves its parent's client alone: the sockets are the parent's.
         client = clients.setdefault(pid, new_client(app))
     return client
+
+
+def quick_client_for(app: Celery) -> redis.Redis:
+    """The same for a worker's event loop, which must not wait for a server that is away."""
+    usual = client_for(app)
+    quick: redis.Redis | None = usual.__dict__.get("_setnx_quick")
+    if quick is None:
+        quick = usual.__dict__.setdefault("_setnx_quick", new_client(app, _QUICK_S))
+    return quick
 
 
 def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:

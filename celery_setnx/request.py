@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps
 from celery.exceptions import Ignore, Reject, Retry
@@ -23,11 +23,11 @@ from celery_setnx.call.guard import DECORATED
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
-from celery_setnx.connection import client_for
+from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.run.ends import ends_of_process
@@ -116,6 +116,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
         self._has_returned = return_ok and not isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
+        if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
+            logger.warning("%s waits on: the process that has parked it has died (%s).", self.call, error)
+            error = Waits("it waits on", 0.0)
+            exc_info = _info_of(error)  # for which Celery acknowledges the message, and stores nothing
         if self._ends_with(error):
             self._forget(is_sent_again=isinstance(error, Retry))
         return super().on_failure(exc_info, send_failed_event, return_ok)
@@ -181,13 +185,27 @@ class SingletonRequest(Request):  # type: ignore[misc]
             word = lock.free_dead(token)
             let_others_start(self.app, self.task.name, lock)
             if not self._has_returned and not self._comes_back:
-                if word == "lost":  # it died before it had the lock
+                if word == "lost" and not self._goes_on():  # it died before it had the lock
                     self._forget()
                 if word == "ended":  # or after it, and before its result was stored
                     self._forget(has_released=True)
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
+
+    def _goes_on(self) -> bool:
+        """Whether the call of a child that has died waits in line, or another message has started it."""
+        guard, call = self._guard, self.call
+        if guard is None or not guard.options_of(call.options).may_wait:
+            return False
+        try:
+            key = call.key or guard.key(self.args, self.kwargs, call.options)
+            place = call._replace(key=key).place(BEGUN_S)
+            with between_forks:
+                return goes_on(quick_client_for(self.app), place, copy=call.copy)
+        except Exception as error:  # noqa: BLE001 - a callable key's, of a message that never ran, or of Redis
+            logger.warning("%s has died, and whether it waits on is not known: %s", call, error)
+            return False
 
     def free_held(self) -> None:
         """Free what a retry has that will not run: the lock that is held for it, its mark and its place."""
@@ -290,6 +308,13 @@ class SingletonRequest(Request):  # type: ignore[misc]
 def _error_of(exc_info: Any) -> BaseException:
     error: BaseException = exc_info.exception
     return error.exc if isinstance(error, ExceptionWithTraceback) else error
+
+
+def _info_of(error: BaseException) -> ExceptionInfo:
+    try:
+        raise error
+    except type(error):
+        return ExceptionInfo()
 
 
 def _is_end(error: BaseException | None) -> bool:

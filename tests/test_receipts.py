@@ -1,30 +1,26 @@
 """A message that is delivered again after its attempt has ended, where no result tells that. Real workers."""
 
 import importlib
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
-from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
-from celery.worker.request import create_request_cls
 
 from celery_setnx import SingletonTask
 from celery_setnx.call.back import ComesBack, Dropped, Message, Waits
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.lock.receipt import has_receipt, write_receipt
-from celery_setnx.request import SingletonRequest
 from celery_setnx.run.receipt import Receipts, receipt_of, receipts_of
 from celery_setnx.testing import hold
 from tests.conftest import LOCK_DB
+from tests.delivered import Delivered
 from tests.harness import Journal, Worker, wait_until
 from tests.test_redis_broker import grow_old
 
@@ -103,41 +99,6 @@ def test_call_that_failed_runs_again_if_it_was_delivered_twice(tasks, broker, jo
     gates(name, 2)
     journal.wait_for("end", 2, task_id=result.id)
     wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
-
-
-class Delivered:
-    """A message that a worker's parent has read, and what becomes of it."""
-
-    def __init__(self, task: Any, *, held_s: float) -> None:
-        told = task.app.amqp.as_task_v2(uuid.uuid4().hex, task.name)
-        about = {"properties": {}, "delivery_info": {}, "content_type": "", "content_encoding": ""}
-        message = SimpleNamespace(headers=told.headers, payload=told.body, body=told.body, **about)
-        pool = SimpleNamespace(apply_async=None)
-        ends = dict.fromkeys(("on_ack", "on_reject"), self._acknowledge)
-        made = create_request_cls(SingletonRequest, task, pool, "here", None, app=task.app)
-        self.request = made(message, app=task.app, task=task, hostname="here", **ends)
-        self.request._received_at -= held_s
-        self.receipts: list[bool] = []  # whether there was one, when it was acknowledged
-        self.locks: redis.Redis = client_for(task.app)
-
-    @property
-    def name(self) -> str:
-        """That of its receipt."""
-        return str(receipt_of(self.request.task._guard, self.request.call))
-
-    def _acknowledge(self, *_args: Any) -> None:
-        self.receipts.append(has_receipt(self.locks, self.name))
-
-    def ends(self, error: BaseException | None = None) -> None:
-        """A child has run it, and says so."""
-        failed = None
-        if error is not None:
-            try:
-                raise error
-            except BaseException:
-                failed = ExceptionInfo()
-        self.request.on_accepted(os.getpid(), time.monotonic())
-        self.request.on_success((0, "result", 0.1) if failed is None else (1, failed, 0.1))
 
 
 @pytest.fixture

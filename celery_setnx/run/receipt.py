@@ -11,13 +11,12 @@ import re
 import time
 from contextlib import suppress
 
-import redis
 from celery import Celery, Task
 
 from celery_setnx.call.back import result_tells, tells_redelivery, visibility_timeout_s
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
-from celery_setnx.connection import client_for, new_client
+from celery_setnx.connection import quick_client_for
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.names import receipt_name
@@ -25,7 +24,6 @@ from celery_setnx.lock.receipt import write_receipt
 
 logger = logging.getLogger("celery_setnx")
 
-_TIMEOUT_S = 0.5  # the parent's event loop waits for it
 _SILENCE_S = 10.0
 _RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
@@ -55,7 +53,6 @@ class Receipts:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._clients: tuple[redis.Redis, redis.Redis] | None = None
         self._silent_until, self._fails = 0.0, False
 
     def write(self, call: Call, name: str, keep_s: float) -> None:
@@ -64,7 +61,7 @@ class Receipts:
             return
         try:
             with between_forks:
-                write_receipt(self._client(), name, keep_s)
+                write_receipt(quick_client_for(self._app), name, keep_s)
             self._fails = False
         except LockUnavailable as error:
             self._silent_until = time.monotonic() + _SILENCE_S
@@ -79,13 +76,6 @@ class Receipts:
         text = "The receipt of %s, which has ended, was not written. Delivered again, it would run again. %s"
         with suppress(Exception):  # whatever a handler of the app's raises
             logger.warning(text, call, why)
-
-    def _client(self) -> redis.Redis:
-        """A client with a short patience, for the server that holds the app's locks now."""
-        usual = client_for(self._app)
-        if self._clients is None or self._clients[0] is not usual:
-            self._clients = usual, new_client(self._app, _TIMEOUT_S)
-        return self._clients[1]
 
 
 def receipts_of(app: Celery) -> Receipts:
