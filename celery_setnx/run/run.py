@@ -229,8 +229,9 @@ class Run:
 
         What paces it may be its own first start. And by its policy it would end once more, or wait.
         """
-        is_own = outcome.holder is not None and outcome.holder.task_id == self.request.id
-        return outcome.paced or (self._may_be_second and not is_own)
+        holder = outcome.holder
+        own_runs = holder is not None and holder.task_id == self.request.id and holder.state == "running"
+        return outcome.paced or (self._may_be_second and not own_runs)
 
     def _result_before(self) -> Any:
         """What this delivery ends with if its attempt has ended before: release never means that it has.
