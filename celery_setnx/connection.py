@@ -42,6 +42,7 @@ from celery_setnx.address import (
 from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
+_QUICK_S = 0.5
 _TRANSPORT_OPTIONS = {
     "setnx_url": "setnx_transport_options",
     "result_backend": "result_backend_transport_options",
@@ -76,6 +77,15 @@ def client_for(app: Celery) -> redis.Redis:
         # A forked child leaves its parent's client alone: the sockets are the parent's.
         known = clients[pid] = _Known(new_client(app), app.conf, marks)
     return known.client
+
+
+def quick_client_for(app: Celery) -> redis.Redis:
+    """The same for a worker's event loop, which must not wait for a server that is away."""
+    usual = client_for(app)
+    quick: redis.Redis | None = usual.__dict__.get("_setnx_quick")
+    if quick is None:
+        quick = usual.__dict__.setdefault("_setnx_quick", new_client(app, _QUICK_S))
+    return quick
 
 
 def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps
-from celery.exceptions import Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
@@ -23,16 +23,19 @@ from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropp
 from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import noting_queues, origin_here
+from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
-from celery_setnx.connection import client_for
+from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
+from celery_setnx.run.park import remember_s
+from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.signals import lock_released
 
 logger = logging.getLogger("celery_setnx")
@@ -44,12 +47,17 @@ _GOES_ON = (Waits, Dropped, ComesBack)
 
 
 def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
-    """What Celery calls when a child has returned; a success is noted, as `on_failure` does the other."""
+    """What Celery calls when a child has returned; a success is noted, as `on_failure` does the other.
+
+    An end is noted before Celery acknowledges the message.
+    """
 
     @functools.wraps(on_success)
     def note(self: SingletonRequest, failed__retval__runtime: Any, **kwargs: Any) -> Any:
-        if not failed__retval__runtime[0]:
+        failed, retval, _runtime = failed__retval__runtime
+        if not failed:
             self._has_returned = True
+        self._write_receipt(_error_of(retval) if failed else None)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note
@@ -74,6 +82,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.call = self._call_of_message()
+        self._received_at = self._accepted_at = time.monotonic()
         wanted = are_wanted(self.eventer)
         follow(self.app, self.hostname, wanted=wanted)
         self._request_dict["properties"] = {
@@ -98,6 +107,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
         """A child runs the task: from now on its death is noticed."""
+        self._accepted_at = time.monotonic()
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
             ends_of_process().watch(self)
         return super().on_accepted(pid, time_accepted)
@@ -107,11 +117,14 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         Without `return_ok` the child has died, or is about to, or could not begin.
         """
-        error = exc_info.exception
-        error = error.exc if isinstance(error, ExceptionWithTraceback) else error
+        error = _error_of(exc_info)
         self._has_returned = return_ok and not isinstance(error, _DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
+        if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
+            logger.warning("%s waits on: the process that has parked it has died (%s).", self.call, error)
+            error = Waits("it waits on", 0.0)
+            exc_info = _info_of(error)  # for which Celery acknowledges the message, and stores nothing
         if self._ends_with(error):
             self._forget(is_sent_again=isinstance(error, Retry))
         return super().on_failure(exc_info, send_failed_event, return_ok)
@@ -121,6 +134,29 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if isinstance(error, Reject):
             return not (error.requeue and self.task.acks_late)
         return not isinstance(error, _DEATHS + _GOES_ON)
+
+    def _write_receipt(self, error: BaseException | None) -> None:
+        """Note that this attempt has ended, if its message may be delivered again and nothing else tells.
+
+        An attempt that was retried or replaced has ended, too. One that failed has not: delivered again, it
+        runs again.
+        """
+        guard = self._guard
+        if guard is None or DISABLED.is_on(self.app) or not _is_end(error):
+            return
+        acknowledged_at = time.monotonic() if self.task.acks_late else self._accepted_at
+        if not needs_receipt(
+            self.task,
+            ignores_result=bool(
+                self.ignore_result or self.task.ignore_result
+            ),  # before Celery 5.7 both decide
+            has_succeeded=error is None,
+            held_s=acknowledged_at - self._received_at,
+        ):
+            return
+        if (name := receipt_of(guard, self.call)) is not None:
+            keep_s = remember_s(self.app, guard.options_of(self.call.options))
+            receipts_of(self.app).write(self.call, name, keep_s)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """After a hard time limit the child is about to die."""
@@ -154,13 +190,27 @@ class SingletonRequest(Request):  # type: ignore[misc]
             word = lock.free_dead(token)
             let_others_start(self.app, self.task.name, lock)
             if not self._has_returned and not self._comes_back:
-                if word == "lost":  # it died before it had the lock
+                if word == "lost" and not self._goes_on():  # it died before it had the lock
                     self._forget()
                 if word == "ended":  # or after it, and before its result was stored
                     self._forget(has_released=True)
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
+
+    def _goes_on(self) -> bool:
+        """Whether the call of a child that has died waits in line, or another message has started it."""
+        guard, call = self._guard, self.call
+        if guard is None or not guard.options_of(call.options).may_wait:
+            return False
+        try:
+            key = call.key or guard.key(self.args, self.kwargs, call.options)
+            place = call._replace(key=key).place(BEGUN_S)
+            with between_forks:
+                return goes_on(quick_client_for(self.app), place, copy=call.copy)
+        except Exception as error:  # noqa: BLE001 - a callable key's, of a message that never ran, or of Redis
+            logger.warning("%s has died, and whether it waits on is not known: %s", call, error)
+            return False
 
     def free_held(self) -> None:
         """Free what a retry has that will not run: the lock that is held for it, its mark and its place."""
@@ -262,6 +312,23 @@ class SingletonRequest(Request):  # type: ignore[misc]
     @property
     def _guard(self) -> Any:
         return getattr(self.task, "_guard", None)
+
+
+def _error_of(exc_info: Any) -> BaseException:
+    error: BaseException = exc_info.exception
+    return error.exc if isinstance(error, ExceptionWithTraceback) else error
+
+
+def _info_of(error: BaseException) -> ExceptionInfo:
+    try:
+        raise error
+    except type(error):
+        return ExceptionInfo()
+
+
+def _is_end(error: BaseException | None) -> bool:
+    """Whether an attempt that has returned, or raised this, has ended, and its message is acknowledged."""
+    return error is None or (isinstance(error, (Retry, Ignore)) and not isinstance(error, _GOES_ON))
 
 
 def _leave_late(app: Celery, call: Call) -> bool:

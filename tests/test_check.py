@@ -13,6 +13,7 @@ from celery_setnx import SingletonTask, UnkeyableCall, singleton
 from celery_setnx.doctor import check
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import examine
+from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.options import settings
 from celery_setnx.request import SingletonRequest
 
@@ -133,7 +134,7 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         # A run that may be longer than the visibility timeout (kombu's default for SQS is half an hour);
         # without a stored result nobody knows that the first has succeeded.
         ("visibility", {"task": LATE}, {}, "is dropped if the first succeeds"),
-        ("visibility", {"task": {**LATE, "ignore_result": True}}, {}, "runs again after the first"),
+        ("visibility", {"task": {**LATE, "ignore_result": True}}, {}, "is dropped if the first succeeds"),
         ("visibility", {"task": {"acks_late": True, "time_limit": 1801}}, {"broker_url": "sqs://"}, ""),
         # A line holds no pickles.
         ("pickle", {"on_conflict": "wait", "task": {"serializer": "pickle"}}, {}, "polls instead"),
@@ -446,6 +447,31 @@ def test_decorated_function_is_checked_too(app, options):
     def work(number: int) -> None: ...
 
     assert subjects(app) == [("warning", "lease")]
+
+
+@pytest.mark.parametrize(
+    ("base", "conf", "is_told"),
+    [
+        (Task, {"task_ignore_result": True}, False),
+        (Task, {"result_backend": None}, False),
+        (Task, {"result_expires": 3599}, False),
+        (Task, {"task_ignore_result": True, "task_acks_late": False}, True),
+        (Task, {}, True),
+        (SingletonTask, {"task_ignore_result": True}, True),
+    ],
+)
+def test_task_that_nothing_tells_that_it_has_ended_is_a_warning(app, caplog, base, conf, is_told):
+    """Neither a receipt nor a result: the check says what to set, and so does a worker when it starts."""
+    app.conf.update({"task_acks_late": True, **conf})
+
+    @app.task(base=base, name="work", shared=False)
+    @singleton
+    def work(number: int) -> None: ...
+
+    assert subjects(app) == [("warning", "redelivery")] * (not is_told)
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    said = "work has acks_late and no stored result, and is no SingletonTask"
+    assert (said in caplog.text) == (not is_told)
 
 
 def test_app_without_guarded_tasks_is_a_warning(app):

@@ -3,17 +3,22 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery import Celery
 
+from celery_setnx import SingletonTask
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
+from celery_setnx.lock.line import leave, park
 from celery_setnx.lock.marks import Mark, free_all, mark_all
 from celery_setnx.run import ends as ends_module
-from celery_setnx.run.ends import Ends
+from celery_setnx.run.ends import Ends, ends_of_process
 from tests.conftest import LOCK_DB
+from tests.delivered import Delivered, info_of
 from tests.harness import raising, wait_until
 
 MANY = 3000
@@ -127,3 +132,70 @@ def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, proxy, marked, c
     refused = [f"t[{call.task_id}] has ended, and its mark" in caplog.text for call in calls[9:13]]
     assert refused == [False, True, True, True]
     wait_until(lambda: marks_left() == MANY - 10, "those that were kept are freed")
+
+
+@pytest.fixture
+def waiting(server, locks) -> Iterator[Any]:
+    """A task whose calls wait in line, and that is told of its failures."""
+    app = Celery("waiting", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+
+    def body() -> None: ...
+
+    options = {"key": (), "on_conflict": "wait", "dedupe": "until_started"}
+    yield app.task(body, base=SingletonTask, name="waiting", shared=False, singleton=options)
+    client_for(app).close()
+    app.close()
+
+
+def killed(task: Any, call: Call) -> tuple[str, bool]:
+    """The state of a call whose process has died, and whether its mark is there still."""
+    client, mark = client_for(task.app), Mark(call.key, call.task_id)
+    mark_all(client, [mark], dedupe="until_started", lease=600)
+    delivered = Delivered(task, call=call)
+    delivered.request.worker_pid = 1
+    delivered.request.free_dead()
+    delivered.request.on_failure(info_of(WorkerLostError("gone")))
+    ends = ends_of_process()
+    wait_until(lambda: not (ends._ended or ends._at_work), "what it leaves behind is freed")
+    return task.AsyncResult(call.task_id).state, bool(client.exists(mark.name))
+
+
+DIED = [
+    ("-", "", ("PENDING", True)),  # it was parked
+    ("-", "x1", ("PENDING", True)),  # and has been woken since
+    ("x1", "", ("PENDING", True)),  # woken in vain, it was parked again
+    ("-", None, ("FAILURE", False)),  # it has never waited
+    ("x1", "x1", ("FAILURE", False)),  # it had its turn
+]
+
+
+@pytest.mark.parametrize(("copy", "begun_by", "found"), DIED)
+def test_call_whose_process_died_just_after_it_was_parked_waits_on(waiting, caplog, copy, begun_by, found):
+    """It has not failed, and its mark stays: it is woken when its turn has come, or was already."""
+    call = Call("waiting", f"id-{copy}-{begun_by}", key="t:{waiting}", copy=copy, marked=True, bare=False)
+    if begun_by is not None:
+        client, place = client_for(waiting.app), call.place(600)
+        park(client, place, copy=copy, since=1.0, call="message")
+        if begun_by:
+            leave(client, place, copy=begun_by)
+    assert killed(waiting, call) == found
+    assert ("waits on: the process" in caplog.text) == (found[0] == "PENDING")
+
+
+def test_call_that_died_with_its_turn_has_failed(waiting, locks):
+    """It was woken, and is in no line: no other message of it is on its way."""
+    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", marked=True, bare=False)
+    park(client_for(waiting.app), call.place(600), copy="x1", since=1.0, call="message")
+    locks.zrem("t:{waiting}:line", "id-1")
+    assert killed(waiting, call)[0] == "FAILURE"
+
+
+def test_child_that_dies_while_redis_is_away_has_failed(waiting, proxy, caplog):
+    """Nothing tells that it waits, and the worker's event loop does not wait for that."""
+    waiting.app.conf.setnx_url = proxy.url(LOCK_DB)
+    call = Call("waiting", "id-1", key="t:{waiting}", bare=False)
+    with proxy.black_hole():
+        Delivered(waiting, call=call).request.on_failure(info_of(WorkerLostError("gone")))
+    assert waiting.AsyncResult("id-1").state == "FAILURE"
+    assert "whether it waits on is not known" in caplog.text

@@ -68,6 +68,7 @@ _PACKED = ("headers", "properties", "queue", "content_type", "broker")
 _OURS = ("correlation_id", "reply_to", "compression", "priority")
 _PROPERTIES = ("delivery_mode", "app_id", "message_id", "type", "user_id", "MessageGroupId")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+_SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
 
@@ -306,8 +307,8 @@ def visibility_timeout_s(app: Celery) -> float | None:
 
 
 def tells_redelivery(app: Celery) -> bool:
-    """Whether the broker flags what it delivers again; SQS does not."""
-    return scheme_of(broker_url(app)).lower() != "sqs"
+    """Whether the broker flags what it delivers again; SQS does not, nor do those of other clouds."""
+    return scheme_of(broker_url(app)).lower() not in _SILENT
 
 
 def counts_once(backend: Any) -> bool:
@@ -327,6 +328,21 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning("%s goes on, though it may have ended: its result is not known (%s).", call, error)
         return {}
+
+
+def result_tells(task: Task, *, ignores_result: bool) -> bool:
+    """Whether a call's stored result tells a second delivery of it that it has succeeded."""
+    backend = task.backend
+    if ignores_result or isinstance(backend, DisabledBackend) or not backend.persistent:
+        return False
+    kept_s = results_kept_s(task.app)
+    return not kept_s or kept_s >= (visibility_timeout_s(task.app) or 0.0)
+
+
+def results_kept_s(app: Celery) -> float:
+    """Seconds for which a result backend keeps a result; 0 for ever."""
+    kept = app.conf.result_expires
+    return kept.total_seconds() if isinstance(kept, timedelta) else float(kept or 0)
 
 
 def seconds_until(app: Celery, when: Any) -> float:

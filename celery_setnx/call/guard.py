@@ -80,8 +80,9 @@ class Guard:
             text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
             logger.warning(text, before, before.key, error)
             key, about = before.key, before.about if shown else ""
-        # A call stays the one that it was; that of another attempt under its id is another.
-        call_id = (before.call_id if before else "") or os.urandom(6).hex()
+        # A later attempt of a call stays that call; what else is published under its id is another.
+        is_later = before is not None and before.attempt < new.attempt
+        call_id = (before.call_id if before and is_later else "") or os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 

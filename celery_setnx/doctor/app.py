@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from math import ceil
 from string import Formatter
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from celery import Celery, Task
 from celery.backends.base import DisabledBackend
 
-from celery_setnx.call.back import visibility_timeout_s
+from celery_setnx.call.back import result_tells, results_kept_s, visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.queues import is_fanout, is_reached, own_queue
 from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
@@ -76,6 +75,7 @@ def check_tasks(app: Celery) -> list[Finding]:
         found += _task_findings(app, task, guard)
         found += queue_findings(app, task)
         found += _redelivery_findings(app, task, guard)
+        found += _end_findings(task)
         found += _waiting_findings(task, guard)
         found += _done_findings(app, task, guard)
         found += _rate_findings(task, guard)
@@ -218,8 +218,7 @@ def _redelivery_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Find
         return
     again = f"the broker delivers again after {visibility_s:g} s."
     if task.acks_late and run_s > visibility_s:
-        is_known = getattr(app.backend, "persistent", False) and not task.ignore_result
-        second = "is dropped if the first succeeds" if is_known else "runs again after the first"
+        second = "is dropped if the first succeeds" if _ends_are_told(task) else "runs again after the first"
         yield warn(
             "visibility",
             f"{task.name} has acks_late and may run for {run_s:g} s; {again}",
@@ -230,7 +229,8 @@ def _redelivery_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Find
         yield warn(
             "visibility",
             f"{task.name} has a default_retry_delay of {task.default_retry_delay:g} s; {again}",
-            "A retry is delivered several times before it is due, and runs as often if no result is stored.",
+            "A retry is delivered several times before it is due. The first delivery runs, and the others "
+            + ("are dropped if it succeeds." if _ends_are_told(task) else "run after it."),
             "Raise broker_transport_options visibility_timeout, or retry sooner.",
         )
     elif (longest_s := options.retry_delay_max) > visibility_s / 4 and _is_set(guard, "retry_delay_max"):
@@ -247,6 +247,27 @@ def _redelivery_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Find
             "When a worker dies, its calls come back that late; by then their marks have lapsed.",
             "Set queue_lease to the visibility timeout or more.",
         )
+
+
+def _end_findings(task: Task) -> Iterator[Finding]:
+    """A task of which nothing tells a second delivery that the first has succeeded."""
+    if task.acks_late and not _ends_are_told(task):
+        yield warn(
+            "redelivery",
+            f"{task.name} has acks_late and no stored result, and is no SingletonTask.",
+            "When its message is delivered again, nothing tells that it has succeeded: it runs twice.",
+            "Add base=SingletonTask; or store its results, for longer than the visibility timeout.",
+        )
+
+
+def redelivery_warnings(app: Celery) -> list[str]:
+    """What a worker says, when it starts, of tasks that may run twice."""
+    return [f"{one.what} {one.why} {one.do}" for task, _ in guarded_tasks(app) for one in _end_findings(task)]
+
+
+def _ends_are_told(task: Task) -> bool:
+    """Whether a second delivery learns that the first has succeeded: by a receipt, or by its result."""
+    return isinstance(task, SingletonTask) or result_tells(task, ignores_result=bool(task.ignore_result))
 
 
 def _waiting_findings(task: Task, guard: Guard) -> Iterator[Finding]:
@@ -271,7 +292,7 @@ def _waiting_findings(task: Task, guard: Guard) -> Iterator[Finding]:
 
 def _done_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
     """A result that is gone while its call still makes duplicates: that result is what they get."""
-    dedupe_for, kept_s = guard.options.dedupe_for, _results_kept_s(app)
+    dedupe_for, kept_s = guard.options.dedupe_for, results_kept_s(app)
     if dedupe_for is None:
         return
     counts = f"{task.name} makes duplicates for {dedupe_for:g} s (dedupe_for)"
@@ -289,12 +310,6 @@ def _done_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
             "A duplicate gets the first call's result. Once that has expired it is PENDING for ever.",
             "Set result_expires to dedupe_for or more.",
         )
-
-
-def _results_kept_s(app: Celery) -> float:
-    """Seconds for which a result backend keeps a result; 0 for ever."""
-    kept = app.conf.result_expires
-    return kept.total_seconds() if isinstance(kept, timedelta) else float(kept or 0)
 
 
 def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:

@@ -335,7 +335,7 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
             "visibility",
             f"The broker delivers again what runs for more than {limit_s:g} s with acks_late: "
             f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}.",
-            "The second delivery waits for the first, and is dropped only if the result says SUCCESS.",
+            "The second delivery waits for the first, and is dropped if that succeeds.",
             "Keep runs shorter than broker_transport_options visibility_timeout, or raise it.",
         )
 

@@ -13,7 +13,7 @@ from celery import bootsteps
 
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
-from celery_setnx.doctor.app import guarded_tasks, queue_findings
+from celery_setnx.doctor.app import guarded_tasks, queue_findings, redelivery_warnings
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock.lock import HeldLock, SetnxLock
@@ -24,10 +24,12 @@ from celery_setnx.lock.names import (
     mark_name,
     permit_names,
     permits_name,
+    receipt_name,
     record_name,
     starts_name,
     ticket_name,
 )
+from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
 from celery_setnx.options import refuse_unread_environment, settings
@@ -59,6 +61,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         for task, _guard in guarded_tasks(app):
             for found in queue_findings(app, task):
                 logger.warning("%s %s %s", found.what, found.why, found.do)
+        for warning in redelivery_warnings(app):
+            logger.warning("%s", warning)
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings(app.conf).prefix))
@@ -148,18 +152,24 @@ def _try_sweep(client: redis.Redis, lines: str, key: str) -> None:
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:
-    """Mark, extend and free."""
+    """Mark, extend and free; and note that a call has ended."""
     mark = Mark(key, "check")
     (marked,) = mark_all(client, [mark], dedupe="until_done", lease=5.0)
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
         if isinstance(error, (LockUnavailable, LockRefused)):
             raise error
+    write_receipt(client, _receipt_of(key), keep_s=5.0)
+    has_receipt(client, _receipt_of(key))
+
+
+def _receipt_of(key: str) -> str:
+    return receipt_name(key.partition(":{")[0], TRIAL, key[-33:-1], "", 0)
 
 
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
     beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
-    permits = (*permit_names(key, 1), permits_name(key), starts_name(key))
+    permits = (*permit_names(key, 1), permits_name(key), starts_name(key), _receipt_of(key))
     with suppress(*REDIS_ERRORS):
         for name in (key, *beside, *line_names(key), *permits, lines):
             try:

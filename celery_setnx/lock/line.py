@@ -27,8 +27,8 @@ from celery_setnx.lock.names import (
     record_name,
     ticket_name,
 )
-from celery_setnx.lock.record import PLAIN, Holder, Terms, current_holder
-from celery_setnx.lock.scripts import PermitScript, Script, replies_to, reply_to
+from celery_setnx.lock.record import ORIGINAL, PLAIN, Holder, Terms, current_holder
+from celery_setnx.lock.scripts import PermitScript, Script, replies_to, reply_to, value_of
 
 _PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
@@ -112,6 +112,18 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     argv = (place.task_id, place.attempt, copy)
     reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv, _remember_ms(place))
     return str(reply[0])
+
+
+def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
+    """Whether an attempt of which a message has died waits on, or was started by another message."""
+    ticket = value_of(client, ticket_name(place.key, place.task_id, place.call_id))
+    attempt, _, rest = (ticket or "").partition("|")
+    if not attempt.isdecimal() or int(attempt) < place.attempt:
+        return False
+    begun_by = rest.rpartition("|")[0]
+    if int(attempt) == place.attempt and not begun_by and copy != ORIGINAL:  # it may have died with its turn
+        return reply_to(client, "ZSCORE", line_names(place.key)[0], place.task_id) is not None
+    return int(attempt) > place.attempt or begun_by != copy
 
 
 def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:

@@ -102,6 +102,11 @@ def lock_and_task_id(entry: str) -> tuple[str, str]:
     return (entry[: end + 1], entry[end + 2 :]) if end >= 0 else (entry, "")
 
 
+def receipt_name(prefix: str, task: str, task_id: str, call_id: str, attempt: int) -> str:
+    """The name of the receipt of an attempt that has ended. It is in no lock's slot."""
+    return f"{prefix}:receipt:{task}:{task_id}:{call_id}:{attempt}"
+
+
 def lines_name(prefix: str, broker: str) -> str:
     """The name of the set of all lines whose calls come from one broker, by that one's name."""
     return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from celery import Task
@@ -22,6 +23,7 @@ from celery_setnx.call.back import (
     ComesBack,
     Dropped,
     Waits,
+    come_back,
     counts_once,
     known_result,
     seconds_until,
@@ -36,6 +38,7 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.options import UNSET
 from celery_setnx.run.acquire import Asking
@@ -43,6 +46,7 @@ from celery_setnx.run.conflict import resolve, resolve_done
 from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_result
 from celery_setnx.run.park import ItsTurn, Parked
+from celery_setnx.run.receipt import receipt_of
 from celery_setnx.signals import (
     lock_acquired,
     lock_lost,
@@ -54,6 +58,7 @@ from celery_setnx.signals import (
 
 logger = logging.getLogger("celery_setnx")
 
+_LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
 
@@ -120,8 +125,8 @@ class Run:
                     logger.info("%s has been started by another message; this one is dropped.", self)
                     raise Dropped("another message has started this call")
                 if held is None:
-                    if outcome.paced and (stored := self._success_before()) is not None:
-                        return self._count_again(stored)  # its own first start may be what paces it
+                    if self._may_have_ended(outcome) and (result := self._result_before()) is not UNSET:
+                        return result
                     with suppress(ItsTurn):
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
@@ -193,11 +198,11 @@ class Run:
         raise LockTimeout(self.task.name, self.lock.name, {}, None, waited_s)
 
     def _in_lock(self, held: HeldLock, outcome: Outcome, body: Callable[[], Any]) -> Any:
-        """The body's result; the stored one, if the call has succeeded before."""
+        """The body's result; what the call has ended with before, if it has."""
         self._begin(held, outcome)
-        stored = self._success_before()
-        if stored is not None:
-            return self._count_again(stored)
+        if (ended := self._result_before()) is not UNSET:
+            return ended
+        self._look_once_more(outcome)
         self._check_max_wait(outcome)
         # The first start of what is delivered again has ended the mark; but another's was set since.
         has_begun = self.call.redelivered and outcome.mark is None
@@ -231,10 +236,49 @@ class Run:
         )
         self._send(uniqueness_lapsed, marked_by=marked_by)
 
-    def _success_before(self) -> Mapping[str, Any] | None:
-        """What is stored of this call, if it is another delivery of one that has succeeded: release never
-        means done.
+    @property
+    def _may_be_second(self) -> bool:
+        """Whether another delivery of this message may have begun its attempt."""
+        if self.request.is_eager:
+            return False
+        return self.call.redelivered or (self.task.acks_late and not tells_redelivery(self.task.app))
+
+    def _may_have_ended(self, outcome: Outcome) -> bool:
+        """Whether a call that meets a conflict is to ask whether its attempt has ended.
+
+        What paces it may be its own first start. And by its policy it would end once more, or wait.
         """
+        holder = outcome.holder
+        own_runs = holder is not None and holder.task_id == self.request.id and holder.state == "running"
+        return outcome.paced or (self._may_be_second and not own_runs)
+
+    def _result_before(self) -> Any:
+        """What this delivery ends with if its attempt has ended before: release never means that it has.
+
+        `UNSET` if it is not known to have ended.
+        """
+        stored = self._success_before()
+        if stored is not None:
+            return self._count_again(stored)
+        receipt = receipt_of(self.guard, self.call) if self._may_be_second else None
+        if receipt and self.asking.patiently(partial(has_receipt, self.lock.client, receipt), False):
+            logger.info("%s has ended before, and was delivered again; this delivery is dropped.", self)
+            raise Dropped("it has ended before")  # and a chord has counted it before its end was reported
+        return UNSET
+
+    def _look_once_more(self, outcome: Outcome) -> None:
+        """Have a delivery that has waited for another of its own come back once before it runs.
+
+        That may have given the lock back a moment ago, and its end is told after its links are sent.
+        """
+        call = self.call
+        has_waited = call.redelivered and call.waits and call.copy == ORIGINAL
+        if has_waited and not call.asked and outcome.taken_over_from is None:
+            reason = "another delivery of it has had the lock, and may be about to end"
+            come_back(self.task, call._replace(asked=1), _LOOK_AGAIN_S, reason, own=True)
+
+    def _success_before(self) -> Mapping[str, Any] | None:
+        """What is stored of this call, if it is another delivery of one that has succeeded."""
         # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
         has_waited = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
         has_twin = has_waited and self.task.acks_late
