@@ -478,7 +478,7 @@ def test_sentinels_master_is_named(tmp_path):
 def subjects() -> dict[str, set[str]]:
     """The subjects of all findings in the code, with their levels."""
     found: dict[str, set[str]] = {}
-    for module in ("server", "app"):
+    for module in ("server", "app", "broker"):
         tree = ast.parse(Path(doctor.__file__).with_name(f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ok", "note", "warn", "fail"):
