@@ -199,6 +199,29 @@ def test_call_that_has_its_place_again_is_not_sent(locks, shop):
     assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is None
 
 
+def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, shop):
+    """Whoever finds it at the head takes it for one that is on its way."""
+    a, b = shop("a"), shop("b")
+    call = b.waits("b1", 10.0)
+    a.serve()
+    place = Call("bill", "late", key=call.key).place(600)
+    park(locks, place, copy="-", since=20.0, call="?")
+    assert a.begins(locks, "late")
+    assert locks.hget(line_names(call.key)[1], "b1").startswith("0+|")
+    b.step.sweep(b.app)
+    assert b.sent() == ["b1"]
+
+
+def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, shop):
+    """The other app has other serializers."""
+    a, b = shop("a"), shop("b")
+    call = Call("bill", "b1", key=b.key())
+    b.waits("b1", 10.0, text=b.packed(call, content_type="application/x-of-theirs"))
+    a.serve()
+    assert SetnxLock(locks, a.key()).holder().task_id == "b1"
+    assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is not None
+
+
 def test_three_permits_go_to_calls_of_two_brokers(locks, shop):
     """Each is sent by its own worker; the fourth waits."""
     options = {"lease": 60, "limit": 3}

@@ -166,7 +166,7 @@ class Message:
             loaded = _loaded(app, body, content_type, told["encoding"])
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no packed call ({error!r})") from None
-        if broker in ("", broker_of(app)) and not (isinstance(queue, str) and is_known(app, queue)):
+        if not isinstance(queue, str) or not is_known(app, queue):
             queue = own_queue(app, call.task, *loaded[:2])
         exchange, routing_key = call.route or ("", "")
         if queue not in [each.name for each in bound(app.amqp.queues.values(), exchange, routing_key)]:
@@ -231,6 +231,15 @@ class Message:
                 delivery_mode=delivery_mode,
                 **way,
             )
+
+
+def call_and_broker(text: str) -> tuple[Call, str]:
+    """A packed call, and the name of the broker that it came from, whatever its body is; else ValueError."""
+    try:
+        told = json.loads(text)  # type: ignore[no-untyped-call]
+        return Call.of(told["headers"]["task"], told["headers"]), str(told["broker"])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no packed call ({error!r})") from None
 
 
 def stamped(text: str, broker: str) -> str:

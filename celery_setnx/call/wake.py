@@ -18,7 +18,7 @@ from typing import Any, cast
 import redis
 from celery import Celery
 
-from celery_setnx.call.back import Message, deliverable
+from celery_setnx.call.back import Message, call_and_broker, deliverable
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.message import Call
@@ -66,11 +66,11 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         if heir.call is None:
             break
         try:
-            call, message = _from_line(app, heir.call, heir.task_id, key)
-            if _is_sent_here(app, call, message):
-                _send(app, heir, call, message)
+            call, broker = _from_line(heir.call, heir.task_id, key)
+            if _is_sent_here(app, call, broker):
+                _send(app, heir, *_of_its_line(app, heir.call))
             else:
-                _leave_to_others(app, heir, call, message)
+                _leave_to_others(app, heir, call, broker or broker_of(app))
             break
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
             logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
@@ -91,12 +91,11 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
         _take_back(app, heir, call.task, call.key)
 
 
-def _leave_to_others(app: Celery, heir: Heir, call: Call, message: Message) -> None:
+def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
     """Have a worker send a call that it alone can send; ValueError if none has come when its line was due.
 
     The lock is kept for it meanwhile, as for one that was sent.
     """
-    broker = message.broker or broker_of(app)
     lines = lines_name(settings_of(app).prefix, broker)
     try:
         if heir.rest_s > 0:
@@ -114,14 +113,16 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
     """
     line, calls = line_names(key)
     kept, place = cast("bytes | None", client.hget(calls, task_id)), client.zscore(line, task_id)
-    found = re.fullmatch(rb"\d+\+?\|\d+\|(.*)", kept or b"", re.DOTALL)
-    if found is None or (place is not None and place < PASSED_OVER):
-        return None
+    found = re.fullmatch(rb"\d+(\+?)\|\d+\|(.*)", kept or b"", re.DOTALL)
+    if found is None or (place is not None and place < PASSED_OVER and not found[1]):
+        return None  # nobody takes it for one that was sent
     try:
-        call, message = _from_line(app, found[1].decode(), task_id, key)
-        if not _is_sent_here(app, call, message):
+        text = found[2].decode()
+        call, broker = _from_line(text, task_id, key)
+        if not _is_sent_here(app, call, broker):
             is_plain = guard_of(app.tasks.get(call.task)) is None  # elsewhere it may be guarded
             return random.uniform(0.5, 1.5) if is_plain else None
+        call, message = _of_its_line(app, text)
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
         logger.warning("Task %s is handed %s, and could not be sent: %s.", task_id, key, error)
@@ -306,21 +307,25 @@ def remaining_s(found: Found) -> float | None:
     return None if holder is None or holder.deadline is None else holder.deadline - found.server_time
 
 
-def _from_line(app: Celery, text: str, task_id: str, key: str) -> tuple[Call, Message]:
-    """What a line has to wake a call with; ValueError if that is no call of this line."""
-    call, message = Message.unpacked(app, text)
+def _from_line(text: str, task_id: str, key: str) -> tuple[Call, str]:
+    """A call that a line has, and the broker that it came from; ValueError if it is no call of this line."""
+    call, broker = call_and_broker(text)
     if (call.key, call.task_id) != (key, task_id):
         raise ValueError(f"the line has {call} with key {call.key or None} in its place")
-    return call, message
+    return call, broker
 
 
-def _is_sent_here(app: Celery, call: Call, message: Message) -> bool:
-    """True if this app sends a call; ValueError if only its courier may, for which its broker vouches."""
-    if message.broker not in ("", broker_of(app)) or guard_of(app.tasks.get(call.task)) is None:
-        return False
+def _is_sent_here(app: Celery, call: Call, broker: str) -> bool:
+    """True if it is this app that sends a call."""
+    return broker in ("", broker_of(app)) and guard_of(app.tasks.get(call.task)) is not None
+
+
+def _of_its_line(app: Celery, text: str) -> tuple[Call, Message]:
+    """What a call is woken with; ValueError if only its courier may send it, for which its broker vouches."""
+    call, message = Message.unpacked(app, text)
     if not is_of_its_line(app, call, message.body):
         raise ValueError(f"the key of {call} is not the one that its arguments have; its courier sends it")
-    return True
+    return call, message
 
 
 def known_guard(app: Celery, task: str) -> Guard | None:

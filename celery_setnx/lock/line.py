@@ -236,7 +236,7 @@ def settle(
 def ask_others(client: redis.Redis, lines: str, task: str, key: str, task_id: str) -> bool:
     """Have another worker send a call, to which the lock is handed; False if none has looked at its line."""
     line, call = f"{task}\n{key}", f"{task}\n{key}\n{task_id}"
-    line_us, call_us = client.zmscore(lines, [line, call])
+    line_us, call_us = client.zscore(lines, line), client.zscore(lines, call)
     note_due(client, lines, task, f"{key}\n{task_id}", within=0.0)
     now_us = client.zscore(lines, call)
     if call_us is not None:
@@ -260,7 +260,7 @@ def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
     until_us = int(claimed.until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
     entries = client.zrevrangebyscore(lines, until_us, 0, start=0, num=10)
     keys = {lock_and_task_id(_text(entry).partition("\n")[2])[0] for entry in entries}
-    return [key for key in sorted(keys) if client.zcard(line_names(key)[0])]
+    return [key for key in sorted(keys) if client.zcount(line_names(key)[0], "-inf", "+inf")]
 
 
 def _is_overdue(due_us: float, now_us: float) -> bool:
