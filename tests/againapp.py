@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import redis
 from celery import current_task
-from celery.exceptions import Ignore
 
 from celery_setnx import SingletonTask
-from tests.app import URL, body, control, journal, make_app
-from tests.harness import redelivery
+from tests.app import body, control, journal, make_app
 
 __all__ = ["app", "control", "journal"]
 
@@ -16,12 +13,11 @@ BROKER_DB = 15
 app = make_app(
     "againapp",
     BROKER_DB,
-    broker_transport_options={**redelivery(1), "polling_interval": 0.1},
+    broker_transport_options={"polling_interval": 0.1},
     task_acks_late=True,
     task_ignore_result=True,
     worker_prefetch_multiplier=10,
 )
-broker = redis.Redis.from_url(f"{URL}/{BROKER_DB}", decode_responses=True)
 OPTIONS = {"key": "name", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 0.2}
 
 
@@ -31,17 +27,14 @@ def run(name: str, ends: str = "well") -> str:
     body(name)
     if ends == "retried" and not task.request.retries:
         raise task.retry(countdown=0.3)
-    if ends == "ignored":
-        raise Ignore
     if ends == "failing":
         raise ValueError(name)
     return name
 
 
 def variant(name: str, **options: Any) -> Any:
-    """A task with this function and these options; `task` are Celery's."""
-    celerys = options.pop("task", {})
-    return app.task(base=SingletonTask, name=name, singleton={**OPTIONS, **options}, **celerys)(run)
+    """A task with this function and these options."""
+    return app.task(base=SingletonTask, name=name, singleton={**OPTIONS, **options})(run)
 
 
 skips = variant("skips")
@@ -51,8 +44,6 @@ daily = variant("daily", dedupe="until_done", dedupe_for=3600)
 holds = variant("holds", hold_on_retry=True)
 several = variant("several", limit=2)
 paced = variant("paced", rate=(1, 0.5))
-early = variant("early", task={"acks_late": False})
-stores = variant("stores", task={"ignore_result": False})
 
 
 @app.task(name="after", acks_late=False)

@@ -22,7 +22,7 @@ from celery_setnx.testing import hold
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered
 from tests.harness import Journal, Worker, wait_until
-from tests.test_redis_broker import grow_old
+from tests.stage import redeliver, unacknowledged
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,7 +31,7 @@ POLICIES = ["skips", "waits", "retries", "daily", "several", "paced"]
 
 @pytest.fixture(scope="module")
 def module(module_worker) -> Worker:
-    """A worker that runs the tasks, and looks every second for what it has not acknowledged."""
+    """A worker that runs the tasks."""
     return module_worker("tests.againapp", concurrency=3)
 
 
@@ -54,7 +54,7 @@ def twice(module, broker, journal) -> Callable[..., Any]:
 
     def twice(result: Any) -> Any:
         journal.reached("start", result)
-        grow_old(broker)
+        redeliver(broker, unacknowledged(broker, "celery"))
         text = f"[{result.id}] waits for another delivery of itself"
         wait_until(lambda: text in module.log_text(), f"{text} in {module.log}")
         return result
