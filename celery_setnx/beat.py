@@ -35,11 +35,12 @@ from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.signals import tick_late
 from celery_setnx.wording import sentence
 
-logger = logging.getLogger("celery_setnx.beat")
+logger = Log("celery_setnx.beat")
 
 LATE_S = 1.0
 """Ticks that are later than this, in seconds, are logged and counted."""

@@ -6,7 +6,6 @@ What is counted is the table `FIGURES`; the two exporters only say where it goes
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from celery_setnx.doctor.trial import TRIAL
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.survey import survey
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.signals import (
     call_deduplicated,
@@ -35,7 +35,7 @@ from celery_setnx.signals import (
     uniqueness_lapsed,
 )
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
 """Upper bounds of the histograms' buckets, in seconds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -29,11 +28,12 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.log import Log
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.signals import lock_released
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 _PID_MAX = 2**22
 # What ends a child; `Ends` sees to its lock.
 _DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt, MemoryError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextvars
-import logging
 import re
 import time
 import uuid
@@ -26,6 +25,7 @@ from kombu.utils import json
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.connection import SCHEMES
 from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.log import Log
 from celery_setnx.wording import unstopped
 
 try:
@@ -38,7 +38,7 @@ except ImportError:  # Celery before 5.5 delays every message in the worker
         return False, ""
 
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 NONCE = "setnx_nonce"
 """The message property that makes the token of every delivery its own."""

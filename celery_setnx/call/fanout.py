@@ -7,7 +7,6 @@ fails in between, or dies, leaves no mark behind for longer than the first lease
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.log import Log
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -35,7 +35,7 @@ except ImportError:  # kombu before 5.7 has no batches
         """Never raised."""
 
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _WINDOW_BATCHES = 10
 _WINDOW_CALLS = 100  # per distinct call of a batch

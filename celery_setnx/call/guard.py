@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +16,10 @@ from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name
+from celery_setnx.log import Log
 from celery_setnx.options import NAMES, OF_THE_TASK, Options, check_name, merged, plain, settings
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 DECORATED = "__singleton__"
 """The attribute of a function under `@singleton` that has its options."""

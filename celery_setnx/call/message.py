@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,9 +10,10 @@ from typing import Any, NamedTuple
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.log import Log
 from celery_setnx.wording import about, titled
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 HEADER = "singleton"
 """The message header in which a call travels."""

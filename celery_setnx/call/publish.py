@@ -8,7 +8,6 @@ callback, which carries its parent's result and id.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,10 +32,11 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 Send = Callable[..., Any]
 """Publishes for real: called with args, kwargs and the options of `celery.Task.apply_async`."""

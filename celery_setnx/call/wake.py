@@ -6,7 +6,6 @@ to wait notes when somebody is to look (see `sweep`).
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,10 +26,11 @@ from celery_setnx.lock.names import lines_name, scope_and_digest
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.takeover import TakeOver, note_take_over
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.signals import lock_taken_over
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""

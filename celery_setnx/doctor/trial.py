@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,10 +29,11 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.task import refusals
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 TRIAL = "celery_setnx.check"
 """The scope of the locks that are only tried."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import time
@@ -25,10 +24,11 @@ from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.log import Log
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 # What a message has of a call that another call, or what follows, waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log
 from celery_setnx.options import UNSET, Options
 from celery_setnx.run.park import may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
 

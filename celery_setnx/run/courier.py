@@ -8,7 +8,6 @@ REVOKED when it has expired, over the result of a call that ran long ago. A cour
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Mapping
@@ -35,8 +34,9 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused
 from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _PACE_S = 600.0
 

@@ -10,7 +10,6 @@ A call that meets a held lock under `on_conflict="wait"` is in two places at onc
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -42,12 +41,13 @@ from celery_setnx.exceptions import LockRefused, SetnxError
 from celery_setnx.lock.line import Found, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.log import Log
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
 from celery_setnx.wording import held
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 

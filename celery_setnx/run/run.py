@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,6 +34,7 @@ from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.log import Log
 from celery_setnx.options import UNSET
 from celery_setnx.run.acquire import Asking
 from celery_setnx.run.conflict import resolve, resolve_done
@@ -50,7 +50,7 @@ from celery_setnx.signals import (
     uniqueness_lapsed,
 )
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
