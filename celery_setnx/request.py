@@ -19,7 +19,7 @@ from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import DECORATED
-from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.message import HEADER, Call, retries_of
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
@@ -31,6 +31,7 @@ from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.log import Log
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
+from celery_setnx.run.sweep import see_to_sweeps
 from celery_setnx.signals import lock_released
 
 logger = Log("celery_setnx")
@@ -71,6 +72,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        see_to_sweeps()
         self.call = self._call_of_message()
         wanted = are_wanted(self.eventer)
         follow(self.app, self.hostname, wanted=wanted)
@@ -141,9 +143,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def free_dead(self) -> None:
         """Free the lock of the child, which is dead, if it holds it still."""
-        token = task_token(
-            self.id, self._request_dict.get("retries"), self._request_dict["properties"][NONCE]
-        )
+        retries = retries_of(self._request_dict.get("retries"))
+        token = task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
@@ -162,7 +163,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             self._forget()
-            freed = lock.free_held(self.id)
+            freed = lock.free_held(self.call.task_id)
             if freed:
                 let_the_line_go_on(self.app, self.task.name, lock.name)
             return freed
@@ -172,7 +173,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def attempt_before_runs(self) -> bool:
         """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
         holders = self._guard.lock(self.call, self.args, self.kwargs).holders()
-        return any(holder.task_id == self.id and holder.state == "running" for holder in holders)
+        return any(holder.task_id == self.call.task_id and holder.state == "running" for holder in holders)
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -284,8 +285,11 @@ def _let_go(request: Any, **_details: Any) -> None:
 @task_rejected.connect  # type: ignore[untyped-decorator]
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
-    headers = message.headers or {}
-    ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
+    try:
+        headers = message.headers or {}
+        ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
+    except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
+        logger.warning("What a message has that was thrown away lapses by itself: %r", error)
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.task import Context, Task
 from celery.backends.base import DisabledBackend
@@ -19,6 +20,7 @@ from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.entity import Exchange, Queue
+from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
@@ -131,7 +133,7 @@ class Message:
             properties={name: value for name, value in properties.items() if value is not None},
             route={
                 "exchange": info.get("exchange") or "",
-                "routing_key": _DELAY_PREFIX.sub("", info.get("routing_key") or ""),
+                "routing_key": _DELAY_PREFIX.sub("", str(info.get("routing_key") or "")),
             },
             body=(request.args or (), request.kwargs or {}, {n: getattr(request, n) for n in _EMBEDDED}),
             content_type=_content_type_of(task),
@@ -148,19 +150,29 @@ class Message:
 
     @classmethod
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
-        """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle."""
+        """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
+
+        Who can write to the lock server can have written anything: whatever it is, nothing else is raised.
+        """
         try:
             told = json.loads(text)  # type: ignore[no-untyped-call]
             headers, properties, route, content_type = (told[name] for name in _PACKED)
             body = base64.b64decode(told["body"]) if told["encoding"] == "binary" else told["body"]
             call = Call.of(headers["task"], headers)
             route = {name: str(route[name]) for name in ("exchange", "routing_key")}
-        except (KeyError, TypeError, AttributeError) as error:
+            accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
+            accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
+            loaded = loads(body, content_type, told["encoding"], accept=accept)  # type: ignore[no-untyped-call]
+            args, kwargs, embedded = loaded
+            of_a_call = isinstance(args, (list, tuple)) and isinstance(kwargs, dict)
+            if not (of_a_call and isinstance(embedded, dict) and isinstance(properties, dict)):
+                raise ValueError("its body is of no call")
+            _serializer_of(content_type), seconds_until(app, headers.get("expires"))
+        except (SoftTimeLimitExceeded, ContentDisallowed):
+            raise
+        except Exception as error:  # noqa: BLE001 - no list of what such a text may raise is complete
             raise ValueError(f"this is no packed call ({error!r})") from None
-        accepted = prepare_accept_content(app.conf.accept_content)  # type: ignore[no-untyped-call]
-        accept = set(registry.type_to_name if accepted is None else accepted) - {PICKLE}
-        loaded = loads(body, content_type, told["encoding"], accept=accept)  # type: ignore[no-untyped-call]
-        return call, cls(headers, properties, route, tuple(loaded), content_type)
+        return call, cls(headers, properties, route, (args, kwargs, embedded), content_type)
 
     def send(self, app: Celery, call: Call, countdown: float = 0.0) -> None:
         """Send it again, with what it is to say of the call.
@@ -320,7 +332,8 @@ def is_pickled(task: Task) -> bool:
 def _content_type_of(task: Task) -> str:
     """What the running call's message was serialized as; as the task says if that is not known."""
     known = (task.request.properties or {}).get(CONTENT_TYPE)
-    return str(known if known in registry.type_to_name else registry.name_to_type[task.serializer])
+    is_known = isinstance(known, str) and known in registry.type_to_name
+    return str(known if is_known else registry.name_to_type[task.serializer])
 
 
 def _serializer_of(content_type: str) -> str:

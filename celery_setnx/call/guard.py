@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.backends.base import DisabledBackend
+from kombu.utils import json
 
 from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.connection import client_for
@@ -69,7 +71,8 @@ class Guard:
             options.update(plain(f"a call of {self.task}", own))
         key, about = self.key_and_about(*arguments, options, shown=shown)
         # A call stays the one that it was; that of another attempt under its id is another.
-        call_id = before.call_id if before else os.urandom(6).hex()
+        is_later = before is not None and before.attempt < new.attempt
+        call_id = before.call_id if before and is_later else os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 
@@ -85,15 +88,22 @@ class Guard:
         return (before.marked if before else None) or "again"
 
     def fitting(self, call: Call) -> Call:
-        """The call without options of its own that this task does not take, since a deploy has changed it."""
+        """The call without options of its own that this task does not take, since a deploy has changed it.
+
+        Nothing is raised, whatever they are: they came in a message.
+        """
         if not call.options:
             return call
-        known = {
-            name: call.options[name] for name in NAMES if name in call.options and name not in OF_THE_TASK
-        }
         try:
+            known = {
+                name: call.options[name] for name in NAMES if name in call.options and name not in OF_THE_TASK
+            }
             self.check_backend(self.options_of(known))
-        except OptionError as error:
+            self._key_function_of(known)
+            json.dumps(known)  # type: ignore[no-untyped-call] # as it is when the call comes back
+        except SoftTimeLimitExceeded:  # of the task that is running
+            raise
+        except Exception as error:  # noqa: BLE001 - an OptionError, or whatever such values lead to
             logger.warning("%s runs without options of its own: %s.", call, error)
             known = {}
         return call._replace(options=known)

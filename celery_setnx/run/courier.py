@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
@@ -35,6 +36,7 @@ from celery_setnx.exceptions import LockRefused
 from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
 from celery_setnx.log import Log
+from celery_setnx.options import LONGEST_S
 
 logger = Log("celery_setnx")
 
@@ -60,11 +62,19 @@ class Order:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Order:
-        """The order that a courier is told; a newer worker may have told more. ValueError if it is none."""
+        """The order that a courier is told; a newer worker may have told more. ValueError if it is none.
+
+        It came in a message: whatever it is, nothing else is raised.
+        """
         try:
             known = {name: told[name] for name in cls.__dataclass_fields__ if name in told}
+            wrong = [name for name, is_right in _TOLD.items() if name in known and not is_right(known[name])]
+            if wrong:
+                raise ValueError(f"its {wrong[0]!r} is wrong")
             return cls(**{**known, "call": Call.told(told["call"])})
-        except (KeyError, TypeError) as error:
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - no list of what such a thing may raise is complete
             raise ValueError(f"this is no order for a courier ({error!r})") from None
 
     def as_kwargs(self) -> dict[str, Any]:
@@ -83,6 +93,23 @@ class Order:
 
     def __str__(self) -> str:
         return str(self.call)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e11
+
+
+def _is_duration(value: Any) -> bool:
+    return _is_time(value) and 0 < value <= 3 * LONGEST_S
+
+
+_TOLD: Mapping[str, Callable[[Any], bool]] = {
+    "message": lambda value: isinstance(value, str),
+    "until": lambda value: value is None or _is_time(value),
+    **dict.fromkeys(("lease", "queue_lease", "remember"), _is_duration),
+    "epoch": lambda value: isinstance(value, str),
+    "resent": lambda value: isinstance(value, bool),
+}
 
 
 class Courier(Task):  # type: ignore[misc]
