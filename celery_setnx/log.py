@@ -27,7 +27,7 @@ else:
 _SAY_AGAIN_S = 60.0
 _KINDS = 100
 _of_thread = threading.local()
-_said_at: dict[str, float] = {}
+_say_again_at: dict[str, float] = {}
 
 
 class Log(_Adapter):
@@ -67,17 +67,22 @@ class Log(_Adapter):
         print(printable(line), file=sys.__stderr__, flush=True)
 
 
+_logger = Log("celery_setnx")
+
+
 def hand_lines_to(hand_over: Callable[[Callable[[], None]], Any]) -> None:
     """From now on have this thread's lines logged by another: a handler may hang, as on a log server."""
     _of_thread.hand_over = hand_over
 
 
-def say_loudly(log: Log, error: Exception, kind: str) -> None:
-    """Log an error that somebody must mend: at once, and again every minute for as long as it is met."""
-    now = time.monotonic()
-    if now < _said_at.get(kind, now):
+def say_loudly(error: Exception) -> None:
+    """Log an error of ours that somebody must mend: at once, and every minute for as long as it is met."""
+    if not getattr(error, "remedy", ""):
         return
-    if len(_said_at) >= _KINDS:
-        _said_at.clear()
-    _said_at[kind] = now + _SAY_AGAIN_S
-    log.error("%s This is said once a minute until it is mended.", error)
+    now, kind = time.monotonic(), str(getattr(error, "reason", ""))
+    if now < _say_again_at.get(kind, now):
+        return
+    if len(_say_again_at) >= _KINDS:
+        _say_again_at.clear()
+    _say_again_at[kind] = now + _SAY_AGAIN_S
+    _logger.error("%s This is said once a minute until it is mended.", error)

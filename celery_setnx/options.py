@@ -160,6 +160,9 @@ _PERIODS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 LONGEST_S = 3660 * DAY_S
 """Ten years, the longest duration: with it, times in microseconds are exact numbers in Lua."""
 
+SHORTEST_S = 0.001
+"""A millisecond, the shortest duration that servers know."""
+
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",
@@ -354,6 +357,8 @@ def duration_s(where: str, name: str, value: Any, rule: str) -> float:
         raise OptionError(f"{name} of {where} must be seconds or a timedelta, not {value!r}")
     if not (seconds > 0 if rule.startswith("positive") else seconds >= 0) or seconds == float("inf"):
         raise OptionError(f"{name} of {where} must be {rule} and finite, in seconds, not {value!r}")
+    if 0 < seconds < SHORTEST_S:
+        raise OptionError(f"{name} of {where} must be a millisecond at least, not {value!r}")
     if seconds > LONGEST_S:
         raise OptionError(
             f"{name} of {where} must be {rule} and ten years at most, not {min(seconds, 1e300):g} s"

@@ -23,7 +23,7 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -267,10 +267,10 @@ class FanningOut:
             elif not marked.is_duplicate:
                 call.told = call.told._replace(marked=True)
         for marked in found:
-            if isinstance(marked, LockRefused):
-                raise marked
             if isinstance(marked, LockUnavailable):
                 self._warn_once(marked)
+            elif isinstance(marked, LockRefused):
+                raise marked
         fresh = []
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and marked.is_duplicate:
@@ -349,6 +349,7 @@ class FanningOut:
             self._warn_once(error)
 
     def _warn_once(self, error: LockUnavailable | LockRefused) -> None:
+        say_loudly(error)
         if not self.warned:
             logger.warning(
                 "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "

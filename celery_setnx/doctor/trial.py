@@ -59,13 +59,13 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             try_lock(client, trial_name(settings(app.conf).prefix))
             memories = _memory_of_each(client)
+        except LockRefused as error:
+            logger.critical("This worker cannot lock. %s", error)
+            raise
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
             logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
-        except LockRefused as error:
-            logger.critical("This worker cannot lock. %s", error)
-            raise
         except redis.RedisError:
             return  # INFO is not among what the lock needs
         else:
@@ -86,10 +86,10 @@ def try_lock(client: redis.Redis, name: str) -> None:
     try:
         _try_verbs(client, name)
         _try_sweep(client, lines, name)
-    except LockUnavailable:  # nor would it delete anything: what there is lapses
-        raise
-    except Exception:
-        _clean_up(client, name, lines)
+    except Exception as error:
+        # A server that does not answer would delete nothing: what there is lapses.
+        if isinstance(error, LockRefused) or not isinstance(error, LockUnavailable):
+            _clean_up(client, name, lines)
         raise
     _clean_up(client, name, lines)
 

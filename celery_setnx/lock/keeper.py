@@ -23,7 +23,7 @@ import redis
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.lock import HeldLock, renew_all
 from celery_setnx.lock.record import task_of
-from celery_setnx.log import Log, hand_lines_to
+from celery_setnx.log import Log, hand_lines_to, say_loudly
 from celery_setnx.threads import Lasting, greenlets, is_killed
 
 try:
@@ -160,6 +160,8 @@ class Keeper:
                 watched.failing = True
             return
         for watched, error in zip(group, errors):
+            if error is not None:
+                say_loudly(error)
             if error is not None and not watched.failing:
                 logger.warning(
                     "The lease of %s was not renewed for %s. It stays ours for %.1f s more, and "
@@ -167,7 +169,7 @@ class Keeper:
                     watched.held.key,
                     _owner(watched.held),
                     watched.held.remaining_s(),
-                    error,
+                    error.brief,
                 )
             watched.failing = error is not None
 

@@ -25,7 +25,7 @@ from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result
 
@@ -113,14 +113,15 @@ class Asking:
             try:
                 return ask()
             except LockUnavailable as error:
+                say_loudly(error)
                 if self.options.on_redis_error == "run":
-                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error)
+                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
                     return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
                 give_up = give_up or self.lock.clock() + self.lock.lease_s
                 if self.lock.clock() >= give_up:
-                    come_back(self.task, self.call, backoff(self.options, self.call.waits), str(error))
+                    come_back(self.task, self.call, backoff(self.options, self.call.waits), error.brief)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 

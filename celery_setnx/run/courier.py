@@ -32,10 +32,10 @@ from celery_setnx.call.wake import (
     remaining_s,
 )
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockRefused
+from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.line import BEGUN_S, Found, Place, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import LONGEST_S
 
 logger = Log("celery_setnx")
@@ -205,6 +205,9 @@ def _look_after(app: Celery, order: Order) -> tuple[Order, float] | None:
     """Put a call into its line; what the courier is told next, and in how many seconds; None: no more."""
     try:
         back = put_back(app, order, wait_s=order.lease / 2)
+    except LockUnavailable as error:  # one of them is a refusal, too
+        say_loudly(error)
+        raise
     except LockRefused as error:
         logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
         send_again(app, order)

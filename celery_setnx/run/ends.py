@@ -24,7 +24,7 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
@@ -156,6 +156,7 @@ class Ends:
                 self._free_retries()
                 self._fails = False
             except LockUnavailable as error:
+                say_loudly(error)
                 self._asks_again_at = time.monotonic() + _AGAIN_S
                 if not self._fails:  # it is said once
                     text = "%d calls have ended, and their marks are not freed; tried again every %g s: %s"

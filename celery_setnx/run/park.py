@@ -37,11 +37,11 @@ from celery_setnx.call.wake import (
     wake,
 )
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockRefused, SetnxError
+from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.line import Found, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
@@ -144,7 +144,8 @@ class _Parking:
             reason = f"its place in line is not known ({error})"
             come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
         logger.warning("%s waits, and only its courier knows: %s", self.call, error)
-        if self.has_courier and isinstance(error, LockRefused):
+        say_loudly(error)
+        if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
             raise error  # which is what its courier has sent it for
         if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
             self.order = replace(self.order, epoch="")

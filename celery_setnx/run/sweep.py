@@ -27,7 +27,7 @@ from celery_setnx.connection import new_client
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.run.courier import Order, may_be_woken, put_back, send_again
 from celery_setnx.threads import Lasting
 
@@ -122,6 +122,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             next_s = swept.next_s if swept.lines or not is_early else None
             self._fails = False
         except SetnxError as error:
+            say_loudly(error)
             if not self._fails:  # it is said once
                 logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
             self._fails = True
@@ -159,6 +160,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except SetnxError as error:  # another line may be on another node, or in order
+            say_loudly(error)
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
         return settle(self._client, lines, task, key, claimed, within=within)
