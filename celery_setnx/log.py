@@ -57,7 +57,7 @@ class Log(_Adapter):
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a filter, a handler or a factory of records raises
-            with suppress(Exception):
+            with suppress(OSError, ValueError, TypeError, AttributeError):  # nor can it be printed
                 self._print(level, str(msg) % args if args else str(msg), error)
 
     def _print(self, level: int, text: str, error: Exception) -> None:

@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import redis
 from celery import Celery, bootsteps
 from celery.utils.dispatch import Signal
 
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.trial import TRIAL
-from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.exceptions import OptionError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.survey import survey
 from celery_setnx.log import Log
@@ -291,7 +290,7 @@ def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
         for sighting in survey(client_for(app), settings(app.conf).prefix):
             waiting[sighting.scope] += sighting.waiting
             held[sighting.scope] += sighting.count_held()
-    except (SetnxError, redis.RedisError) as error:
+    except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand
         logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
         return {"waiters": {}, "held": {}}
     for count in (waiting, held):

@@ -387,7 +387,7 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, loc
 
 
 def test_mark_that_is_forbidden_is_an_outage(apps, app, limited, queued, caplog, monkeypatch):
-    """The call is sent unasked, and its run is guarded; what is to be allowed is an error in the log, once."""
+    """The call is sent unasked, and its run is guarded; what is to be allowed is said as an error, once."""
     monkeypatch.setattr(log, "_say_again_at", {})
     url = limited("+@all", "%R~*:queued", "~*:holder", "~*}")
     task = apps(setnx_url=url).tasks["started"]

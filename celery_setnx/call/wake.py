@@ -25,6 +25,7 @@ from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import lines_name, scope_and_digest
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
+from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.log import Log
 from celery_setnx.options import settings
@@ -183,7 +184,7 @@ def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_t
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings(app.conf).retention)
-    except redis.RedisError as error:
+    except REDIS_ERRORS as error:
         logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
 
 
