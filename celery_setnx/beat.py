@@ -29,17 +29,18 @@ from redis.connection import HiredisRespSerializer
 
 from celery_setnx.call.publish import send_task
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.lock import DAY_S, HeldLock, SetnxLock
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import refuse_unread_environment, settings
 from celery_setnx.signals import tick_late
 from celery_setnx.wording import sentence
 
-logger = logging.getLogger("celery_setnx.beat")
+logger = Log("celery_setnx.beat")
 
 LATE_S = 1.0
 """Ticks that are later than this, in seconds, are logged and counted."""
@@ -119,6 +120,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         self._leads_by: HeldLock | None = None
         self._is_to_end = self._is_closed = False
         self._said = ""
+        self._was_answered = False  # by the lock server, since this process began
         self._began_us = _us(Celery.now(app))
         # For each entry the run that is being noted, beside the one before: asked again, it must be the same.
         self._noting: dict[str, tuple[int, int]] = {}
@@ -219,7 +221,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
                 self._said = ""
         except LockLost as error:
             self._stand_by(error.reason)
-        except LockUnavailable as error:
+        except (LockUnavailable, LockRefused) as error:
             self._say_unavailable(error)
         return self._leads_by is not None
 
@@ -233,6 +235,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         self._lock.token = token = os.urandom(16).hex()
         try:
             outcome = self._lock.acquire_at_death(same_host=self._same_host, token=token)
+            self._was_answered = True
             if outcome.lock is None:
                 self._lock.token = None
                 self._say(
@@ -240,8 +243,11 @@ class HotStandby(Scheduler):  # type: ignore[misc]
                 )
                 return False
             self._begin(outcome.lock)
-        except LockUnavailable as error:
+        except (LockUnavailable, LockRefused) as error:
             self._lock.token = None
+            if isinstance(error, LockRefused) and not self._was_answered:
+                raise  # of a beat that is started so: it says so by its end
+            say_loudly(error)
             self._say(logging.WARNING, f"Stands by; nobody can lead. {error}")
             return False
         if dead := outcome.taken_over_from:
@@ -273,7 +279,8 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._said = what
             logger.log(level, "beat: %s", what)
 
-    def _say_unavailable(self, error: LockUnavailable) -> None:
+    def _say_unavailable(self, error: LockUnavailable | LockRefused) -> None:
+        say_loudly(error)
         self._say(
             logging.WARNING, f"Leads, but sends nothing while Redis does not answer: {sentence(error.reason)}"
         )
@@ -317,7 +324,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         except LockLost as error:
             self._stand_by(error.reason)
             return False
-        except LockUnavailable as error:
+        except (LockUnavailable, LockRefused) as error:
             self._say_unavailable(error)
             return False
         self._said = ""

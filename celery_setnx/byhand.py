@@ -6,7 +6,6 @@ nor refuses: to ask is the page's business, or the program's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +18,13 @@ from celery_setnx.lock import survey
 from celery_setnx.lock.record import Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import Sighting
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.signals import lock_released
 
 __all__ = ["Sighting", "locks", "look", "release", "waiters"]
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _RENEWALS = 5  # of a holder between the looks at its lock
 

@@ -208,6 +208,8 @@ class LockLost(SetnxError):
 class LockUnavailable(SetnxError):
     """Redis cannot decide now: unreachable, loading, read-only, full or busy. Trying again may help.
 
+    Where that does not end by itself, the message says what to do.
+
     Attributes:
         key: The lock's Redis key.
         reason: The error, in words.
@@ -218,12 +220,22 @@ class LockUnavailable(SetnxError):
         self.key = key
         self.reason = reason
 
+    @property
+    def remedy(self) -> str:
+        """What somebody must do to end it; empty if it ends by itself."""
+        return next((do for words, do in _MENDED if words.search(self.reason)), "")
+
+    @property
+    def brief(self) -> str:
+        """The message without what to do, for a line of many."""
+        return sentence(f"Redis does not serve the lock {self.key} now: {self.reason}")
+
     def _message(self) -> str:
-        return f"Redis does not serve the lock {self.key} now: {self.reason}"
+        return f"{self.brief} {self.remedy}".rstrip()
 
 
 class LockRefused(SetnxError):
-    """Redis refuses a lock command for good: a wrong password, a missing permission, a foreign key.
+    """Redis refuses a lock command: for good, or until somebody allows it (see `LockForbidden`).
 
     Attributes:
         key: The lock's Redis key.
@@ -235,8 +247,29 @@ class LockRefused(SetnxError):
         self.key = key
         self.reason = reason
 
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return remedy(self.reason)
+
+    @property
+    def brief(self) -> str:
+        """The message without what to do, for a line of many."""
+        return sentence(f"Redis refuses to serve the lock {self.key}: {unstopped(self.reason)}")
+
     def _message(self) -> str:
-        return f"Redis refuses to serve the lock {self.key}: {unstopped(self.reason)}. {remedy(self.reason)}"
+        return f"{self.brief} {self.remedy}"
+
+
+class LockForbidden(LockRefused, LockUnavailable):
+    """Redis refuses a lock command until somebody allows it: a wrong password, a missing permission.
+
+    Waited out like an outage: a lock that is held stays held while its lease lasts.
+
+    Attributes:
+        key: The lock's Redis key.
+        reason: The server's own words.
+    """
 
 
 def remedy(reason: str) -> str:
@@ -275,3 +308,14 @@ _DO = {
     "": "The server's log may say more, and so may `celery setnx doctor`",
 }
 _REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in _DO.items()]
+
+# What a server says that decides nothing until somebody mends it.
+_WAITS_FOR = {
+    "ReadOnlyError|READONLY": (
+        f"If no failover is under way: have {_URL} lead to the primary, not to a replica"
+    ),
+    "OutOfMemoryError|OOM": "Give the server memory: raise its maxmemory, or delete what nobody needs",
+    "MISCONF": "The server cannot save to its disk: see its log, and give it room",
+    "NOREPLICAS": "The server misses its replicas (min-replicas-to-write): start them",
+}
+_MENDED = [(re.compile(rf"\b(?:{words})\b"), f"{do}.") for words, do in _WAITS_FOR.items()]

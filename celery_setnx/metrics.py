@@ -6,7 +6,6 @@ What is counted is the table `FIGURES`; the two exporters only say where it goes
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +14,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import redis
 from celery import Celery, bootsteps
 from celery.utils.dispatch import Signal
 
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.trial import TRIAL
-from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.exceptions import OptionError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.survey import survey
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.signals import (
     call_deduplicated,
@@ -35,7 +34,7 @@ from celery_setnx.signals import (
     uniqueness_lapsed,
 )
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
 """Upper bounds of the histograms' buckets, in seconds."""
@@ -291,7 +290,7 @@ def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
         for sighting in survey(client_for(app), settings(app.conf).prefix):
             waiting[sighting.scope] += sighting.waiting
             held[sighting.scope] += sighting.count_held()
-    except (SetnxError, redis.RedisError) as error:
+    except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand
         logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
         return {"waiters": {}, "held": {}}
     for count in (waiting, held):

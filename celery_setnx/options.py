@@ -162,6 +162,12 @@ OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
 _RATE = re.compile(r"(\d{1,6})/([smhd])", re.ASCII)
 _PERIODS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
+LONGEST_S = 3660 * DAY_S
+"""Ten years, the longest duration: with it, times in microseconds are exact numbers in Lua."""
+
+SHORTEST_S = 0.001
+"""A millisecond, the shortest duration that servers know."""
+
 _DURATIONS = {
     "lease": "positive",
     "at_least_for": "not negative",
@@ -303,11 +309,11 @@ def settings(conf: Any) -> Settings:
         prefix=prefix,
         broker=_broker(conf.get("setnx_broker")),
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),
-        retention=_duration("the app", "setnx_retention", retention, "positive"),
+        retention=duration_s("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
         show_arguments=_flag("setnx_show_arguments", conf.get("setnx_show_arguments", True)),
         beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
-        beat_lease=_duration("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
+        beat_lease=duration_s("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
 
 
@@ -334,9 +340,18 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def is_sendable(text: str) -> bool:
+    """True of a text that a server can be sent: one with half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_name(what: str, name: Any) -> None:
     """Refuse a prefix or scope that would break the key's cluster slot."""
-    if not isinstance(name, str) or not name or "{" in name or "}" in name:
+    if not isinstance(name, str) or not name or "{" in name or "}" in name or not is_sendable(name):
         raise OptionError(
             f"{what} must be a text without braces (they mark the cluster slot), not {name!r}; "
             "a task whose name has braces needs a scope of its own"
@@ -349,7 +364,7 @@ def _value(where: str, name: str, value: Any) -> Any:
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
-        return _duration(where, name, value, _DURATIONS[name])
+        return duration_s(where, name, value, _DURATIONS[name])
     if name == "scope" and value is not None:
         check_name(f"scope of {where}", value)
     elif name == "on_conflict" and not callable(value):
@@ -382,7 +397,7 @@ def _rate(where: str, value: Any) -> Rate:
     starts, period = pair
     if not isinstance(starts, int) or isinstance(starts, bool) or not 1 <= starts <= MOST_STARTS:
         raise OptionError(f"rate of {where} must be of 1 to {MOST_STARTS} starts, not {value!r}")
-    period_s = _duration(where, "rate", period, "positive")
+    period_s = duration_s(where, "rate", period, "positive")
     if not 0.001 <= period_s <= LONGEST_PERIOD_S:
         raise OptionError(f"the period of rate of {where} must be from 1 ms to 366 days, not {period_s:g} s")
     return Rate(starts, period_s)
@@ -396,12 +411,19 @@ def _one_of(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None
         raise OptionError(f"{name} of {where} must be one of {names}, not {value!r}{hint}")
 
 
-def _duration(where: str, name: str, value: Any, rule: str) -> float:
+def duration_s(where: str, name: str, value: Any, rule: str) -> float:
+    """A duration in seconds, by its rule; else OptionError."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise OptionError(f"{name} of {where} must be seconds or a timedelta, not {value!r}")
     if not (seconds > 0 if rule.startswith("positive") else seconds >= 0) or seconds == float("inf"):
         raise OptionError(f"{name} of {where} must be {rule} and finite, in seconds, not {value!r}")
+    if 0 < seconds < SHORTEST_S:
+        raise OptionError(f"{name} of {where} must be a millisecond at least, not {value!r}")
+    if seconds > LONGEST_S:
+        raise OptionError(
+            f"{name} of {where} must be {rule} and ten years at most, not {min(seconds, 1e300):g} s"
+        )
     return float(seconds)
 
 

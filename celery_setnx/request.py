@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import decorated
-from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.message import HEADER, Call, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
@@ -32,13 +31,15 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.log import Log
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
+from celery_setnx.run.sweep import see_to_sweeps
 from celery_setnx.signals import lock_released
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 _PID_MAX = 2**22
 # What ends a child; `Ends` sees to its lock.
 _DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt, MemoryError)
@@ -81,6 +82,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        see_to_sweeps()
         self.call = self._call_of_message()
         self._received_at = self._accepted_at = time.monotonic()
         wanted = are_wanted(self.eventer)
@@ -182,9 +184,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def free_dead(self) -> None:
         """Free the lock of the child, which is dead, if it holds it still."""
-        token = task_token(
-            self.id, self._request_dict.get("retries"), self._request_dict["properties"][NONCE]
-        )
+        retries = retries_of(self._request_dict.get("retries"))
+        token = task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(token)
@@ -217,7 +218,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             self._forget()
-            freed = lock.free_held(self.id)
+            freed = lock.free_held(self.call.task_id)
             if freed:
                 let_the_line_go_on(self.app, self.task.name, lock.name)
             return freed
@@ -227,7 +228,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def attempt_before_runs(self) -> bool:
         """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
         holders = self._guard.lock(self.call, self._arguments).holders()
-        return any(holder.task_id == self.id and holder.state == "running" for holder in holders)
+        return any(holder.task_id == self.call.task_id and holder.state == "running" for holder in holders)
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -371,8 +372,11 @@ def _tell_child(request: Request) -> None:
 @task_rejected.connect  # type: ignore[untyped-decorator]
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
-    headers = message.headers or {}
-    ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
+    try:
+        headers = message.headers or {}
+        ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
+    except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
+        logger.warning("What a message has that was thrown away lapses by itself: %r", error)
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
@@ -40,6 +39,7 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
@@ -47,7 +47,7 @@ from celery_setnx.run.run import Run, is_running, lock_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _REFUSAL = "_setnx_refusal"
 """The attribute of an app that says which of its settings is refused, and with it all its guarded tasks."""

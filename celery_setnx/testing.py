@@ -6,7 +6,6 @@ for all threads of this process, and in no other one.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -37,6 +36,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
+from celery_setnx.log import Log
 from celery_setnx.options import settings
 from celery_setnx.task import guard_for, lock_for
 
@@ -52,7 +52,7 @@ __all__ = [
     "singleton_disabled",
 ]
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _POLL_S = 0.02
 _ELSEWHERE = "elsewhere"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import suppress
+
+from billiard.exceptions import SoftTimeLimitExceeded
 
 _DIRECTIVE = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
 _SENTENCE_ENDS = re.compile(r"$|\s+[A-Z]")
@@ -26,8 +27,12 @@ class _Wording(logging.Filter):
             follow = [text[found.end() :] for found in _DIRECTIVE.finditer(text)]
             # Else, or if an argument has no words, logging itself says what is wrong.
             if len(follow) == len(record.args):
-                with suppress(Exception):
+                try:
                     record.args = tuple(map(_quoted, record.args, follow))
+                except SoftTimeLimitExceeded:
+                    raise
+                except Exception:  # noqa: BLE001 - whatever the argument's own words raise
+                    pass
         return True
 
 

@@ -77,7 +77,7 @@ class Journal:
 
     def given_ids(self) -> set[str]:
         """Those of all its calls, but for ids that a test may choose again."""
-        return {task_id for entry in self.entries() if len(task_id := entry.get("task_id") or "") == 36}
+        return {task_id for entry in self.entries() if len(task_id := str(entry.get("task_id"))) == 36}
 
     def unended(self) -> int:
         """How many bodies have started whose call has no end."""

@@ -324,6 +324,27 @@ def test_refused_command_ends_the_scheduler(limited, beat):
         beat({"a": 1}, setnx_url=limited("~*", "+@all", "-evalsha")).tick()
 
 
+@pytest.mark.parametrize("leads", [True, False], ids=["the leader", "one that stands by"])
+@pytest.mark.parametrize("reply", ["NOAUTH Authentication required.", "NOPERM no 'evalsha'", "ERR broken"])
+def test_refused_command_is_waited_out(beat, proxy, locks, foreign_keys, reply, leads):
+    """A password that was rotated, a permission that was taken: all beats would end at once."""
+    scheduler = beat({"a": 1}, setnx_url=proxy.url(1), setnx_beat_lease=60)
+    if not leads:
+        foreign_keys.add(LOCK)
+        locks.setnx(LOCK, server_us(locks) // 1_000_000 + 600)
+    until(scheduler, lambda: scheduler.sent or "a foreign client" in scheduler._said)
+    sent = len(scheduler.sent)
+    held = scheduler._leads_by
+    if held is not None:
+        held.lease_s *= 10  # as late as this, it is renewed at every tick
+    with proxy.fault("answer", containing=b"EVALSHA", reply=f"-{reply}\r\n".encode(), times=3) as fault:
+        until(scheduler, lambda: fault.struck == 3)
+        assert len(scheduler.sent) == sent
+    assert ("sends nothing" if leads else "nobody can lead") in scheduler._said
+    locks.delete(*([] if leads else [LOCK]), "t:no such key")
+    until(scheduler, lambda: len(scheduler.sent) > sent)
+
+
 def test_lead_that_could_not_be_begun_is_given_back(beat, proxy, locks):
     """Else nobody leads for a lease, and the process itself stands by for its own lock."""
     leader = beat({"a": 1}, setnx_url=proxy.url(1), setnx_beat_lease=60)

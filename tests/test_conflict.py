@@ -8,9 +8,11 @@ import pytest
 from celery import Celery
 from celery.exceptions import Reject
 
-from celery_setnx import LockUnavailable, SingletonTask
+from celery_setnx import Conflict, LockUnavailable, OptionError, SingletonTask
 from celery_setnx.call.back import Waits, come_back, deliverable
 from celery_setnx.call.message import Call
+from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options
 from celery_setnx.run.conflict import backoff, in_workflow, policy_of
 
@@ -42,6 +44,16 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
     with pytest.raises(Reject) as caught:
         come_back(task, call, 1.0, "Redis is down")
     assert caught.value.requeue
+
+
+@pytest.mark.parametrize("countdown", [float("nan"), float("inf"), -1, 1e10, 10**400, "5", True])
+def test_countdown_that_is_none_is_the_callables_mistake(countdown):
+    """And not Redis', nor the broker's."""
+    task = task_on("memory://")
+    outcome = Outcome(False, holder=Holder("a|0|0", 9e9, 1, "running", 1.0), server_time=2.0)
+    conflict = Conflict(task, Call(task.name, "id-1", key="setnx:{t}"), Options(), outcome)
+    with pytest.raises(OptionError, match=r"countdown of conflict.retry\(\) of .* must be"):
+        conflict.retry(countdown=countdown)
 
 
 @pytest.mark.parametrize(

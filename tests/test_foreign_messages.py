@@ -39,6 +39,57 @@ def test_malformed_header_of_a_call_that_is_thrown_away_ends_no_worker(stage, pa
     assert worker.process.poll() is None
 
 
+ODD_HEADERS: dict[str, Any] = {
+    "lease": {"options": {"lease": 10**400}},
+    "every duration": {"options": dict.fromkeys(("queue_lease", "retry_delay", "max_wait"), 1e300)},
+    "key option": {"options": {"key": {"a": [1]}, "scope": "\ud800"}},
+    "counts": {"waits": True, "asked": 10**30, "since": float("inf")},
+    "attempt": {"attempt": 10**400},
+    "copy": {"copy": "a|b\n", "call_id": "x" * 10**5},
+    "key": {"key": "\ud800"},
+    "mapping": "no mapping",
+}
+ODD_MESSAGES: dict[str, dict[str, Any]] = {
+    "retries -1": {"retries": -1},
+    "retries 2.0": {"retries": 2.0},
+    "retries true": {"retries": True},
+    "retries text": {"retries": "a|b"},
+    "retries huge": {"retries": 10**400},
+    "nesting": {"replaced_task_nesting": 10**400},
+    "nesting text": {"replaced_task_nesting": [1]},
+    "delivery": {"delivery_info": "x"},
+    "properties": {"properties": 5},
+    "id with a line break": {"id": "a\nb"},
+    "id that is long": {"id": "x" * 10**6},
+    "id that is a number": {"id": 5},
+    "id with half a pair": {"id": "\ud800"},
+}
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "plain"])
+def test_task_runs_at_every_message_at_which_plain_celery_would_run_it(stage, parked, worker, guarded):
+    """Whatever stands in our header, and in those of Celery that other clients write. One worker lives on."""
+    task = stage.tasks.work if guarded else stage.tasks.app.tasks["tests.workerapp.arrival"]
+    odd = {**ODD_MESSAGES, **{f"header: {name}": {"singleton": said} for name, said in ODD_HEADERS.items()}}
+    for name, said in odd.items():
+        task.apply_async([f"{stage.key}-{name}", name], queue="parked")
+
+        def change(message: dict[str, Any], said: dict[str, Any] = said) -> None:
+            headers = message["headers"]
+            own = {"task": task.name, "id": headers["id"], "attempt": 0, "key": "t:{t}"}
+            headers.update(said)
+            if isinstance(said.get("singleton"), dict):
+                headers["singleton"] = {**own, **said["singleton"]}
+
+        parked.move(change)
+    for name in odd:
+        ran = {"what": "end", "name": name} if guarded else {"what": "arrival"}
+        ran |= {} if guarded else {"values": [f"{stage.key}-{name}", name]}
+        stage.journal.wait_for(**ran)
+    assert len(stage.journal.entries(what=ran["what"])) == len(odd)
+    assert worker.process.poll() is None
+
+
 def test_task_id_that_is_used_again_without_a_header_is_a_new_call(stage, journal):
     """As of a nightly job with a fixed id, by `send_task`: the first use has waited, and has begun."""
     name, ran = f"{APP}.work", []

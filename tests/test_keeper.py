@@ -1,5 +1,6 @@
 """The keeper: what is renewed, when it stops, and how a loss is told."""
 
+import logging
 import os
 import threading
 import time
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 import redis
 
-from celery_setnx import LockLost, LockUnavailable, SetnxLock
+from celery_setnx import LockLost, LockUnavailable, SetnxLock, threads
 from celery_setnx.lock import keeper
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.keeper import Keeper, keeper_for_process
 from celery_setnx.lock.lock import HeldLock
 from tests.bounds import bound
-from tests.harness import age, exit_code_of_fork, wait_until
+from tests.harness import age, exit_code_of_fork, raising, wait_until
 
 LEASE_S, THIRD_S = 30.0, 10.0
 
@@ -178,17 +179,22 @@ def test_dead_server_is_a_loss_at_the_deadline(proxy, watch, far, trouble, caplo
         lock.ensure()
 
 
-@pytest.mark.parametrize("trouble", ["cut", "bug"])
+@pytest.mark.parametrize("trouble", ["cut", "bug", "forbidden"])
 def test_failed_renewal_is_tried_again_while_the_lease_lasts(proxy, watch, far, trouble, monkeypatch, caplog):
-    """It is no loss: neither where the server answers again in time, nor what nobody foresaw."""
+    """It is no loss: where the server answers again in time, what nobody foresaw, what is refused."""
     lock = watch.watch(watch.hold(client=far()))
     with monkeypatch.context() as faulty:
         if trouble == "bug":
             faulty.setattr(keeper, "renew_all", lambda *_: 1 / 0)
-        cut = proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode())
-        with cut if trouble == "cut" else nullcontext():
+        renewal = lock_module._RENEW.sha.encode()
+        faults = {
+            "cut": lambda: proxy.fault("cut_before", containing=renewal),
+            "bug": nullcontext,
+            "forbidden": lambda: proxy.fault("answer", containing=renewal, reply=b"-NOPERM not allowed\r\n"),
+        }
+        with faults[trouble]():
             watch.pass_time(THIRD_S)
-            said = {"cut": "renewing goes on", "bug": "Renewing 1 leases failed"}[trouble]
+            said = "Renewing 1 leases failed" if trouble == "bug" else "renewing goes on"
             wait_until(lambda: said in caplog.text, "a renewal fails")
             watch.wait_until_planned(lock)
     assert 0 < lock.remaining_s() < 20
@@ -250,6 +256,88 @@ def test_failing_listener_does_not_stop_the_keeper(locks, watch, caplog):
     watch.pass_leases(kept)
     wait_until(lambda: "told of the loss of doomed failed" in caplog.text, "it is logged")
     assert told == ["doomed"]
+
+
+def test_listener_that_exits_ends_no_thread(locks, watch, caplog):
+    """`sys.exit()` in a receiver: whoever is told after it is told."""
+    told = []
+
+    def exiting(held: Any, _reason: str) -> None:
+        told.append(held.key)
+        raise SystemExit
+
+    for name in ("a", "b"):
+        watch.watch(watch.hold(name), tell=exiting)
+        locks.delete(name)
+        watch.pass_time(THIRD_S)
+        wait_until(lambda name=name: told[-1:] == [name], "told")
+    assert "What was to be done for a lock failed." in caplog.text
+
+
+def raising_filter(_record: logging.LogRecord) -> bool:
+    """As one that needs a task, where none runs in this thread."""
+    raise AttributeError("no current task")
+
+
+def test_filter_that_raises_ends_no_renewal(proxy, watch, far, capfd):
+    """The keeper tells of its trouble, and cannot: it renews all the same."""
+    logger = logging.getLogger("celery_setnx")
+    lock = watch.watch(watch.hold(client=far()))
+    logger.addFilter(raising_filter)
+    try:
+        with proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode()):
+            watch.pass_time(THIRD_S)
+            wait_until(lambda: watch.keeper._watched[lock.token].failing, "a renewal fails")
+            watch.wait_until_planned(lock)
+        watch.pass_time(LEASE_S / 20)
+        wait_until(lambda: watch.is_renewed(lock), "a renewal succeeds")
+        watch.pass_leases(lock)
+    finally:
+        logger.removeFilter(raising_filter)
+    assert watch.losses == []
+    wait_until(lambda: "renewing goes on" in capfd.readouterr().err, "it is printed")
+
+
+def test_handler_that_hangs_holds_up_no_renewal(proxy, watch, far):
+    """As one that sends to a log server which stands still: the keeper leaves its lines to another thread."""
+    hangs, go_on = threading.Event(), threading.Event()
+
+    class Hanging(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            hangs.set()
+            go_on.wait(60)
+
+    logger, handler = logging.getLogger("celery_setnx"), Hanging()
+    lock = watch.watch(watch.hold(client=far()))
+    logger.addHandler(handler)
+    try:
+        with proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode()):
+            watch.pass_time(THIRD_S)
+            assert hangs.wait(60)
+            watch.wait_until_planned(lock)
+        watch.pass_time(LEASE_S / 20)
+        wait_until(lambda: watch.is_renewed(lock), "a renewal succeeds")
+        watch.pass_leases(lock)
+    finally:
+        go_on.set()
+        logger.removeHandler(handler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_keeper_that_has_died_is_started_anew(watch, monkeypatch, caplog):
+    """With the next lock; and those that it had are renewed again."""
+    first = watch.watch(watch.hold("first"))
+    wait_until(lambda: watch.keeper._wakes_at > watch.now, "it sleeps")
+    with monkeypatch.context() as deadly:
+        deadly.setattr(threads, "is_killed", lambda error: True)
+        deadly.setattr(watch.keeper, "_sleep", raising(ZeroDivisionError))
+        watch.keeper._wake.put(LEASE_S)
+        wait_until(lambda: not watch.keeper._thread.runs, "it has died")
+    second = watch.watch(watch.hold("second"))
+    wait_until(lambda: "celery_setnx-keeper had died, and is started anew" in caplog.text, "it is said")
+    for _ in range(3):
+        watch.pass_time(THIRD_S)
+        wait_until(lambda: watch.is_renewed(first) and watch.is_renewed(second), "both are renewed")
 
 
 def test_slow_listener_holds_up_no_renewal(locks, watch):

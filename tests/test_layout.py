@@ -14,7 +14,7 @@ from tests.docs.pages import DOCS
 PACKAGE = Path(celery_setnx.__file__).parent
 # Folders and single modules, each knowing only those before it, and its own neighbours in one direction.
 ORDER = [
-    {"exceptions", "signals", "forks", "wording"},
+    {"exceptions", "signals", "forks", "wording", "log", "threads"},
     {"lock"},
     {"arguments", "keys", "options", "connection", "address"},
     {"call"},

@@ -83,7 +83,7 @@ def test_words_about_a_key_are_taken_as_far_as_they_can_be_read(said, about, cap
         ({"since": float("nan")}, "its 'since' is nan"),
         ({"since": 1e300}, "its 'since' is 1e[+]300"),
         ({"copy": ["x"]}, "its 'copy' is"),
-        ({"copy": "", "key": "k"}, "its 'copy' is empty"),
+        ({"copy": "", "key": "k"}, "its 'copy' is ''"),
         ({"copy": "x"}, "it names no 'key'"),
         ({"marked": True}, "it names no 'key'"),
         ({"attempt": "0"}, "its 'attempt' is '0'"),

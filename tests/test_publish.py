@@ -15,7 +15,7 @@ from celery.schedules import schedule
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
-from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, signals
+from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, log, signals
 from celery_setnx.lock.marks import GRACE_S
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import task_token
@@ -386,11 +386,26 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, loc
     assert "was sent, but its mark" in warning.getMessage()
 
 
-def test_refused_mark_is_raised(apps, app, limited, queued):
-    """A permission that is missing does not come by waiting: the publisher learns it, and nothing is sent."""
+def test_mark_that_is_forbidden_is_an_outage(apps, app, limited, queued, caplog, monkeypatch):
+    """The call is sent unasked, and its run is guarded; what is to be allowed is said as an error, once."""
+    monkeypatch.setattr(log, "_say_again_at", {})
     url = limited("+@all", "%R~*:queued", "~*:holder", "~*}")
-    with pytest.raises(LockRefused, match=r"(?i)no permissions"):
-        apps(setnx_url=url).tasks["started"].delay("a")
+    task = apps(setnx_url=url).tasks["started"]
+    results = [task.delay("a"), task.delay("a")]
+    assert sorted(queued()) == sorted(result.id for result in results)
+    assert not any(result.deduplicated for result in results)
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "Grant its user what is missing" in error
+    assert caplog.text.count("is published without asking") == 2
+
+
+def test_mark_of_another_type_is_refused(apps, app, queued, locks, foreign_keys):
+    """That does not come right by waiting: the publisher learns it, and nothing is sent."""
+    task = apps().tasks["started"]
+    foreign_keys.add(mark_of(task, "a"))
+    locks.rpush(mark_of(task, "a"), "another program's")
+    with pytest.raises(LockRefused, match="WRONGTYPE"):
+        task.delay("a")
     assert queued() == []
 
 

@@ -58,6 +58,16 @@ def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     assert freed.wait(10)
 
 
+def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog):
+    """It is named, and lapses; the batch that it was in is freed."""
+    app, calls, marks_left = marked
+    ends, odd = Ends(), Call("t", "odd", key="t:{\ud800}", marked=True, bare=False)
+    for call in [*calls[:5], odd, *calls[5:]]:
+        ends.forget(app, call)
+    wait_until(lambda: marks_left() == 0, "the others are freed")
+    wait_until(lambda: "What t[odd] leaves behind" in caplog.text, "it is named")
+
+
 def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):
     """There are no more processes for now: the worker's parent goes on, and nothing is forgotten."""
     app, calls, marks_left = marked

@@ -230,7 +230,7 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, sce
 
 
 def test_all_modules_log_to_one_logger():
-    """The logger `celery_setnx`, or one below it."""
+    """The logger `celery_setnx`, or one below it, by what raises nothing."""
     for path in PACKAGE.rglob("*.py"):
-        names = set(re.findall(r"getLogger\((.*?)\)", path.read_text()))
-        assert all(name.startswith('"celery_setnx') for name in names), path.name
+        names = set(re.findall(r"(?:getLogger|\bLog)\((.*?)\)", path.read_text()))
+        assert path.name == "log.py" or all(name.startswith('"celery_setnx') for name in names), path.name

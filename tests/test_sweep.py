@@ -175,7 +175,8 @@ def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog)
     monkeypatch.setattr(sweep, "SWEEP_S", 0.0)
     monkeypatch.setattr(swept._stopped, "wait", lambda _seconds: next(rounds))
     swept._client = client_for(app_without_server())
-    swept._run(app)
+    while swept._turn(app):
+        pass
     assert caplog.text.count("No line is swept until this ends") == 1
 
 
@@ -194,7 +195,8 @@ def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monke
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(swept._stopped, "wait", wait)
     monkeypatch.setattr(swept, "sweep", one_line)
-    swept._run(app)
+    while swept._turn(app):
+        pass
     assert 10 <= len(usual_at) <= 13
     assert all(1.5 < later - sooner < 2.1 for sooner, later in pairwise(usual_at))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextvars
-import logging
 import time
 import uuid
 from collections.abc import Mapping
@@ -12,12 +11,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.task import Task
 from celery.backends.base import DisabledBackend
 from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
@@ -39,9 +40,10 @@ from celery_setnx.call.queues import (
 )
 from celery_setnx.connection import broker_read_urls, transport_options
 from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.log import Log
 from celery_setnx.wording import unstopped
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 NONCE = "setnx_nonce"
 """The message property that makes the token of every delivery its own."""
@@ -154,17 +156,21 @@ class Message:
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
         """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
 
-        Who can write to a line names no queue: the call goes back to the one it came from if that is the
-        app's or one that this worker reads, else where its task's calls go.
+        Who can write to the lock server can have written anything: nothing else is raised of it. It names no
+        queue: the call goes back to the one it came from if that is the app's or one that this worker reads,
+        else where its task's calls go.
         """
         try:
-            told = json.loads(text)  # type: ignore[no-untyped-call]
+            told = _parsed(text)
             headers, properties, queue, content_type, broker = (told[name] for name in _PACKED)
             properties = {name: properties[name] for name in (*_PROPERTIES, *_OURS) if name in properties}
             body = base64.b64decode(told["body"]) if told["encoding"] == "binary" else told["body"]
             call = Call.of(headers["task"], headers)
             loaded = _loaded(app, body, content_type, told["encoding"])
-        except (LookupError, TypeError, AttributeError) as error:
+            _serializer_of(content_type), seconds_until(app, headers.get("expires"))
+        except (SoftTimeLimitExceeded, ContentDisallowed):
+            raise
+        except Exception as error:  # noqa: BLE001 - no list of what such a text may raise is complete
             raise ValueError(f"this is no packed call ({error!r})") from None
         if not isinstance(queue, str) or not is_known(app, queue):
             queue = own_queue(app, call.task, *loaded[:2])
@@ -235,19 +241,30 @@ class Message:
 
 def call_and_broker(text: str) -> tuple[Call, str]:
     """A packed call, and the name of the broker that it came from, whatever its body is; else ValueError."""
-    try:
-        told = json.loads(text)  # type: ignore[no-untyped-call]
-        return Call.of(told["headers"]["task"], told["headers"]), str(told["broker"])
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no packed call ({error!r})") from None
+    told = _parsed(text)
+    headers = told.get("headers")
+    if not isinstance(headers, dict) or not isinstance(told.get("broker"), str):
+        raise ValueError("this is no packed call")
+    return Call.of(str(headers.get("task")), headers), told["broker"]
 
 
 def stamped(text: str, broker: str) -> str:
     """A packed message that is to go back to this broker; the same text if it is already."""
-    told = json.loads(text)  # type: ignore[no-untyped-call]
+    told = _parsed(text)
+    return text if told.get("broker") == broker else str(json.dumps({**told, "broker": broker}))  # type: ignore[no-untyped-call]
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """What a text for the line says; ValueError if that is no packed call, whatever it is."""
+    try:
+        told = json.loads(text)  # type: ignore[no-untyped-call]
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - no list of what such a text may raise is complete
+        raise ValueError(f"this is no packed call ({error!r})") from None
     if not isinstance(told, dict):
         raise ValueError("this is no packed call")
-    return text if told.get("broker") == broker else str(json.dumps({**told, "broker": broker}))  # type: ignore[no-untyped-call]
+    return told
 
 
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
@@ -381,7 +398,8 @@ def _loaded(app: Celery, body: Any, content_type: str, encoding: str) -> tuple[A
 def _content_type_of(task: Task, properties: Mapping[str, Any]) -> str:
     """What the running call's message was serialized as; as the task says if that is not known."""
     known = properties.get(CONTENT_TYPE)
-    return str(known if known in registry.type_to_name else registry.name_to_type[task.serializer])
+    is_known = isinstance(known, str) and known in registry.type_to_name
+    return str(known if is_known else registry.name_to_type[task.serializer])
 
 
 def _serializer_of(content_type: str) -> str:

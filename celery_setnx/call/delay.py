@@ -7,7 +7,6 @@ goes to the call's queue, by its name.
 
 from __future__ import annotations
 
-import logging
 import time
 from hashlib import blake2b
 from typing import Any
@@ -17,8 +16,9 @@ from kombu.entity import Queue
 from kombu.utils import json
 
 from celery_setnx.call.queues import driver_of
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _UNUSED_S = 3600.0  # beyond its time to live, after which the broker deletes one that nobody declares again
 _REFUSED_S = 600.0  # for which a process does not ask again

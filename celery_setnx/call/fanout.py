@@ -7,7 +7,6 @@ fails in between, or dies, leaves no mark behind for longer than the first lease
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -37,7 +37,7 @@ except ImportError:  # kombu before 5.7 has no batches
         """Never raised."""
 
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _WINDOW_BATCHES = 10
 _WINDOW_CALLS = 100  # per distinct call of a batch
@@ -270,10 +270,10 @@ class FanningOut:
             elif not marked.is_duplicate:
                 call.told = call.told._replace(marked=True)
         for marked in found:
-            if isinstance(marked, LockRefused):
-                raise marked
             if isinstance(marked, LockUnavailable):
                 self._warn_once(marked)
+            elif isinstance(marked, LockRefused):
+                raise marked
         fresh = []
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and marked.is_duplicate:
@@ -355,6 +355,7 @@ class FanningOut:
             self._warn_once(error)
 
     def _warn_once(self, error: LockUnavailable | LockRefused) -> None:
+        say_loudly(error)
         if not self.warned:
             logger.warning(
                 "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "

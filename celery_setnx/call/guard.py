@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.backends.base import DisabledBackend
+from kombu.utils import json
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.message import REPLACED, Call
@@ -18,9 +19,10 @@ from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name, scope_and_digest
+from celery_setnx.log import Log
 from celery_setnx.options import NAMES, OF_THE_TASK, Options, Settings, check_name, merged, plain, settings_of
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 DECORATED = "__singleton__"
 """The attribute of a function under `@singleton` that has its options."""
@@ -98,15 +100,22 @@ class Guard:
         return (before.marked if before else None) or "again"
 
     def fitting(self, call: Call) -> Call:
-        """The call without options of its own that this task does not take, since a deploy has changed it."""
+        """The call without options of its own that this task does not take, since a deploy has changed it.
+
+        Nothing is raised, whatever they are: they came in a message.
+        """
         if not call.options:
             return call
-        known = {
-            name: call.options[name] for name in NAMES if name in call.options and name not in OF_THE_TASK
-        }
         try:
+            known = {
+                name: call.options[name] for name in NAMES if name in call.options and name not in OF_THE_TASK
+            }
             self.check_backend(self.options_of(known))
-        except OptionError as error:
+            self._key_function_of(known)
+            json.dumps(known)  # type: ignore[no-untyped-call] # as it is when the call comes back
+        except SoftTimeLimitExceeded:  # of the task that is running
+            raise
+        except Exception as error:  # noqa: BLE001 - an OptionError, or whatever such values lead to
             logger.warning("%s runs without options of its own: %s.", call, error)
             known = {}
         return call._replace(options=known)

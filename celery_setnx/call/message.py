@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.wording import about, titled
+from celery_setnx.log import Log
+from celery_setnx.options import is_sendable
+from celery_setnx.wording import about, shortened, titled
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 HEADER = "singleton"
 """The message header in which a call travels."""
@@ -50,43 +55,52 @@ class Call(NamedTuple):
     def of(cls, task: str, message: Mapping[str, Any]) -> Call:
         """The call of a message, by its headers, or by all that the running request has.
 
-        A header that is malformed, or another call's, counts as none.
+        Nothing is raised, whatever a message says: a header that cannot be read, or is another call's, counts
+        as none.
         """
-        task_id = str(message.get("id") or "")
         attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
-        redelivered = bool((message.get("delivery_info") or _NOTHING).get("redelivered"))
-        said = _header_in(message)
-        wrong = "" if said is None else _what_is_wrong(said, task, task_id)
-        if said is None or wrong:
-            plain = cls(task, task_id, attempt, redelivered=redelivered)
-            if wrong:
-                text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
-                logger.warning(text, HEADER, plain, wrong)
+        redelivered = _is_redelivered(message.get("delivery_info"))
+        plain = cls(task, id_of(message.get("id")), attempt, redelivered=redelivered)
+        try:
+            said = _header_in(message)
+            if said is None:
+                return plain
+            of, told = _told(said, task, plain.task_id)
+        except SoftTimeLimitExceeded:  # of the task that is running: it says nothing of its header
+            raise
+        except Exception as error:  # noqa: BLE001 - numbers, nesting, sizes, types: no list of them is complete
+            text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
+            logger.warning(text, HEADER, plain, error)
             return plain
-        told = _told(said)
-        if said["attempt"] != attempt:  # Celery hands a retry the headers of the attempt before
+        if of != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}
         if redelivered:
             told["redelivered"] = True
-        return cls(task, task_id, attempt, **told, bare=False)
+        return cls(task, plain.task_id, attempt, **told, bare=False)
 
     @classmethod
     def before(cls, task: str, options: Mapping[str, Any]) -> Call | None:
         """The attempt that publishes a call with these options of `apply_async`; None if none does."""
         said = (options.get("headers") or _NOTHING).get(HEADER)
         task_id = options.get("task_id")
-        if said is None or not task_id or _what_is_wrong(said, task, task_id):
-            return None  # another call's, if the headers of a request were handed on
-        return cls(task, task_id, said["attempt"], **_told(said), bare=False)
+        if said is None or not task_id:
+            return None
+        try:
+            attempt, told = _told(said, task, id_of(task_id))
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:  # noqa: BLE001 - another call's, if the headers of a request were handed on
+            return None
+        return cls(task, id_of(task_id), attempt, **told, bare=False)
 
     @classmethod
     def told(cls, headers: Mapping[str, Any]) -> Call:
         """The call that its header alone tells of, to its courier; ValueError if it tells of none."""
         said = headers[HEADER]
-        call = cls.of(said["task"], {HEADER: said, "id": said["id"], "retries": said["attempt"]})
-        if not call.key:
-            raise ValueError(f"{call} has no key")
-        return call
+        attempt, told = _told(said, said["task"], said["id"])
+        if not told.get("key"):
+            raise ValueError(f"the call of {said['task']} has no key")
+        return cls(said["task"], said["id"], attempt, **told, bare=False)
 
     def as_headers(self) -> dict[str, Any]:
         """The header that says all this."""
@@ -139,30 +153,95 @@ class RunningCall:
         return running if new.attempt == running.call.attempt + 1 else None
 
 
+def id_of(given: Any) -> str:
+    """A task's id as keys and records can have it: a digest of one that they cannot have, or nothing.
+
+    A client of another make may send any; to Celery the task has the id that it came with.
+    """
+    try:
+        text = str(given or "")
+        if _is_text(text, _ID_AT_MOST) and "\n" not in text:
+            return text
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    except (ValueError, TypeError, RecursionError):  # it has no words
+        return ""
+
+
+def retries_of(given: Any) -> int:
+    """How often a task has been retried, as its message says it; 0 if that is no such number."""
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    return int(given) if isinstance(given, int) and 0 <= given <= _COUNT_AT_MOST else 0
+
+
 def attempt_of(retries: Any, replaced: Any) -> int:
     """Number of a task's attempt: it grows with every retry, and with every `replace()` by one of its id."""
-    nested = replaced if isinstance(replaced, int) else 0
-    return nested * REPLACED + (retries if isinstance(retries, int) else 0)
+    return retries_of(replaced) * REPLACED + retries_of(retries)
 
 
-# Of what kind each of its words is, and for numbers how large at most: exact numbers for Lua.
-_SHAPE: Mapping[str, tuple[Any, float | None]] = {
-    **dict.fromkeys(("task", "id", "key", "call_id", "copy", "join"), (str, None)),
-    **dict.fromkeys(("waits", "asked"), (int, 10**9)),
-    "attempt": (int, 10**15),
-    "since": ((int, float), 1e11),
-    "options": (dict, None),
-    "marked": ((bool, str), None),
-    **dict.fromkeys(("redelivered", "unasked"), (bool, None)),
+_ID_AT_MOST = 1000
+_TEXT_AT_MOST = 100_000
+_COUNT_AT_MOST = 10**9
+_NAME = re.compile(r"[\w-]{0,64}", re.ASCII)
+
+
+def _is_text(value: Any, most: int = _TEXT_AT_MOST) -> bool:
+    """True of a text that a server can be sent."""
+    return isinstance(value, str) and len(value) <= most and is_sendable(value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def _is_count(value: Any, most: int = _COUNT_AT_MOST) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+# What each of its words may be. Numbers must be exact in Lua, and finite.
+_SHAPE: Mapping[str, Callable[[Any], bool]] = {
+    "task": _is_text,
+    "id": _is_text,
+    "key": _is_text,
+    "join": _is_text,
+    "call_id": _is_name,
+    "copy": lambda value: _is_name(value) and value != "",
+    "waits": _is_count,
+    "asked": _is_count,
+    "attempt": lambda value: _is_count(value, 2 * 10**15),
+    "since": lambda value: type(value) in (int, float) and 0 <= value <= 1e11,
+    "options": lambda value: isinstance(value, dict),
+    "marked": lambda value: isinstance(value, bool) or value == "again",
+    "redelivered": lambda value: isinstance(value, bool),
+    "unasked": lambda value: isinstance(value, bool),
+    "route": lambda value: isinstance(value, (list, tuple)) and [type(name) for name in value] == [str, str],
 }
-_UNKNOWN = (object, None)
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
 
 
-def _told(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a header says beyond what it must."""
+def _told(said: Any, task: str, task_id: str) -> tuple[int, dict[str, Any]]:
+    """A header's attempt, and what it says beyond what it must; ValueError if it is not that of the call."""
+    if not isinstance(said, Mapping):
+        raise ValueError("it is no mapping")
+    for name, value in said.items():
+        if name in _SHAPE and not _SHAPE[name](value):
+            raise ValueError(f"its {name!r} is {shortened(repr(value), 80)}")
+    for name, own in (("task", task), ("id", task_id)):
+        if said.get(name) != own:
+            raise ValueError(f"its {name!r} is {shortened(repr(said.get(name)), 80)}")
+    if "attempt" not in said:
+        raise ValueError("it names no 'attempt'")
+    if "key" in said:
+        record_name(said["key"])
+    elif "marked" in said or "copy" in said:
+        raise ValueError("it names no 'key'")
     told = {name: said[name] for name in said if name in _OPTIONAL}
-    return {**told, "about": about(told["about"])} if "about" in told else told
+    return said["attempt"], {**told, "about": about(told["about"])} if "about" in told else told
+
+
+def _is_redelivered(delivery_info: Any) -> bool:
+    """What the broker says of a delivery, or a message in its name."""
+    return isinstance(delivery_info, Mapping) and bool(delivery_info.get("redelivered"))
 
 
 def _header_in(message: Mapping[str, Any]) -> Any:
@@ -170,31 +249,3 @@ def _header_in(message: Mapping[str, Any]) -> Any:
     if message.get("is_eager"):  # it has no message, and keeps its headers apart
         message = message.get("headers") or _NOTHING
     return message.get(HEADER)
-
-
-def _what_is_wrong(said: Any, task: str, task_id: str) -> str:
-    """Why a header is not that of a call, in words; nothing if it is."""
-    if not isinstance(said, dict):
-        return "it is no mapping"
-    for name, value in said.items():
-        kind, most = _SHAPE.get(name, _UNKNOWN)
-        if not isinstance(value, kind) or (most is not None and not 0 <= value <= most):
-            return f"its {name!r} is {value!r}"
-    if said.get("task") != task:
-        return f"its 'task' is {said.get('task')!r}"
-    if said.get("id") != task_id:
-        return f"its 'id' is {said.get('id')!r}"
-    if "attempt" not in said:
-        return "it names no 'attempt'"
-    if "key" not in said:
-        return "it names no 'key'" if "marked" in said or "copy" in said else ""
-    route = said.get("route") or ("", "")
-    if not isinstance(route, (list, tuple)) or [type(name) for name in route] != [str, str]:
-        return f"its 'route' is {route!r}"
-    if said.get("copy") == "":
-        return "its 'copy' is empty"
-    try:
-        record_name(said["key"])
-    except ValueError as error:
-        return str(error)
-    return ""

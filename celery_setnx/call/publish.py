@@ -8,7 +8,6 @@ callback, which carries its parent's result and id.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,10 +35,11 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 Send = Callable[..., Any]
 """Publishes for real: called with args, kwargs and the options of `celery.Task.apply_async`."""
@@ -286,15 +286,16 @@ def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marke
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
     client = client_for(guard.app)
     (found,) = mark_all(client, [mark], dedupe=options.asks, lease=grace_s(lease), limit=options.limit)
-    if isinstance(found, LockRefused):
-        raise found
     if isinstance(found, LockUnavailable):
+        say_loudly(found)
         logger.warning(
             "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s",
             guard.task,
-            found,
+            found.brief,
         )
         return None
+    if isinstance(found, LockRefused):
+        raise found
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -23,7 +22,9 @@ except ImportError:  # Celery before 5.5 delays every message in the worker
         return False, ""
 
 
-logger = logging.getLogger("celery_setnx")
+from celery_setnx.log import Log
+
+logger = Log("celery_setnx")
 
 QUEUE = "setnx_queue"
 """The message property that tells the task which queue its message came from, and if that is a fanout's."""

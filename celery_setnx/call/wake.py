@@ -6,7 +6,6 @@ to wait notes when somebody is to look (see `sweep`).
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 from collections.abc import Callable
@@ -38,11 +37,13 @@ from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
+from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.takeover import TakeOver, note_take_over
+from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
@@ -224,9 +225,10 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
     if text is None:  # it has begun, or has its turn
         return None
     try:
-        call, message = _from_line(app, text, task_id, key)
-        if not _is_sent_here(app, call, message):
+        call, broker = _from_line(text, task_id, key)
+        if not _is_sent_here(app, call, broker):
             return None
+        call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
         logger.warning("Task %s has waited for long enough, and is left to its courier: %s", task_id, error)
         return None
@@ -263,7 +265,7 @@ def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_t
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings_of(app).retention)
-    except redis.RedisError as error:
+    except REDIS_ERRORS as error:
         logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
 
 

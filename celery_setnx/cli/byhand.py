@@ -20,8 +20,9 @@ from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.marks import Mark, forget_each, free_all
 from celery_setnx.lock.survey import Sighting, Success, drop, forget_starts, success_of
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _BATCH = 1000
 _NOT_KNOWN = "Not released: it is not known to be abandoned. --force releases it all the same."

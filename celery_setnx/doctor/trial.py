@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,10 +31,11 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
+from celery_setnx.log import Log
 from celery_setnx.options import refuse_unread_environment, settings
 from celery_setnx.task import refuse
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 TRIAL = "celery_setnx.check"
 """The scope of the locks that are only tried."""
@@ -67,13 +67,13 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             try_lock(client, trial_name(settings(app.conf).prefix))
             memories = reply_of_each(client, "INFO", "memory")
+        except LockRefused as error:
+            logger.critical("This worker cannot lock. %s", error)
+            raise
         except LockUnavailable as error:
             logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
             logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
-        except LockRefused as error:
-            logger.critical("This worker cannot lock. %s", error)
-            raise
         except REDIS_ERRORS:
             return  # INFO is not among what the lock needs
         else:
@@ -94,10 +94,10 @@ def try_lock(client: redis.Redis, name: str) -> None:
     try:
         _try_verbs(client, name)
         _try_sweep(client, lines, name)
-    except LockUnavailable:  # nor would it delete anything: what there is lapses
-        raise
-    except Exception:
-        _clean_up(client, name, lines)
+    except Exception as error:
+        # A server that does not answer would delete nothing: what there is lapses.
+        if isinstance(error, LockRefused) or not isinstance(error, LockUnavailable):
+            _clean_up(client, name, lines)
         raise
     _clean_up(client, name, lines)
 

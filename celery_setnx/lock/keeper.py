@@ -2,20 +2,18 @@
 
 A lock is renewed every third of its lease, all that are due in one round trip per Redis client. A task
 shorter than that costs two dictionary operations. The thread is a real one also under gevent and eventlet,
-where a patched thread would starve while a greenlet computes. It only renews: what may wait, it hands to a
-second thread (see `_Errands`).
+where a patched thread would starve while a greenlet computes. It only renews: what may wait, also for a log's
+handler, it hands to a second thread (see `_Errands`).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,13 +23,15 @@ import redis
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.lock import HeldLock, renew_all
 from celery_setnx.lock.record import task_of
+from celery_setnx.log import Log, hand_lines_to, say_loudly
+from celery_setnx.threads import Lasting, greenlets, is_killed
 
 try:
     from _queue import Empty, SimpleQueue  # gevent patches the one in the module queue
 except ImportError:  # pragma: no cover - not CPython
     from queue import Empty, SimpleQueue
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 OnLost = Callable[[HeldLock, str], None]
 _NEVER = float("inf")
@@ -58,8 +58,8 @@ class Keeper:
         self._watched: dict[str, _Watched] = {}
         self._wake: SimpleQueue[float] = SimpleQueue()
         self._wakes_at = -_NEVER
-        self._starting = threading.Lock()
-        self._thread: Any = None
+        self._idle_s, self._rested = _NEVER, True
+        self._thread = Lasting("celery_setnx-keeper", self._turn, real=True)
         self._clients: dict[int, redis.Redis] = {}
         self._errands = _Errands(clock)
 
@@ -75,7 +75,7 @@ class Keeper:
         watched = _Watched(held, _weak(on_lost), now + _pace(held), stop_at)
         self._watched[held.token] = watched
         held.is_watched = True
-        if self._thread is None:
+        if not (self._thread.runs and self._errands.is_ready()):
             self._start()
         if watched.due < self._wakes_at:
             self._wake.put(held.lease_s)
@@ -87,42 +87,38 @@ class Keeper:
 
     def try_again(self, release: Callable[[], None], until: float) -> None:
         """Call what gives a lock back, until it raises no `SetnxError`, or a time is reached."""
+        self._errands.start()
         self._errands.add(release, until)
 
     def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._errands.start_if_green()
-                self._thread = start_real_thread(self._run)
+        """Before the first lock, and should a thread have died."""
+        if greenlets() is not None:  # of which the keeper's real thread cannot start one
+            self._errands.start()
+        self._thread.ensure()
 
-    def _run(self) -> None:
-        idle_s, rested = _NEVER, True
-        while True:
-            now = self._clock()
-            # Announced before looking: a lock that comes after the look sees it, and wakes us.
-            self._wakes_at = _NEVER
-            watched = list(self._watched.values())
-            if watched:
-                idle_s, rested = min(w.held.lease_s for w in watched) / 3, False
-            # Once idle, sleep one more time as if there were a lock: a stream of short tasks wakes nobody.
-            next_due = min((w.due for w in watched), default=_NEVER if rested else now + idle_s)
-            if next_due > now:
-                self._wakes_at = next_due
-                lease_s = self._sleep(next_due - now)
-                if lease_s is not None:  # of a lock that may have been forgotten by now
-                    idle_s, rested = lease_s / 3, False
-                elif not watched:
-                    rested = True
-                continue
-            self._wakes_at = -_NEVER
-            # What is due soon goes along: fewer round trips, and never later than planned.
-            due = [w for w in watched if w.due - w.held.lease_s / 12 <= now and not self._is_gone(w)]
-            try:
-                self._renew(due)
-            except Exception:
-                logger.exception("Renewing %d leases failed; it is tried again.", len(due))
-                for failed in due:
-                    failed.due = self._clock() + failed.held.lease_s / 20
+    def _turn(self) -> bool:
+        """Renew what is due, or wait until something is."""
+        hand_lines_to(self._errands.add)
+        now = self._clock()
+        # Announced before looking: a lock that comes after the look sees it, and wakes us.
+        self._wakes_at = _NEVER
+        watched = list(self._watched.values())
+        if watched:
+            self._idle_s, self._rested = min(w.held.lease_s for w in watched) / 3, False
+        # Once idle, sleep one more time as if there were a lock: a stream of short tasks wakes nobody.
+        next_due = min((w.due for w in watched), default=_NEVER if self._rested else now + self._idle_s)
+        if next_due > now:
+            self._wakes_at = next_due
+            lease_s = self._sleep(next_due - now)
+            if lease_s is not None:  # of a lock that may have been forgotten by now
+                self._idle_s, self._rested = lease_s / 3, False
+            elif not watched:
+                self._rested = True
+            return True
+        self._wakes_at = -_NEVER
+        # What is due soon goes along: fewer round trips, and never later than planned.
+        self._renew([w for w in watched if w.due - w.held.lease_s / 12 <= now and not self._is_gone(w)])
+        return True
 
     def _is_gone(self, watched: _Watched) -> bool:
         """True if nobody is left who would forget the lock; it is forgotten."""
@@ -150,24 +146,36 @@ class Keeper:
             if watched.stop_at > self._clock():
                 by_client.setdefault(id(watched.held.client), []).append(watched)
         for group in by_client.values():
-            client = self._client_of(group[0].held)
-            for watched, error in zip(group, renew_all([w.held for w in group], client)):
-                if error is not None and not watched.failing:
-                    logger.warning(
-                        "The lease of %s was not renewed for %s. It stays ours for %.1f s more, and "
-                        "renewing goes on: %s",
-                        watched.held.key,
-                        _owner(watched.held),
-                        watched.held.remaining_s(),
-                        error,
-                    )
-                watched.failing = error is not None
+            self._renew_group(group)
         for watched in due:
             self._plan(watched)
 
+    def _renew_group(self, group: list[_Watched]) -> None:
+        """Renew the locks of one client; what is wrong with it is no other's business."""
+        try:
+            errors = renew_all([w.held for w in group], self._client_of(group[0].held))
+        except Exception:
+            logger.exception("Renewing %d leases failed; it is tried again.", len(group))
+            for watched in group:
+                watched.failing = True
+            return
+        for watched, error in zip(group, errors):
+            if error is not None:
+                say_loudly(error)
+            if error is not None and not watched.failing:
+                logger.warning(
+                    "The lease of %s was not renewed for %s. It stays ours for %.1f s more, and "
+                    "renewing goes on: %s",
+                    watched.held.key,
+                    _owner(watched.held),
+                    watched.held.remaining_s(),
+                    error.brief,
+                )
+            watched.failing = error is not None
+
     def _client_of(self, held: HeldLock) -> Any:
         """The lock's own client; under gevent and eventlet one that no greenlet uses."""
-        if _green() is None:
+        if greenlets() is None:
             return held.client
         key = id(held.client)
         if key not in self._clients:
@@ -201,48 +209,50 @@ class _Errands:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: SimpleQueue[tuple[Callable[[], None], float]] = SimpleQueue()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = Lasting("celery_setnx-errands", self._turn)
+        self._failed: list[tuple[Callable[[], None], float]] = []
+        self._tried_at = -_NEVER
 
     def add(self, errand: Callable[[], None], until: float = -_NEVER) -> None:
         """Run it soon; and while it raises a `SetnxError`, again every second until a time."""
         self._queue.put((errand, until))
-        if self._thread is None:
-            self._start()
+        if not self._thread.runs and greenlets() is None:
+            with suppress(RuntimeError):  # no thread can be started now: the next one who comes may
+                self.start()
 
-    def start_if_green(self) -> None:
-        """Start in a greenlet's world, which the keeper's real thread is not."""
-        if _green() is not None:
-            self._start()
+    def is_ready(self) -> bool:
+        """Whether it runs, or can be started by whoever has an errand."""
+        return self._thread.runs or greenlets() is None
 
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="celery_setnx-errands", daemon=True)
-                self._thread.start()
+    def start(self) -> None:
+        """See to it that it runs; in a greenlet's world not from the keeper's real thread."""
+        self._thread.ensure()
 
-    def _run(self) -> None:
-        failed: list[tuple[Callable[[], None], float]] = []
-        tried_at = -_NEVER
-        while True:
-            errands = self._next(_AGAIN_S if failed else None)
-            # Once a second, however many there are: with a server that is away each may take a timeout.
-            if failed and self._clock() >= tried_at + _AGAIN_S:
-                errands, failed, tried_at = errands + failed, [], self._clock()
-            for errand, until in errands:
-                try:
-                    errand()
-                except SetnxError as error:
-                    if self._clock() < until:
-                        failed.append((errand, until))
-                    else:
-                        logger.info("It is not tried again, because the lease has ended: %s", error)
-                except Exception:
-                    logger.exception("What was to be done for a lock failed.")
+    def _turn(self) -> bool:
+        errands = self._next(_AGAIN_S if self._failed else None)
+        # Once a second, however many there are: with a server that is away each may take a timeout.
+        if self._failed and self._clock() >= self._tried_at + _AGAIN_S:
+            errands, self._failed, self._tried_at = errands + self._failed, [], self._clock()
+        for errand, until in errands:
+            self._run(errand, until)
+        return True
+
+    def _run(self, errand: Callable[[], None], until: float) -> None:
+        try:
+            errand()
+        except SetnxError as error:
+            if self._clock() < until:
+                self._failed.append((errand, until))
+            else:
+                logger.info("It is not tried again, because the lease has ended: %s", error)
+        except BaseException as error:
+            if is_killed(error):
+                raise
+            logger.exception("What was to be done for a lock failed.")
 
     def _next(self, wait_s: float | None) -> list[tuple[Callable[[], None], float]]:
         """What is new; nothing if nothing comes for a while."""
-        if _green() is not None:
+        if greenlets() is not None:
             time.sleep(_LOOK_S)
             return [self._queue.get() for _ in range(self._queue.qsize())]
         try:
@@ -286,34 +296,6 @@ def _ran_out(watched: _Watched, now: float) -> str:
     if watched.stop_at <= now:
         return "its at_most_for is over, and its lease has ended"
     return f"Redis could not be reached for a whole lease of {watched.held.lease_s:g} s"
-
-
-def start_real_thread(function: Callable[[], None]) -> Any:
-    """Start a daemon thread of the operating system, and return what keeps it alive."""
-    green = _green()
-    if green == "gevent":
-        import gevent.threadpool
-
-        pool = gevent.threadpool.ThreadPool(1)
-        pool.spawn(function)
-        return pool
-    thread_class = threading.Thread
-    if green == "eventlet":
-        import eventlet.patcher
-
-        thread_class = eventlet.patcher.original("threading").Thread
-    thread = thread_class(target=function, name="celery_setnx-keeper", daemon=True)
-    thread.start()
-    return thread
-
-
-def _green() -> str | None:
-    """Which library has replaced the threads of this process by greenlets, if any has."""
-    if "gevent.monkey" in sys.modules and sys.modules["gevent.monkey"].is_module_patched("threading"):
-        return "gevent"
-    if "eventlet.patcher" in sys.modules and sys.modules["eventlet.patcher"].is_monkey_patched("thread"):
-        return "eventlet"
-    return None
 
 
 def keeper_for_process(clock: Callable[[], float]) -> Keeper:

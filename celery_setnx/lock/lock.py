@@ -9,7 +9,6 @@ clock, and every change of a held lock compares the holder's token first.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import threading
@@ -54,8 +53,9 @@ from celery_setnx.lock.record import (
     task_of,
 )
 from celery_setnx.lock.scripts import PermitScript, Script, reply_to
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 DAY_S = 86_400.0
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _REMEMBER_RELEASE_MS = 60_000

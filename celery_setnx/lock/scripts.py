@@ -14,6 +14,7 @@ from redis.exceptions import (
     AuthorizationError,
     ClusterDownError,
     ConnectionError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -24,7 +25,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.exceptions import LockForbidden, LockRefused, LockUnavailable
 from celery_setnx.lock.names import other_permits, starts_name
 from celery_setnx.lock.record import PLAIN, Terms
 from celery_setnx.lock.wire import ask, ask_many
@@ -35,6 +36,13 @@ _TEMPORARY_ERRORS = (OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgain
 _TEMPORARY = re.compile(
     r"(?:.*@user_script: ?\d+: -)?"
     r"(?:OOM|BUSY|LOADING|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
+)
+
+# What an administrator allows, or sets right.
+_FORBIDDEN_ERRORS = (AuthenticationError, AuthorizationError, NoPermissionError)
+_FORBIDDEN = re.compile(
+    r"\b(?:NOAUTH|WRONGPASS|NOPERM) |Client sent AUTH|ACL failure in script|"
+    r"can't (?:run this command|access at least one)"
 )
 
 # Redis 7.0 says where in a script the user was refused, but not which command.
@@ -125,7 +133,9 @@ class Script:
             commands = _CALLED.findall(self.text.splitlines()[int(refused[1]) - 1])
         else:  # an error that the script has caught, and handed back
             commands = _TRIED.findall(self.text)
-        return LockRefused(name, f"{type(error).__name__}: {error} ({' or '.join(dict.fromkeys(commands))})")
+        return LockForbidden(
+            name, f"{type(error).__name__}: {error} ({' or '.join(dict.fromkeys(commands))})"
+        )
 
     def _once(self, client: Any, keys: Keys, arguments: tuple[Any, ...]) -> Settled:
         try:
@@ -218,8 +228,10 @@ def translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
     if "Cluster mode is not enabled" in text:
         return LockRefused(name, f"{text}, or the user may not do CLUSTER SLOTS")
-    if isinstance(error, (AuthenticationError, AuthorizationError)):
+    if str(error).startswith("FOREIGNRECORD"):  # whose key may be called anything
         return LockRefused(name, text)
+    if isinstance(error, _FORBIDDEN_ERRORS) or _FORBIDDEN.search(str(error)):
+        return LockForbidden(name, text)
     temporary = not isinstance(error, ResponseError) or isinstance(error, _TEMPORARY_ERRORS)
     return (
         LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)

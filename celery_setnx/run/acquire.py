@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -17,7 +17,7 @@ from celery.app.task import Context
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import NONCE, come_back
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import Call, retries_of
 from celery_setnx.call.wake import leave_line, let_others_start, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
@@ -26,10 +26,13 @@ from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
+
+_NONCE = re.compile("[0-9a-f]{1,64}")
 
 # What a message has of a call that another call, or what follows, waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
@@ -52,6 +55,12 @@ def info_of(call: Call, worker: str | None) -> str:
 @lru_cache(maxsize=1000)
 def _info_of_process(pid: int, task: str, worker: str | None) -> str:
     return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
+
+
+def _nonce_of(request: Context) -> str:
+    """What makes the token of this delivery its own: said by the worker's parent, if it has a part in it."""
+    known = (request.properties or {}).get(NONCE)
+    return known if isinstance(known, str) and _NONCE.fullmatch(known) else os.urandom(6).hex()
 
 
 class Asking:
@@ -78,8 +87,7 @@ class Asking:
             self.call = self.call._replace(key=self.lock.name)
         if self.call.bare and self.options.dedupe_for and not self._is_awaited():
             self.call = self.call._replace(unasked=True)  # which its message says, should it come back
-        nonce = (request.properties or {}).get(NONCE) or os.urandom(6).hex()
-        self.token = task_token(request.id, request.retries, nonce)
+        self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
 
     def ask(self) -> Outcome | None:
         """The outcome; None if Redis cannot be asked, and the body is to run all the same.
@@ -107,14 +115,15 @@ class Asking:
             try:
                 return ask()
             except LockUnavailable as error:
+                say_loudly(error)
                 if self.options.on_redis_error == "run":
-                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error)
+                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
                     return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
                 give_up = give_up or self.lock.clock() + self.lock.lease_s
                 if self.lock.clock() >= give_up:
-                    come_back(self.task, self.call, backoff(self.options, self.call.waits), str(error))
+                    come_back(self.task, self.call, backoff(self.options, self.call.waits), error.brief)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
 
@@ -136,7 +145,7 @@ class Asking:
         if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and nobody has renewed it yet
             reason = f"{self.lock.name} had been held for too long when Redis said that the call is to run"
             come_back(self.task, call, backoff(self.options, call.waits), reason)
-        return None if done == request.id else done
+        return None if done == call.task_id else done
 
     def joined_result(self) -> Any:
         """The result that a joining call ends with; `UNSET` if it is to run."""
@@ -175,7 +184,7 @@ class Asking:
             self.wake_heirs()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
-            return None if outcome.holder.task_id == self.request.id else outcome
+            return None if outcome.holder.task_id == call.task_id else outcome
         return outcome
 
     def _linger(self) -> Outcome | None:
@@ -197,7 +206,7 @@ class Asking:
 
     def _is_young(self, holder: Holder | None, server_time: float) -> bool:
         """True if another call has had the lock, or was woken for it, since a moment ago."""
-        if holder is None or holder.since is None or holder.task_id == self.request.id:
+        if holder is None or holder.since is None or holder.task_id == self.call.task_id:
             return False
         return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
 
@@ -221,12 +230,12 @@ class Asking:
         """
         request, awaited = self.request, self._is_awaited()
         # Another delivery of the call that runs is not queued: what is published now must run after it.
-        is_own = holder is not None and holder.task_id == request.id
+        is_own = holder is not None and holder.task_id == self.call.task_id
         if self.options.dedupe != "until_started" or awaited or not self.call.bare or is_own:
             return None
         if request.is_eager:
             return None
-        options, mark = self.options, Mark(self.lock.name, request.id)
+        options, mark = self.options, Mark(self.lock.name, self.call.task_id)
         dedupe, client = "until_started", self.lock.client
         (found,) = mark_all(client, [mark], dedupe=dedupe, lease=options.queue_lease, limit=options.limit)
         if isinstance(found, Marked) and found.is_duplicate:

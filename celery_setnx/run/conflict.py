@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import Holder
-from celery_setnx.options import UNSET, Options
+from celery_setnx.log import Log
+from celery_setnx.options import UNSET, Options, duration_s
 from celery_setnx.run.park import may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
 
@@ -116,11 +116,15 @@ class Conflict:
         Raises:
             celery.exceptions.Retry: Always, when the call is on its way.
             LockTimeout: It has waited for `max_wait`.
+            OptionError: The countdown is no duration.
         """
         self._check_max_wait()
         max_wait = self.options.max_wait
         if countdown is None:
             countdown = self._backoff()
+        else:
+            where = f"conflict.retry() of {self.task.name}"
+            countdown = duration_s(where, "countdown", countdown, "not negative")
         if max_wait is not None:
             countdown = min(countdown, max_wait - self.waited_s)
         self._come_back(countdown)
@@ -182,7 +186,7 @@ class Conflict:
 def resolve(conflict: Conflict) -> Any:
     """Apply the policy to a conflict: the task's result, or the exception that ends this attempt."""
     request = conflict.task.request
-    own = conflict.holder.task_id == request.id
+    own = conflict.holder.task_id == conflict.call.task_id
     policy = policy_of(conflict.options, request)
     if own:
         policy = "wait"

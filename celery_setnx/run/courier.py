@@ -9,13 +9,13 @@ REVOKED when it has expired, over the result of a call that ran long ago. A cour
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
@@ -38,11 +38,13 @@ from celery_setnx.call.wake import (
     remaining_s,
 )
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockRefused
+from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.line import BEGUN_S, Found, Place, has_begun_s, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
+from celery_setnx.log import Log, say_loudly
+from celery_setnx.options import LONGEST_S
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 FIRST_S = 60.0
 """Seconds for which the first courier of a call waits in an AMQP broker."""
@@ -51,7 +53,6 @@ LATER_S = 600.0
 """Seconds for which those after it wait there."""
 
 _PACE_S = 600.0
-_LONGEST_S = 1e10
 _STAMPS = "stamps"  # a copy that none of a call's messages is
 
 
@@ -74,16 +75,20 @@ class Order:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Order:
-        """The order that a courier is told; a newer worker may have told more. ValueError if it is none."""
+        """The order that a courier is told; a newer worker may have told more. ValueError if it is none.
+
+        It came in a message: whatever it is, nothing else is raised.
+        """
         try:
             known = {name: told[name] for name in cls.__dataclass_fields__ if name in told}
-            order = cls(**{**known, "call": Call.told(told["call"])})
-        except (KeyError, TypeError, AttributeError) as error:
+            wrong = [name for name, is_right in _TOLD.items() if name in known and not is_right(known[name])]
+            if wrong:
+                raise ValueError(f"its {wrong[0]!r} is wrong")
+            return cls(**{**known, "call": Call.told(told["call"])})
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - no list of what such a thing may raise is complete
             raise ValueError(f"this is no order for a courier ({error!r})") from None
-        wrong = [name for name in known if name != "call" and not _is_sound(name, known[name])]
-        if wrong:
-            raise ValueError(f"the order for the courier of {order} is malformed: its {', '.join(wrong)}")
-        return order
 
     def stamped(self, app: Celery) -> Order:
         """The same for a call that is to go back to the app's broker, which has delivered its courier."""
@@ -126,16 +131,21 @@ class Order:
         return str(self.call)
 
 
-def _is_sound(name: str, value: Any) -> bool:
-    """Whether a value is one of those that an order may have in this place."""
-    if name in ("message", "epoch"):
-        return isinstance(value, str)
-    if name == "resent":
-        return isinstance(value, bool)
-    if value is None:
-        return name == "until"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < _LONGEST_S
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e11
+
+
+def _is_duration(value: Any) -> bool:
+    return _is_time(value) and 0 < value <= 3 * LONGEST_S
+
+
+_TOLD: Mapping[str, Callable[[Any], bool]] = {
+    "message": lambda value: isinstance(value, str),
+    "until": lambda value: value is None or _is_time(value),
+    **dict.fromkeys(("lease", "queue_lease", "remember"), _is_duration),
+    "epoch": lambda value: isinstance(value, str),
+    "resent": lambda value: isinstance(value, bool),
+}
 
 
 class Courier(Task):  # type: ignore[misc]
@@ -288,6 +298,9 @@ def _look_after(app: Celery, order: Order) -> tuple[Order, float, float] | None:
     """Put a call into its line; see `_left`."""
     try:
         back = put_back(app, order, wait_s=order.lease / 2)
+    except LockUnavailable as error:  # one of them is a refusal, too
+        say_loudly(error)
+        raise
     except LockRefused as error:
         logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
         send_again(app, order)

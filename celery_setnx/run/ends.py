@@ -6,7 +6,6 @@ for a child's end nor for Redis.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -25,8 +24,10 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.log import Log, say_loudly
+from celery_setnx.threads import Lasting
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 LOOK_S = 0.2
 KEEP_S = 60.0
@@ -72,8 +73,8 @@ class Ends:
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
         self._has_ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._thread = Lasting("celery_setnx-ends", self._turn)
+        self._goes_on = False
         self._asks_again_at = 0.0
         self._fails = False
 
@@ -118,7 +119,7 @@ class Ends:
         return False
 
     def _look_soon(self, *, has_ended: bool = False) -> None:
-        if self._thread is None:
+        if not self._thread.runs:
             self._start()
         if has_ended:
             self._has_ended.set()
@@ -127,24 +128,20 @@ class Ends:
 
     def _start(self) -> None:
         """Start the thread; where that cannot be, it is tried again with whatever ends next."""
-        with self._starting:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="celery_setnx-ends", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    logger.warning("What ended calls leave behind is not freed now: %s", error)
-                else:
-                    self._thread = thread
+        try:
+            self._thread.ensure()
+        except RuntimeError as error:
+            logger.warning("What ended calls leave behind is not freed now: %s", error)
 
-    def _run(self) -> None:
-        while True:
+    def _turn(self) -> bool:
+        if not self._goes_on:
             self._changed.wait()
             self._changed.clear()
-            # Before the first look, too: a stream of short tasks wakes this thread five times a second.
-            self._pause()
-            while self._look():
-                self._pause()
+        # Before the first look, too: a stream of short tasks wakes this thread five times a second.
+        self._pause()
+        self._goes_on = True  # also after a look that has failed
+        self._goes_on = self._look()
+        return True
 
     def _pause(self) -> None:
         self._has_ended.wait(LOOK_S)
@@ -159,6 +156,7 @@ class Ends:
                 self._free_retries()
                 self._fails = False
             except LockUnavailable as error:
+                say_loudly(error)
                 self._asks_again_at = time.monotonic() + _AGAIN_S
                 if not self._fails:  # it is said once
                     text = "%d calls have ended, and their marks are not freed; tried again every %g s: %s"
@@ -194,8 +192,21 @@ class Ends:
             except LockUnavailable:
                 self._ended.extend(batch)  # behind the others: it may be one node of a cluster
                 raise
+            except Exception:  # noqa: BLE001 - of one of them: it is found, and named
+                for ended in batch:
+                    self._forget_alone(ended)
             finally:
                 self._at_work = 0
+
+    def _forget_alone(self, ended: Ended) -> None:
+        """One call's trouble is no other's."""
+        try:
+            _forget([ended])
+        except LockUnavailable:
+            self._ended.append(ended)
+        except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
+            text = "What %s leaves behind, which has ended, is not freed, and lapses by itself: %r"
+            logger.warning(text, ended.call, error)
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):

@@ -6,7 +6,6 @@ one that says yes, so events that are off cost nothing.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,10 +19,11 @@ from celery.utils.dispatch import Signal
 from celery_setnx import signals
 from celery_setnx.call.guard import is_singleton
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.keeper import start_real_thread
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log
+from celery_setnx.threads import start_real_thread
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _SILENCE_S = 30.0
 _ACQUIRE_S = 1.0
@@ -90,7 +90,7 @@ def _send_apart(app: Celery, hostname: str, type_: str, fields: dict[str, Any]) 
         with between_forks:
             _survive(send, type_, fields)
 
-    start_real_thread(send_between_forks)
+    start_real_thread(send_between_forks, "celery_setnx-event")
 
 
 def _publish(

@@ -6,7 +6,6 @@ wait, in its timer and beyond its prefetch, until their time has come. Nearly al
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -18,8 +17,9 @@ from celery import Celery
 from celery.worker import state
 
 from celery_setnx.lock.line import Begun, Place, have_begun, shorten_tickets
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _ASKS_S = 30.0
 _YOUNG_S = 60.0  # until then most calls wait still, or have begun and ended: they are asked about once

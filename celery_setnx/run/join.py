@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from billiard.exceptions import WorkerLostError
@@ -16,10 +15,11 @@ from celery_setnx.call.wake import leave_line, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import runs_instead
 from celery_setnx.lock.record import Holder
+from celery_setnx.log import Log
 from celery_setnx.options import UNSET, Options
 from celery_setnx.run.park import remember_s
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _ASK_AGAIN_S = 0.05
 _ASKED_AT_MOST = 7  # 6.4 s in all

@@ -10,7 +10,6 @@ A call that meets a held lock under `on_conflict="wait"` is in two places at onc
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -39,16 +38,17 @@ from celery_setnx.call.wake import (
     wake,
 )
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockRefused, SetnxError
+from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.line import Found, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
 from celery_setnx.wording import held
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 
@@ -154,7 +154,8 @@ class _Parking:
             reason = f"its place in line is not known ({error})"
             come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
         logger.warning("%s waits, and only its courier knows: %s", self.call, error)
-        if self.has_courier and isinstance(error, LockRefused):
+        say_loudly(error)
+        if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
             raise error  # which is what its courier has sent it for
         if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
             self.order = replace(self.order, epoch="")

@@ -6,7 +6,6 @@ parent writes the receipt, once Celery has reported the end, and before it ackno
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from contextlib import suppress
@@ -21,8 +20,9 @@ from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.names import receipt_name
 from celery_setnx.lock.receipt import write_receipt
+from celery_setnx.log import Log
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _SILENCE_S = 10.0
 _RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")

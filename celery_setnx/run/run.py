@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,7 +39,8 @@ from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.options import UNSET
+from celery_setnx.log import Log
+from celery_setnx.options import LONGEST_S, UNSET
 from celery_setnx.run.acquire import Asking
 from celery_setnx.run.conflict import resolve, resolve_done
 from celery_setnx.run.events import follow
@@ -56,7 +56,7 @@ from celery_setnx.signals import (
     uniqueness_lapsed,
 )
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
@@ -166,7 +166,9 @@ class Run:
         if isinstance(error, Retry) and not self._keeps_key(error.sig):
             return None
         if isinstance(error, (Retry, Waits)):
-            return max(0.0, seconds_until(self.task.app, error.when))
+            with suppress(ValueError, TypeError, OverflowError):  # it is no time
+                return min(max(0.0, seconds_until(self.task.app, error.when)), LONGEST_S)
+            return 0.0
         if isinstance(error, Reject) and error.requeue and self.task.acks_late:
             return 0.0
         return None
@@ -206,7 +208,7 @@ class Run:
         self._check_max_wait(outcome)
         # The first start of what is delivered again has ended the mark; but another's was set since.
         has_begun = self.call.redelivered and outcome.mark is None
-        if self.call.marked is True and outcome.mark != self.request.id and not has_begun:
+        if self.call.marked is True and outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(outcome.mark)
         self.has_begun = True
         let_go(self.request)
@@ -370,7 +372,7 @@ class Run:
             self.asking.leave()
         if self.lock.mark is None:
             return
-        mark = Mark(self.lock.name, self.request.id)
+        mark = Mark(self.lock.name, self.call.task_id)
         if back_in is None:
             error = free_all(self.lock.client, [mark])
         else:

@@ -7,7 +7,6 @@ keeps to itself. It also puts back, when Redis has lost its data, the calls whos
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -37,11 +36,13 @@ from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.unswept import Unswept
+from celery_setnx.threads import Lasting
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
@@ -93,9 +94,12 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         super().__init__(worker, **options)
         self._stopped = threading.Event()
         self._client: redis.Redis
-        self._thread: threading.Thread | None = None
+        self._thread: Lasting | None = None
+        self._wait_s = SWEEP_S
+        self._usual_at = 0.0
         self._fails = False
         self._worker = worker
+        self._has_declared = False  # the queues of couriers
         self._revoked: dict[str, float] = {}
         self._held = HeldCouriers()
         self._left: WeakSet[CourierRequest] = WeakSet()
@@ -111,41 +115,56 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._client = new_client(worker.app, _TIMEOUT_S)
         except OptionError:  # its calls say that
             return
-        target = partial(self._run, worker.app)
-        self._thread = threading.Thread(target=target, name="celery_setnx-sweep", daemon=True)
-        self._thread.start()
+        self._usual_at = time.monotonic()
+        self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app))
+        self.ensure()
+        _sweeping.add(self)
+
+    def ensure(self) -> None:
+        """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
+        if self._thread is None or self._thread.runs or self._stopped.is_set():
+            return
+        try:
+            self._thread.ensure()
+        except RuntimeError as error:
+            logger.warning("No line is swept until a thread can be started: %s", error)
 
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(_TIMEOUT_S)
+        give_up = time.monotonic() + _TIMEOUT_S
+        while self._thread is not None and self._thread.runs and time.monotonic() < give_up:
+            time.sleep(_EARLIEST_S)
 
     terminate = stop
 
-    def _run(self, app: Celery) -> None:
-        wait_s, usual_at = SWEEP_S, time.monotonic()
-        with between_forks:
-            _declare_queues(app)
-        while not self._stopped.wait(wait_s):
-            is_early, next_s = time.monotonic() < usual_at, None
-            try:
-                swept = self.sweep(app, is_early=is_early)
-                # When the next is due; but whoever came for one that another has looked at waits as usual.
-                next_s = swept.next_s if swept.lines or not is_early else None
-                self._fails = False
-            except SetnxError as error:
-                if not self._fails:  # it is said once
-                    logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
-                self._fails = True
-            except Exception:
-                logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
-            now = time.monotonic()
-            if not is_early:
-                usual_at = now + SWEEP_S * random.uniform(0.8, 1.0)
-            wait_s = max(0.0, usual_at - now)
-            if next_s is not None:
-                wait_s = min(wait_s, max(next_s, _EARLIEST_S))
+    def _turn(self, app: Celery) -> bool:
+        if not self._has_declared:
+            self._has_declared = True
+            with between_forks:
+                _declare_queues(app)
+        if self._stopped.wait(self._wait_s):
+            return False
+        is_early, next_s = time.monotonic() < self._usual_at, None
+        try:
+            swept = self.sweep(app, is_early=is_early)
+            # When the next is due; but whoever came for one that another has looked at waits as usual.
+            next_s = swept.next_s if swept.lines or not is_early else None
+            self._fails = False
+        except SetnxError as error:
+            say_loudly(error)
+            if not self._fails:  # it is said once
+                logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
+            self._fails = True
+        except Exception:
+            logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
+        now = time.monotonic()
+        if not is_early:
+            self._usual_at = now + SWEEP_S * random.uniform(0.8, 1.0)
+        self._wait_s = max(0.0, self._usual_at - now)
+        if next_s is not None:
+            self._wait_s = min(self._wait_s, max(next_s, _EARLIEST_S))
+        return True
 
     def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
         """Look at every line that is due; unless it comes early for one, after the couriers here too."""
@@ -186,6 +205,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                     end_wait(app, key, revoked, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except (SetnxError, redis.RedisError) as error:  # another line may be on another node, or in order
+            say_loudly(error)
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
@@ -227,6 +247,15 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._anew[request] = epoch, time.monotonic() + request.order.lease / 2
             return False
         return time.monotonic() >= when
+
+
+_sweeping: WeakSet[Sweep] = WeakSet()
+
+
+def see_to_sweeps() -> None:
+    """See to it that the workers of this process sweep."""
+    for sweep in list(_sweeping):
+        sweep.ensure()
 
 
 def _declare_queues(app: Celery) -> None:

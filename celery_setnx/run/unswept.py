@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -13,9 +12,10 @@ from celery_setnx.call.broker import broker_of
 from celery_setnx.exceptions import LockRefused, SetnxError
 from celery_setnx.lock.line import Claimed, known_lines, note_lines, unswept
 from celery_setnx.lock.names import lines_name
+from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 
-logger = logging.getLogger("celery_setnx")
+logger = Log("celery_setnx")
 
 _EVERY_S = 10.0
 _OTHER_PREFIX = (

@@ -1,0 +1,161 @@
+"""The log: a line that cannot be logged stops nothing, and what must be mended is said once a minute."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+
+from celery_setnx import LockForbidden, LockUnavailable, SingletonTask, log
+from celery_setnx.log import Log, hand_lines_to, say_loudly
+from celery_setnx.signals import LockSignal
+from celery_setnx.testing import guarded
+
+logger = Log("celery_setnx")
+
+
+class Away(logging.Handler):
+    """As one whose log server is away; it may also be a filter."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise self.error
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise self.error
+
+
+@contextmanager
+def broken(what: str, error: Exception) -> Iterator[None]:
+    """Logging whose filter, handler or factory of records raises, for the length of a block."""
+    ours, factory, away = logging.getLogger("celery_setnx"), logging.getLogRecordFactory(), Away(error)
+    if what == "filter":
+        ours.addFilter(away)
+    elif what == "handler":
+        logging.getLogger().addHandler(away)
+    else:
+        logging.setLogRecordFactory(lambda *_args, **_kwargs: away.emit(None))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        ours.removeFilter(away)
+        logging.getLogger().removeHandler(away)
+        logging.setLogRecordFactory(factory)
+
+
+each = pytest.mark.parametrize("what", ["filter", "handler", "factory"])
+
+
+@each
+def test_line_that_cannot_be_logged_is_printed(what, capfd):
+    """It raises nothing, and says what it could not be logged for."""
+    with broken(what, OSError("the log server is away")):
+        logger.warning("%s is\n lost", "a lock")
+    said = (
+        r"celery_setnx: WARNING: a lock is\n lost (it could not be logged: OSError: the log server is away)"
+    )
+    assert capfd.readouterr().err.strip() == said
+
+
+@each
+def test_line_lets_the_time_limit_of_its_task_through(what):
+    """Which may strike anywhere in it."""
+    with broken(what, SoftTimeLimitExceeded()), pytest.raises(SoftTimeLimitExceeded):
+        logger.warning("a line")
+
+
+def test_line_names_who_has_logged_it(caplog):
+    """And not the log's own functions."""
+    logger.warning("a line")
+    logger.log(logging.WARNING, "another")
+    assert [record.funcName for record in caplog.records] == ["test_line_names_who_has_logged_it"] * 2
+
+
+def test_lines_of_a_thread_may_be_left_to_another(caplog, monkeypatch):
+    """With the exception of that moment."""
+    lines: list[Any] = []
+    monkeypatch.setattr(log, "_of_thread", type(log._of_thread)())
+    hand_lines_to(lines.append)
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        logger.exception("it failed")
+    assert not caplog.records
+    lines.pop()()
+    assert "ZeroDivisionError" in caplog.text
+
+
+@each
+def test_signal_is_sent_though_what_its_receiver_raises_cannot_be_logged(what):
+    """Celery logs that."""
+    signal = LockSignal(name="odd")
+
+    @signal.connect
+    def receiver(**_details: Any) -> None:
+        raise ZeroDivisionError
+
+    celerys, away = logging.getLogger("celery.utils.dispatch.signal"), Away(OSError("away"))
+    celerys.addFilter(away)
+    try:
+        with broken(what, OSError("away")):
+            assert signal.send(sender=None) in ([], [(receiver, signal.send(sender=None))])
+    finally:
+        celerys.removeFilter(away)
+
+
+@each
+def test_lock_is_given_back_though_nothing_can_be_logged(what, server, locks):
+    """Lines stand between its loss, its release and who is told of that."""
+    app = Celery("logging", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"at_least_for": 0})
+    def t() -> str:
+        locks.set(t.lock.key, "1")  # as a classic client does: it is repaired, and that is logged
+        return "ran"
+
+    with guarded(app), broken(what, OSError("away")):
+        assert t.apply().get() == "ran"
+    assert t.locked() is None
+
+
+FORBIDDEN = LockForbidden("a", "NOPERM no permissions")
+
+
+def test_what_must_be_mended_is_an_error_once_a_minute(caplog, monkeypatch):
+    """With what to do; an outage that ends by itself is not."""
+    now = [1000.0]
+    monkeypatch.setattr(log, "_say_again_at", {})
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    for _ in range(130):
+        say_loudly(FORBIDDEN)
+        say_loudly(LockUnavailable("a", "ConnectionError: gone"))
+        now[0] += 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+    assert "Grant its user what is missing" in caplog.text
+    say_loudly(LockUnavailable("a", "ReadOnlyError: You can't write against a read only replica."))
+    assert "lead to the primary" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "do"),
+    [
+        ("OutOfMemoryError: command not allowed when used memory > 'maxmemory'.", "Give the server memory"),
+        ("ResponseError: MISCONF Redis is configured to save RDB snapshots", "cannot save to its disk"),
+        ("ResponseError: NOREPLICAS Not enough good replicas to write.", "misses its replicas"),
+        ("BusyLoadingError: Redis is loading the dataset in memory", ""),
+        ("ConnectionError: Connection refused", ""),
+    ],
+)
+def test_outage_that_somebody_must_end_says_what_to_do(reason, do):
+    """Whatever lasts until then."""
+    error = LockUnavailable("a", reason)
+    assert do in error.remedy
+    assert bool(error.remedy) is bool(do)
+    assert str(error) == f"{error.brief} {error.remedy}".rstrip()

@@ -1,0 +1,236 @@
+"""What comes in a message or in a line is read, whatever it is, or counts as nothing said: fuzzed."""
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kombu.exceptions import ContentDisallowed
+
+from celery_setnx import SingletonTask
+from celery_setnx.call.back import Message
+from celery_setnx.call.message import HEADER, Call, attempt_of, id_of, retries_of
+from celery_setnx.lock.names import ticket_name
+from celery_setnx.options import LONGEST_S, NAMES
+from celery_setnx.run.courier import Order
+from celery_setnx.run.sweep import CourierRequest
+from tests.bounds import bound
+from tests.test_message import FULL, headers_of
+
+DEEP: Any = []
+for _ in range(2000):
+    DEEP = [DEEP]
+
+ODD = st.sampled_from(
+    [
+        *(None, True, False, -1, -0.0, 0, 2.0, 2**63, -(2**63), 10**400, 10**5000, -(10**5000)),
+        *(float("nan"), float("inf"), float("-inf"), 1e300, 5e-324),
+        *(
+            "",
+            "\ud800",
+            "a\nb",
+            "a|1|ff",
+            "}{",
+            "x" * 200_000,
+            b"\xff",
+            b"",
+            [],
+            {},
+            DEEP,
+            {"a": DEEP},
+            set(),
+        ),
+    ]
+)
+ANY = ODD | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+HEADERS = {**FULL.as_headers()[HEADER], "unasked": True}
+fuzzed = settings(deadline=None, max_examples=bound(80, full=1000))
+
+
+def changed(told: dict[str, Any]) -> Any:
+    """What is told, some of it anything, or missing, and more beside it."""
+    some = st.fixed_dictionaries({}, optional=dict.fromkeys(told, ANY))
+    more = st.dictionaries(st.text(max_size=9), ANY, max_size=2)
+    gone = st.sets(st.sampled_from(sorted(told)), max_size=2)
+    return st.tuples(some, more, gone).map(
+        lambda parts: {n: v for n, v in {**told, **parts[0], **parts[1]}.items() if n not in parts[2]}
+    )
+
+
+def assert_usable(call: Call) -> None:
+    """It says the same when it is written and read again, and keys, places and lines can be made of it."""
+    written = {"id": call.task_id, **attempts(call.attempt), **call.as_headers()}
+    again = Call.of(call.task, json.loads(json.dumps(written)))
+    assert again == call._replace(bare=not call.key and again.bare)
+    str(call).encode()
+    place = call.place(60.0)
+    assert 0 <= place.attempt < 2**53
+    ticket_name("k", place.task_id, place.call_id).encode()
+    assert "\n" not in call.task_id
+    assert call.waited_s(1e9) >= 0
+
+
+def attempts(attempt: int) -> dict[str, int]:
+    return {"retries": attempt % 10**6, "replaced_task_nesting": attempt // 10**6}
+
+
+@pytest.fixture(scope="module")
+def app() -> Celery:
+    app = Celery("parsing", broker="memory://", set_as_current=False)
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"key": "a"})
+    def t(a: Any = 1, b: Any = 2) -> None: ...
+
+    app.finalize()
+    return app
+
+
+@fuzzed
+@given(header=ANY | changed(HEADERS))
+def test_header_of_any_kind_is_read_or_counts_as_none(header):
+    """In the worker's parent it would end the worker, at every start again."""
+    call = Call.of("t", {"id": "id-1", "retries": 1, HEADER: header})
+    assert (call.task, call.task_id, call.attempt) == ("t", "id-1", 1)
+    if call.bare:
+        assert call == Call("t", "id-1", 1)
+    else:
+        assert_usable(call._replace(options={}))
+    Call.before("t", {"task_id": "id-1", "headers": {HEADER: header}})
+
+
+@fuzzed
+@given(
+    message=st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(("id", "retries", "replaced_task_nesting", "delivery_info", "is_eager"), ANY),
+    )
+)
+def test_message_of_any_kind_is_a_call(message):
+    """Ids that keys cannot have, retries that are no number, a delivery that is no mapping."""
+    message.pop("is_eager", None)
+    assert_usable(Call.of("t", message))
+
+
+@fuzzed
+@given(options=st.dictionaries(st.sampled_from([*NAMES, "colour"]) | st.text(max_size=5), ANY, max_size=4))
+def test_options_of_any_kind_are_taken_or_dropped(app, options):
+    """And the call that is left has a lock, a key, and can be sent back."""
+    guard = app.tasks["t"]._guard
+    call = guard.fitting(FULL._replace(options=options, key=""))
+    lock = guard.lock(call, (1,), {})
+    lock.name.encode()
+    assert 0 < lock.lease_s <= LONGEST_S
+    guard.key((), {"a": 3}, call.options)
+    if call.options:
+        assert json.loads(json.dumps(call.as_headers(), default=str))
+
+
+PACKED = {
+    "headers": headers_of(FULL, expires="2024-05-06T00:00:00+00:00"),
+    "properties": {"correlation_id": "id-1", "priority": 3},
+    "route": {"exchange": "", "routing_key": "q"},
+    "content_type": "application/json",
+    "encoding": "utf-8",
+    "body": json.dumps([[1], {}, {"chain": None}]),
+}
+
+
+def as_text(told: Any) -> str:
+    """As JSON, where it can be had."""
+    try:
+        return json.dumps(told)
+    except (TypeError, ValueError, RecursionError):
+        return "[" * 100_000
+
+
+@fuzzed
+@given(
+    text=st.text()
+    | changed(PACKED).map(as_text)
+    | changed(PACKED["headers"]).map(lambda headers: as_text({**PACKED, "headers": headers}))
+    | changed(HEADERS).map(lambda said: as_text({**PACKED, "headers": {**PACKED["headers"], HEADER: said}}))
+)
+def test_entry_of_a_line_is_a_call_or_a_value_error(app, text):
+    """Who can write to the lock server can have written anything there."""
+    try:
+        call, message = Message.unpacked(app, text)
+    except (ValueError, ContentDisallowed):
+        return
+    assert_usable(call._replace(options={}))
+    message.send(app, call.as_copy())
+
+
+ORDER = Order(FULL, "message", 1e9, 30.0, 3600.0, 7200.0, "epoch").as_kwargs()["order"]
+
+
+@fuzzed
+@given(told=ANY | changed(ORDER) | changed(HEADERS).map(lambda h: {**ORDER, "call": {HEADER: h}}))
+def test_order_of_a_courier_is_one_or_a_value_error(app, told):
+    """Also where the worker's parent holds the courier, and looks after its call."""
+    try:
+        order = Order.of(told)
+    except ValueError:
+        return
+    assert_usable(order.call._replace(options={}))
+    assert 0 <= order.pace(1e9) <= 600
+    place = order.place(app)
+    assert 0 < place.remember * 1000 < 2**53
+    assert order.as_kwargs()["key"] == order.call.key
+    assert isinstance(order.epoch + order.message, str)
+
+
+@pytest.mark.parametrize("kwargs", [{"order": "x"}, {"order": {"call": 5}}, ["order"], {"order": ORDER}])
+def test_courier_of_any_kind_ends_no_worker(app, kwargs):
+    """The worker's parent reads what it is told."""
+    task = app.tasks["celery_setnx.courier"]
+    headers = {"id": "c", "task": task.name, "retries": 0}
+    message = SimpleNamespace(headers=headers, body="", properties={}, delivery_info={}, payload=None)
+    request = CourierRequest(
+        message, app=app, task=task, body=([], kwargs, {}), headers=headers, decoded=True
+    )
+    assert hasattr(request, "order") == (kwargs == {"order": ORDER})
+
+
+@pytest.mark.parametrize(
+    ("given_id", "read"),
+    [("id-1", "id-1"), (None, ""), (5, "5"), ("ü" * 1000, "ü" * 1000), ("a|1|ff", "a|1|ff"), (DEEP, "")],
+    ids=["text", "none", "number", "long", "bars", "deep"],
+)
+def test_id_is_as_it_is_where_keys_can_have_it(given_id, read):
+    """Else a digest stands for it, always the same."""
+    assert id_of(given_id) == read
+
+
+@pytest.mark.parametrize("given_id", ["a\nb", "\ud800", "x" * 1001], ids=["break", "surrogate", "long"])
+def test_id_that_keys_cannot_have_has_a_digest(given_id):
+    """Two of them are two."""
+    assert len(id_of(given_id)) == 32
+    assert id_of(given_id) == id_of(given_id) != id_of(given_id + "x")
+
+
+@pytest.mark.parametrize(
+    ("retries", "read"),
+    [(3, 3), (2.0, 2), (True, 1), (-1, 0), ("2", 0), (None, 0), (float("nan"), 0), (10**400, 0), (2.5, 0)],
+)
+def test_retries_of_other_clients_are_a_number_that_can_be_parked(retries, read):
+    """What is negative, or no whole number, was parked and could never be sent."""
+    assert retries_of(retries) == read
+    assert attempt_of(retries, retries) == 1_000_001 * read
+
+
+def test_header_that_cannot_be_read_is_said_once_and_shortly(caplog):
+    """Its value may be of a million characters."""
+    caplog.set_level(logging.WARNING)
+    header = {"task": "t", "id": "id-1", "attempt": 0, "waits": "x" * 10**6}
+    assert Call.of("t", {"id": "id-1", HEADER: header}).bare
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 300
