@@ -127,7 +127,7 @@ def test_call_comes_back_as_it_was(app, serializer, by):
     first = received(app)
     message, call = run(app, first), Call.of("t", first.headers)
     if by == "the line":
-        text = message.packed(call)
+        text = message.packed(app, call)
         call, message = Message.unpacked(app, text)
         assert json.loads(text)["encoding"] == "utf-8"
     message.send(app, call)
@@ -142,7 +142,7 @@ def test_binary_body_comes_back_as_it_was(app):
     """A line is text."""
     app.tasks["t"].apply_async(task_id="id-1", args=(b"\x00\xff",), serializer="pickle")
     message = run(app, received(app))
-    packed = message.packed(CALL)
+    packed = message.packed(app, CALL)
     assert base64.b64decode(json.loads(packed)["body"])
     message.send(app, CALL)
     assert received(app).payload[0] == (b"\x00\xff",)
@@ -153,7 +153,7 @@ def test_pickle_is_never_unpacked(app):
     app.tasks["t"].apply_async(task_id="id-1", serializer="pickle")
     message = run(app, received(app))
     with pytest.raises(ContentDisallowed, match="pickle"):
-        Message.unpacked(app, message.packed(CALL))
+        Message.unpacked(app, message.packed(app, CALL))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_task_of_ours_goes_the_way_of_a_call_and_shows_none_of_it(app):
     """No child of the running task, no result, and what it holds of the call is not for Flower."""
     app.tasks["t"].apply_async(**SENT)
     message = run(app, received(app))
-    message.send_new(app, COURIER, {"key": "setnx:{t}", "order": message.packed(CALL)}, 0.0)
+    message.send_new(app, COURIER, {"key": "setnx:{t}", "order": message.packed(app, CALL)}, 0.0)
     sent = received(app)
     assert (sent.headers["task"], sent.headers["parent_id"], sent.headers["ignore_result"]) == (
         COURIER,

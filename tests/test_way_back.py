@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,6 +233,16 @@ def test_call_from_a_line_goes_to_a_queue_of_the_app_else_by_its_route(app_of, n
     assert message.queue == goes
 
 
+def test_call_from_a_line_goes_to_a_queue_for_which_the_broker_vouches(app_of):
+    """A worker need not know the queues of others; who cannot log in at the broker can change none."""
+    app = app_of("memory", QUEUES["topic"])
+    _call, message = from_line(app, queue="theirs")
+    theirs = replace(message, queue="theirs").packed(app, CALL)
+    assert Message.unpacked(app, theirs)[1].queue == "theirs"
+    for what, changed in (("theirs", "thine"), ("id-1", "id-2"), ("setnx:{t}", "setnx:{t:x}")):
+        assert Message.unpacked(app, theirs.replace(what, changed))[1].queue == "one"
+
+
 @pytest.mark.parametrize(
     ("told", "seen"),
     [(["topics", "feed.import"], ("topics", "feed.import")), (["theirs", "feed.import"], ("", ""))],
@@ -307,7 +318,7 @@ def test_properties_of_a_message_come_back(app_of, reading):
         (told,) = reader.read(1)
         assert {name: told["properties"].get(name) for name in PROPERTIES} == PROPERTIES
         assert "MessageDeduplicationId" not in told["properties"]
-        _call, message = Message.unpacked(app, message.packed(CALL))
+        _call, message = Message.unpacked(app, message.packed(app, CALL))
 
 
 def test_user_id_comes_back_if_the_worker_is_that_user(app_of, reading):

@@ -36,6 +36,7 @@ from celery_setnx.call.queues import (
     is_reached,
     own_queue,
     queue_of,
+    voucher,
     way_to,
 )
 from celery_setnx.connection import broker_read_urls, transport_options
@@ -124,7 +125,7 @@ class Message:
         """The message that is running, as it arrived."""
         came = arrived(task.request)
         headers = {name: value for name, value in came.items() if name not in _NO_HEADERS}
-        had, info = came.get("properties") or {}, came.get("delivery_info") or {}
+        had, info = (_mapping(came.get(name)) for name in ("properties", "delivery_info"))
         queue, fanout = had.get(QUEUE) or (queue_of(task.app, info), False)
         properties = {
             **{name: had.get(name) for name in _PROPERTIES},
@@ -142,7 +143,7 @@ class Message:
             broker=broker_of(task.app),
         )
 
-    def packed(self, call: Call) -> str:
+    def packed(self, app: Celery, call: Call) -> str:
         """The message as a text for the line, with what it is to say of the call."""
         serializer = _serializer_of(self.content_type)
         _, encoding, body = dumps(self.body, serializer)  # type: ignore[no-untyped-call]
@@ -150,15 +151,16 @@ class Message:
             body = base64.b64encode(body).decode()
         headers = {**self.headers, **self._telling(call).as_headers()}
         told = {**{name: getattr(self, name) for name in _PACKED}, "headers": headers, "body": body}
-        return str(json.dumps({**told, "encoding": encoding}))  # type: ignore[no-untyped-call]
+        told |= {"encoding": encoding, "voucher": voucher(app, self.queue, call)}
+        return str(json.dumps(told))  # type: ignore[no-untyped-call]
 
     @classmethod
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
         """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
 
         Who can write to the lock server can have written anything: nothing else is raised of it. It names no
-        queue: the call goes back to the one it came from if that is the app's or one that this worker reads,
-        else where its task's calls go.
+        queue: the call goes back to the one it came from if the broker's users vouch for that, or if it is the
+        app's or this worker's; else where its task's calls go.
         """
         try:
             told = _parsed(text)
@@ -172,7 +174,8 @@ class Message:
             raise
         except Exception as error:  # noqa: BLE001 - no list of what such a text may raise is complete
             raise ValueError(f"this is no packed call ({error!r})") from None
-        if not isinstance(queue, str) or not is_known(app, queue):
+        queue = queue if isinstance(queue, str) else ""
+        if not is_known(app, queue) and told.get("voucher") != voucher(app, queue, call):
             queue = own_queue(app, call.task, *loaded[:2])
         exchange, routing_key = call.route or ("", "")
         if queue not in [each.name for each in bound(app.amqp.queues.values(), exchange, routing_key)]:
@@ -382,7 +385,11 @@ def seconds_until(app: Celery, when: Any) -> float:
 
 def is_pickled(task: Task) -> bool:
     """True if the running call's message was serialized with pickle."""
-    return _content_type_of(task, arrived(task.request).get("properties") or {}) == PICKLE
+    return _content_type_of(task, _mapping(arrived(task.request).get("properties"))) == PICKLE
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _loaded(app: Celery, body: Any, content_type: str, encoding: str) -> tuple[Any, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -11,6 +12,8 @@ from typing import Any
 
 from celery import Celery
 from kombu.entity import Exchange, Queue
+
+from celery_setnx.call.message import Call
 
 try:
     from celery.utils.quorum_queues import detect_quorum_queues
@@ -99,6 +102,17 @@ def is_known(app: Celery, queue: str) -> bool:
     return bool(queue) and (queue in app.amqp.queues or queue in app.amqp.queues.consume_from)
 
 
+def voucher(app: Celery, queue: str, call: Call) -> str:
+    """What only who may log in at the broker can say of a call's queue: that it came from there.
+
+    A worker need not know the queues of others: any name may be given with `-Q`, and to `apply_async`.
+    """
+    broker = _broker_of(app)
+    secret = "\0".join(map(str, (broker.userid, broker.password, broker.virtual_host)))
+    said = "\0".join((queue, call.task, call.task_id, call.key))
+    return hmac.new(secret.encode(), said.encode(), "sha256").hexdigest()[:32]
+
+
 def is_fanout(app: Celery, queue: str) -> bool:
     """Whether a queue is known to get a copy of all that its exchange is sent."""
     return _is_fanout(app.amqp.queues.get(queue))
@@ -150,7 +164,11 @@ def delayed_way_to(app: Celery, queue: str, countdown: float) -> dict[str, Any] 
 
 def driver_of(app: Celery) -> str:
     """The kind of the broker to which the app publishes: amqp, redis, sqs, memory, ..."""
-    return str(app.producer_pool.connections.connection.transport.driver_type)
+    return str(_broker_of(app).transport.driver_type)
+
+
+def _broker_of(app: Celery) -> Any:
+    return app.producer_pool.connections.connection
 
 
 def _is_fanout(queue: Queue | None) -> bool:

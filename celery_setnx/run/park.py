@@ -119,7 +119,7 @@ class _Parking:
         self.message = Message.of(task)
         self.order = Order(
             call=self.call,
-            message=self.message.packed(self.call),
+            message=self.message.packed(self.app, self.call),
             until=_until(self.app, options, call.since, outcome.server_time, task.request.expires),
             lease=options.lease,
             queue_lease=options.queue_lease,
