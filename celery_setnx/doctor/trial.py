@@ -46,10 +46,14 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
     result backend, if a task joins another's result.
     """
 
+    def __init__(self, worker: Any, **options: Any) -> None:
+        """Refuse a wrong option. Before the pool forks: its processes have what is settled here."""
+        super().__init__(worker, **options)
+        refuse(worker.app)
+
     def start(self, worker: Any) -> None:
         """Warn of an unreachable or evicting server; refuse to start on one that forbids a command."""
         app = worker.app
-        refuse(app)  # by the options as they are now, and also tasks that were declared meanwhile
         if DISABLED.is_on(app):
             return
         refuse_unread_environment(app.conf)
