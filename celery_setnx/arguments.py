@@ -48,7 +48,7 @@ def delivered(values: list[Any], serializer: str | None) -> list[Any]:
     worker can read what was sent. A value that can be read only once is a TypeError.
     """
     try:
-        if _is_faithful(serializer) and _are_plain(values):
+        if not values or (_is_faithful(serializer) and _are_plain(values)):
             return values
         if not _has_iterator(values):
             content_type, encoding, body = dumps((values, {}, {}), serializer)  # type: ignore[no-untyped-call]

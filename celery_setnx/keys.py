@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
@@ -73,6 +73,7 @@ class KeyFunction:
         self._is_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
         self._needs = _needs(key, parameters)
         self._places = [place for place, name in enumerate(parameters) if name in (self._needs or ())]
+        self._needs_parameters = self._needs is not None and self._needs <= parameters.keys()
 
     def digest(self, args: Args, kwargs: Mapping[str, Any], serializer: str | None = None) -> str:
         """The digest of a call's key; empty for the lock of the whole task.
@@ -106,10 +107,15 @@ class KeyFunction:
                 args, kwargs = self._delivered(args, kwargs, serializer, all_of_them=True)
             bound = self._as_far_as_it_fits(args, kwargs)
             return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs), False
-        if serializer is not None and not are_kept(bound.arguments.values(), serializer):
+        if serializer is not None and not are_kept(self._needed(bound.arguments), serializer):
             got = self._delivered(args, kwargs, serializer)
             bound = bound if got[0] is args else self._bound(*got)
         return bound, self._select(bound), True
+
+    def _needed(self, arguments: Mapping[str, Any]) -> Iterable[Any]:
+        """The values that the key is made of, and maybe others."""
+        needs = self._needs
+        return [arguments[name] for name in needs] if needs and self._needs_parameters else arguments.values()
 
     def _delivered(
         self, args: Args, kwargs: Mapping[str, Any], serializer: str, *, all_of_them: bool = False

@@ -471,3 +471,15 @@ def test_copy_does_not_change_with_what_was_copied():
     value["a"][1][0].path = "y"  # type: ignore[union-attr]
     value["a"][1][1].clear()  # type: ignore[union-attr]
     assert made == {"a": [{"b": [1]}, (Document("x"), [2])]}
+
+
+def test_key_of_the_whole_task_asks_no_serializer():
+    """Nor does one that names what a call leaves out."""
+    asked: list[Any] = []
+    register("asked", asked.append, asked.append, content_type="application/x-asked")
+    try:
+        key(()).digest([WHEN], {}, "asked")
+        key("c").digest([WHEN], {}, "asked")
+    finally:
+        unregister("asked")
+    assert asked == []

@@ -207,7 +207,8 @@ class FanningOut:
         index = self.drawn
         self.drawn += 1
         try:
-            args, kwargs = map(copied, _arguments(self.task, call))  # what is sent later is what is drawn now
+            args, kwargs = _arguments(self.task, call)
+            args, kwargs = copied(args), copied(kwargs)  # what is sent later is what is drawn now
             given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
             key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
