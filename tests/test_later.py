@@ -124,6 +124,37 @@ def test_what_another_class_returns_is_returned(make, returned, dedupe):
     assert arguments(task) == [[7]]
 
 
+class Wrapped:
+    """A method in a tracer's wrapper, as wrapt makes it."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+
+    def __get__(self, task: Any, owner: Any = None) -> Any:
+        method = self.__wrapped__.__get__(task, owner)
+        return Bound(method) if task is not None else self
+
+
+class Bound:
+    def __init__(self, method: Any) -> None:
+        self.method, self.__func__ = method, method.__func__
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.method(*args, **options)
+
+
+def test_tracers_of_celerys_own_methods_put_nothing_off(make, locks, monkeypatch):
+    """Ones in their place, and ones around them."""
+    plain = make()._guard.app
+    assert later_module.is_published_at_once(super(SingletonTask, make()).apply_async, plain)
+    for owner, name in ((Task, "apply_async"), (Celery, "send_task")):
+        monkeypatch.setattr(owner, name, Wrapped(vars(owner)[name]))
+    assert later_module.is_published_at_once(super(SingletonTask, make()).apply_async, plain)
+    monkeypatch.setattr(Task, "apply_async", lambda *args, **options: None)
+    assert later_module.is_published_at_once(super(SingletonTask, make()).apply_async, plain)
+    assert not later_module.is_published_at_once(super(SingletonTask, make(OursFirst)).apply_async, plain)
+
+
 @pytest.mark.parametrize(("base", "of"), [(OursFirst, Celery), (SingletonTask, AppOnCommit)])
 def test_mark_lasts_for_the_grace_until_the_commit_and_for_the_lease_from_then_on(make, locks, base, of):
     """An equal call of the transaction is a duplicate, and so it is while the message is queued."""

@@ -111,6 +111,14 @@ def returned(self: Any, payload: Any) -> Any:
 
 
 AGAIN = {"autoretry_for": (ConnectionError,), "default_retry_delay": 0}
+
+
+def under_another_id(self: Any, payload: Any) -> Any:
+    """Is another call from then on."""
+    if not self.request.retries:
+        raise self.retry(task_id="another", countdown=0)
+
+
 BODIES = {
     "changed in place": (change, AGAIN),
     "other arguments": (other, {}),
@@ -139,6 +147,18 @@ def test_retry_with_another_key_gives_the_old_one_back(make, queue, locks, why, 
     assert again.call["key"] != key
     assert "marked" not in again.call
     assert_nothing_is_left(locks, again.call["key"])
+
+
+@pytest.mark.parametrize("singleton", [HOLD, DONE], ids=["held", "done"])
+def test_retry_under_another_id_finds_the_lock_free(make, queue, locks, singleton):
+    """Nothing is kept for the id that has ended."""
+    task = make(under_another_id, singleton=singleton)
+    task.delay(7)
+    queue.run()
+    assert_nothing_is_left(locks, task.lock_key(7))
+    assert (again := queue.run()).state == "SUCCESS"
+    assert again.id == "another"
+    assert_nothing_is_left(locks, task.lock_key(7))
 
 
 @pytest.mark.parametrize("has_header", [True, False], ids=["published", "by name"])

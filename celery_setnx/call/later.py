@@ -18,10 +18,15 @@ _unsent: dict[str, Callable[[], None]] = {}
 def is_published_at_once(send: Any, app: Celery) -> bool:
     """True if Celery's own code publishes, and nobody's who may put that off.
 
-    A tracer puts its own function in the place of Celery's.
+    A tracer puts its own function in the place of Celery's, or a wrapper around it.
     """
-    applies = getattr(send, "__func__", None) is vars(Task)["apply_async"] or isinstance(send, FunctionType)
-    return applies and getattr(app.send_task, "__func__", None) is vars(Celery)["send_task"]
+    applies = isinstance(send, FunctionType) or _is_method(send, vars(Task)["apply_async"])
+    return applies and _is_method(app.send_task, vars(Celery)["send_task"])
+
+
+def _is_method(method: Any, of_celery: Any) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is of_celery or function is getattr(of_celery, "__wrapped__", of_celery)
 
 
 def when_sent(task_id: str, then: Callable[[], None]) -> None:

@@ -179,6 +179,8 @@ class Run:
             return self.running.retry.key == self.lock.name
         if retry is None:
             return True
+        if retry.task != self.task.name or retry.options.get("task_id") != self.request.id:
+            return False  # it has become another call
         # Not published yet: by a base class that waits for a commit.
         options = {**self.call.options, **(retry.options.get("singleton") or {})}
         try:
