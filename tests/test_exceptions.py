@@ -34,10 +34,10 @@ ALL = [
     LockTimeout("proj.t", "setnx:{proj.t}", HOLDER, 2.5, 7.25),
     LockLost("setnx:{proj.t}", "gone"),
     LockUnavailable("setnx:{proj.t}", "down"),
-    LockRefused("setnx:{proj.t}", "WRONGTYPE"),
-    LockForbidden("setnx:{proj.t}", "NOPERM"),
+    LockRefused("setnx:{proj.t}", "NOPERM"),
     DuplicateTask("proj.t", "setnx:{proj.t}", "id-1", "queued"),
     FanOutFailed("proj.t", 2000, 31, 1, 1000, 12),
+    LockForbidden("setnx:{proj.t}", "NOPERM"),
 ]
 
 

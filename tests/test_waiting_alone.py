@@ -4,14 +4,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import Reject, Retry
 
-from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
-from celery_setnx.call.back import Message
+from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock, SingletonTask, log
+from celery_setnx.call.back import ComesBack, Message
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
 from celery_setnx.lock.line import park
@@ -19,11 +20,12 @@ from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.lock.record import Heir, Holder
 from celery_setnx.options import Options
+from celery_setnx.run import courier
 from celery_setnx.run import park as parking
 from celery_setnx.run.courier import Order
 from celery_setnx.run.join import holders_result
 from celery_setnx.run.park import Parked, wait_in_line
-from tests.harness import age
+from tests.harness import age, raising
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
@@ -185,6 +187,39 @@ def test_woken_call_whose_place_is_refused_says_so(server, locks):
     waited = {"waits": 1, "since": time.time() - 1, "copy": "a1"}
     with running(server.url(1), **waited) as task, pytest.raises(LockRefused, match="WRONGTYPE"):
         task()
+
+
+@pytest.mark.parametrize("reply", ["NOAUTH Authentication required.", "NOPERM no 'evalsha'", "READONLY no."])
+def test_refusal_that_somebody_mends_is_waited_out(proxy, locks, reply, caplog, monkeypatch):
+    """The call asks again, and runs; meanwhile an error in the log says what to do, once."""
+    monkeypatch.setattr(log, "_say_again_at", {})
+    refused = proxy.fault("answer", containing=b"EVALSHA", reply=f"-{reply}\r\n".encode(), times=3)
+    with running(proxy.url(1)) as task, refused as fault:
+        assert task() is None
+    assert fault.struck == 3
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "Check the user" in error or "Grant" in error or "lead to the primary" in error
+
+
+def test_refusal_that_lasts_for_a_lease_sends_the_call_back(proxy, locks):
+    """As an outage does; it is no failure."""
+    refused = proxy.fault("answer", containing=b"EVALSHA", reply=b"-NOPERM no 'evalsha'\r\n", times=10**6)
+    with running(proxy.url(1), options={"lease": 0.3}) as task, refused:
+        with pytest.raises(ComesBack, match="NoPermissionError"):
+            task()
+        with task.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
+            assert Call.of("t", messages.get_nowait().headers).waits == 1
+
+
+def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog):
+    """Its call is not sent to fail: it waits until somebody mends that."""
+    order = Order(Call("t", "id-1", key=KEY), "message", None, 30.0, 3600.0, 7200.0, "")
+    monkeypatch.setattr(courier, "park", raising(LockForbidden(KEY, "NOPERM no 'evalsha'")))
+    monkeypatch.setattr(courier, "send_again", raising(AssertionError("it was sent")))
+    courier._visit(task, order)
+    assert "The courier of t[id-1] comes back later" in caplog.text
+    (told,) = couriers(task.app, "far")
+    assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))
 
 
 @pytest.mark.parametrize("info", [{"task": COURIER}, {"task": "a", "task_id": "b"}, {}])
