@@ -70,7 +70,7 @@ def messages(app: Celery, queue: str) -> list[Any]:
 def waits(app: Celery, locks: Any, order: Order = ORDER) -> Order:
     """A call that is in line behind a holder, with all that it is woken with."""
     SetnxLock(locks, KEY, line=True, lease=600).acquire()
-    order = replace(order, message=MESSAGE.packed(order.call))
+    order = replace(order, message=MESSAGE.packed(app, order.call))
     park(locks, order.place(app), copy=ORIGINAL, since=order.call.since, call=order.message)
     return order
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kombu.exceptions import ContentDisallowed
 
 from celery_setnx import SingletonTask
+from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import Message
 from celery_setnx.call.message import HEADER, Call, attempt_of, id_of, retries_of
 from celery_setnx.lock.names import ticket_name
@@ -126,10 +127,10 @@ def test_options_of_any_kind_are_taken_or_dropped(app, options):
     """And the call that is left has a lock, a key, and can be sent back."""
     guard = app.tasks["t"]._guard
     call = guard.fitting(FULL._replace(options=options, key=""))
-    lock = guard.lock(call, (1,), {})
+    lock = guard.lock(call, Arguments((1,), {}))
     lock.name.encode()
     assert 0 < lock.lease_s <= LONGEST_S
-    guard.key((), {"a": 3}, call.options)
+    guard.key(Arguments((), {"a": 3}), call.options)
     if call.options:
         assert json.loads(json.dumps(call.as_headers(), default=str))
 

@@ -69,7 +69,7 @@ def packed(app: Celery, call: Call, args: Any = (), *, broker: str | None = None
     message = Message(
         headers, {}, "celery", (args, {}, {}), "application/json", broker=broker or broker_of(app)
     )
-    return message.packed(call)
+    return message.packed(app, call)
 
 
 def due(app: Celery, locks: Any, key: str, task: str = "t") -> None:

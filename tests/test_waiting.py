@@ -700,7 +700,7 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_again(stage, doomed):
     times = {"until": 2.0, "lease": 1.0, "queue_lease": 5.0, "remember": 5.0, "epoch": ""}
     headers, body = {"task": work.name, "id": call.task_id}, ([stage.key], {}, {})
     message = Message(headers, {"compression": "no such"}, stage.key, body, "application/json")
-    order = Order(call, message.packed(call), **times)  # until is over: it is to be sent
+    order = Order(call, message.packed(work.app, call), **times)  # until is over: it is to be sent
     said = order.as_kwargs()
     said["order"]["colour"] = "blue"
     stage.tasks.app.tasks[COURIER].apply_async(kwargs=said, queue=stage.key)

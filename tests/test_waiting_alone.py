@@ -13,6 +13,7 @@ from celery.exceptions import Reject, Retry
 
 from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock, SingletonTask, log
 from celery_setnx.call.back import ComesBack, Message
+from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
 from celery_setnx.lock.line import park
@@ -107,10 +108,9 @@ def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server
     lock = SetnxLock(locks, KEY, line=True)
     held = lock.acquire().lock
     call = Call("t", "id-1", key=KEY)
-    message = Message(
-        {"task": "t", "id": "id-1"}, {}, {"exchange": "", "routing_key": "far"}, ((), {}, {}), JSON
-    )
-    park(locks, call.place(600), copy=call.copy, since=10.0, call=message.packed(call))
+    message = Message({"task": "t", "id": "id-1"}, {}, "far", ((), {}, {}), JSON)
+    packed = message.packed(Celery(broker="memory://", set_as_current=False), call)
+    park(locks, call.place(600), copy=call.copy, since=10.0, call=packed)
     held.release()
     with running(server.url(1)) as task:
         task.app.conf.update(broker_url=GONE, broker_connection_retry=False)
@@ -213,10 +213,12 @@ def test_refusal_that_lasts_for_a_lease_sends_the_call_back(proxy, locks):
 
 def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog):
     """Its call is not sent to fail: it waits until somebody mends that."""
-    order = Order(Call("t", "id-1", key=KEY), "message", None, 30.0, 3600.0, 7200.0, "")
+    call = Call("t", "id-1", key=KEY)
+    message = Message({"task": "t", "id": "id-1"}, {}, "far", ((), {}, {}), JSON, broker=broker_of(task.app))
+    order = Order(call, message.packed(task.app, call), None, 30.0, 3600.0, 7200.0, "")
     monkeypatch.setattr(courier, "park", raising(LockForbidden(KEY, "NOPERM no 'evalsha'")))
     monkeypatch.setattr(courier, "send_again", raising(AssertionError("it was sent")))
-    courier._visit(task, order)
+    courier._visit(task, order.as_kwargs()["order"])
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
     assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))
@@ -246,8 +248,8 @@ def test_publisher_that_finds_its_key_queued_beside_a_free_lock_serves_the_line(
     with app.connection_for_read() as connection, connection.SimpleQueue(f"publisher-{many}") as messages:
         message = messages.get_nowait()
         call = Call.of("t", message.headers)
-        packed = Message(message.headers, {}, {"exchange": "", "routing_key": ""}, message.payload, JSON)
-        park(locks, call.place(600), copy=call.copy, since=10.0, call=packed.packed(call))
+        packed = Message(message.headers, {}, app.conf.task_default_queue, message.payload, JSON)
+        park(locks, call.place(600), copy=call.copy, since=10.0, call=packed.packed(app, call))
         assert task.delay().id == first.id
         assert messages.qsize() == 0
         age(locks, call.key, 60)

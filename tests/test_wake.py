@@ -62,7 +62,7 @@ class Shop:
         headers = {"task": call.task, "id": call.task_id}
         queue = self.app.conf.task_default_queue
         message = Message(headers, {}, queue, (args, {}, {}), JSON, broker=broker_of(self.app))
-        told = json.loads(message.packed(call))
+        told = json.loads(message.packed(self.app, call))
         return json.dumps({**told, **changed})
 
     def waits(self, task_id: str, since: float, *, task: str = "bill", text: str = "", key: str = "") -> Call:
@@ -363,8 +363,10 @@ def test_courier_stamps_its_call_with_the_broker_that_has_delivered_it(locks, sh
     """New workers have another name for the broker, and the line goes on."""
     before, after = shop("before"), shop("after")
     held = None if is_handed else before.hold(locks)
-    call = before.waits("b1", 10.0)
-    order = Order(call, before.packed(call), None, 60.0, 60.0, 600.0, "")
+    call = Call("bill", "b1", key=before.key(), since=10.0)
+    text = before.packed(call, voucher="")  # it goes by its route, so that it is seen who sends it
+    before.waits("b1", 10.0, text=text)
+    order = Order(call, text, None, 60.0, 60.0, 600.0, "")
     if is_handed:
         after.serve()  # left to workers that come no more
     assert put_back(after.app, order, wait_s=0.0)

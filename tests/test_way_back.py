@@ -207,6 +207,7 @@ def from_line(app: Celery, **changed: Any) -> tuple[Call, Message]:
         "queue": "one",
         "content_type": "application/json",
         "encoding": "utf-8",
+        "broker": "",
         "body": '[[], {"tenant": "two"}, {}]',
     }
     return Message.unpacked(app, json.dumps({**told, **changed}))
