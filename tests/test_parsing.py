@@ -218,6 +218,31 @@ def test_id_that_keys_cannot_have_has_a_digest(given_id):
     assert id_of(given_id) == id_of(given_id) != id_of(given_id + "x")
 
 
+@pytest.mark.parametrize("given_id", ["a\nb", "x" * 1001], ids=["break", "long"])
+def test_header_of_a_call_with_such_an_id_is_its_own(app, given_id):
+    """Also when its retry is published."""
+    task = app.tasks["t"]
+    sent = task.apply_async((1,), task_id=given_id, queue="ids")
+    assert sent.id == given_id
+    with app.connection_for_read() as connection, connection.SimpleQueue("ids") as messages:
+        headers = messages.get_nowait().headers
+        call = Call.of("t", headers)
+        task.apply_async((1,), task_id=given_id, queue="ids", retries=1, headers=call.as_headers())
+        retry = Call.of("t", messages.get_nowait().headers)
+    assert not call.bare
+    assert (retry.attempt, retry.call_id) == (1, call.call_id)
+
+
+def test_call_that_is_sent_again_as_the_same_attempt_is_another_call(app):
+    """As the first retry of a client that counts from -1: a ticket of the call before would drop it."""
+    task = app.tasks["t"]
+    before = Call("t", "id-1", 0, key="setnx:{t}", call_id="c0ffee", bare=False)
+    task.apply_async((1,), task_id="id-1", queue="ids", retries=0, headers=before.as_headers())
+    with app.connection_for_read() as connection, connection.SimpleQueue("ids") as messages:
+        again = Call.of("t", messages.get_nowait().headers)
+    assert again.call_id not in ("", before.call_id)
+
+
 @pytest.mark.parametrize(
     ("retries", "read"),
     [(3, 3), (2.0, 2), (True, 1), (-1, 0), ("2", 0), (None, 0), (float("nan"), 0), (10**400, 0), (2.5, 0)],

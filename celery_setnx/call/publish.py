@@ -21,7 +21,7 @@ from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
-from celery_setnx.call.message import Call, RunningCall, attempt_of
+from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
@@ -226,7 +226,7 @@ def _told(
     args, kwargs = arguments
     options["task_id"] = options.get("task_id") or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
-    new = Call(guard.task, options["task_id"], attempt)
+    new = Call(guard.task, id_of(options["task_id"]), attempt)
     running = RunningCall.of(task, new)
     before = Call.before(guard.task, options)
     if running is not None:  # which knows its key, whatever its message said

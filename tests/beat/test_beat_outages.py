@@ -83,7 +83,7 @@ def test_beat_that_may_not_lock_ends_with_an_error(beats, limited):
     (beat,) = beats.start(entries={"every": 1.0}, setnx_url=url)
     assert beat.process.wait(60) != 0
     (line,) = [line for line in beat.log_text().splitlines() if "CRITICAL" in line]
-    assert "LockRefused" in line
+    assert "LockForbidden" in line
     assert "evalsha" in line
     assert beats.ticks() == []
 
