@@ -106,7 +106,8 @@ class SingletonTask(Task):  # type: ignore[misc]
     def _settle(cls, app: Celery) -> None:
         """Settle the options as they are now, and stand before whatever `__call__` the task has."""
         cls._settled_from = _sources(cls, app)
-        name = cls.name or app.gen_task_name(cls.__name__, cls.__module__)
+        names = _names_of(cls, app)
+        name = names[0]
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
             return
         cls._calls_run = is_celerys_own(cls, "__call__")
@@ -119,6 +120,8 @@ class SingletonTask(Task):  # type: ignore[misc]
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
         try:
+            if len(names) > 1:
+                raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
             guard = _guard_of_class(cls, app, name)
         except OptionError as error:
             if str(error) not in (cls._refusal, vars(app).get(_REFUSAL)):
@@ -207,7 +210,9 @@ class SingletonTask(Task):  # type: ignore[misc]
 
         Nothing else in it tells of the call. Its caller's variables do: they are its parameters.
         """
-        guard, caller = self._settled(), sys._getframe(1)
+        if self._refusal is not None:
+            raise OptionError(self._refusal)
+        guard, caller = self._guard, sys._getframe(1)
         is_celerys = caller.f_globals.get("__name__") == Task.__module__
         if guard is not None and is_celerys and caller.f_code.co_name == "apply_async":
             of_call, mro = caller.f_locals, type(self).__mro__
@@ -421,6 +426,12 @@ def _refuse_loop_over(app: Celery, is_it: Callable[[Task], bool]) -> None:
         looped = app._tasks.get(loops_over(caller))
         if looped is not None and _is_guarded(app, caller.request) and is_it(looped):
             raise loop_refused(caller.name.removeprefix("celery."), looped.name)
+
+
+def _names_of(task: type[SingletonTask], app: Celery) -> list[str]:
+    """The names of a class's tasks, one as a rule: a task may have got its name in its constructor."""
+    named = sorted(each.name for each in list(app._tasks.values()) if type(each) is task)
+    return named or [task.name or app.gen_task_name(task.__name__, task.__module__)]
 
 
 def _sources(task: type[SingletonTask], app: Celery) -> list[Any]:

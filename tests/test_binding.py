@@ -28,7 +28,7 @@ from celery_setnx import (
 from celery_setnx.arguments import Arguments
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.request import SingletonRequest
-from celery_setnx.testing import assert_released, guarded
+from celery_setnx.testing import assert_released, guarded, hold
 
 NOWHERE = "redis://localhost:1/0"
 
@@ -386,6 +386,7 @@ MAY_RAISE = [{"on_conflict": "raise"}, {"on_conflict": "retry", "max_wait": 5}]
         ({"hold_on_retry": True}, {}, "add base=SingletonTask"),
         ({"on_conflict": "wait"}, {}, "on_conflict='wait' of .* add base=SingletonTask"),
         ({"on_conflict": "join"}, {}, "on_conflict='join' of .* add base=SingletonTask"),
+        ({"rate": "10/m"}, {}, "a rate with on_conflict='auto' of .* add base=SingletonTask"),  # which waits
         # autoretry_for would retry our error
         *[(options, task, "add base=SingletonTask") for options in MAY_RAISE for task in MATCHING],
     ],
@@ -396,6 +397,26 @@ def test_decorated_function_is_refused_what_needs_the_base_class(app, options, t
     app.decorated(task=task, **options)
     with pytest.raises(OptionError, match=message):
         check(app)
+
+
+def test_decorated_function_may_have_a_rate_that_nobody_waits_for(app):
+    """A call that its pace keeps out does as it is told."""
+    for policy in ("skip", "retry", "raise"):
+        app.decorated(task={"name": policy}, rate="10/m", on_conflict=policy)
+    check(app)
+
+
+def test_callable_of_a_decorated_function_cannot_wait(app, server):
+    """Only a conflict shows what it decides: it fails then, and says what to add."""
+    app.conf.setnx_url = server.url(1)
+    task = app.decorated(on_conflict=lambda conflict: conflict.wait())
+    app.finalize()
+    with (
+        guarded(app),
+        hold(app.tasks["tasks.t"], 1),
+        pytest.raises(OptionError, match=r"conflict.wait\(\) of"),
+    ):
+        task.apply([1], throw=True)
 
 
 @pytest.mark.parametrize(

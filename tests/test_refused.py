@@ -265,6 +265,21 @@ def test_options_that_a_task_gives_itself_are_read(app):
         assert (options_of(task).key, options_of(task).lease) == ("account", 60)
 
 
+def test_task_that_is_named_in_its_constructor_locks_under_that_name(app):
+    """Several of one class would share one guard, and are refused."""
+
+    class Named(SingletonTask):
+        run = staticmethod(settle)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    task = app.register_task(Named("one"))
+    assert task.lock_key(7).startswith("setnx:{one:")
+    app.register_task(Named("two"))
+    check_fails(app, "one class is the tasks one, two; derive a class for each")
+
+
 def test_refused_run_fails(app):
     """In a worker, too, that got the task late."""
     task = broken(app)
