@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -401,4 +402,5 @@ class OriginOfMessages(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, consumer: Any) -> None:
         """Before the worker reads a queue: its event loop is the last step."""
         channel = consumer.task_consumer.channel
-        channel.basic_consume = noting_queues(channel.basic_consume)
+        with suppress(AttributeError):  # a transport may fix what a channel has: then a call's route tells
+            channel.basic_consume = noting_queues(channel.basic_consume)

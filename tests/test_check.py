@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
+from kombu import Queue
+from kombu.common import Broadcast
 
 from celery_setnx import SingletonTask, UnkeyableCall, singleton
 from celery_setnx.doctor import check
@@ -205,6 +207,27 @@ def test_what_a_rate_comes_to_beside_other_options_is_a_note(app, options, said)
     (found,) = check(app)
     assert (found.level, found.subject) == ("note", "rate")
     assert said in f"{found.what} {found.why}"
+
+
+@pytest.mark.parametrize(
+    ("conf", "said"),
+    [
+        ({"task_routes": {"work": {"queue": "all"}}}, "no copy can wait"),
+        ({"task_routes": {"work": {"queue": "all"}}, "broker_url": "memory://"}, "its own worker"),
+        ({"task_routes": {"work": {"exchange": "all", "routing_key": "any"}}}, "no copy can wait"),
+        ({"task_routes": {"work": {"queue": "celery"}}}, None),
+        ({"task_routes": [lambda name, args, *_, **__: args[0]]}, None),
+        ({}, None),
+    ],
+)
+def test_guarded_task_that_a_fanout_exchange_copies_is_told(app, caplog, conf, said):
+    """By `check`, and by a worker that starts. Other tasks may be broadcast."""
+    app.conf.update(task_queues=[Queue("celery"), Broadcast("all")], task_default_queue="celery", **conf)
+    add(app)
+    assert subjects(app) == [("warning", "queue")] * (said is not None)
+    assert said is None or said in problems(app)[0].why
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    assert ("fanout exchange" in caplog.text) == (said is not None)
 
 
 def test_task_whose_self_is_an_argument_is_told(app):

@@ -50,7 +50,7 @@ def noting_queues(consume: Callable[..., Any]) -> Callable[..., Any]:
     """A channel's `basic_consume`, which says from which queue a delivery is (see `origin_here`)."""
 
     @wraps(consume)
-    def basic_consume(queue: str, *args: Any, callback: Callable[[Any], Any], **kwargs: Any) -> Any:
+    def basic_consume(queue: str = "", *args: Any, callback: Any = None, **kwargs: Any) -> Any:
         def on_message(message: Any) -> Any:
             token = _delivering.set(queue)
             try:
@@ -58,7 +58,9 @@ def noting_queues(consume: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 _delivering.reset(token)
 
-        return consume(queue, *args, callback=on_message, **kwargs)
+        if callback is not None:
+            kwargs["callback"] = on_message
+        return consume(queue, *args, **kwargs)
 
     return basic_consume
 
