@@ -459,6 +459,29 @@ def test_flushed_lock_server_runs_no_woken_call_beside_itself(stage, journal, ga
     assert stage.starts().count(second.id) == 1
 
 
+def test_worker_lets_couriers_go_whose_calls_have_begun(stage, start_worker):
+    """Out of its timer, acknowledged, with its prefetch as it was; that of a call that waits stays."""
+    worker = start_worker(APP, queues=stage.key, conf={"lets_go_soon": True})
+    first = stage.held(queue=stage.key)
+    results = stage.line_up(3, queue=stage.key)
+    asks = stage.tasks.app.control.inspect([worker.node], timeout=10)
+
+    def has() -> tuple[int, int]:
+        """How many couriers it holds, and its prefetch beyond the usual."""
+        (held,), (stats,) = asks.scheduled().values(), asks.stats().values()
+        return len(held), stats["prefetch_count"] - 2 * stage.tasks.app.conf.worker_prefetch_multiplier
+
+    wait_until(lambda: has() == (3, 3), "it holds three couriers")
+    stage.open()
+    stage.have_run([first, *results])
+    stage.held(queue=stage.key)
+    last = stage.parked("last", queue=stage.key)
+    wait_until(lambda: has() == (1, 1), "it holds the courier of the last")
+    assert len([message for message in stage.messages() if COURIER in message]) == 1
+    stage.open()
+    stage.has_run(last)
+
+
 def test_worker_that_shuts_down_gives_its_couriers_back(stage, locks, doomed, adopt):
     """A warm shutdown returns the couriers to the broker, and the next worker has them at once."""
     stage.held()

@@ -15,7 +15,7 @@ from celery.signals import before_task_publish, task_prerun, task_success, worke
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import Conflict, SetnxLock, SingletonTask
-from celery_setnx.run import acquire
+from celery_setnx.run import acquire, held
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]
@@ -34,6 +34,10 @@ def die_before_wake(**_details: Any) -> None:
 
     if who:
         vars(acquire)["let_others_start"] = die
+
+
+if app.conf.get("lets_go_soon"):  # and not after a minute
+    held._ASKS_S = held._YOUNG_S = 0.5
 
 
 @worker_process_init.connect

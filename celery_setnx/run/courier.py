@@ -39,6 +39,7 @@ from celery_setnx.call.wake import (
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import BEGUN_S, Found, Place, has_begun_s, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
 from celery_setnx.log import Log, say_loudly
@@ -180,10 +181,16 @@ def add_courier(app: Celery) -> None:
 
 
 def declare_queues(app: Celery) -> None:
-    """Have the broker have the queues in which couriers wait, of all queues that the app's worker reads."""
-    if waits_in_broker(app) and any(known_guard(app, name) for name in app.tasks):
-        for queue in list(app.amqp.queues.consume_from.values()):
-            for wait_s in (FIRST_S, LATER_S):
+    """Have the broker have the queues in which couriers wait, of all queues that the app's worker reads.
+
+    But not of those that end with their worker: a courier that needs them declares them.
+    """
+    guards = [guard for name in app.tasks if (guard := known_guard(app, name))]
+    if not waits_in_broker(app) or not any(guard.options.may_wait for guard in guards):
+        return
+    for queue in list(app.amqp.queues.consume_from.values()):
+        for wait_s in () if queue.exclusive or queue.auto_delete else (FIRST_S, LATER_S):
+            with between_forks:
                 declared(app, str(queue.name), wait_s)
 
 

@@ -16,12 +16,14 @@ import redis
 from celery import Celery
 from celery.worker import state
 
+from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import Begun, Place, have_begun, shorten_tickets
 from celery_setnx.log import Log
 
 logger = Log("celery_setnx")
 
 _ASKS_S = 30.0
+_MANY = 5000  # in a round trip
 _YOUNG_S = 60.0  # until then most calls wait still, or have begun and ended: they are asked about once
 
 
@@ -37,19 +39,25 @@ class HeldCouriers:
         if now < self._asks_at:
             return
         self._asks_at = now + _ASKS_S
-        try:
-            places = dict(
-                _places(worker.app, [each for each in couriers if now - each.held_since >= _YOUNG_S])
-            )
-            begun = dict(zip(places, have_begun(client, list(places.values()))))
-            gone = [courier for courier, has in begun.items() if has]
-            if gone:
-                worker.consumer.call_soon(partial(give_back, worker.consumer, gone))
-            # As a courier does that comes: what was woken once has no message left that comes late.
-            once = [each for each in gone if begun[each] is Begun.ONCE and not each.order.resent]
-            shorten_tickets(client, [places[courier] for courier in once])
-        except Exception as error:  # noqa: BLE001 - they have a time of their own
-            logger.info("It is not known which couriers are needed no more: %s", error)
+        old = [courier for courier in couriers if now - courier.held_since >= _YOUNG_S]
+        for start in range(0, len(old), _MANY):
+            with between_forks:
+                _let_go(worker, client, old[start : start + _MANY])
+
+
+def _let_go(worker: Any, client: redis.Redis, couriers: Sequence[Any]) -> None:
+    """Let those go whose calls have begun, and note of these what a courier that comes would."""
+    try:
+        places = dict(_places(worker.app, couriers))
+        begun = dict(zip(places, have_begun(client, list(places.values()))))
+        gone = [courier for courier, has in begun.items() if has]
+        if gone:
+            worker.consumer.call_soon(partial(give_back, worker.consumer, gone))
+        # What was woken once has no message left that comes late.
+        once = [each for each in gone if begun[each] is Begun.ONCE and not each.order.resent]
+        shorten_tickets(client, [places[courier] for courier in once])
+    except Exception as error:  # noqa: BLE001 - they have a time of their own
+        logger.info("It is not known which couriers are needed no more: %s", error)
 
 
 def _places(app: Celery, couriers: Sequence[Any]) -> Iterator[tuple[Any, Place]]:

@@ -141,8 +141,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def _turn(self, app: Celery) -> bool:
         if not self._has_declared:
             self._has_declared = True
-            with between_forks:
-                _declare_queues(app)
+            _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
         is_early, next_s = time.monotonic() < self._usual_at, None
@@ -183,8 +182,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             if request not in self._left:
                 self._look_after(app, request, claimed.epoch)
         if couriers:
-            with between_forks:
-                self._held.let_go(self._worker, self._client, couriers)
+            self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
             with between_forks:
                 self._unswept.look(app, self._client, claimed)
