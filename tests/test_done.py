@@ -11,7 +11,7 @@ import pytest
 import redis
 from celery.exceptions import WorkerLostError
 
-from celery_setnx import DuplicateTask, OptionError, SingletonTask, is_skipped, send_task
+from celery_setnx import DuplicateTask, OptionError, SingletonTask, check, is_skipped, send_task
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.testing import guarded, locks_on
 from tests.harness import DEADLINE_S, Journal, Worker, wait_until
@@ -333,10 +333,11 @@ def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
     ],
 )
 def test_window_that_cannot_be_is_refused(server, options, message):
-    """When the task is bound."""
+    """By the start of whatever has the task."""
     app = importlib.import_module("tests.app").make_app("refused")
+    app.task(base=SingletonTask, name="refused", shared=False, singleton=options)(settle)
     with pytest.raises(OptionError, match=message):
-        app.task(base=SingletonTask, name="refused", shared=False, singleton=options)(settle).name  # noqa: B018
+        check(app)
 
 
 def test_window_of_a_single_call_is_refused(tasks):

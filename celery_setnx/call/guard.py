@@ -137,10 +137,10 @@ class Guard:
         """Whether a call has the key of its arguments, as far as that can be told again.
 
         A callable is not asked: it is the user's code, which may answer otherwise elsewhere, or not at all.
-        With a `key` of its own a call could have any arguments.
+        With a `key` of its own, other than the task's, a call could have any arguments.
         """
         options = self.fitting(call).options
-        if "key" in options:
+        if "key" in options and not _are_same(options["key"], self.options.key):
             return False
         if callable(self.options_of(options).key):
             return scope_and_digest(call.key)[0] == self.scope_of(options)
@@ -211,6 +211,12 @@ def decorated(run: Any) -> Mapping[str, Any] | None:
         run = run.__wrapped__
         options = getattr(run, DECORATED, None)
     return options
+
+
+def _are_same(key: Any, other: Any) -> bool:
+    """Whether two `key` options are one; a message makes a list of a tuple."""
+    both = [list(each) if isinstance(each, tuple) else each for each in (key, other)]
+    return bool(both[0] == both[1])
 
 
 def is_singleton(task: Any) -> bool:

@@ -28,6 +28,7 @@ from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_ce
 
 # What depends on the versions of Celery, kombu, redis-py and the server.
 SUBSET = (
+    "tests/test_annotations.py",
     "tests/test_compatibility.py",
     "tests/test_lock.py",
     "tests/test_wire.py",
