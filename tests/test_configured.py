@@ -18,11 +18,12 @@ from celery.backends.redis import RedisBackend
 from celery.bin.celery import celery as command_line
 from click.testing import CliRunner
 
-from celery_setnx import OptionError, SingletonTask, check
+from celery_setnx import OptionError, SingletonTask
 from celery_setnx.call.back import visibility_timeout_s
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.doctor import check
 from celery_setnx.options import refuse_unread_environment, settings
+from celery_setnx.task import refuse
 from celery_setnx.testing import locks_on
 
 pytestmark = pytest.mark.usefixtures("alone", "plain_environment")
@@ -196,9 +197,9 @@ def test_our_own_setting_is_read_or_refused_in_each_way(way, monkeypatch, tmp_pa
     guarded_task(app)
     if way == "module in capitals":
         with pytest.raises(OptionError, match="there is no setting 'SETNX_URL'; did you mean 'setnx_url'"):
-            check(app)
+            refuse(app)
     else:
-        check(app)
+        refuse(app)
         assert (of_locks(app)["host"], lock_url(app)) == ("here", (HERE, "setnx_url"))
 
 

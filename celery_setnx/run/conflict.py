@@ -135,8 +135,8 @@ class Conflict:
         Raises:
             celery_setnx.run.park.Parked: When the call waits; Celery stores no state for it.
             celery_setnx.run.park.ItsTurn: When it need not, because the lock came free; its run goes on.
-            celery.exceptions.Retry: When its message was pickled, when it has a `key` other than the task's, or
-                when its key is not that of its arguments: it waits as with `retry()`.
+            celery.exceptions.Retry: When its message was pickled, when it has a `key` other than the task's,
+                or when its key is not that of its arguments: it waits as with `retry()`.
             LockTimeout: It has waited for `max_wait`.
             OptionError: The task's base class is not ours: its line would be served late, or by nobody.
         """
