@@ -16,7 +16,7 @@ KEYED = {"key": "name", "lease": 600, "on_conflict": "skip"}
 
 AROUND = {"@__call__": lambda call: lambda self, *args, **kwargs: plain_run(self, args, kwargs)}
 
-app: Celery = make_app("bases", task_annotations={"bases.annotated": AROUND})
+app: Celery = make_app("bases", task_default_queue="bases", task_annotations={"bases.annotated": AROUND})
 
 
 def entered() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("locks")
 
 @pytest.fixture(scope="module")
 def worker(server, module_worker) -> Any:
-    return module_worker("tests.baseapp", concurrency=2)
+    return module_worker("tests.baseapp", concurrency=2, queues="bases")
 
 
 @pytest.fixture
