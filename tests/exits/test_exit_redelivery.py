@@ -52,22 +52,26 @@ def test_delivered_twice_waits_and_is_dropped_after_success(scene, delivered_twi
     assert not scene.locks.exists(held.key)
 
 
-@pytest.mark.parametrize(
-    ("delivered_twice", "call"),
-    [("prefork", ("late", "raise")), ("prefork", ("resultless",)), ("gevent", ("resultless",))],
-    indirect=["delivered_twice"],
-    ids=["after_a_failure", "ignore_result", "ignore_result-gevent"],
-)
-def test_delivered_twice_runs_again_unless_it_succeeded(scene, delivered_twice, call):
-    """After a failure, or if nobody knows how the first ended: when it has ended, with a larger fence."""
-    task, *arguments = call
-    held = delivered_twice(getattr(scene.tasks, task), *arguments)
+@again_in("prefork")
+def test_delivered_twice_runs_again_after_a_failure(scene, delivered_twice):
+    """When the first has ended, with a larger fence."""
+    held = delivered_twice(scene.tasks.late, "raise")
     scene.open(times=2)
     ends = scene.journal.wait_for("end", count=2, task_id=held.result.id)
     starts = scene.journal.entries(what="start", task_id=held.result.id)
     assert ends[0]["at"] <= starts[1]["at"]
     assert starts[0]["fence"] < starts[1]["fence"]
     scene.outcomes(held.result, 2)
+
+
+@again_in("prefork", "gevent")
+def test_delivered_twice_runs_once_though_nobody_stores_its_result(scene, delivered_twice):
+    """A receipt tells the second delivery that the first has ended."""
+    held = delivered_twice(scene.tasks.resultless)
+    scene.open()
+    scene.outcomes(held.result, 2)  # the second delivery has had the lock, too
+    scene.wait_until_free(held.key)
+    assert [scene.journal.words(held.result.id).count(word) for word in ("start", "end")] == [1, 1]
 
 
 @in_pools("prefork")
