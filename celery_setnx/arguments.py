@@ -15,6 +15,7 @@ from kombu.serialization import dumps, loads, registry
 
 # What every serializer keeps as it is, and nobody can change.
 _SCALARS = frozenset((str, int, float, bool, type(None)))
+_TEXT = frozenset((str,))
 # Modules of serializers that do no more to plain values than a canonical form forgets: JSON, pickle, msgpack,
 # and what Celery signs. PyYAML, and a serializer of one's own, are asked each time.
 _FAITHFUL = frozenset(("kombu.utils.json", "kombu.serialization", "celery.security.serialization"))
@@ -41,14 +42,14 @@ class Arguments(NamedTuple):
         return cls(args, kwargs, serializer)
 
 
-def delivered(values: list[Any], serializer: str | None) -> list[Any]:
-    """The values as the worker gets them.
+def delivered(values: list[Any], serializer: str | None, *, exactly: bool = False) -> list[Any]:
+    """The values as the worker gets them; `exactly`, if not only their canonical form is to be the same.
 
     They are what they were if they cannot be sent, for which Celery has an error of its own, or if only a
     worker can read what was sent. A value that can be read only once is a TypeError.
     """
     try:
-        if not values or (_is_faithful(serializer) and _are_plain(values)):
+        if not values or (_is_faithful(serializer) and _are_plain(values, exactly)):
             return values
         if not _has_iterator(values):
             content_type, encoding, body = dumps((values, {}, {}), serializer)  # type: ignore[no-untyped-call]
@@ -83,20 +84,24 @@ def copied(value: Any) -> Any:
         return value
 
 
-def _are_plain(values: Iterable[Any]) -> bool:
-    """True if these are texts, numbers, booleans, None, lists, tuples and mappings, and of no subclass."""
-    return _SCALARS.issuperset(map(type, values)) or all(map(_is_plain, values))
+def _are_plain(values: Iterable[Any], exactly: bool) -> bool:
+    """True if these are texts, numbers, booleans, None, lists, tuples and mappings, and of no subclass.
+
+    `exactly`: also no tuples, and no mappings with other names than texts.
+    """
+    return _SCALARS.issuperset(map(type, values)) or all(_is_plain(value, exactly) for value in values)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, exactly: bool) -> bool:
     kind = type(value)
     if kind in _SCALARS:
         return True
     if kind is dict:
         # Two names as below are how kombu's JSON says a value of another type.
         is_typed = len(value) == 2 and "__type__" in value
-        return not is_typed and _SCALARS.issuperset(map(type, value)) and _are_plain(value.values())
-    return (kind is list or kind is tuple) and _are_plain(value)
+        names = _TEXT if exactly else _SCALARS
+        return not is_typed and names.issuperset(map(type, value)) and _are_plain(value.values(), exactly)
+    return (kind is list or (kind is tuple and not exactly)) and _are_plain(value, exactly)
 
 
 def _is_faithful(serializer: str | None) -> bool:

@@ -67,6 +67,7 @@ class KeyFunction:
         self._key, self._typing = key, typing
         self._select = _selector(key, signature, task)
         self._parts = _parts(key) if isinstance(key, str) and "{" in key else None
+        self._sees_values = callable(key) or self._parts is not None  # itself, not only their canonical form
         parameters = signature.parameters
         self._names = tuple(parameters)
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -128,7 +129,7 @@ class KeyFunction:
             names = [name for name in kwargs if name in self._needs]
         given = [*(args[place] for place in places), *(kwargs[name] for name in names)]
         try:
-            got = delivered(given, serializer)
+            got = delivered(given, serializer, exactly=self._sees_values)
         except TypeError as error:
             raise UnkeyableCall(self._task, str(error)) from None
         if got is given:

@@ -6,12 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from celery import Celery, Task, current_task
 from celery._state import _task_stack, connect_on_app_finalize
 from celery.app.annotations import resolve_all
 from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.local import Proxy
 
 from celery_setnx.arguments import Arguments
@@ -55,6 +56,14 @@ _REFUSAL = "_setnx_refusal"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Settled(NamedTuple):
+    """What a task's options come to: a guard, or why they are refused; neither of a task of Celery's own."""
+
+    sources: list[Any]  # what they were settled from
+    guard: Guard | None
+    refusal: str | None
+
+
 class SingletonTask(Task):  # type: ignore[misc]
     """A task that runs at most once at a time per key.
 
@@ -76,7 +85,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     _guard: Guard | None = None
     _refusal: str | None = None
     _annotated: tuple[Any, ...] = ()  # options that `task_annotations` has for it
-    _settled_from: Any = None
+    _settled_as: _Settled | None = None
     _calls_run = True
 
     @classmethod
@@ -103,13 +112,13 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls.singleton = own
 
     @classmethod
-    def _settle(cls, app: Celery) -> None:
+    def _settle(cls, app: Celery) -> _Settled:
         """Settle the options as they are now, and stand before whatever `__call__` the task has."""
-        cls._settled_from = _sources(cls, app)
-        names = _names_of(cls, app)
+        sources, names = _sources(cls, app), _names_of(cls, app)
         name = names[0]
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
-            return
+            cls._settled_as = settled = _Settled(sources, None, None)
+            return settled
         cls._calls_run = is_celerys_own(cls, "__call__")
         stand_outermost(cls, "__call__", _in_its_lock)
         if not is_celerys_own(cls, "start_strategy"):
@@ -119,27 +128,23 @@ class SingletonTask(Task):  # type: ignore[misc]
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
-        try:
-            if len(names) > 1:
-                raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
-            guard = _guard_of_class(cls, app, name)
-        except OptionError as error:
-            if str(error) not in (cls._refusal, vars(app).get(_REFUSAL)):
-                logger.error("%s is refused, and so is each of its calls: %s", name, error)
-            cls._refusal = str(error)
-            cls._guard = None
-        else:  # in this order: another thread may publish just now
-            cls._guard = guard
-            cls._refusal = None
+        guard, refusal = _guard_or_refusal(cls, app, names)
+        if refusal is not None and refusal not in (cls._refusal, vars(app).get(_REFUSAL)):
+            logger.error("%s is refused, and so is each of its calls: %s", name, refusal)
+        cls._guard, cls._refusal = guard, refusal
+        # At last, and at once: another thread may publish just now.
+        cls._settled_as = settled = _Settled(sources, guard, refusal)
+        return settled
 
     def _settled(self) -> Guard | None:
         """The guard by the options as they are now; None of a task of Celery's own."""
         app, cls = self._get_app(), type(self)
-        if cls._settled_from != _sources(cls, app):
-            cls._settle(app)
-        if cls._refusal is not None:
-            raise OptionError(cls._refusal)
-        return cls._guard
+        settled = cls._settled_as
+        if settled is None or settled.sources != _sources(cls, app):
+            settled = cls._settle(app)
+        if settled.refusal is not None:
+            raise OptionError(settled.refusal)
+        return settled.guard
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Options that a task is given later are its class's: they are honoured, or refused here."""
@@ -439,6 +444,22 @@ def _sources(task: type[SingletonTask], app: Celery) -> list[Any]:
     layers = [app.conf.get("setnx_defaults"), *(vars(base).get("singleton") for base in task.__mro__)]
     copies = [dict(layer) if isinstance(layer, Mapping) else layer for layer in layers]
     return [*copies, task.ignore_result]
+
+
+def _guard_or_refusal(
+    task: type[SingletonTask], app: Celery, names: list[str]
+) -> tuple[Guard | None, str | None]:
+    """The guard of a task class, or why it is refused: whatever settling its options has raised."""
+    try:
+        if len(names) > 1:
+            raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
+        return _guard_of_class(task, app, names[0]), None
+    except OptionError as error:
+        return None, str(error)
+    except SoftTimeLimitExceeded:
+        raise  # it may strike here, in a body that publishes
+    except Exception as error:  # noqa: BLE001 - of a Request that cannot be imported, and the like
+        return None, f"{names[0]} cannot be guarded ({type(error).__name__}: {error}); mend that"
 
 
 def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:

@@ -483,3 +483,15 @@ def test_key_of_the_whole_task_asks_no_serializer():
     finally:
         unregister("asked")
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(lambda value: f"{value}", (1, 2)), (lambda value: str(value), {1: 2}), ("m:{value.1}", {1: 2})],
+    ids=["tuple", "mapping", "template"],
+)
+def test_callables_and_templates_see_in_the_program_what_they_see_in_the_worker(key, value):
+    """JSON makes a list of a tuple, and texts of a mapping's numbers; a text that is made of them tells."""
+    function = KeyFunction(key, inspect.signature(lambda value: None), "t")
+    (got,) = json.loads(json.dumps([value]))
+    assert function.digest((value,), {}, "json") == function.digest((got,), {})

@@ -51,6 +51,18 @@ def options_of(task: Any) -> Any:
 
 # It goes on refusing
 
+
+def test_request_that_cannot_be_imported_refuses_each_call_and_no_other_task(app):
+    """Whatever settling a task raises, its calls are never published unguarded."""
+    base = type("Own", (SingletonTask,), {"abstract": True, "Request": "no.such.module:Request"})
+    lost, fine = declare(app, "lost", base=base), declare(app, "fine")
+    app.finalize()
+    for _ in range(2):
+        with pytest.raises(OptionError, match=r"lost cannot be guarded \(ModuleNotFoundError"):
+            lost.delay(7)
+    assert fine.delay(7).id
+
+
 CALLS = {
     "delay": lambda task: task.delay(7),
     "signature": lambda task: task.s(7).apply_async(),

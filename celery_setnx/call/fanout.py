@@ -130,9 +130,9 @@ class FanningOut:
                 f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
             )
         refuse_misplaced_in_call(options, task.name)
-        guard = task._guard
+        guard = task._settled()
         self.task = task
-        self.send, self.at_once = send, is_published_at_once(send, task._guard.app)
+        self.send, self.at_once = send, is_published_at_once(send, guard.app)
         # The options of these calls are settled once: a guard that has them as its nearest layer.
         self.travelling = plain(f"a fan-out of {guard.task}", call or {})
         self.guard = guard.under(call) if call else guard
