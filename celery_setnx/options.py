@@ -441,8 +441,8 @@ def _check_together(where: str, options: Options) -> None:
         )
     if options.rate and options.on_conflict == "join":
         raise OptionError(
-            f"{where} has a rate and on_conflict='join': where the pace allows no start, nobody need be "
-            "running whose result it could get; use on_conflict='wait', or drop the rate"
+            f"{where} has a rate and on_conflict='join': when the pace allows no start, there may be no "
+            "running call whose result it could get; use on_conflict='wait', or drop the rate"
         )
     if options.rate and options.limit > 1 and options.hold_on_retry:
         raise OptionError(

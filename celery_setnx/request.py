@@ -377,7 +377,7 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
         headers = message.headers or {}
         ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        logger.warning("What a message has that was thrown away lapses by itself: %r", error)
+        logger.warning("A message was thrown away; its mark and its place lapse by themselves: %r", error)
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -29,7 +29,7 @@ class LockSignal(Signal):  # type: ignore[misc]
         except SoftTimeLimitExceeded:
             raise
         except Exception:
-            logger.exception("Who listens to %s was not told.", self.name)
+            logger.exception("A receiver of %s failed; others may not have been told.", self.name)
             return []
 
 

@@ -271,7 +271,7 @@ def test_listener_that_exits_ends_no_thread(locks, watch, caplog):
         locks.delete(name)
         watch.pass_time(THIRD_S)
         wait_until(lambda name=name: told[-1:] == [name], "told")
-    assert "What was to be done for a lock failed." in caplog.text
+    assert "A late release, or a report of a lost lock, failed." in caplog.text
 
 
 def raising_filter(_record: logging.LogRecord) -> bool:
@@ -419,7 +419,7 @@ def test_errand_that_is_too_late_or_broken_is_not_run_again(watch, caplog):
     watch.keeper.try_again(errand(runs, "again", 1, away), until=watch.now + 30)
     wait_until(lambda: runs.count("again") == 2, "what failed is run again")
     assert "It is not tried again, because the lease has ended: Redis does not serve the lock" in caplog.text
-    assert "What was to be done for a lock failed." in caplog.text
+    assert "A late release, or a report of a lost lock, failed." in caplog.text
     assert (runs.count("late"), runs.count("broken")) == (1, 1)
 
 

@@ -65,7 +65,7 @@ def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog)
     for call in [*calls[:5], odd, *calls[5:]]:
         ends.forget(app, call)
     wait_until(lambda: marks_left() == 0, "the others are freed")
-    wait_until(lambda: "What t[odd] leaves behind" in caplog.text, "it is named")
+    wait_until(lambda: "t[odd] has ended; its lock" in caplog.text, "it is named")
 
 
 def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):

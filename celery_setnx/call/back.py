@@ -74,6 +74,10 @@ _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 _SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
+_DROPPED_COPY = (
+    "A copy of %s is dropped: %s. A fanout exchange has made it; send guarded tasks to a queue of another "
+    "exchange."
+)
 
 
 class Waits(Ignore):  # type: ignore[misc]
@@ -283,7 +287,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
     message = Message.of(task)
     if own and not message.may_come_back(task.app):
-        logger.warning("%s runs once, and not for each copy that a fanout exchange makes: %s.", call, reason)
+        logger.warning(_DROPPED_COPY, call, reason)
         raise Dropped(reason)
     try:
         message.send(task.app, call, countdown)
@@ -305,7 +309,7 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countd
     if task.acks_late and Message.of(task).may_come_back(task.app):
         time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
         raise Reject(reason, requeue=True) from error
-    reason += f"; and the broker did not take the call back: {error}"
+    reason += f"; and the call could not be sent back: {error}"
     raise LockUnavailable(call.key or call.task, reason) from error
 
 

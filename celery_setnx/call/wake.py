@@ -104,7 +104,7 @@ def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
         elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
     except (SetnxError, redis.RedisError) as error:
-        logger.info("%s is passed over if no worker that has it and %s comes: %s", call, broker, error)
+        logger.info("No worker with the task and the broker %s was told to send %s: %s", broker, call, error)
 
 
 def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:

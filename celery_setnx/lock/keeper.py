@@ -248,7 +248,7 @@ class _Errands:
         except BaseException as error:
             if is_killed(error):
                 raise
-            logger.exception("What was to be done for a lock failed.")
+            logger.exception("A late release, or a report of a lost lock, failed.")
 
     def _next(self, wait_s: float | None) -> list[tuple[Callable[[], None], float]]:
         """What is new; nothing if nothing comes for a while."""

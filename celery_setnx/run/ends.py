@@ -131,7 +131,7 @@ class Ends:
         try:
             self._thread.ensure()
         except RuntimeError as error:
-            logger.warning("What ended calls leave behind is not freed now: %s", error)
+            logger.warning("Locks, marks and places of ended calls are not freed yet: %s", error)
 
     def _turn(self) -> bool:
         if not self._goes_on:
@@ -205,7 +205,7 @@ class Ends:
         except LockUnavailable:
             self._ended.append(ended)
         except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
-            text = "What %s leaves behind, which has ended, is not freed, and lapses by itself: %r"
+            text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %r"
             logger.warning(text, ended.call, error)
 
     def _free_retries(self) -> None:

@@ -66,14 +66,14 @@ class Receipts:
         except LockUnavailable as error:
             self._silent_until = time.monotonic() + _SILENCE_S
             if not self._fails:  # it is said once
-                until = f"Until it answers, none is written; tried every {_SILENCE_S:g} s."
+                until = f"Until it answers, no receipt is written; it is tried every {_SILENCE_S:g} s."
                 self._complain(call, f"{error} {until}")
             self._fails = True
         except Exception as error:  # noqa: BLE001 - the worker's event loop must go on
             self._complain(call, repr(error))
 
     def _complain(self, call: Call, why: str) -> None:
-        text = "The receipt of %s, which has ended, was not written. Delivered again, it would run again. %s"
+        text = "The receipt of %s was not written. If its message is delivered again, the call runs again. %s"
         with suppress(Exception):  # whatever a handler of the app's raises
             logger.warning(text, call, why)
 

@@ -45,7 +45,7 @@ class Unswept:
         try:
             self._look(app, client, claimed)
         except (SetnxError, redis.RedisError, ValueError) as error:
-            logger.info("Whether there are lines that no worker sweeps is not known: %s", error)
+            logger.info("It is not known whether there are lines that no worker sweeps: %s", error)
             if isinstance(error, (LockRefused, redis.ResponseError)):  # by an ACL: it is not asked for again
                 self._next = float("inf")
 
