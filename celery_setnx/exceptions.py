@@ -283,8 +283,8 @@ _NEEDED = (
     "PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, "
     "ZREVRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, "
     ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :instead:*, on its #1 to #99 and "
-    "their :holder, and on <prefix>:lines:*; SELECT for a database other than 0; in a cluster, CLUSTER "
-    "SLOTS and COMMAND"
+    "their :holder, on <prefix>:lines:* and <prefix>:receipt:*, and on setnx:brokers; SELECT for a database "
+    "other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
 )
 _DO = {
     "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH": (

@@ -206,7 +206,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if guard is None or not guard.options_of(call.options).may_wait:
             return False
         try:
-            key = call.key or guard.key(self.args, self.kwargs, call.options)
+            key = call.key or guard.key(self._arguments, call.options)
             place = call._replace(key=key).place(BEGUN_S)
             with between_forks:
                 return goes_on(quick_client_for(self.app), place, copy=call.copy)

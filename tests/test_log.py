@@ -60,7 +60,9 @@ def test_line_that_cannot_be_logged_is_printed(what, capfd):
     said = (
         r"celery_setnx: WARNING: a lock is\n lost (it could not be logged: OSError: the log server is away)"
     )
-    assert capfd.readouterr().err.strip() == said
+    assert (
+        said in capfd.readouterr().err.splitlines()
+    )  # a worker in this process may have led lines there, too
 
 
 @each

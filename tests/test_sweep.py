@@ -219,3 +219,14 @@ def test_dead_holder_is_taken_over_by_the_first_in_line(app, locks, swept):
     due(app, locks, key)
     swept.sweep(app)
     assert swept.woken == [None, "id-1"]
+
+
+@pytest.mark.parametrize("odd", [None, True, "\ud800", 7])
+def test_odd_id_among_the_revoked_stops_no_line(app, locks, swept, monkeypatch, odd):
+    """Whoever may revoke may name anything, and a message without an id that has expired is revoked too."""
+    monkeypatch.setattr(sweep, "revoked_tasks", {odd})
+    key = app.tasks["t"].lock_key()
+    wait(locks, key)
+    due(app, locks, key)
+    swept.sweep(app)
+    assert swept.woken == ["id-1"]

@@ -137,8 +137,7 @@ class Run:
         except BaseException as error:
             back_in = self._comes_back_in(error)
             parked = isinstance(error, Parked)
-            # Waits: it looks once more whether it has ended, and may be the retry that the lock was held for.
-            is_retry = isinstance(error, (Retry, Waits)) and not isinstance(error, ComesBack)
+            is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
             hold = back_in is not None and self.options.hold_on_retry and is_retry
             raise
         finally:
@@ -278,8 +277,11 @@ class Run:
         """
         call = self.call
         has_waited = call.redelivered and call.waits and call.copy == ORIGINAL
-        # Of a message that is acknowledged early there is no other: it has waited for the attempt before.
-        if has_waited and self.task.acks_late and not call.asked and outcome.taken_over_from is None:
+        # Of a message that is acknowledged early there is no other: it has waited for the attempt before. And
+        # a lock that was held for it is kept: given back here, it would be anybody's.
+        if self.options.hold_on_retry or not self.task.acks_late:
+            return
+        if has_waited and not call.asked and outcome.taken_over_from is None:
             reason = "another delivery of it has had the lock, and may be about to end"
             come_back(self.task, call._replace(asked=1), _LOOK_AGAIN_S, reason, own=True)
 

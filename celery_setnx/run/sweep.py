@@ -21,6 +21,7 @@ from celery import Celery, bootsteps
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
+from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
@@ -32,7 +33,7 @@ from celery_setnx.call.wake import (
     send_from_line,
 )
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import OptionError, SetnxError
+from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
@@ -202,7 +203,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 for revoked in who_waits(self._client, key, self._revoked_lately()):
                     end_wait(app, key, revoked, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
-        except (SetnxError, redis.RedisError) as error:  # another line may be on another node, or in order
+        except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
@@ -212,18 +213,20 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Ids of tasks that this worker was told to revoke since every line was looked at."""
         now = time.monotonic()
         with suppress(RuntimeError):  # changed by the main thread meanwhile
-            self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in revoked_tasks}
+            given = [id_of(task_id) for task_id in revoked_tasks]  # any: who may revoke may name anything
+            self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in given if task_id}
         return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
     def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
         try:
-            if order.call.task_id in revoked_tasks or not request.may_be_woken:
-                self._left.add(request)
+            is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
+            if is_revoked or not request.may_be_woken:
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
                         send_again(app, order)
+                self._left.add(request)
             elif not request.is_stamped and request not in self._stamped:
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
@@ -232,7 +235,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
                 self._anew[request] = epoch, float("inf")
-        except SetnxError:
+        except LockUnavailable:
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
             self._left.add(request)

@@ -71,6 +71,11 @@ COMMANDS: list[Run | Elsewhere] = [
     Elsewhere(".*", f"{_PRINTED}::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
     Elsewhere(".*", f"{_PRINTED}::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
     Elsewhere(r"python manage\.py test", f"{_EXAMPLES}::test_django_project_is_whole", ("docs/django.md",)),
+    Elsewhere(
+        r"python manage\.py check",
+        "tests/test_refused.py::test_check_of_django_finds_what_is_refused",
+        ("docs/django.md",),
+    ),
     Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
     Run(_APP + "doctor", 0, "The lock server answers"),
     Run(_APP + "check", 0, "their options go together"),

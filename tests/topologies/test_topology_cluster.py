@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_setnx import LockUnavailable, SetnxLock
+from celery_setnx.arguments import Arguments
 from celery_setnx.connection import client_for
 from celery_setnx.lock.keeper import Keeper
 from celery_setnx.lock.marks import Mark, done_by, extend_all, free_all, mark_all
@@ -87,7 +88,7 @@ def test_keys_of_a_lock_share_a_slot(tasks_of, settings, cluster, scope):
     """Lock, record and mark, whatever the scope, the arguments and the prefix look like."""
     tasks = tasks_of(**settings, setnx_prefix="pre fix:é")
     for options in ({"scope": scope}, {"scope": scope, "key": ()}):
-        key = tasks.once._guard.under(options).key(("x",), {}, {})
+        key = tasks.once._guard.under(options).key(Arguments(("x",), {}), {})
         assert len({cluster.slot(name) for name in (key, record_name(key), mark_name(key))}) == 1
         with SetnxLock(client_for(tasks.app), key, mark=mark_name(key)):
             pass
