@@ -38,7 +38,7 @@ _PATIENCE_WITH_A_FLAW_S = 5.0
 _TICK_S = 0.005
 _LOOK_S = 0.1
 _TASKS = {"work": work, "late": late, "held": held, "queued": queued}
-_REMEMBERED = re.compile(r":(holder|taken_over)$|:(ticket|instead|lines):|\{celery_setnx\.check:")
+_REMEMBERED = re.compile(r":(holder|taken_over)$|:(ticket|instead|lines|receipt):|\{celery_setnx\.check:")
 _DAY_MS = 86_400_000
 # A lane has one body at a time that is to come to harm: who is woken beside them finds a process free.
 _SHARED: dict[str, dict[str, Any]] = {
