@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -48,6 +49,7 @@ from benchmarks.workerapp import (
     make_app,
     queue_of,
 )
+from celery_setnx.lock.names import KNOWN_LINES
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
 
@@ -168,7 +170,8 @@ class Bench:
 
     def _keys(self) -> list[bytes]:
         """The keys of locks, without what our workers sweep by."""
-        return [key for key in self._locks.keys("*") if b":lines:" not in key]
+        of_sweeps = re.compile(rb".*:lines:|%b$" % KNOWN_LINES.encode())
+        return [key for key in self._locks.keys("*") if not of_sweeps.match(key)]
 
     def _check_locks(self, name: str, locks: int, records: int = 0) -> None:
         """So many locks are held, and so many records tell that one was."""

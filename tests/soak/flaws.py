@@ -94,7 +94,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     # The package as it is.
     "none": [],
     # The thread that renews is dead.
-    "no_renewal": [(Keeper, "_run", _nothing)],
+    "no_renewal": [(Keeper, "_turn", _nothing)],
     # A script that the server has forgotten is not sent again.
     "no_resend": [(scripts_module, "NoScriptError", type("Never", (Exception,), {}))],
     # The local deadline is ignored: what was granted once counts for ever.
@@ -121,6 +121,15 @@ def _replace(text: str, old: str, new: str) -> str:
     if text.count(old) != 1:
         raise RuntimeError(f"the flaw expects exactly one {old!r}")
     return text.replace(old, new)
+
+
+def _put(owner: Any, attribute: str, instead: Any) -> Any:
+    """Have a name of the package stand for something else; what it stood for."""
+    if not hasattr(owner, attribute):
+        raise RuntimeError(f"the flaw expects {attribute} of {owner}")
+    was = getattr(owner, attribute)
+    setattr(owner, attribute, instead)
+    return was
 
 
 def _scripts(verb: str) -> list[Any]:
@@ -157,7 +166,7 @@ def no_deadline_check() -> type[SetnxLock]:
 
 def client_clock() -> None:
     """The worker's clock decides, not the server's."""
-    acquire, script = lock_module._acquire, lock_module._ACQUIRE.one
+    script = lock_module._ACQUIRE.one
     template = script.text
     _replace(template, _CLOCK, "")
 
@@ -165,12 +174,12 @@ def client_clock() -> None:
         _set_text(script, template.replace(_CLOCK, f"local time = {{'{time.time():.0f}', '0'}}"))
         return acquire(*arguments, **options)
 
-    lock_module._acquire = by_own_clock
+    acquire = _put(lock_module, "_acquire", by_own_clock)
 
 
 def no_release_on_error() -> None:
     """The lock is released only if the body returns, and not later either."""
-    release, failed = HeldLock.release, set()
+    failed = set()
 
     def only_on_success(held: HeldLock, **options: Any) -> Any:
         if sys.exc_info()[0] is not None:
@@ -179,13 +188,12 @@ def no_release_on_error() -> None:
             raise LockUnavailable(held.key, "the body has failed")
         return release(held, **options)
 
-    HeldLock.release = only_on_success
+    release = _put(HeldLock, "release", only_on_success)
 
 
 def renewal_gives_up() -> None:
     """The first error ends all renewing of the process, and the client sends nothing twice."""
-    renew_all, retry = keeper_module.renew_all, connection_module.Retry
-    connection_module.Retry = lambda backoff, _times: retry(backoff, 0)
+    retry = _put(connection_module, "Retry", lambda backoff, _times: retry(backoff, 0))
 
     def once(*locks_and_client: Any) -> Any:
         errors = renew_all(*locks_and_client)
@@ -193,38 +201,39 @@ def renewal_gives_up() -> None:
             time.sleep(1e6)
         return errors
 
-    keeper_module.renew_all = once
+    renew_all = _put(keeper_module, "renew_all", once)
 
 
 def no_serve() -> None:
     """Nobody who comes lets a line go on; sweeps do."""
     seed("line_is_held")
     for module in (wake_module, courier_module, join_module, park_module):
-        module.let_the_line_go_on = _nothing
+        _put(module, "let_the_line_go_on", _nothing)
 
 
 def serve_without_wake() -> None:
     """Whoever serves a line wakes nobody; whoever releases a lock does."""
-    wake, wake_module.wake = wake_module.wake, _nothing
+    wake = _put(wake_module, "wake", _nothing)
 
     def wake_all(app: Any, task: str, lock: SetnxLock) -> None:
         while lock.heirs:
             wake(app, lock.heirs.pop(0), lock.name)
 
-    acquire_module.let_others_start = request_module.let_others_start = wake_all
+    for module in (acquire_module, request_module):
+        _put(module, "let_others_start", wake_all)
 
 
 def twin_wakes() -> None:
     """Each wake-up is sent twice, and nothing tells one from the other."""
     wake = wake_module.wake
-    Call.as_copy = lambda call: call._replace(copy="twin")
+    _put(Call, "as_copy", lambda call: call._replace(copy="twin"))
 
     def twice(app: Any, heir: Any, key: str) -> None:
         wake(app, heir, key)
         wake(app, heir, key)
 
     for module in (wake_module, park_module):
-        module.wake = twice
+        _put(module, "wake", twice)
 
 
 def no_letting_go() -> None:
@@ -239,7 +248,6 @@ def unknown_stays() -> None:
 
 def join_first() -> None:
     """A call ends with the result of the first of its key that was ever joined."""
-    joined = park_module._joined
 
     def first(task: Any, holder: Any, wait: Any) -> Any:
         now = joined(task, holder, wait)
@@ -248,7 +256,7 @@ def join_first() -> None:
         key = f"first:{task.request.args[0]}"
         return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
 
-    park_module._joined = first
+    joined = _put(park_module, "_joined", first)
 
 
 def classic_recipe() -> type:
@@ -309,9 +317,7 @@ def seed(name: str) -> Callable[..., Any]:
     """
     if name in ATTRIBUTES:
         for owner, attribute, instead in ATTRIBUTES[name]:
-            if not hasattr(owner, attribute):
-                raise RuntimeError(f"the flaw expects {attribute} of {owner}")
-            setattr(owner, attribute, instead)
+            _put(owner, attribute, instead)
         return SetnxLock
     if name not in SCRIPTS:
         return globals()[name]() or SetnxLock  # type: ignore[no-any-return]

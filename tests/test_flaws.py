@@ -1,0 +1,29 @@
+"""The flaws that soak and chaos look for apply to the package as it is: a name that changed hides none."""
+
+import pytest
+
+from tests.chaos.scenarios import SCENARIOS
+from tests.forks import ended
+from tests.soak import flaws
+from tests.soak.driver import MUTANTS
+
+_OF_SOAK = {scenario.flaw for scenario in MUTANTS.values()}
+_OF_CHAOS = {flaw for scenario in SCENARIOS.values() for flaw in scenario.mutants}
+
+
+def _seed(flaw: str) -> None:
+    flaws.seed(flaw)
+    print("seeded")
+
+
+@pytest.mark.parametrize("flaw", sorted(_OF_SOAK | _OF_CHAOS))
+def test_flaw_applies(flaw, tmp_path):
+    """A process can make the flaw its own: all that it replaces is still there."""
+    assert ended(tmp_path, _seed, flaw) == (0, "seeded\n")
+
+
+def test_flaw_of_a_name_that_is_gone_is_refused(monkeypatch):
+    """What would change nothing is an error."""
+    monkeypatch.setitem(flaws.ATTRIBUTES, "of_old", [(flaws.Keeper, "_gone", None)])
+    with pytest.raises(RuntimeError, match="expects _gone of"):
+        flaws.seed("of_old")
