@@ -292,7 +292,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     try:
         message.send(task.app, call, countdown)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
-        not_taken_back(task, call, error, reason, countdown)
+        not_taken_back(task, call, error, reason)
     text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
     if own:
         logger.info("%s waits for another delivery of itself: %s.", call, text)
@@ -300,17 +300,19 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 
 
-def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:
+def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoReturn:
     """End an attempt whose call the broker did not take back: with Reject if it has the message still.
 
     Not if that came from a fanout's queue that cannot be reached alone: rejected, it would go to all again.
     """
-    logger.error("%s could not be sent back to the broker (%s) while %s.", call, error, reason)
-    if task.acks_late and Message.of(task).may_come_back(task.app):
-        time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
+    is_delivered_again = task.acks_late and Message.of(task).may_come_back(task.app)
+    text = "%s could not be sent back to the broker (%s) while %s. It %s."
+    logger.error(text, call, error, reason, "is delivered again" if is_delivered_again else "fails")
+    if is_delivered_again:  # at once, and again and again if nobody mends that
+        time.sleep(_REQUEUE_S)
         raise Reject(reason, requeue=True) from error
-    reason += f"; and the call could not be sent back: {error}"
-    raise LockUnavailable(call.key or call.task, reason) from error
+    reason = f"{unstopped(error)}; it was to come back because {unstopped(reason)}"
+    raise LockUnavailable(call.key or call.task, reason, str(call)) from error
 
 
 def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:

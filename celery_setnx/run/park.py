@@ -139,7 +139,7 @@ class _Parking:
             server_time = self.outcome.server_time
             self.order.send(self.message, self.app, self.countdown, server_time, first=True)
         except Exception as error:  # noqa: BLE001 - whatever the transport raises
-            not_taken_back(self.task, self.call, error, self.reason, self.countdown)
+            not_taken_back(self.task, self.call, error, self.reason)
 
     def ask(self) -> Found:
         """Ask for a place in the line."""
