@@ -157,7 +157,9 @@ def test_call_that_no_courier_can_look_after_does_not_wait(task):
     With acks_late the broker still has it: it is given back.
     """
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
-    said = r"The call t\[id-1\] of setnx:{t} could not be sent back: .*; it was to .* setnx:{t} is held by token a"
+    said = (
+        r"The call t\[id-1\] of setnx:{t} could not be sent back: .*; it was to .* setnx:{t} is held by token"
+    )
     with pytest.raises(LockUnavailable, match=said):
         wait(task)
     task.acks_late = True
