@@ -16,10 +16,10 @@ from celery_setnx.call.back import ComesBack, Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
-from celery_setnx.lock.line import park
+from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
-from celery_setnx.lock.record import Heir, Holder
+from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
@@ -149,6 +149,26 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
         wait_in_line(task, call, Options(on_conflict="join"), outcome)
     (told,) = couriers(task.app, "far")
     assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
+
+
+@pytest.mark.parametrize("had_its_lock", [False, True])
+def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server, locks, had_its_lock):
+    """It came back from under its lock, unasked: its courier may have been told that it has begun."""
+    lock = SetnxLock(locks, KEY, line=True)
+    call = Call("t", "id-1", key=KEY, call_id="c", copy="a1", since=10.0, waits=1)
+    if had_its_lock:
+        park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")
+        lock.acquire(token="id-1|0|1f", copy="a1", call_id="c").lock.release()
+    lock.acquire(token="id-2|0|2f")
+    if not had_its_lock:
+        park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")
+    holder = lock.holder()
+    outcome = Outcome(False, holder=holder, ends_first=holder, remaining_s=10.0, server_time=12.0)
+    with running(server.url(1), call_id="c") as task:
+        with pytest.raises(Parked):
+            wait_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == had_its_lock
+    assert have_begun(locks, [call.place(600)]) == [None]
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task):

@@ -78,8 +78,9 @@ class Found:
     """What a task that asks for its place finds.
 
     Attributes:
-        state: `parked` (it waited already), `new` (it waits from now on), `handed` (the lock is kept for it,
-            and it has been woken) or `stale` (a message of it has started).
+        state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
+            it), `handed` (the lock is kept for it, and it has been woken) or `stale` (another message of it
+            has started).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).

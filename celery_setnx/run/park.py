@@ -93,7 +93,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     if found.state == "stale":
         raise Dropped("another message has started this call")
     parking.note_holder(found)
-    if parking.is_parked_first:
+    # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
+    if parking.is_parked_first or (parking.has_courier and found.state == "new"):
         parking.send_courier()
     elif parking.has_courier and waits_in_broker(task.app):
         parking.order.note_end(task.app, found.server_time)
