@@ -151,6 +151,17 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
     assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
 
 
+@pytest.mark.parametrize("expires", ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00", 1e300])
+def test_courier_understands_its_order_whenever_its_call_expires(task, expires):
+    """Else it would come no more, and send a call that is to wait."""
+    task.request.expires = expires
+    with pytest.raises(Parked):
+        wait(task)
+    (told,) = couriers(task.app, "far")
+    until = Order.of(told["order"]).until
+    assert until == (0.0 if str(expires).startswith("0001") else None)
+
+
 @pytest.mark.parametrize("had_its_lock", [False, True])
 def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server, locks, had_its_lock):
     """It came back from under its lock, unasked: its courier may have been told that it has begun."""
@@ -240,7 +251,7 @@ def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog
     order = Order(call, message.packed(task.app, call), None, 30.0, 3600.0, 7200.0, "")
     monkeypatch.setattr(courier, "park", raising(LockForbidden(KEY, "NOPERM no 'evalsha'")))
     monkeypatch.setattr(courier, "send_again", raising(AssertionError("it was sent")))
-    courier._visit(task, order.as_kwargs()["order"])
+    courier._visit(task, KEY, order.as_kwargs()["order"])
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
     assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))

@@ -44,7 +44,7 @@ from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import Options
-from celery_setnx.run.courier import Order
+from celery_setnx.run.courier import LATEST, Order
 from celery_setnx.signals import lock_waiting
 from celery_setnx.wording import held
 
@@ -204,8 +204,9 @@ def _joined(task: Task, holder: Holder, call: Call) -> str | None:
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
-    """Server time at which a call has waited for its `max_wait`, or expires."""
+    """Server time at which a call has waited for its `max_wait`, or expires; None if never."""
     ends = [] if options.max_wait is None else [since + options.max_wait]
     if expires:
         ends.append(server_time + seconds_until(app, expires))
-    return min(ends, default=None)
+    until = min(ends, default=LATEST)
+    return None if until >= LATEST else max(until, 0.0)
