@@ -14,7 +14,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.exceptions import QueueNotFound, Reject
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import SetnxLock, SingletonTask, log
 from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
@@ -576,8 +576,11 @@ def test_worker_does_not_warn_of_lines_in_which_nobody_waits(locks, shop, caplog
     assert warnings(caplog) == []
 
 
-def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(limited, locks, shop, caplog):
-    """An ACL may allow keys of the app's prefix alone; it is asked for once."""
+def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(
+    server, limited, locks, shop, caplog, monkeypatch
+):
+    """An ACL may allow keys of the app's prefix alone: it says what to grant, and looks again in a minute."""
+    monkeypatch.setattr(log, "_say_again_at", {})
     a = shop("a")
     a.app.conf.setnx_url = limited("~t:*", "+@all")
     a.app.__dict__.pop("_setnx_clients", None)
@@ -586,8 +589,15 @@ def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(limited, locks, sh
     a.overdue(locks)
     look(a)
     assert a.sent() == ["b1"]
-    assert a.step._unswept._next == float("inf")
-    assert warnings(caplog) == []
+    assert 30 < a.step._unswept._next - time.monotonic() <= 60
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "setnx:brokers" in said
+    assert "Grant its user what is missing" in said
+    a.app.conf.setnx_url = server.url(1)
+    a.app.__dict__.pop("_setnx_clients", None)
+    a.step._client = client_for(a.app)
+    look(a)
+    assert locks.exists("setnx:brokers")
 
 
 def test_outage_does_not_end_the_watch(monkeypatch, shop):

@@ -163,8 +163,8 @@ class Message:
         """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
 
         NoWayBack if the app's routes fail. Who can write to the lock server can have written anything:
-        nothing else is raised of it. It names no queue: the call goes back to the one it came from if the broker's
-        users vouch for that, or if it is the app's or this worker's; else where its task's calls go.
+        nothing else is raised of it. It names no queue: the call goes back to the one it came from if the
+        broker's users vouch for that, or if it is the app's or this worker's; else where its task's calls go.
         """
         try:
             told = _parsed(text)
