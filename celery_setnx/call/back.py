@@ -23,6 +23,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
 from celery_setnx.address import SCHEMES, scheme_of
+from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import HEADER, Call
@@ -305,6 +306,7 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoR
 
     Not if that came from a fanout's queue that cannot be reached alone: rejected, it would go to all again.
     """
+    pass_on_time_limit(error)
     is_delivered_again = task.acks_late and Message.of(task).may_come_back(task.app)
     text = "%s could not be sent back to the broker (%s) while %s. It %s."
     logger.error(text, call, error, reason, "is delivered again" if is_delivered_again else "fails")
@@ -360,6 +362,8 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         return {}
     try:
         return dict(backend.get_task_meta(task_id))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning("%s goes on, though it may have ended: its result is not known (%s).", call, error)
         return {}

@@ -170,6 +170,8 @@ def delayed_way_to(app: Celery, queue: str, countdown: float) -> dict[str, Any] 
     try:
         with app.pool.acquire(block=True) as connection, connection.channel() as channel:
             channel.queue_bind(queue, exchange=_DELAYED, routing_key=f"#.{word}")
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         logger.info("Messages to %s are delayed by workers, as it could not be bound: %s", queue, error)
         return None

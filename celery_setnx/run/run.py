@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from celery import Task
 from celery.app.task import Context
@@ -72,6 +72,15 @@ def is_running(request: Context) -> bool:
     return "_setnx_run" in vars(request)
 
 
+class _Fate(NamedTuple):
+    """What becomes of a call when a delivery of it ends."""
+
+    back_in: float | None = None  # seconds until it comes back, if it does
+    hold: bool = False  # whether its lock is held for its retry
+    parked: bool = False
+    dropped: bool = False  # the delivery: the mark may be that of another, or of the retry
+
+
 class Run:
     """One guarded run of a task's body: acquire, run, release."""
 
@@ -109,10 +118,8 @@ class Run:
             del self.request._setnx_run
 
     def _execute(self, body: Callable[[], Any]) -> Any:
-        held = None
-        back_in = None  # seconds until this call comes back, if it does
-        hold = stale = parked = dropped = False
-        asking = self.asking
+        held, stale = None, False
+        fate, asking = _Fate(), self.asking
         try:
             joins = self.options.on_conflict == "join" and self.call.copy != ORIGINAL
             if joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
@@ -137,18 +144,21 @@ class Run:
                 return result
             return self._in_lock(held, cast("Outcome", outcome), body)
         except BaseException as error:
-            back_in = self._comes_back_in(error)
-            parked, dropped = isinstance(error, Parked), isinstance(error, Dropped)
-            is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
-            hold = back_in is not None and self.options.hold_on_retry and is_retry
+            fate = self._fate_of(error)
             raise
         finally:
             if held is not None:
-                self._end(held, back_in, hold=hold)
+                self._end(held, fate.back_in, hold=fate.hold)
             elif not stale:
-                self._end_wait(parked=parked, goes_on=back_in is not None)
-            if not dropped and (held is None or self.keeps_mark):
-                self._end_mark(back_in)
+                self._end_wait(parked=fate.parked, goes_on=fate.back_in is not None)
+            if not fate.dropped and (held is None or self.keeps_mark):
+                self._end_mark(fate.back_in)
+
+    def _fate_of(self, error: BaseException) -> _Fate:
+        back_in = self._comes_back_in(error)
+        is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
+        hold = back_in is not None and self.options.hold_on_retry and is_retry
+        return _Fate(back_in, hold, isinstance(error, Parked), isinstance(error, Dropped))
 
     def _result_without_body(self, held: HeldLock, *, joins: bool) -> Any:
         """What a call ends with whose like has succeeded; `UNSET` if it is to run."""

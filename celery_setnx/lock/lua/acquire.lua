@@ -41,7 +41,6 @@
 
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local copy, remember, linger, attempt = ARGV[6] or '-', ARGV[7] or '0', tonumber(ARGV[8] or 0), tonumber(ARGV[10] or 0)
-local second = ARGV[12] == '1'
 local function int(number) return string.format('%.0f', number) end
 local function outlive(key)
   if redis.call('PTTL', key) < 60000 then redis.call('PEXPIRE', key, 60000) end
@@ -74,7 +73,7 @@ if ticket then
 end
 local task, retries
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
-local permit, terms = false, '1'
+local permit, terms, second = false, '1', ARGV[12] == '1'
 if found then
   terms = ARGV[11] or '1'
   local limit = limit_of(terms)
