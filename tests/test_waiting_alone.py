@@ -141,6 +141,24 @@ def test_joiner_that_asks_again_keeps_its_place_and_its_courier(server, locks):
     assert locks.get(ticket_name(KEY, "id-1", "c")).startswith("0||")
 
 
+def test_joiner_that_the_broker_does_not_take_back_is_told_once(server, locks, monkeypatch):
+    """No patience with Redis ends that, nor does on_redis_error apply."""
+    tries: list[int] = []
+
+    def send(*_: Any) -> None:
+        tries.append(1)
+        raise OSError("refused")
+
+    monkeypatch.setattr(Message, "send", send)
+    options = {"on_conflict": "join", "on_redis_error": "run"}
+    header = {"call_id": "c", "copy": "x1", "since": 10.0, "join": "dead", "options": options}
+    with running(server.url(1), **header) as task:
+        task.app.conf.result_backend = "cache+memory://"
+        with pytest.raises(LockUnavailable, match=r"t\[id-1\] of setnx:{t} could not be sent back: refused"):
+            task()
+    assert tries == [1]
+
+
 def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task):
     """Its first courier does not know that it is not in its line."""
     call = Call("t", "id-1", key=KEY, copy="c0ffee", since=10.0, waits=4, join="id-0", asked=7)

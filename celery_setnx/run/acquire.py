@@ -118,6 +118,8 @@ class Asking:
             try:
                 return ask()
             except LockUnavailable as error:
+                if error.unsent:  # the broker's trouble, which no patience with Redis ends
+                    raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
                     logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
