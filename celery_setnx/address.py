@@ -163,6 +163,8 @@ def _provider(named: Any, setting: str) -> redis.CredentialProvider:
     try:
         made = symbol_by_name(named) if isinstance(named, str) else named
         made = made() if isinstance(made, type) else made
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:
         raise OptionError(
             f"the credential_provider of {setting}, {named!r}, cannot be made "

@@ -56,7 +56,7 @@ def delivered(values: list[Any], serializer: str | None, *, exactly: bool = Fals
             accept = [content_type]
             return list(loads(body, content_type, encoding, accept=accept)[0])  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - whatever a value or its serializer raises
-        _pass_on_time_limit(error)
+        pass_on_time_limit(error)
         return values
     raise TypeError("an iterator can be read only once, and its message needs it; pass a list")
 
@@ -80,7 +80,7 @@ def copied(value: Any) -> Any:
     try:
         return deepcopy(value)
     except Exception as error:  # noqa: BLE001 - whatever its own code raises
-        _pass_on_time_limit(error)
+        pass_on_time_limit(error)
         return value
 
 
@@ -125,7 +125,7 @@ def _has_iterator(value: Any) -> bool:
     return any(map(_has_iterator, value))
 
 
-def _pass_on_time_limit(error: BaseException | None) -> None:
+def pass_on_time_limit(error: BaseException | None) -> None:
     """A soft time limit is meant for the body that publishes; kombu hides it in an error of its own."""
     while error is not None:
         if isinstance(error, SoftTimeLimitExceeded):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import redis
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.backends import BACKEND_ALIASES, by_url
 from celery.backends.redis import RedisBackend, SentinelBackend
@@ -246,6 +247,8 @@ def _backend_class(app: Celery, named: Any) -> tuple[Any, Any]:
         return named, None
     try:
         backend_class, url = by_url(named, app.loader)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:
         raise OptionError(
             f"result_backend ({masked(str(named))}) cannot be loaded, so whether it holds the locks is not "

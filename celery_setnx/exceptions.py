@@ -208,26 +208,33 @@ class LockLost(SetnxError):
 class LockUnavailable(SetnxError):
     """Redis cannot decide now: unreachable, loading, read-only, full or busy. Trying again may help.
 
-    Where that does not end by itself, the message says what to do.
+    Where that does not end by itself, the message says what to do. A call fails with it, too, that was to
+    come back or to wait, and that the broker did not take.
 
     Attributes:
         key: The lock's Redis key.
         reason: The error, in words.
+        unsent: The call that the broker did not take, as `task[id]`. Defaults to nothing.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(key, reason)
+    def __init__(self, key: str, reason: str, unsent: str = "") -> None:
+        super().__init__(key, reason, *([unsent] if unsent else []))
         self.key = key
         self.reason = reason
+        self.unsent = unsent
 
     @property
     def remedy(self) -> str:
         """What somebody must do to end it; empty if it ends by itself."""
+        if self.unsent:
+            return "Mend that, and send the call again."
         return next((do for words, do in _MENDED if words.search(self.reason)), "")
 
     @property
     def brief(self) -> str:
         """The message without what to do, for a line of many."""
+        if self.unsent:
+            return sentence(f"The call {self.unsent} of {self.key} could not be sent back: {self.reason}")
         return sentence(f"Redis does not serve the lock {self.key} now: {self.reason}")
 
     def _message(self) -> str:

@@ -21,7 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
 from celery_setnx.call.guard import decorated
-from celery_setnx.call.message import HEADER, Call, retries_of
+from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
@@ -39,6 +39,7 @@ from celery_setnx.run.park import remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.run.sweep import see_to_sweeps
 from celery_setnx.signals import lock_released
+from celery_setnx.wording import shortened
 
 logger = Log("celery_setnx")
 _PID_MAX = 2**22
@@ -369,6 +370,13 @@ def _tell_child(request: Request) -> None:
         request._delivery_info.update(zip(("exchange", "routing_key"), call.route))
 
 
+def _named(message: Any) -> str:
+    """The task and the id that a message names, whatever it is."""
+    with suppress(Exception):
+        return f"{shortened(str(message.headers['task']), 80)}[{id_of(message.headers.get('id'))}]"
+    return "no task that can be read"
+
+
 @task_unknown.connect  # type: ignore[untyped-decorator]
 @task_rejected.connect  # type: ignore[untyped-decorator]
 def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
@@ -377,7 +385,8 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
         headers = message.headers or {}
         ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        logger.warning("A message was thrown away; its mark and its place lapse by themselves: %r", error)
+        text = "A message of %s was thrown away; its mark and its place lapse by themselves: %r"
+        logger.warning(text, _named(message), error)
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

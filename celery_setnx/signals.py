@@ -25,12 +25,16 @@ class LockSignal(Signal):  # type: ignore[misc]
     def send(self, sender: Any, **details: Any) -> Any:
         """Tell all receivers."""
         try:
-            return super().send(sender, **details)
+            responses = super().send(sender, **details)
         except SoftTimeLimitExceeded:
             raise
         except Exception:
             logger.exception("A receiver of %s failed; others may not have been told.", self.name)
             return []
+        for _receiver, response in responses:
+            if isinstance(response, SoftTimeLimitExceeded):  # the running task's: Celery has only logged it
+                raise response
+        return responses
 
 
 lock_acquired = LockSignal(

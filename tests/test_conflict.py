@@ -1,6 +1,8 @@
 """Coming back: what the broker is asked to delay, and what happens when it does not take the call."""
 
 import pickle
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,7 @@ def task_on(broker: str, **transport: Any) -> Any:
     return app.tasks[t.name]
 
 
-def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
+def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog, monkeypatch):
     """Never a silent drop: the task fails, naming its key, why it came back, and the broker's error.
 
     With acks_late the message is not acknowledged yet: it is given back.
@@ -37,13 +39,21 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog):
     task = task_on("amqp://127.0.0.1:1//", max_retries=0)
     task.push_request(**CALL, retries=0)
     call = Call(task.name, "id-1", key="setnx:{t}")
-    with pytest.raises(LockUnavailable, match=r"setnx:{t} now: Redis is down; and the broker"):
+    with pytest.raises(LockUnavailable) as unsent:
         come_back(task, call, 1.0, "Redis is down")
+    said = (
+        r"The call .*t\[id-1\] of setnx:{t} could not be sent back: .*refused; it was to come back because "
+    )
+    assert re.match(rf"{said}Redis is down\. Mend that, and send the call again\.", str(unsent.value))
     assert "[id-1] could not be sent back to the broker" in caplog.text
+    assert "while Redis is down. It fails." in caplog.text
     task.acks_late = True
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(Reject) as caught:
-        come_back(task, call, 1.0, "Redis is down")
+        come_back(task, call, 0.01, "Redis is down")
     assert caught.value.requeue
+    assert slept[-1] == 1  # it is delivered again at once, perhaps for ever
 
 
 @pytest.mark.parametrize("countdown", [float("nan"), float("inf"), -1, 1e10, 10**400, "5", True])

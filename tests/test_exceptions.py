@@ -34,6 +34,7 @@ ALL = [
     LockTimeout("proj.t", "setnx:{proj.t}", HOLDER, 2.5, 7.25),
     LockLost("setnx:{proj.t}", "gone"),
     LockUnavailable("setnx:{proj.t}", "down"),
+    LockUnavailable("setnx:{proj.t}", "refused; it was to come back because it is held", "proj.t[id-1]"),
     LockRefused("setnx:{proj.t}", "NOPERM"),
     DuplicateTask("proj.t", "setnx:{proj.t}", "id-1", "queued"),
     FanOutFailed("proj.t", 2000, 31, 1, 1000, 12),
@@ -68,7 +69,7 @@ def test_messages_name_task_key_holder_and_remedy():
     assert str(ALL[4]).endswith("held by an unknown holder, with no deadline.")
     assert "gave up after waiting 7.2 s (max_wait)" in str(ALL[5])
     assert "Stop what it protects" in str(ALL[6])
-    assert "Grant its user what is missing, or point setnx_url" in str(ALL[8])
+    assert "Grant its user what is missing, or point setnx_url" in str(ALL[9])
 
 
 @pytest.mark.parametrize("limit", [1, 5])

@@ -4,6 +4,7 @@ import importlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,16 +13,19 @@ import redis
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_setnx import SingletonTask
+from celery_setnx import LockTimeout, SetnxLock, SingletonTask, is_skipped
 from celery_setnx.call.back import ComesBack, Dropped, Message, Waits
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
+from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.receipt import has_receipt, write_receipt
+from celery_setnx.lock.record import task_token
+from celery_setnx.run import run as run_module
 from celery_setnx.run.receipt import Receipts, receipt_of, receipts_of
 from celery_setnx.testing import hold
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered
-from tests.harness import Journal, Worker, wait_until
+from tests.harness import Journal, Worker, raising, wait_until
 from tests.stage import redeliver, unacknowledged
 
 pytestmark = pytest.mark.timeout(120)
@@ -201,9 +205,9 @@ def test_message_that_makes_no_key_disturbs_no_other_receipt(guarded, locks, cap
 
 
 @pytest.fixture
-def again(guarded) -> Iterator[Callable[..., bool]]:
+def again(guarded, request) -> Iterator[Callable[..., bool]]:
     """Whether the body of a call runs, of which the broker flags the message as delivered before."""
-    task = guarded(**UNTOLD)
+    task = guarded(**UNTOLD, singleton=getattr(request, "param", {}))
     task.push_request(id=str(uuid.uuid4()), args=[], kwargs={}, called_directly=False, retries=0)
     vars(task.request)["delivery_info"] = {"redelivered": True}
 
@@ -243,6 +247,76 @@ def test_receipt_is_asked_for_before_a_policy_ends_the_call_once_more(again):
     written(task, Call("guarded", task.request.id, call_id="c"))
     with hold(task):
         assert not again(call_id="c")
+
+
+UNTIL_DONE = {"dedupe": "until_done", "queue_lease": 60}
+
+
+def marked(task: Any) -> str:
+    """The key's mark: that of the retry, or of the call."""
+    client, name = client_for(task.app), mark_name(task.lock_key())
+    client.set(name, task.request.id, ex=7200)
+    return name
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("again", [UNTIL_DONE], indirect=True)
+def test_delivery_that_is_dropped_leaves_the_mark_of_its_retry(again, locks, held):
+    """For as long as the attempt that has ended has said: its retry is due in an hour."""
+    task = again.task
+    written(task, Call("guarded", task.request.id, call_id="c"))
+    mark = marked(task)
+    with hold(task) if held else nullcontext():
+        assert not again(call_id="c", key=task.lock_key(), marked=True)
+    assert locks.get(mark) == task.request.id
+    assert 7100 < locks.ttl(mark) <= 7200
+
+
+@pytest.mark.parametrize("again", [UNTIL_DONE], indirect=True)
+def test_mark_of_a_second_delivery_ends_when_its_body_begins_or_will_not(again, locks, monkeypatch):
+    """Nothing has ended: it is its own."""
+    task, mark = again.task, marked(again.task)
+    found: list[Any] = []
+    monkeypatch.setattr(run_module, "let_go", lambda request: found.append(locks.get(mark)))
+    assert again(call_id="c", key=task.lock_key(), marked=True)
+    assert found == [None]
+    marked(task)
+    with hold(task):
+        assert is_skipped(task())
+    assert locks.get(mark) is None
+
+
+@pytest.mark.parametrize("again", [{**UNTIL_DONE, "max_wait": 1}], indirect=True)
+def test_mark_that_a_second_delivery_keeps_under_its_lock_ends_or_lasts_with_it(again, locks, monkeypatch):
+    """It looks once more, and its mark lasts until then; or it fails before its body, and has none."""
+    mark, said = marked(again.task), {"call_id": "c", "key": again.task.lock_key()}
+    locks.expire(mark, 5)
+    monkeypatch.setattr(Message, "send", lambda self, app, call, countdown: None)
+    with pytest.raises(Waits):
+        again(**said, marked=True, waits=1)
+    assert 55 < locks.ttl(mark) <= 61
+    monkeypatch.setattr(run_module.Run, "_check_max_wait", raising(LockTimeout("t", "k", {})))
+    with pytest.raises(LockTimeout):
+        again(**said, marked=True)
+    assert locks.get(mark) is None
+
+
+def rests(task: Any) -> SetnxLock:
+    """The lock, which the call's first attempt has given back, to rest."""
+    lock = SetnxLock(client_for(task.app), task.lock_key(), line=True)
+    held = lock.acquire(token=task_token(task.request.id, 0, "1f")).lock
+    assert held.release(at_least_for=600) == "resting"
+    return lock
+
+
+def test_delivery_that_is_dropped_lets_the_lock_rest(again):
+    """at_least_for is kept; but the attempt's retry need not wait for that."""
+    task = again.task
+    written(task, Call("guarded", task.request.id, call_id="c"))
+    lock = rests(task)
+    assert not again(call_id="c")
+    assert lock.holder().state == "resting"
+    assert again(call_id="c", attempt=1)
 
 
 def test_broker_that_flags_nothing_has_every_late_call_ask(again, monkeypatch):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from billiard.exceptions import WorkerLostError
 from celery import Celery
 
 from celery_setnx import SingletonTask
+from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import leave, park
@@ -56,6 +58,31 @@ def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     second = Delivery(freed.set)
     ends.watch(second)
     assert freed.wait(10)
+
+
+def test_retry_of_which_nothing_can_be_asked_is_no_others_business(caplog):
+    """A callable key may raise anything: it is said once, and the next one is freed."""
+    ends, freed = Ends(), threading.Event()
+    odd, other = (Delivery(None) for _ in range(2))
+    odd.attempt_before_runs, odd.free_held = raising(ZeroDivisionError), raising(ZeroDivisionError)
+    other.attempt_before_runs, other.free_held = (lambda: False), freed.set
+    for each in (odd, other):
+        each.call = Call("t", "id-1", key="t:{t}")
+        ends.free_retry(each)
+    assert freed.wait(10)
+    wait_until(lambda: not ends._retries, "neither is looked at again")
+    assert caplog.text.count("was not freed") == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [({"task": "bill", "id": "b1"}, "bill[b1]"), (5, "no task that can be read")],
+)
+def test_message_that_is_thrown_away_is_named_if_its_mark_is_not_freed(monkeypatch, caplog, headers, named):
+    """Nothing that it says is raised into the worker's loop."""
+    monkeypatch.setattr(Ends, "forget", raising(ZeroDivisionError))
+    request_module._free_rejected(SimpleNamespace(app=None), SimpleNamespace(headers=headers))
+    assert f"A message of {named} was thrown away; its mark and its place lapse" in caplog.text
 
 
 def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog):

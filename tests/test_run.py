@@ -40,7 +40,7 @@ def task(server, locks) -> Iterator[Any]:
 
     task = app.tasks["guarded"]
     call = {"args": [], "kwargs": {}, "retries": 0, "called_directly": False, "delivery_info": {}}
-    task.push_request(id=uuid.uuid4().hex, **call)
+    task.push_request(id=f"Call-{uuid.uuid4().hex}", **call)
     yield task
     task.pop_request()
 
@@ -312,7 +312,8 @@ def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
     del run
     gc.collect()  # redis-py 5.0 leaves the frames of a NOSCRIPT in a cycle
     wait_until(lambda: not keeper._watched, "the keeper has given it up")
-    assert "has ended without giving setnx:{guarded} back; it is renewed no more" in caplog.text
+    said = f"Task {task.request.id} has ended without giving setnx:{{guarded}} back; it is renewed no more"
+    wait_until(lambda: said in caplog.text, "another thread has said it")
     wait_until(lambda: lock.holder() is None, "its lease has ended")
 
 

@@ -16,10 +16,10 @@ from celery_setnx.call.back import ComesBack, Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
-from celery_setnx.lock.line import park
+from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
-from celery_setnx.lock.record import Heir, Holder
+from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
@@ -141,6 +141,24 @@ def test_joiner_that_asks_again_keeps_its_place_and_its_courier(server, locks):
     assert locks.get(ticket_name(KEY, "id-1", "c")).startswith("0||")
 
 
+def test_joiner_that_the_broker_does_not_take_back_is_told_once(server, locks, monkeypatch):
+    """No patience with Redis ends that, nor does on_redis_error apply."""
+    tries: list[int] = []
+
+    def send(*_: Any) -> None:
+        tries.append(1)
+        raise OSError("refused")
+
+    monkeypatch.setattr(Message, "send", send)
+    options = {"on_conflict": "join", "on_redis_error": "run"}
+    header = {"call_id": "c", "copy": "x1", "since": 10.0, "join": "dead", "options": options}
+    with running(server.url(1), **header) as task:
+        task.app.conf.result_backend = "cache+memory://"
+        with pytest.raises(LockUnavailable, match=r"t\[id-1\] of setnx:{t} could not be sent back: refused"):
+            task()
+    assert tries == [1]
+
+
 def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task):
     """Its first courier does not know that it is not in its line."""
     call = Call("t", "id-1", key=KEY, copy="c0ffee", since=10.0, waits=4, join="id-0", asked=7)
@@ -151,13 +169,46 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
     assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
 
 
+@pytest.mark.parametrize("expires", ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00", 1e300])
+def test_courier_understands_its_order_whenever_its_call_expires(task, expires):
+    """Else it would come no more, and send a call that is to wait."""
+    task.request.expires = expires
+    with pytest.raises(Parked):
+        wait(task)
+    (told,) = couriers(task.app, "far")
+    until = Order.of(told["order"]).until
+    assert until == (0.0 if str(expires).startswith("0001") else None)
+
+
+@pytest.mark.parametrize("had_its_lock", [False, True])
+def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server, locks, had_its_lock):
+    """It came back from under its lock, unasked: its courier may have been told that it has begun."""
+    lock = SetnxLock(locks, KEY, line=True)
+    call = Call("t", "id-1", key=KEY, call_id="c", copy="a1", since=10.0, waits=1)
+    if had_its_lock:
+        park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")
+        lock.acquire(token="id-1|0|1f", copy="a1", call_id="c").lock.release()
+    lock.acquire(token="id-2|0|2f")
+    if not had_its_lock:
+        park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")
+    holder = lock.holder()
+    outcome = Outcome(False, holder=holder, ends_first=holder, remaining_s=10.0, server_time=12.0)
+    with running(server.url(1), call_id="c") as task:
+        with pytest.raises(Parked):
+            wait_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == had_its_lock
+    assert have_begun(locks, [call.place(600)]) == [None]
+
+
 def test_call_that_no_courier_can_look_after_does_not_wait(task):
     """Without a broker it fails, naming its key and the broker's error: never a silent drop.
 
     With acks_late the broker still has it: it is given back.
     """
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
-    said = r"setnx:{t} is held by .*; and the broker did not take the call"
+    said = (
+        r"The call t\[id-1\] of setnx:{t} could not be sent back: .*; it was to .* setnx:{t} is held by token"
+    )
     with pytest.raises(LockUnavailable, match=said):
         wait(task)
     task.acks_late = True
@@ -218,7 +269,7 @@ def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog
     order = Order(call, message.packed(task.app, call), None, 30.0, 3600.0, 7200.0, "")
     monkeypatch.setattr(courier, "park", raising(LockForbidden(KEY, "NOPERM no 'evalsha'")))
     monkeypatch.setattr(courier, "send_again", raising(AssertionError("it was sent")))
-    courier._visit(task, order.as_kwargs()["order"])
+    courier._visit(task, KEY, order.as_kwargs()["order"])
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
     assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))

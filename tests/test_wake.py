@@ -3,14 +3,18 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
+from celery.exceptions import QueueNotFound, Reject
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import SetnxLock, SingletonTask, log
 from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
@@ -22,6 +26,7 @@ from celery_setnx.run import unswept as unswept_module
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
 from celery_setnx.run.unswept import Unswept
+from tests.harness import raising
 
 JSON = "application/json"
 
@@ -473,6 +478,7 @@ def test_malformed_courier_comes_once(locks, shop, wrong, caplog):
     courier.run(key=a.key(), order=order)
     courier.pop_request()
     assert "comes no more" in caplog.text
+    assert a.key() in caplog.text
     assert a.sent() == ([] if "message" in wrong else ["b1"])
 
 
@@ -481,7 +487,41 @@ def test_courier_without_an_order_comes_once(locks, shop, order, caplog):
     """Whatever is in its place."""
     a = shop("a")
     a.app.tasks[COURIER].run(key=a.key(), order=order)
-    assert "A courier comes no more, and its call is lost" in caplog.text
+    assert f"A courier of {a.key()} comes no more, and the call that it looks after is lost" in caplog.text
+
+
+@pytest.mark.parametrize("error", [QueueNotFound("'far'"), KeyError("far"), ValueError("far")], ids=repr)
+@pytest.mark.parametrize("wrong", [{}, {"lease": None}], ids=["order", "no order"])
+def test_courier_comes_later_if_the_routes_of_its_app_fail(locks, shop, monkeypatch, caplog, error, wrong):
+    """The call is not lost with a router that has met its own trouble; it says what to mend."""
+    a = shop("a")
+    monkeypatch.setattr(a.app.amqp.router, "route", raising(error))
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    call = Call("bill", "b1", key=a.key(), since=10.0)
+    order = {**ORDER, "call": call.as_headers(), "message": a.packed(call, queue="elsewhere"), **wrong}
+    courier = a.app.tasks[COURIER]
+    info = {"exchange": "", "routing_key": "far"}
+    courier.push_request(id="c", args=[], kwargs={}, delivery_info=info, called_directly=False)
+    with pytest.raises(Reject, match="mend task_routes") if wrong else nullcontext():
+        courier.run(key=a.key(), order=order)
+    courier.pop_request()
+    if not wrong:
+        assert "The courier of bill[b1] comes back later: the app's routes do not say" in caplog.text
+        with a.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
+            assert messages.get_nowait().payload[1]["order"]["message"] == order["message"]
+
+
+def test_courier_that_meets_a_time_limit_is_delivered_again(locks, shop, monkeypatch):
+    """That of the app's for all its tasks: acknowledged, nobody would look after its call."""
+    a = shop("a")
+    monkeypatch.setattr(Message, "unpacked", raising(SoftTimeLimitExceeded()))
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    call = Call("bill", "b1", key=a.key(), since=10.0)
+    with pytest.raises(Reject) as caught:
+        a.app.tasks[COURIER].run(
+            key=a.key(), order={**ORDER, "call": call.as_headers(), "message": a.packed(call)}
+        )
+    assert caught.value.requeue
 
 
 def warnings(caplog: Any) -> list[str]:
@@ -536,8 +576,11 @@ def test_worker_does_not_warn_of_lines_in_which_nobody_waits(locks, shop, caplog
     assert warnings(caplog) == []
 
 
-def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(limited, locks, shop, caplog):
-    """An ACL may allow keys of the app's prefix alone; it is asked for once."""
+def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(
+    server, limited, locks, shop, caplog, monkeypatch
+):
+    """An ACL may allow keys of the app's prefix alone: it says what to grant, and looks again in a minute."""
+    monkeypatch.setattr(log, "_say_again_at", {})
     a = shop("a")
     a.app.conf.setnx_url = limited("~t:*", "+@all")
     a.app.__dict__.pop("_setnx_clients", None)
@@ -546,8 +589,15 @@ def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(limited, locks, sh
     a.overdue(locks)
     look(a)
     assert a.sent() == ["b1"]
-    assert a.step._unswept._next == float("inf")
-    assert warnings(caplog) == []
+    assert 30 < a.step._unswept._next - time.monotonic() <= 60
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "setnx:brokers" in said
+    assert "Grant its user what is missing" in said
+    a.app.conf.setnx_url = server.url(1)
+    a.app.__dict__.pop("_setnx_clients", None)
+    a.step._client = client_for(a.app)
+    look(a)
+    assert locks.exists("setnx:brokers")
 
 
 def test_outage_does_not_end_the_watch(monkeypatch, shop):

@@ -279,7 +279,8 @@ def test_copy_of_a_broadcast_that_meets_its_own_call_ends(broadcast, caplog):
     """On Redis it cannot come back alone, and the call runs already."""
     with pytest.raises(Dropped):
         come_back(broadcast, CALL, 1.0, "it is held", own=True)
-    assert "not for each copy" in caplog.text
+    assert "A copy of t[id-1] is dropped: it is held." in caplog.text
+    assert "send guarded tasks to a queue of another exchange" in caplog.text
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery.app.task import Context, Task
 from celery.utils.threads import LocalStack
 from kombu.utils import json
@@ -50,6 +51,8 @@ def _keep(request: Any) -> None:
     came = _as_came(request)
     try:
         kept: Any = pickle.dumps(came, pickle.HIGHEST_PROTOCOL)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:  # noqa: BLE001 - whatever the app's own serializer has made of the message
         kept = came
     vars(request)[_KEPT] = kept
@@ -75,6 +78,8 @@ def _data(own: Mapping[str, Any]) -> dict[str, Any]:
 def _is_data(value: Any) -> bool:
     try:
         json.dumps(value)  # type: ignore[no-untyped-call]
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:  # noqa: BLE001 - whatever the thing raises, it came in no message
         return False
     return True

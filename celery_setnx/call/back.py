@@ -23,6 +23,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
 from celery_setnx.address import SCHEMES, scheme_of
+from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import HEADER, Call
@@ -162,9 +163,9 @@ class Message:
     def unpacked(cls, app: Celery, text: str) -> tuple[Call, Message]:
         """The call and the message that were packed; else ValueError, or ContentDisallowed for a pickle.
 
-        Who can write to the lock server can have written anything: nothing else is raised of it. It names no
-        queue: the call goes back to the one it came from if the broker's users vouch for that, or if it is
-        the app's or this worker's; else where its task's calls go.
+        NoWayBack if the app's routes fail. Who can write to the lock server can have written anything:
+        nothing else is raised of it. It names no queue: the call goes back to the one it came from if the
+        broker's users vouch for that, or if it is the app's or this worker's; else where its task's calls go.
         """
         try:
             told = _parsed(text)
@@ -292,7 +293,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     try:
         message.send(task.app, call, countdown)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
-        not_taken_back(task, call, error, reason, countdown)
+        not_taken_back(task, call, error, reason)
     text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
     if own:
         logger.info("%s waits for another delivery of itself: %s.", call, text)
@@ -300,17 +301,20 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 
 
-def not_taken_back(task: Task, call: Call, error: Exception, reason: str, countdown: float) -> NoReturn:
+def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoReturn:
     """End an attempt whose call the broker did not take back: with Reject if it has the message still.
 
     Not if that came from a fanout's queue that cannot be reached alone: rejected, it would go to all again.
     """
-    logger.error("%s could not be sent back to the broker (%s) while %s.", call, error, reason)
-    if task.acks_late and Message.of(task).may_come_back(task.app):
-        time.sleep(min(countdown, _REQUEUE_S))  # it is delivered again at once
+    pass_on_time_limit(error)
+    is_delivered_again = task.acks_late and Message.of(task).may_come_back(task.app)
+    text = "%s could not be sent back to the broker (%s) while %s. It %s."
+    logger.error(text, call, error, reason, "is delivered again" if is_delivered_again else "fails")
+    if is_delivered_again:  # at once, and again and again if nobody mends that
+        time.sleep(_REQUEUE_S)
         raise Reject(reason, requeue=True) from error
-    reason += f"; and the call could not be sent back: {error}"
-    raise LockUnavailable(call.key or call.task, reason) from error
+    reason = f"{unstopped(error)}; it was to come back because {unstopped(reason)}"
+    raise LockUnavailable(call.key or call.task, reason, str(call)) from error
 
 
 def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -358,6 +362,8 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         return {}
     try:
         return dict(backend.get_task_meta(task_id))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning("%s goes on, though it may have ended: its result is not known (%s).", call, error)
         return {}

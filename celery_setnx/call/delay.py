@@ -11,6 +11,7 @@ import time
 from hashlib import blake2b
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from kombu.entity import Queue
 from kombu.utils import json
@@ -70,6 +71,8 @@ def declared(app: Celery, queue: str, wait_s: float) -> str | None:
         return None
     try:
         declare(app, waits)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, there is another way
         if not is_refusal(error):  # the broker is away; whoever publishes next hears of it
             logger.info("The queue %s is not known to be there: %s", waits.name, error)

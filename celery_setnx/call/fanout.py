@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
@@ -172,6 +173,8 @@ class FanningOut:
                 if self._is_full():
                     self._send_window()
             self._send_window()
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:
             counts = self.counts
             not_sent = self.drawn - counts.total - self.uncertain
@@ -211,6 +214,8 @@ class FanningOut:
             args, kwargs = copied(args), copied(kwargs)  # what is sent later is what is drawn now
             given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
             key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
             self._fail(index, error)
             return

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from kombu.entity import Exchange, Queue
 
@@ -82,11 +83,22 @@ def queue_of(app: Celery, delivery_info: Mapping[str, Any]) -> str:
 
 
 def own_queue(app: Celery, task: str, args: Any, kwargs: Any) -> str:
-    """The queue to which a call of a task goes by the app's routes, and the task's own; empty if to none."""
+    """The queue to which a call of a task goes by the app's routes, and the task's own; empty if to none.
+
+    NoWayBack if they fail, as a router of the app's may.
+    """
     known = app.tasks.get(task)
     own = {name: getattr(known, name, None) for name in _ROUTE}
     own = {name: value for name, value in own.items() if value is not None}
-    route = app.amqp.router.route(own, task, args, kwargs, known)
+    try:
+        route = app.amqp.router.route(own, task, args, kwargs, known)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        raise NoWayBack(
+            f"the app's routes do not say where {task} goes ({error!r}); mend task_routes, or add the queue "
+            "to task_queues"
+        ) from error
     queue, exchange, routing_key = (route.get(name) for name in _ROUTE)
     if exchange and routing_key:  # then Celery only declares the queue
         found = bound(app.amqp.queues.values(), getattr(exchange, "name", exchange), routing_key)
@@ -158,6 +170,8 @@ def delayed_way_to(app: Celery, queue: str, countdown: float) -> dict[str, Any] 
     try:
         with app.pool.acquire(block=True) as connection, connection.channel() as channel:
             channel.queue_bind(queue, exchange=_DELAYED, routing_key=f"#.{word}")
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         logger.info("Messages to %s are delayed by workers, as it could not be bound: %s", queue, error)
         return None

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import redis
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 
 from celery_setnx.call.back import Message, call_and_broker, deliverable
@@ -57,7 +58,7 @@ _MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
 def wake(app: Celery, heir: Heir | None, key: str) -> None:
     """Send the call of the first in line, to which a lock was handed; of one that cannot be sent, the next.
 
-    Nothing is raised: what was handed in vain goes to the next one when its time is over.
+    Nothing is raised but a time limit: what was handed in vain goes to the next one when its time is over.
     """
     for tried in range(_AT_ONCE):
         if heir is None:
@@ -73,6 +74,8 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             else:
                 _leave_to_others(app, heir, call, broker or broker_of(app))
             break
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
             logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
             heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
@@ -86,10 +89,12 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
             message.send_new(app, COURIER, told, deliverable(app, heir.rest_s + _MARGIN_S))
         else:
             message.send(app, call.as_copy())
-    except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
+    except Exception as error:
         text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
         logger.warning(text, heir.task_id, call.key, error, _UNSENT_S)
         _take_back(app, heir, call.task, call.key)
+        if isinstance(error, SoftTimeLimitExceeded):
+            raise
 
 
 def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:

@@ -127,7 +127,7 @@ class Keeper:
         if self._watched.pop(watched.held.token, None) is watched:
             logger.warning(
                 "%s has ended without giving %s back; it is renewed no more, and its lease of %g s ends it.",
-                _owner(watched.held).capitalize(),
+                _owner(watched.held, first=True),
                 watched.held.key,
                 watched.held.lease_s,
             )
@@ -275,9 +275,11 @@ def _copy(client: redis.Redis) -> redis.Redis:
     return redis.Redis(connection_pool=redis.ConnectionPool(pool.connection_class, **pool.connection_kwargs))
 
 
-def _owner(held: HeldLock) -> str:
+def _owner(held: HeldLock, *, first: bool = False) -> str:
+    """Who has a lock; `first` if a sentence begins with that."""
     task_id = task_of(held.token)
-    return f"task {task_id}" if task_id else f"token {held.token}"
+    kind = "task" if task_id else "token"
+    return f"{kind.capitalize() if first else kind} {task_id or held.token}"
 
 
 def _pace(held: HeldLock) -> float:

@@ -78,8 +78,9 @@ class Found:
     """What a task that asks for its place finds.
 
     Attributes:
-        state: `parked` (it waited already), `new` (it waits from now on), `handed` (the lock is kept for it,
-            and it has been woken) or `stale` (a message of it has started).
+        state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
+            it), `handed` (the lock is kept for it, and it has been woken) or `stale` (another message of it
+            has started).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
@@ -251,16 +252,16 @@ def note_lines(client: redis.Redis, prefix: str, broker: str) -> None:
 
 def known_lines(client: redis.Redis) -> list[tuple[str, str]]:
     """The prefixes and brokers that have been noted in the last eight days."""
-    entries = [_text(entry).partition("\n") for entry in client.zrange(KNOWN_LINES, 0, -1)]
+    entries = [_text(entry).partition("\n") for entry in reply_to(client, "ZRANGE", KNOWN_LINES, "0", "-1")]
     return [(prefix, broker) for prefix, _, broker in entries if prefix]
 
 
 def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
     """The locks, ten at most, for which calls wait in lines that nobody has looked at when they were due."""
     until_us = int(claimed.until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
-    entries = client.zrevrangebyscore(lines, until_us, 0, start=0, num=10)
+    entries = reply_to(client, "ZREVRANGEBYSCORE", lines, str(until_us), "0", "LIMIT", "0", "10")
     keys = {lock_and_task_id(_text(entry).partition("\n")[2])[0] for entry in entries}
-    return [key for key in sorted(keys) if client.zcount(line_names(key)[0], "-inf", "+inf")]
+    return [key for key in sorted(keys) if reply_to(client, "ZCOUNT", line_names(key)[0], "-inf", "+inf")]
 
 
 def _is_overdue(due_us: float, now_us: float) -> bool:

@@ -64,7 +64,7 @@ HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
 _HAND_OVER_US = round(HAND_OVER_S * US)
-_NO_WAITER = (ORIGINAL, 0, 0, 0, 0)  # what acquire.lua is told of a call that has not waited
+_NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 _ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve", asks_pace=True)
@@ -354,6 +354,7 @@ class SetnxLock:
         since: float = 0.0,
         attempt: int = 0,
         call_id: str = "",
+        second: bool = False,
     ) -> Outcome:
         """Try to become the holder.
 
@@ -372,6 +373,9 @@ class SetnxLock:
             since: Server time (Unix seconds) since which it does. Defaults to 0: since now.
             attempt: Number of the task's attempt; messages of an earlier one are stale. Defaults to 0.
             call_id: What tells the call from others that were given the same task id. Defaults to nothing.
+            second: Whether another delivery of the task's attempt may have begun, and ended. Then the task's
+                own mark stays, because it may be the retry's, and its own resting lock stands in the way.
+                Defaults to False.
 
         Returns:
             The outcome. That another holds the lock is a value, not an error.
@@ -382,8 +386,8 @@ class SetnxLock:
         """
         token = token or os.urandom(16).hex()
         waiter: tuple[Any, ...] = ()
-        if copy != ORIGINAL or attempt or remember or linger:
-            waiter = (copy, _ms(remember), _us(linger), _us(since), attempt)
+        if copy != ORIGINAL or attempt or remember or linger or second:
+            waiter = (copy, _ms(remember), _us(linger), _us(since), attempt, second)
         give_up = self.clock() + _seconds(wait) if wait else 0.0
         pause = 0.01
         while True:
@@ -779,10 +783,11 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
         task_id = task_of(token)
         ticket = ticket_name(name, token if task_id is None else task_id, call_id)
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
-    argv = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
-    if lock.terms != PLAIN:
-        waiter = (*(waiter or _NO_WAITER), lock.terms)
-    return _ACQUIRE(lock.client, name, keys, lock.terms, *argv, *waiter)
+    argv: tuple[Any, ...] = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
+    if waiter or lock.terms != PLAIN:
+        *said, second = waiter or _NO_WAITER
+        argv += (*said, lock.terms, int(second))
+    return _ACQUIRE(lock.client, name, keys, lock.terms, *argv)
 
 
 def _renew(

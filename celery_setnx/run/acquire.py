@@ -15,7 +15,7 @@ from celery import Task
 from celery.app.task import Context
 
 from celery_setnx.arguments import Arguments
-from celery_setnx.call.back import NONCE, come_back
+from celery_setnx.call.back import NONCE, come_back, tells_redelivery
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, retries_of
 from celery_setnx.call.wake import leave_line, let_others_start, look_within
@@ -88,6 +88,9 @@ class Asking:
         if self.call.bare and self.options.dedupe_for and not self._is_awaited():
             self.call = self.call._replace(unasked=True)  # which its message says, should it come back
         self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
+        # Whether another delivery of this message may have begun its attempt.
+        is_told = self.call.redelivered or (task.acks_late and not tells_redelivery(task.app))
+        self.may_be_second = is_told and not request.is_eager
 
     def ask(self) -> Outcome | None:
         """The outcome; None if Redis cannot be asked, and the body is to run all the same.
@@ -115,6 +118,8 @@ class Asking:
             try:
                 return ask()
             except LockUnavailable as error:
+                if error.unsent:  # the broker's trouble, which no patience with Redis ends
+                    raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
                     logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
@@ -175,6 +180,8 @@ class Asking:
         if linger or call.attempt or call.redelivered or call.copy != ORIGINAL or self.has_parked:
             details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
+        if self.may_be_second:
+            details["second"] = True
         same_host = self.guard.settings.same_host
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None

@@ -26,6 +26,7 @@ from celery_setnx.call.back import Message, deliverable, known_result, stamped
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.delay import declared, waits_in_broker
 from celery_setnx.call.message import Call
+from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
     end_within,
@@ -52,6 +53,9 @@ FIRST_S = 60.0
 
 LATER_S = 600.0
 """Seconds for which those after it wait there."""
+
+LATEST = 1e11
+"""The last time (Unix seconds, in the year 5138) at which anything is to be done."""
 
 _PACE_S = 600.0
 _STAMPS = "stamps"  # a copy that none of a call's messages is
@@ -133,7 +137,7 @@ class Order:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1e11
+    return type(value) in (int, float) and 0 <= value <= LATEST
 
 
 def _is_duration(value: Any) -> bool:
@@ -163,8 +167,12 @@ class Courier(Task):  # type: ignore[misc]
         """Look after the call that it is told of; without one, let the line of the task's key go on."""
         if order is None:
             let_the_line_go_on(self.app, task, key)
-        else:
-            _visit(self, order)
+            return
+        try:
+            _visit(self, key, order)
+        except (SoftTimeLimitExceeded, NoWayBack) as error:  # a limit of the app's for all its tasks
+            time.sleep(1.0)  # it is delivered again at once
+            raise Reject(f"the courier of {key} has not done its work: {error}", requeue=True) from error
 
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
@@ -252,17 +260,19 @@ def send_again(app: Celery, order: Order) -> None:
     message.send(app, call.as_copy())
 
 
-def _visit(courier: Task, told: Mapping[str, Any]) -> None:
+def _visit(courier: Task, key: str, told: Mapping[str, Any]) -> None:
     """See to it that a parked call is in its line, and come back as long as it waits."""
     try:
         order = Order.of(told).stamped(courier.app)
         Message.unpacked(courier.app, order.message)
     except (ValueError, DecodeError) as error:  # it would be the same the next time
-        _end(courier, told, error)
+        _end(courier, key, told, error)
         return
     except ContentDisallowed as error:  # a deploy may allow it
         logger.warning("The courier of %s comes back later: %s", order, error)
         left: tuple[Order, float, float] | None = (order, _PACE_S, 0.0)
+    except NoWayBack as error:  # another may mend it
+        left = _later(order, error)
     else:
         left = _left(courier.app, order)
     if left is None:
@@ -281,19 +291,24 @@ def _left(app: Celery, order: Order) -> tuple[Order, float, float] | None:
     try:
         return _look_after(app, order)
     except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
-        logger.warning("The courier of %s comes back later: %s", order, error)
-        return order, random.uniform(5.0, 30.0), 0.0
+        return _later(order, error)
 
 
-def _end(courier: Task, told: Any, error: Exception) -> None:
+def _later(order: Order, error: Exception) -> tuple[Order, float, float]:
+    logger.warning("The courier of %s comes back later: %s", order, error)
+    return order, random.uniform(5.0, 30.0), 0.0
+
+
+def _end(courier: Task, key: str, told: Any, error: Exception) -> None:
     """Come no more, because the order cannot be understood; the call is sent, if that can be."""
     text = told.get("message") if isinstance(told, Mapping) else None
     try:
         call, message = Message.unpacked(courier.app, text if isinstance(text, str) else "")
-    except Exception:  # noqa: BLE001 - whatever there is in the place of a call
-        logger.error("A courier comes no more, and its call is lost, if it has one: %s", error)
+    except (ValueError, DecodeError, ContentDisallowed):  # whatever there is in the place of a call
+        said = "A courier of %s comes no more, and the call that it looks after is lost, if it has one: %s"
+        logger.error(said, key, error)
         return
-    logger.error("The courier of %s comes no more, and the call is sent: %s", call, error)
+    logger.error("The courier of %s (key %s) comes no more, and the call is sent: %s", call, key, error)
     try:
         message.send(courier.app, call.as_copy())
     except Exception as refusal:

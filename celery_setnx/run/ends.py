@@ -19,7 +19,7 @@ from celery import Celery
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
-from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
@@ -221,7 +221,7 @@ def _attempt_before_runs(request: Any) -> bool:
             return bool(request.attempt_before_runs())
     except LockUnavailable:
         raise
-    except SetnxError:  # which is said when it is freed
+    except Exception:  # noqa: BLE001 - a callable key's, or whatever it is: it is said when that is freed
         return False
 
 

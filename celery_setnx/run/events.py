@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.task import Task
 from celery.utils.dispatch import Signal
@@ -109,6 +110,8 @@ def _survive(send: Callable[[], None], type_: str, fields: Mapping[str, Any]) ->
         return
     try:
         send()
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         _silent_until = time.monotonic() + _SILENCE_S
         what = f"{type_} of {fields['name']}[{fields['uuid']}] ({fields['key']})"

@@ -44,7 +44,7 @@ from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import Options
-from celery_setnx.run.courier import Order
+from celery_setnx.run.courier import LATEST, Order
 from celery_setnx.signals import lock_waiting
 from celery_setnx.wording import held
 
@@ -93,7 +93,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     if found.state == "stale":
         raise Dropped("another message has started this call")
     parking.note_holder(found)
-    if parking.is_parked_first:
+    # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
+    if parking.is_parked_first or (parking.has_courier and found.state == "new"):
         parking.send_courier()
     elif parking.has_courier and waits_in_broker(task.app):
         parking.order.note_end(task.app, found.server_time)
@@ -139,7 +140,7 @@ class _Parking:
             server_time = self.outcome.server_time
             self.order.send(self.message, self.app, self.countdown, server_time, first=True)
         except Exception as error:  # noqa: BLE001 - whatever the transport raises
-            not_taken_back(self.task, self.call, error, self.reason, self.countdown)
+            not_taken_back(self.task, self.call, error, self.reason)
 
     def ask(self) -> Found:
         """Ask for a place in the line."""
@@ -203,8 +204,9 @@ def _joined(task: Task, holder: Holder, call: Call) -> str | None:
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
-    """Server time at which a call has waited for its `max_wait`, or expires."""
+    """Server time at which a call has waited for its `max_wait`, or expires; None if never."""
     ends = [] if options.max_wait is None else [since + options.max_wait]
     if expires:
         ends.append(server_time + seconds_until(app, expires))
-    return min(ends, default=None)
+    until = min(ends, default=LATEST)
+    return None if until >= LATEST else max(until, 0.0)

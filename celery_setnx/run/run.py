@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from celery import Task
 from celery.app.task import Context
@@ -72,6 +72,15 @@ def is_running(request: Context) -> bool:
     return "_setnx_run" in vars(request)
 
 
+class _Fate(NamedTuple):
+    """What becomes of a call when a delivery of it ends."""
+
+    back_in: float | None = None  # seconds until it comes back, if it does
+    hold: bool = False  # whether its lock is held for its retry
+    parked: bool = False
+    dropped: bool = False  # the delivery: the mark may be that of another, or of the retry
+
+
 class Run:
     """One guarded run of a task's body: acquire, run, release."""
 
@@ -81,6 +90,7 @@ class Run:
         self.task, self.guard, self.request = task, guard, request
         self.acquired_at = 0.0
         self.has_begun = self.has_succeeded = False  # its body
+        self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -108,10 +118,8 @@ class Run:
             del self.request._setnx_run
 
     def _execute(self, body: Callable[[], Any]) -> Any:
-        held = None
-        back_in = None  # seconds until this call comes back, if it does
-        hold = stale = parked = False
-        asking = self.asking
+        held, stale = None, False
+        fate, asking = _Fate(), self.asking
         try:
             joins = self.options.on_conflict == "join" and self.call.copy != ORIGINAL
             if joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
@@ -131,20 +139,26 @@ class Run:
                         return resolve(asking.conflict(outcome))
                     asking.has_parked = True
             self.acquired_at = self.lock.clock()
+            self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held, joins=joins)) is not UNSET:
                 return result
             return self._in_lock(held, cast("Outcome", outcome), body)
         except BaseException as error:
-            back_in = self._comes_back_in(error)
-            parked = isinstance(error, Parked)
-            is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
-            hold = back_in is not None and self.options.hold_on_retry and is_retry
+            fate = self._fate_of(error)
             raise
         finally:
             if held is not None:
-                self._end(held, back_in, hold=hold)
+                self._end(held, fate.back_in, hold=fate.hold)
             elif not stale:
-                self._end_wait(back_in, parked=parked)
+                self._end_wait(parked=fate.parked, goes_on=fate.back_in is not None)
+            if not fate.dropped and (held is None or self.keeps_mark):
+                self._end_mark(fate.back_in)
+
+    def _fate_of(self, error: BaseException) -> _Fate:
+        back_in = self._comes_back_in(error)
+        is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
+        hold = back_in is not None and self.options.hold_on_retry and is_retry
+        return _Fate(back_in, hold, isinstance(error, Parked), isinstance(error, Dropped))
 
     def _result_without_body(self, held: HeldLock, *, joins: bool) -> Any:
         """What a call ends with whose like has succeeded; `UNSET` if it is to run."""
@@ -212,6 +226,9 @@ class Run:
         has_begun = self.call.redelivered and outcome.mark is None
         if self.call.marked is True and outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(outcome.mark)
+        if self.keeps_mark:
+            self.asking.patiently(self._free_mark, None)
+            self.keeps_mark = False
         self.has_begun = True
         let_go(self.request)
         result = body()
@@ -240,13 +257,6 @@ class Run:
         )
         self._send(uniqueness_lapsed, marked_by=marked_by)
 
-    @property
-    def _may_be_second(self) -> bool:
-        """Whether another delivery of this message may have begun its attempt."""
-        if self.request.is_eager:
-            return False
-        return self.call.redelivered or (self.task.acks_late and not tells_redelivery(self.task.app))
-
     def _may_have_ended(self, outcome: Outcome) -> bool:
         """Whether a call that meets a conflict is to ask whether its attempt has ended.
 
@@ -254,7 +264,7 @@ class Run:
         """
         holder = outcome.holder
         own_runs = holder is not None and holder.task_id == self.request.id and holder.state == "running"
-        return outcome.paced or (self._may_be_second and not own_runs)
+        return outcome.paced or (self.asking.may_be_second and not own_runs)
 
     def _result_before(self) -> Any:
         """What this delivery ends with if its attempt has ended before: release never means that it has.
@@ -264,7 +274,7 @@ class Run:
         stored = self._success_before()
         if stored is not None:
             return self._count_again(stored)
-        receipt = receipt_of(self.guard, self.call) if self._may_be_second else None
+        receipt = receipt_of(self.guard, self.call) if self.asking.may_be_second else None
         if receipt and self.asking.patiently(partial(has_receipt, self.lock.client, receipt), False):
             logger.info("%s has ended before, and was delivered again; this delivery is dropped.", self)
             raise Dropped("it has ended before")  # and a chord has counted it before its end was reported
@@ -370,12 +380,15 @@ class Run:
             logger.info("%s gives its lock %s back once more, after %r", self, held.key, error)
             return give_back()
 
-    def _end_wait(self, back_in: float | None, *, parked: bool) -> None:
-        """A call that goes on waiting keeps its mark and place; one that ended without the lock does not."""
+    def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
+        """A call that goes on waiting keeps its place; one that ended without the lock does not."""
         self.asking.wake_heirs()  # acquired too late to rely on, and given back
-        is_in_line = self.asking.lingers_since or (back_in is None and self.call.copy != ORIGINAL)
+        is_in_line = self.asking.lingers_since or (not goes_on and self.call.copy != ORIGINAL)
         if is_in_line and not parked:
             self.asking.leave()
+
+    def _end_mark(self, back_in: float | None) -> None:
+        """A call that goes on waiting keeps its mark, too; not one that ended without its body."""
         if self.lock.mark is None:
             return
         mark = Mark(self.lock.name, self.call.task_id)
@@ -385,6 +398,12 @@ class Run:
             error = extend_all(self.lock.client, [mark], [back_in + self.options.queue_lease])
         if error is not None:
             logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
+
+    def _free_mark(self) -> None:
+        """The body begins, as with the acquisition of any other delivery."""
+        error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
+        if error is not None:
+            raise error
 
     def _lost(self, held: HeldLock, reason: str) -> None:
         logger.warning(

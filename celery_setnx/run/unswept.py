@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import redis
 from celery import Celery
 
 from celery_setnx.call.broker import broker_of
 from celery_setnx.exceptions import LockRefused, SetnxError
 from celery_setnx.lock.line import Claimed, known_lines, note_lines, unswept
 from celery_setnx.lock.names import lines_name
-from celery_setnx.log import Log
+from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import settings_of
 
 logger = Log("celery_setnx")
 
 _EVERY_S = 10.0
+_REFUSED_S = 60.0
 _OTHER_PREFIX = (
     "Calls wait for %s, and no worker looks at their line: it was noted with setnx_prefix %r, and this "
     "worker has %r. Give all workers and publishers the same one; until then these calls wait for their "
@@ -44,10 +44,11 @@ class Unswept:
         self._next = time.monotonic() + _EVERY_S
         try:
             self._look(app, client, claimed)
-        except (SetnxError, redis.RedisError, ValueError) as error:
+        except (SetnxError, ValueError) as error:
+            say_loudly(error)
             logger.info("It is not known whether there are lines that no worker sweeps: %s", error)
-            if isinstance(error, (LockRefused, redis.ResponseError)):  # by an ACL: it is not asked for again
-                self._next = float("inf")
+            if isinstance(error, LockRefused):  # by an ACL: until somebody mends that
+                self._next = time.monotonic() + _REFUSED_S
 
     def _look(self, app: Celery, client: Any, claimed: Claimed) -> None:
         own = settings_of(app).prefix, broker_of(app)

@@ -407,7 +407,8 @@ class Waiting(Pace):
             text = f"{vain}{self.still_comes(store, task, copy)}|{since}|{call}"
             after = with_call(after, task, text, remember)
             after = with_place(after, task, since, remember)
-        return answer("new" if ticket is None else "parked", after)
+        had_begun = ticket is not None and ticket.attempt == attempt and ticket.begun_by != ""
+        return answer("new" if ticket is None or had_begun else "parked", after)
 
     def has_turn(self, *, is_courier: bool, is_known: bool) -> bool:
         """Whether a lock that is kept for a call is its own, though an attempt before left with its place."""

@@ -25,6 +25,8 @@
 --       9 since       microseconds since which the task waits: its place in the line; '0' = since now
 --      10 attempt     number of the task's attempt, as tickets have it
 --      11 terms       how many permits there are, and how many starts (see permits.lua); '1' if it is not said
+--      12 second      '1' = another delivery of this attempt may have begun, and ended: the mark may be its retry's, and
+--                     the lock may rest after it, so both stay as they are
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
 --       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
 --       With several permits {..., number of the permit, how many others are free, lock value, record, number} or
@@ -71,7 +73,7 @@ if ticket then
 end
 local task, retries
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
-local permit, terms = false, '1'
+local permit, terms, second = false, '1', ARGV[12] == '1'
 if found then
   terms = ARGV[11] or '1'
   local limit = limit_of(terms)
@@ -148,8 +150,9 @@ if not set then
     if heir and (task == heir or woken) then return 'acquired' end
     local h_task, h_retries = string.match(h_token, '^(.*)|(%d+)|%x+$')
     if not task or task ~= h_task then return 'held' end
-    if h_state == 'resting' then return 'acquired' end
-    if h_state == 'held_for_retry' and tonumber(retries) > tonumber(h_retries) then return 'resumed' end
+    local is_later = tonumber(retries) > tonumber(h_retries)
+    if h_state == 'resting' and (is_later or not second) then return 'acquired' end
+    if h_state == 'held_for_retry' and is_later then return 'resumed' end
     return 'held'
   end
   if not string.match(old, '^%d+%.?%d*$') then return held(0) end
@@ -183,7 +186,7 @@ local mine = token .. '\n' .. int(deadline) .. '\n' .. fence_text .. '\nrunning\
 redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
 local forbidden = permit and note_start(KEYS[8], terms, permit.number, fence, now)
 if forbidden then return forbidden end
-if mark and mark == task then redis.call('DEL', KEYS[5]) end
+if mark and mark == task and not second then redis.call('DEL', KEYS[5]) end
 if heir and KEYS[4] and task ~= heir then
   local h_call = redis.call('HGET', KEYS[4], heir) or ''
   local h_vain, h_since, call = string.match(h_call, '^(%d+)%+?|(%d+)|(.*)$')

@@ -10,7 +10,7 @@
 --       6 remember   milliseconds for which all this is remembered
 --       7 terms      as acquire.lua; '0' if they are not known
 -- Returns {word, now us, lock value, record, place}; with several permits, of one of them: a free one if there is any
---       parked (it waited already) | new (it did not) | handed (the lock is kept for it, or was and is nobody's)
+--       parked (it waited already) | new (it did not, or this message had started it) | handed (the lock is kept for it, or was and is nobody's)
 --       stale (another message has started this attempt: its place is not changed) | more (as acquire.lua)
 
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
@@ -41,10 +41,11 @@ local function answer(word)
   return {word, int(now), value, record, int(rank and rank + 1 or 0)}
 end
 
-local vain = '0'
+local vain, begun = '0', false
 if ticket then
   local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
+  begun = later == 0 and t_copy ~= '' -- or stale
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     -- Woken once, and never in vain, it has no message left that comes later than its broker delivers again.
     if later == 0 and copy == '' and t_vain == '0' and redis.call('PTTL', KEYS[5]) > remember then
@@ -76,4 +77,4 @@ if copy ~= '' or kept == '' or not redis.call('ZSCORE', KEYS[3], task) then
   redis.call('ZADD', KEYS[3], since, task)
   outlive(KEYS[3])
 end
-return answer(ticket and 'parked' or 'new')
+return answer(ticket and not begun and 'parked' or 'new')
