@@ -19,7 +19,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
-from celery_setnx.options import Options, refuse_unread_environment, settings
+from celery_setnx.options import Options
 from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
 
@@ -116,13 +116,7 @@ def refused(error: SetnxError) -> Finding:
 def _bind(app: Celery) -> list[Finding]:
     """Bind every task; the refusals."""
     app.finalize()
-    told = {str(refusal): refused(refusal) for refusal in refusals(app)}
-    for read in (settings, refuse_unread_environment):
-        try:
-            read(app.conf)
-        except OptionError as error:
-            told[str(error)] = refused(error)
-    return list(told.values())
+    return list({str(refusal): refused(refusal) for refusal in refusals(app)}.values())
 
 
 def guarded_tasks(app: Celery) -> list[tuple[Task, Guard]]:

@@ -32,7 +32,7 @@ from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
 from celery_setnx.log import Log
-from celery_setnx.options import refuse_unread_environment, settings
+from celery_setnx.options import settings_of
 from celery_setnx.task import refuse
 
 logger = Log("celery_setnx")
@@ -56,8 +56,6 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         app = worker.app
         if DISABLED.is_on(app):
             return
-        refuse_unread_environment(app.conf)
-        app.__dict__.pop("_setnx_clients", None)  # a command line has perhaps changed the environment
         for task in app.tasks.values():
             guard = getattr(task, "_guard", None)
             if guard is not None:
@@ -69,7 +67,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             logger.warning("%s", warning)
         client = client_for(app)
         try:
-            try_lock(client, trial_name(settings(app.conf).prefix))
+            try_lock(client, trial_name(settings_of(app).prefix))
             memories = reply_of_each(client, "INFO", "memory")
         except LockRefused as error:
             logger.critical("This worker cannot lock. %s", error)

@@ -32,6 +32,7 @@ from celery_setnx.call.wake import (
     next_look,
     send_from_line,
 )
+from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
@@ -95,6 +96,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         super().__init__(worker, **options)
         self._stopped = threading.Event()
         self._client: redis.Redis
+        self._state: list[Any] = []  # of the settings that it is made from
         self._thread: Lasting | None = None
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
@@ -113,13 +115,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if DISABLED.is_on(worker.app):
             return
         try:
-            self._client = new_client(worker.app, _TIMEOUT_S)
+            self._see_to_client(worker.app)
         except OptionError:  # its calls say that
             return
         self._usual_at = time.monotonic()
         self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app))
         self.ensure()
         _sweeping.add(self)
+
+    def _see_to_client(self, app: Celery) -> None:
+        """A client of its own, which gives up soon; another one if the settings have changed."""
+        state = configured(app)
+        if state is not self._state:
+            self._client, self._state = new_client(app, _TIMEOUT_S), state
 
     def ensure(self) -> None:
         """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
@@ -147,6 +155,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             return False
         is_early, next_s = time.monotonic() < self._usual_at, None
         try:
+            self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
             # When the next is due; but whoever came for one that another has looked at waits as usual.
             next_s = swept.next_s if swept.lines or not is_early else None
