@@ -242,3 +242,17 @@ def test_sweep_goes_where_the_settings_say_though_they_have_come_late(app, swept
     app.conf.setnx_url = app.conf.setnx_url.replace("/1", "/2")
     assert swept._turn(app)
     assert swept._client.connection_pool.connection_kwargs["db"] == 2
+
+
+def test_revoked_calls_are_gathered_once_for_all_lines(app, locks, swept, monkeypatch):
+    """There may be thousands of them, and hundreds of lines."""
+    gathered = []
+    monkeypatch.setattr(swept, "_revoked_lately", lambda: gathered.append(1) or ["id-1"])
+    for digit in "01":
+        key = key_name("t", "t", digit * 32)
+        wait(locks, key)
+        due(app, locks, key)
+    ended = []
+    monkeypatch.setattr(sweep, "end_wait", lambda _app, key, task_id, _client: ended.append(task_id))
+    assert swept.sweep(app).lines == 2
+    assert (gathered, ended) == ([1], ["id-1"] * 2)

@@ -73,7 +73,7 @@ def check_tasks(app: Celery) -> list[Finding]:
     guarded = guarded_tasks(app)
     for task, guard in guarded:
         found += _task_findings(app, task, guard)
-        found += queue_findings(app, task)
+        found += _queue_findings(app, task)
         found += _redelivery_findings(app, task, guard)
         found += _end_findings(task)
         found += _waiting_findings(task, guard)
@@ -187,7 +187,7 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         )
 
 
-def queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
+def _queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
     """A queue that gets a copy of what others get too, as far as the app's routes say. Nothing connects."""
     try:
         queue = own_queue(app, task.name, (), {})
@@ -254,9 +254,11 @@ def _end_findings(task: Task) -> Iterator[Finding]:
         )
 
 
-def redelivery_warnings(app: Celery) -> list[str]:
-    """What a worker says, when it starts, of tasks that may run twice."""
-    return [f"{one.what} {one.why} {one.do}" for task, _ in guarded_tasks(app) for one in _end_findings(task)]
+def findings_at_start(app: Celery) -> Iterator[Finding]:
+    """What a worker says when it starts: of tasks whose calls are copied, or may run twice."""
+    for task, _guard in guarded_tasks(app):
+        yield from _queue_findings(app, task)
+        yield from _end_findings(task)
 
 
 def _ends_are_told(task: Task) -> bool:

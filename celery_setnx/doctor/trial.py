@@ -12,7 +12,7 @@ from celery import bootsteps
 
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
-from celery_setnx.doctor.app import guarded_tasks, queue_findings, redelivery_warnings
+from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock.lock import HeldLock, SetnxLock
@@ -60,11 +60,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             guard = getattr(task, "_guard", None)
             if guard is not None:
                 guard.check_backend(guard.options)
-        for task, _guard in guarded_tasks(app):
-            for found in queue_findings(app, task):
-                logger.warning("%s %s %s", found.what, found.why, found.do)
-        for warning in redelivery_warnings(app):
-            logger.warning("%s", warning)
+        for found in findings_at_start(app):
+            logger.warning("%s %s %s", found.what, found.why, found.do)
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings_of(app).prefix))

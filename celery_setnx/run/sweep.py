@@ -183,9 +183,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
+        revoked = self._revoked_lately() if claimed.lines else []
         for task, entry in claimed.lines:
             with between_forks:
-                within = self._serve(app, lines, task, entry, claimed)
+                within = self._serve(app, lines, task, entry, claimed, revoked)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -200,7 +201,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             due.append(0.0)
         return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
-    def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
+    def _serve(
+        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
+    ) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
         try:
@@ -209,8 +212,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             elif task_id:  # another worker could not
                 within = send_from_line(app, key, task_id, self._client)
             else:
-                for revoked in who_waits(self._client, key, self._revoked_lately()):
-                    end_wait(app, key, revoked, self._client)
+                for waiting_id in who_waits(self._client, key, revoked):
+                    end_wait(app, key, waiting_id, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
