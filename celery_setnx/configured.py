@@ -20,10 +20,14 @@ _WORDS = ("setnx", "broker", "redis", "result_backend")
 
 
 class _Known(NamedTuple):
-    """How the settings were when somebody last asked."""
+    """How the settings were when somebody last asked, and where to look whether they are so still."""
 
-    glance: list[Any]
-    names: list[list[str] | None]
+    layers: list[Any]  # as `app.conf` has them, the nearest first
+    size: int  # how many they are
+    live: list[Any]  # mappings that may change,
+    kept: list[Any]  # and what was in them
+    objects: list[tuple[Any, list[str]]]  # layers that are no mappings, and names of ours in them,
+    values: list[Any]  # and what these were
     state: list[Any]
 
 
@@ -31,47 +35,60 @@ def configured(app: Celery) -> list[Any]:
     """The settings that we read, as they are: one object for as long as nothing of them changes.
 
     Seen is a new value, by whatever name and in whichever layer, a change inside of a mapping, and what a
-    command line does to the environment. Two microseconds: it is asked several times with each call.
+    command line does to the environment. It costs a microsecond, and is asked several times with each call.
     """
     conf = app.conf
-    if not isinstance(conf.maps[0], dict):  # nobody has asked for a setting yet
-        conf.finalize()
     known: _Known | None = app.__dict__.get(_KNOWN)
+    if known is not None and known.layers is conf.maps and _is_as_it_was(known):
+        return known.state
+    new = _look(conf)
     if known is None:
-        return app.__dict__.setdefault(_KNOWN, _look(conf)).state  # type: ignore[no-any-return]
-    if not _are_same(_glance(conf, known.names), known.glance):
-        new = _look(conf)
-        if _are_same(new.state, known.state):  # it was a setting that we do not read
-            new = new._replace(state=known.state)
-        known = app.__dict__[_KNOWN] = new
-    return known.state
+        return app.__dict__.setdefault(_KNOWN, new).state  # type: ignore[no-any-return]
+    if _are_same(new.state, known.state):  # it was a setting that we do not read
+        new = new._replace(state=known.state)
+    app.__dict__[_KNOWN] = new
+    return new.state
 
 
-def _glance(conf: Any, names: list[list[str] | None]) -> list[Any]:
-    """The layers of the settings: a mapping whole, of anything else the values that have these names."""
-    seen: list[Any] = [len(conf.maps), _variables()]
-    for layer, named in zip(conf.maps, names):
-        if named is None:
-            seen += (list(layer), list(layer.values()))
-        else:
-            of_object = getattr(getattr(layer, "obj", layer), "__dict__", ())
-            seen += (list(map(layer.get, named)), len(of_object))
-    return seen
+def _is_as_it_was(known: _Known) -> bool:
+    try:
+        return (
+            len(known.layers) == known.size
+            and known.live == known.kept
+            and _variables() == known.state[0]
+            and (not known.objects or _of_objects(known.objects) == known.values)
+        )
+    except Exception:  # noqa: BLE001 - a thing of the user's that cannot be compared
+        return False
 
 
 def _look(conf: Any) -> _Known:
-    """The same, with copies of the mappings of ours, in which something may change."""
-    *layers, defaults = conf.maps
-    names: list[list[str] | None] = [None if isinstance(each, dict) else _ours(each) for each in layers]
-    names.append([name for name in _ours(defaults) if isinstance(defaults[name], (Mapping, list))])
-    glance = _glance(conf, names)
-    state: list[Any] = [glance[1]]
-    for place, named in enumerate(names):
-        at = 2 + 2 * place + (named is None)
-        given = glance[at - 1] if named is None else named
-        glance[at] = [_kept(each) if _is_ours(name) else each for name, each in zip(given, glance[at])]
-        state.append({name: each for name, each in zip(given, glance[at]) if _is_ours(name)})
-    return _Known(glance, names, state)
+    """The settings as they are now, with copies of the mappings of ours, in which something may change."""
+    if not isinstance(conf.maps[0], dict):  # nobody has asked for a setting yet
+        conf.finalize()
+    layers, size = conf.maps, len(conf.maps)
+    *own, defaults = layers
+    mappings = [each for each in own if isinstance(each, dict)]
+    copies = [
+        {name: _kept(value) if _is_ours(name) else value for name, value in each.copy().items()}
+        for each in mappings
+    ]
+    objects = [(each, _ours(each)) for each in own if not isinstance(each, dict)]
+    values = [_kept(value) for value in _of_objects(objects)]
+    within = [defaults[name] for name in _ours(defaults) if isinstance(defaults[name], dict)]
+    state = [_variables(), *({n: value for n, value in each.items() if _is_ours(n)} for each in copies)]
+    kept = list(map(_kept, within))
+    state += ([_kept(layer.get(name)) for layer, names in objects for name in names], kept)
+    return _Known(layers, size, [*mappings, *within], [*copies, *kept], objects, values, state)
+
+
+def _of_objects(objects: list[tuple[Any, list[str]]]) -> list[Any]:
+    """The values of ours in layers that are no mappings; and how many there are, for new ones."""
+    seen: list[Any] = []
+    for layer, names in objects:
+        seen += map(layer.get, names)
+        seen.append(len(getattr(getattr(layer, "obj", layer), "__dict__", ())))
+    return seen
 
 
 def _ours(layer: Any) -> list[str]:

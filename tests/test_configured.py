@@ -321,13 +321,16 @@ def test_setting_of_somebody_elses_that_changes_late_is_no_reason_for_a_new_clie
         def __eq__(self, other: object) -> bool:
             raise ValueError("ambiguous")
 
-    app = new_app(setnx_url=HERE, setnx_defaults={"skip_result": Odd()})
+    config = type("Config", (), {"setnx_url": HERE, "setnx_defaults": {"skip_result": Odd()}})
+    app = new_app()
+    app.config_from_object(config)
     app.conf.task_routes = {"t": {"queue": "a"}}
     app.conf.odd = Odd()
     client, known = client_for(app), settings_of(app)
     app.conf.task_routes["t"] = {"queue": "b"}
     app.conf.result_expires = 5
     app.conf.odd = Odd()
+    config.another = 5
     assert (client_for(app), settings_of(app)) == (client, known)
     app.conf.setnx_defaults = {"skip_result": Odd()}
     assert settings_of(app) is not known
