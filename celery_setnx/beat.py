@@ -36,7 +36,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
 from celery_setnx.log import Log, say_loudly
-from celery_setnx.options import refuse_unread_environment, settings
+from celery_setnx.options import settings_of
 from celery_setnx.signals import tick_late
 from celery_setnx.wording import sentence
 
@@ -66,9 +66,8 @@ def HotStandbyScheduler(app: Celery, *args: Any, **kwargs: Any) -> Scheduler:
     Raises:
         OptionError: A setting is malformed, or none names a Redis for locks.
     """
-    refuse_unread_environment(app.conf)
     aliases = dict(load_extension_class_names("celery.beat_schedulers"))
-    inner: Any = symbol_by_name(settings(app.conf).beat_scheduler, aliases=aliases)
+    inner: Any = symbol_by_name(settings_of(app).beat_scheduler, aliases=aliases)
     scheduler_class = type("HotStandbyScheduler", (HotStandby, inner), {"__doc__": HotStandby.__doc__})
     making = vars(app).setdefault("_setnx_beats_in_making", [])
     if making:
@@ -96,7 +95,7 @@ def leader(app: Celery) -> Holder | None:
 
 
 def _lead(app: Celery, **info: Any) -> SetnxLock:
-    own = settings(app.conf)
+    own = settings_of(app)
     name = f"{own.prefix}:{{celery.beat:{app.main}}}"
     return SetnxLock(client_for(app), name, lease=own.beat_lease, retention=own.retention, info=info)
 
@@ -115,7 +114,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     def __init__(self, app: Celery, *args: Any, **kwargs: Any) -> None:
         own = identity()
         self._lock = _lead(app, **own, task="celery beat", task_id=app.main, worker=f"beat@{own['host']}")
-        self._same_host = settings(app.conf).same_host
+        self._same_host = settings_of(app).same_host
         self._entries = f"{self._lock.name}:entries"
         self._leads_by: HeldLock | None = None
         self._is_to_end = self._is_closed = False

@@ -19,7 +19,7 @@ from celery_setnx.lock.record import Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import Sighting
 from celery_setnx.log import Log
-from celery_setnx.options import settings
+from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_released
 
 __all__ = ["Sighting", "locks", "look", "release", "waiters"]
@@ -38,7 +38,7 @@ def locks(app: Celery) -> Iterator[Sighting]:
         LockUnavailable: Redis did not answer.
         LockRefused: Redis refuses a command.
     """
-    prefix = settings(app.conf).prefix
+    prefix = settings_of(app).prefix
     with _told_as_ours(f"{prefix}:{{*}}"):
         yield from (seen for seen in survey.survey(client_for(app), prefix) if seen.is_lock)
 
@@ -55,7 +55,7 @@ def look(app: Celery, key: str) -> Sighting:
         LockUnavailable: Redis did not answer.
         LockRefused: Redis refuses a command.
     """
-    if not (key.startswith(f"{settings(app.conf).prefix}:{{") and key.endswith("}")):
+    if not (key.startswith(f"{settings_of(app).prefix}:{{") and key.endswith("}")):
         raise ValueError(f"{key!r} is no name of a lock of this app's tasks")
     with _told_as_ours(key):
         return survey.look(client_for(app), key)

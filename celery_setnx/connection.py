@@ -40,6 +40,7 @@ from celery_setnx.address import (
     scheme_of,
     split,
 )
+from celery_setnx.configured import configured
 from celery_setnx.exceptions import OptionError
 
 SOCKET_TIMEOUT_S = 2.0
@@ -49,10 +50,6 @@ _TRANSPORT_OPTIONS = {
     "result_backend": "result_backend_transport_options",
     "broker_url": "broker_transport_options",
 }
-_OF_SERVERS = (
-    *("setnx_url", "result_backend", "broker_url", "broker_read_url", "broker_write_url"),
-    *("broker_use_ssl", "redis_backend_use_ssl", *_TRANSPORT_OPTIONS.values()),
-)
 _REDIS_ALIASES = ("redis", "rediss", "sentinel")
 _INSECURE = {"ssl_cert_reqs": ssl.CERT_NONE}  # what kombu takes rediss:// for that says no more
 
@@ -61,8 +58,7 @@ class _Known(NamedTuple):
     """A client, and what the settings were that it was made from."""
 
     client: redis.Redis
-    conf: Any
-    marks: tuple[Any, ...]
+    state: list[Any]
 
 
 def client_for(app: Celery) -> redis.Redis:
@@ -71,12 +67,11 @@ def client_for(app: Celery) -> redis.Redis:
     And anew when the settings have changed since: locks are where the settings say, whenever they have come.
     """
     clients: dict[int, _Known] = app.__dict__.setdefault("_setnx_clients", {})
-    pid, conf = os.getpid(), app.conf
-    marks = marks_of(conf, _OF_SERVERS)
+    pid, state = os.getpid(), configured(app)
     known = clients.get(pid)
-    if known is None or known.conf is not conf or known.marks != marks:
+    if known is None or known.state is not state:
         # A forked child leaves its parent's client alone: the sockets are the parent's.
-        known = clients[pid] = _Known(new_client(app), app.conf, marks)
+        known = clients[pid] = _Known(new_client(app), state)
     return known.client
 
 
@@ -97,17 +92,6 @@ def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     # For a thread that may share no connection with others.
     client.setnx_again = partial(new_client, app)  # type: ignore[attr-defined]
     return client
-
-
-def marks_of(conf: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """What tells at little cost that settings have changed, or that there are new ones.
-
-    Not seen is a change inside of the object that the app was configured from, and one of the environment.
-    """
-    if not isinstance(conf.maps[0], dict):  # nobody has asked for a setting yet
-        conf.finalize()
-    changes = conf.maps[0]
-    return (len(changes), *map(changes.get, names))
 
 
 def lock_url(app: Celery) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from celery_setnx.exceptions import OptionError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.survey import survey
 from celery_setnx.log import Log
-from celery_setnx.options import settings
+from celery_setnx.options import settings_of
 from celery_setnx.signals import (
     call_deduplicated,
     lock_acquired,
@@ -287,7 +287,7 @@ def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
     waiting: Counter[str] = Counter()
     held: Counter[str] = Counter()
     try:
-        for sighting in survey(client_for(app), settings(app.conf).prefix):
+        for sighting in survey(client_for(app), settings_of(app).prefix):
             waiting[sighting.scope] += sighting.waiting
             held[sighting.scope] += sighting.count_held()
     except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 from celery import Celery
 
 from celery_setnx.address import SCHEMES
-from celery_setnx.connection import marks_of
+from celery_setnx.configured import configured
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
 from celery_setnx.lock.lock import DAY_S, LONGEST_PERIOD_S, MOST_PERMITS, MOST_STARTS
@@ -241,7 +241,7 @@ class Settings:
 
 SETTINGS = ("setnx_url", "setnx_transport_options", *(f"setnx_{field.name}" for field in fields(Settings)))
 FROM_ENVIRONMENT = ("CELERY_SETNX_URL",)
-_READ = (*SETTINGS, "result_backend", "result_backend_transport_options", "broker_transport_options")
+_CLOSE = 0.85  # how like a name of ours a name must be that is surely one, misspelt
 
 
 def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
@@ -252,14 +252,16 @@ def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
 
 
 def refuse_unread_environment(conf: Any) -> None:
-    """Refuse a variable that is named as a setting of ours, and gives nobody its value."""
-    for name in SETTINGS:
-        for variable in (name.upper(), f"CELERY_{name.upper()}"):
-            is_read = variable in FROM_ENVIRONMENT or conf.get(name) is not None
-            if os.environ.get(variable) and not is_read:
-                known = f", or name the variable CELERY_{name.upper()}" if name == "setnx_url" else ""
+    """Refuse a variable that is named as a setting of ours, or nearly, and gives nobody its value."""
+    for variable in sorted(os.environ):
+        name = variable.lower().removeprefix("celery_")
+        if not name.startswith("setnx_") or variable in FROM_ENVIRONMENT or not os.environ.get(variable):
+            continue
+        for meant in difflib.get_close_matches(name, SETTINGS, n=1, cutoff=_CLOSE):
+            if conf.get(meant) is None:
+                known = f", or name the variable CELERY_{meant.upper()}" if meant == "setnx_url" else ""
                 raise OptionError(
-                    f"{variable} is in the environment, and nobody reads it: set {name} in the app's "
+                    f"{variable} is in the environment, and nobody reads it: set {meant} in the app's "
                     f"configuration from it{known}"
                 )
 
@@ -281,7 +283,7 @@ def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, st
             continue
         if callable(conf[written]) or ismodule(conf[written]):  # a name that a module of settings imports
             continue
-        close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
+        close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=_CLOSE)
         if close and prefix and not is_plain:
             close = [f"{prefix}{close[0]}".upper() if prefix.isupper() else f"{prefix}{close[0]}".lower()]
         if close or is_read:
@@ -290,14 +292,13 @@ def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, st
 
 def settings_of(app: Celery) -> Settings:
     """The app's `setnx_*` settings as they are now; read anew where they have changed."""
-    conf = app.conf
-    marks = marks_of(conf, _READ)
+    state = configured(app)
     known = app.__dict__.get("_setnx_settings")
-    if known is None or known[0] is not conf or known[1] != marks:
-        if known is not None:  # else the names are looked at when the app is finalized
-            refuse_unknown_settings(conf, app.namespace)
-        known = app.__dict__["_setnx_settings"] = conf, marks, settings(conf)
-    return known[2]  # type: ignore[no-any-return]
+    if known is None or known[0] is not state:
+        refuse_unknown_settings(app.conf, app.namespace)
+        refuse_unread_environment(app.conf)
+        known = app.__dict__["_setnx_settings"] = state, settings(app.conf)
+    return known[1]  # type: ignore[no-any-return]
 
 
 def settings(conf: Any) -> Settings:

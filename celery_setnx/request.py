@@ -25,7 +25,7 @@ from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import let_others_start, let_the_line_go_on
-from celery_setnx.connection import client_for, quick_client_for
+from celery_setnx.connection import quick_client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
@@ -335,9 +335,12 @@ def _is_end(error: BaseException | None) -> bool:
 
 
 def _leave_late(app: Celery, call: Call) -> bool:
-    """Leave the line for a message that has been woken: True if another one has started its call."""
+    """Leave the line for a message that has been woken: True if another one has started its call.
+
+    The worker's event loop is where this is asked.
+    """
     try:
-        return leave(client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
+        return leave(quick_client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
         logger.warning("%s has not left its line: %s", call, error)
         return False

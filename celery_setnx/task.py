@@ -14,6 +14,7 @@ from celery.app.annotations import resolve_all
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.local import Proxy
+from celery.signals import import_modules
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.arrived import keep_arrived
@@ -36,12 +37,13 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.outermost import is_celerys_own, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
+from celery_setnx.configured import configured
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log
-from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
+from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
 
@@ -51,7 +53,10 @@ if TYPE_CHECKING:
 logger = Log("celery_setnx")
 
 _REFUSAL = "_setnx_refusal"
-"""The attribute of an app that says which of its settings is refused, and with it all its guarded tasks."""
+"""The attribute of an app that says what was refused of its settings, and with them all its guarded tasks."""
+
+_IMPORTED = "_setnx_imported"
+"""The attribute of an app whose tasks somebody has had imported."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -59,7 +64,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class _Settled(NamedTuple):
     """What a task's options come to: a guard, or why they are refused; neither of a task of Celery's own."""
 
-    sources: list[Any]  # what they were settled from
+    state: list[Any]  # of the settings
+    sources: list[Any]  # what they were settled from, besides
     guard: Guard | None
     refusal: str | None
 
@@ -86,7 +92,6 @@ class SingletonTask(Task):  # type: ignore[misc]
     _refusal: str | None = None
     _annotated: tuple[Any, ...] = ()  # options that `task_annotations` has for it
     _settled_as: _Settled | None = None
-    _calls_run = True
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
@@ -114,12 +119,11 @@ class SingletonTask(Task):  # type: ignore[misc]
     @classmethod
     def _settle(cls, app: Celery) -> _Settled:
         """Settle the options as they are now, and stand before whatever `__call__` the task has."""
-        sources, names = _sources(cls, app), _names_of(cls, app)
+        state, sources, names = configured(app), _sources(cls), _names_of(cls, app)
         name = names[0]
         if name.startswith("celery."):  # Celery's own, when SingletonTask is the app's task class
-            cls._settled_as = settled = _Settled(sources, None, None)
+            cls._settled_as = settled = _Settled(state, sources, None, None)
             return settled
-        cls._calls_run = is_celerys_own(cls, "__call__")
         stand_outermost(cls, "__call__", _in_its_lock)
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
@@ -128,19 +132,19 @@ class SingletonTask(Task):  # type: ignore[misc]
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
-        guard, refusal = _guard_or_refusal(cls, app, names)
+        guard, refusal = _settled_or_refused(name, lambda: _guard_of_class(cls, app, names))
         if refusal is not None and refusal not in (cls._refusal, vars(app).get(_REFUSAL)):
             logger.error("%s is refused, and so is each of its calls: %s", name, refusal)
         cls._guard, cls._refusal = guard, refusal
         # At last, and at once: another thread may publish just now.
-        cls._settled_as = settled = _Settled(sources, guard, refusal)
+        cls._settled_as = settled = _Settled(state, sources, guard, refusal)
         return settled
 
     def _settled(self) -> Guard | None:
         """The guard by the options as they are now; None of a task of Celery's own."""
         app, cls = self._get_app(), type(self)
         settled = cls._settled_as
-        if settled is None or settled.sources != _sources(cls, app):
+        if settled is None or settled.state is not configured(app) or settled.sources != _sources(cls):
             settled = cls._settle(app)
         if settled.refusal is not None:
             raise OptionError(settled.refusal)
@@ -151,9 +155,23 @@ class SingletonTask(Task):  # type: ignore[misc]
         if name != "singleton":
             super().__setattr__(name, value)
             return
-        type(self).singleton = value
+        cls: Any = type(self)
+        if "_singleton_before" not in vars(cls):
+            cls._singleton_before = vars(cls).get("singleton")
+        cls.singleton = value
         if self.__bound__:
             self._settled()
+
+    def __delattr__(self, name: str) -> None:
+        """Options that a task was given go, and those are there again that its class had before."""
+        cls: Any = type(self)
+        if name != "singleton" or "_singleton_before" not in vars(cls):
+            super().__delattr__(name)
+            return
+        before = cls._singleton_before
+        del cls._singleton_before, cls.singleton
+        if before is not None:
+            cls.singleton = before
 
     @property
     def lock(self) -> HeldLock | None:
@@ -223,7 +241,7 @@ class SingletonTask(Task):  # type: ignore[misc]
             of_call, mro = caller.f_locals, type(self).__mro__
             own = [base for base in mro[: mro.index(SingletonTask)] if "apply_async" in vars(base)]
             publisher = f"{own[0].__qualname__}.apply_async" if own else "somebody"
-            refuse_unseen(guard, publisher, of_call["task_id"], of_call["options"])
+            refuse_unseen(guard, publisher, of_call.get("task_id"), of_call.get("options") or {})
         return super()._get_exec_options()
 
     def map(self, it: Any) -> Any:
@@ -411,16 +429,15 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     """What stands before every `__call__` of a task: the lock is taken if a worker calls, and until the last
     of them has returned. Plainly if the program calls.
     """
-    request, guard = task.request_stack.top, task._guard
+    request = task.request_stack.top
     if request is None or request.called_directly:
         _refuse_loop_over(task._get_app(), lambda looped: looped is task)
         return following(*args, **kwargs)
-    if guard is None:
-        raise OptionError(task._refusal)
-    if not _is_guarded(guard.app, request) or is_running(request):
+    guard = task._settled()
+    if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
     run = Run(task, guard, request, args, kwargs)
-    if task._calls_run:
+    if is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
     return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
 
@@ -439,31 +456,30 @@ def _names_of(task: type[SingletonTask], app: Celery) -> list[str]:
     return named or [task.name or app.gen_task_name(task.__name__, task.__module__)]
 
 
-def _sources(task: type[SingletonTask], app: Celery) -> list[Any]:
-    """What a task's options are settled from; copies, as any of it may be changed later."""
-    layers = [app.conf.get("setnx_defaults"), *(vars(base).get("singleton") for base in task.__mro__)]
+def _sources(task: type[SingletonTask]) -> list[Any]:
+    """What a task has its options from; copies, as any of it may be changed later."""
+    layers = [vars(base).get("singleton") for base in task.__mro__]
     copies = [dict(layer) if isinstance(layer, Mapping) else layer for layer in layers]
     return [*copies, task.ignore_result]
 
 
-def _guard_or_refusal(
-    task: type[SingletonTask], app: Celery, names: list[str]
-) -> tuple[Guard | None, str | None]:
-    """The guard of a task class, or why it is refused: whatever settling its options has raised."""
+def _settled_or_refused(name: str, settle: Callable[[], Guard | None]) -> tuple[Guard | None, str | None]:
+    """The guard that settling a task's options leads to, or why it is refused: whatever that has raised."""
     try:
-        if len(names) > 1:
-            raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
-        return _guard_of_class(task, app, names[0]), None
+        return settle(), None
     except OptionError as error:
         return None, str(error)
     except SoftTimeLimitExceeded:
         raise  # it may strike here, in a body that publishes
     except Exception as error:  # noqa: BLE001 - of a Request that cannot be imported, and the like
-        return None, f"{names[0]} cannot be guarded ({type(error).__name__}: {error}); mend that"
+        return None, f"{name} cannot be guarded ({type(error).__name__}: {error}); mend that"
 
 
-def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:
+def _guard_of_class(task: type[SingletonTask], app: Celery, names: list[str]) -> Guard:
     """The guard of a task class, unless it is refused."""
+    name = names[0]
+    if len(names) > 1:
+        raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
     layers = [vars(base)["singleton"] for base in reversed(task.__mro__) if "singleton" in vars(base)]
     by_decorator = decorated(task.run)
     if by_decorator is not None:
@@ -473,18 +489,17 @@ def _guard_of_class(task: type[SingletonTask], app: Celery, name: str) -> Guard:
     refuse_own_request(task, name)
     refuse_own_strategy(task, name)
     refuse_misplaced(task, name)
-    if task._calls_run:  # else a base class may run the coroutine, under the lock
+    if is_celerys_own(task, "__call__"):  # else a base class may run the coroutine, under the lock
         refuse_unrun(inspect.getattr_static(task, "run"), name)
-    refusal = vars(app)[_REFUSAL] if _REFUSAL in vars(app) else _refusal_of_settings(app)
-    if refusal:
+    if refusal := _refusal_of_settings(app):
         raise OptionError(refusal)
     return _new_guard(app, task, name, [*layers, *task._annotated])
 
 
 def _guard_of(task: Task) -> Guard:
-    """The guard of a decorated function under a base class that is not ours; made once per task."""
+    """The guard of a decorated function under a base class that is not ours, by the settings as they are."""
     guard: Guard | None = vars(task).get("_setnx_guard")
-    if guard is None:
+    if guard is None or guard.state is not configured(task.app):
         guard = _guard_of_function(task)
         _prepare(task.app)
         if AlreadyRunning not in task.throws:
@@ -551,8 +566,24 @@ def check(app: Celery) -> None:
     Example:
         >>> check(app)   # doctest: +SKIP
     """
-    app.loader.import_default_modules()
+    import_tasks(app)
     refuse(app)
+
+
+def import_tasks(app: Celery) -> None:
+    """Import the modules of an app's tasks, as a worker does; once, for others hear of it, too."""
+    if _IMPORTED in vars(app) or app.loader.worker_initialized:
+        return
+    try:
+        app.loader.import_default_modules()
+    except BaseException:
+        vars(app).pop(_IMPORTED, None)
+        raise
+
+
+@import_modules.connect  # type: ignore[untyped-decorator]
+def _note_import(sender: Celery, **_details: Any) -> None:
+    vars(sender)[_IMPORTED] = True
 
 
 def refuse(app: Celery) -> None:
@@ -588,10 +619,10 @@ def _refusals_beside(app: Celery) -> list[OptionError]:
 
 
 def _refusal_of_settings(app: Celery) -> str:
-    """What is refused of the names of the settings; nothing if they are sound."""
+    """What is refused of the settings; nothing if they are sound."""
     text = ""
     try:
-        refuse_unknown_settings(app.conf, app.namespace)
+        settings_of(app)
     except OptionError as error:
         text = str(error)
     if text and vars(app).get(_REFUSAL) != text:
@@ -605,18 +636,22 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     vars(task).pop("_setnx_guard", None)
     if vars(task).pop("_refusal", None) is not None:
         del task.apply_async
-    try:
-        if decorated(task.run) is not None:
-            keep_arrived(task)
-            _guard_of(task)
-        else:
-            refuse_forgotten_base(type(task), task.name)
-    except OptionError as error:
-        logger.error("%s is refused, and so is each of its calls: %s", task.name, error)
-        task._refusal = str(error)
-        task.apply_async = partial(_refuse_call, task)
-        return error
-    return None
+    _guard, refusal = _settled_or_refused(task.name, partial(_guard_of_plain, task))
+    if refusal is None:
+        return None
+    logger.error("%s is refused, and so is each of its calls: %s", task.name, refusal)
+    task._refusal = refusal
+    task.apply_async = partial(_refuse_call, task)
+    return OptionError(refusal)
+
+
+def _guard_of_plain(task: Task) -> Guard | None:
+    """The guard of a task of another base class, if its function is decorated; unless it is refused."""
+    if decorated(task.run) is None:
+        refuse_forgotten_base(type(task), task.name)
+        return None
+    keep_arrived(task)
+    return _guard_of(task)
 
 
 def _refuse_call(task: Task, *_args: Any, **_kwargs: Any) -> Any:

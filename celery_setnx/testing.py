@@ -37,7 +37,7 @@ from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
 from celery_setnx.log import Log
-from celery_setnx.options import settings
+from celery_setnx.options import settings_of
 from celery_setnx.task import guard_for, lock_for
 
 __all__ = [
@@ -77,7 +77,7 @@ def guarded(app: Celery) -> Iterator[None]:
         ...     assert is_skipped(settle.apply([7]).get())
     """
     app = _app_of(app)
-    SetnxLock(client_for(app), f"{settings(app.conf).prefix}:{{testing}}").holder()
+    SetnxLock(client_for(app), f"{settings_of(app).prefix}:{{testing}}").holder()
     with EAGER_GUARDED.on(app):
         yield
 
@@ -293,7 +293,7 @@ def clear(app: Celery) -> int:
     """
     app = _app_of(app)
     client = client_for(app)
-    prefix = settings(app.conf).prefix
+    prefix = settings_of(app).prefix
     for seen in survey(client, prefix):
         _refuse_other_hosts(seen)
     for held in list(_LIVING.values()):
@@ -334,7 +334,7 @@ def _keys(client: Any, what: Any) -> set[str]:
     """The locks of an app or of a task that are there, or have starts, or a call that counts as done."""
     keys = {sighting.key for sighting in _sightings(client, what, (), {})}
     scope = _scope_of(what)
-    for success in successes(client, settings(_app_of(what).conf).prefix):
+    for success in successes(client, settings_of(_app_of(what)).prefix):
         if scope in (None, success.scope):
             keys.add(success.key)
     return keys
@@ -350,7 +350,7 @@ def _sightings(client: Any, what: Any, args: Any, kwargs: Any) -> Iterator[Sight
     """What there is of the locks of an app, of a task, or of a call."""
     key = lock_for(what, args, kwargs).name if args or kwargs else None
     scope = _scope_of(what)
-    for sighting in survey(client, settings(_app_of(what).conf).prefix):
+    for sighting in survey(client, settings_of(_app_of(what)).prefix):
         if key in (None, sighting.key) and scope in (None, sighting.scope):
             yield sighting
 
@@ -372,7 +372,7 @@ def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
 
 
 def _told(left: list[str], what: Any, within: float) -> str:
-    of = f"task {what.name}" if isinstance(what, Task) else f"prefix {settings(what.conf).prefix!r}"
+    of = f"task {what.name}" if isinstance(what, Task) else f"prefix {settings_of(what).prefix!r}"
     waited = f" after {within:g} s" if within else ""
     advice = (
         "Let the tasks end first (assert_released(..., within=5) waits for a worker), release what the test "

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -93,6 +94,20 @@ def test_call_that_is_skipped_enters_no_call_of_a_base_class(app):
     task = declare(app, Refused)
     with guarded(app), hold(task, 7):
         assert is_skipped(task.apply([7]).get())
+
+
+def test_call_that_a_base_class_gets_later_is_under_the_lock_too(app):
+    """Libraries patch classes at any time, also after the tasks are bound."""
+    base = type("Base", (SingletonTask,), {"abstract": True})
+    task = app.task(base=base, name="settle", shared=False, singleton={"key": "account"})(settle)
+    with guarded(app):
+        assert task.apply([7]).get() == task.lock_key(7)
+        base.__call__ = lambda self, *args, **kwargs: [current_lock().key, self.run(*args, **kwargs)]
+        assert task.apply([7]).get() == [task.lock_key(7)] * 2
+        base.__call__ = Refused.__call__
+        with hold(task, 7):
+            assert is_skipped(task.apply([7]).get())
+    assert_released(app)
 
 
 def test_key_is_that_of_the_message(app):
@@ -285,6 +300,16 @@ def test_call_that_is_published_past_ours_is_refused_if_something_is_lost(app, s
 def test_call_that_is_published_past_ours_is_sent_if_nothing_is_lost(app, singleton, options):
     """A worker computes its key, and takes its lock; a member of a workflow is no duplicate."""
     assert declare(app, Past, singleton=singleton).apply_async([7], **options).id
+
+
+def test_publisher_of_celerys_that_has_other_variables_is_no_error(app):
+    """Another release may name its parameters otherwise: the worker computes the key."""
+
+    def apply_async(self: Any) -> Any:
+        return self._get_exec_options()
+
+    another = FunctionType(apply_async.__code__, {"__name__": Task.__module__})
+    assert "queue" in another(declare(app, Past))
 
 
 def test_call_that_ours_has_seen_may_go_any_way(app):

@@ -5,6 +5,7 @@ Our own settings are read in each way, or refused with the spelling that is righ
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,17 @@ from celery.backends.redis import RedisBackend
 from celery.bin.celery import celery as command_line
 from click.testing import CliRunner
 
-from celery_setnx import OptionError, SingletonTask
+from celery_setnx import OptionError, SingletonTask, singleton
+from celery_setnx import check as check_options
+from celery_setnx.byhand import locks as locks_of
 from celery_setnx.call.back import visibility_timeout_s
+from celery_setnx.call.broker import broker_of
+from celery_setnx.call.wake import lines_of
+from celery_setnx.cli.asked import prefix
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.doctor import check
-from celery_setnx.options import refuse_unread_environment, settings
-from celery_setnx.task import refuse
+from celery_setnx.options import refuse_unread_environment, settings_of
+from celery_setnx.task import lock_for, refuse
 from celery_setnx.testing import locks_on
 
 pytestmark = pytest.mark.usefixtures("alone", "plain_environment")
@@ -211,17 +217,152 @@ def test_our_prefix_counts_though_it_comes_when_the_task_is_bound():
     app.conf.setnx_prefix = "shop"
     assert task.lock_key().startswith("shop:")
     app.config_from_object({"setnx_prefix": "other"})
-    assert settings(app.conf).prefix == task.lock_key().partition(":")[0]
+    assert prefix(app) == task.lock_key().partition(":")[0]
+
+
+def in_place(app: Celery) -> None:
+    app.conf.setnx_defaults["scope"] = "late"
+
+
+def by_defaults(app: Celery) -> None:
+    app.add_defaults({"setnx_prefix": "late"})
+
+
+def in_what_was_added(app: Celery) -> None:
+    app.conf.maps[1]["setnx_prefix"] = "late"
+
+
+def by_its_spaced_name(app: Celery) -> None:
+    app.conf.CELERY_SETNX_PREFIX = "late"
+
+
+def in_transport_options(app: Celery) -> None:
+    app.conf.broker_transport_options["global_keyprefix"] = "late:"
+
+
+def in_the_object(app: Celery) -> None:
+    app.conf.maps[1].obj.CELERY_SETNX_PREFIX = "late"
+
+
+def by_replacing_another(app: Celery) -> None:
+    app.conf.pop("timezone")
+    app.conf.setnx_prefix = "late"
+
+
+# What an app had when its locks were first used, and what changes then.
+CHANGES = [
+    (lambda app: app.conf.update(setnx_defaults={"scope": "soon"}), in_place),
+    (lambda app: app.config_from_object({"setnx_defaults": {"scope": "soon"}}), in_place),
+    (lambda app: app.config_from_object(type("C", (), {"setnx_defaults": {"scope": "soon"}})), in_place),
+    (lambda app: app.add_defaults({"setnx_defaults": {"scope": "soon"}}), in_place),
+    (lambda app: None, by_defaults),
+    (lambda app: app.add_defaults({"setnx_prefix": "soon"}), in_what_was_added),
+    (lambda app: app.add_defaults({"setnx_url": HERE}), in_what_was_added),
+    (
+        lambda app: app.config_from_object({"CELERY_SETNX_PREFIX": "soon"}, namespace="CELERY"),
+        by_its_spaced_name,
+    ),
+    (
+        lambda app: app.conf.update(broker_transport_options={"global_keyprefix": "soon:"}),
+        in_transport_options,
+    ),
+    (lambda app: None, in_transport_options),
+    (
+        lambda app: app.config_from_object(
+            type("Config", (), {"CELERY_SETNX_PREFIX": "soon"}), namespace="CELERY"
+        ),
+        in_the_object,
+    ),
+    (lambda app: app.config_from_object(type("Config", (), {}), namespace="CELERY"), in_the_object),
+    (lambda app: app.conf.update(timezone="UTC"), by_replacing_another),
+]
+
+
+@pytest.mark.parametrize(("before", "change"), CHANGES)
+def test_setting_that_changes_late_counts_for_all_who_ask(before, change):
+    """Again and again, for publishers, for workers and for what lists the locks."""
+    app = new_app(setnx_url=HERE, broker=THERE)
+    before(app)
+    task = guarded_task(app)
+
+    @app.task(name="p", shared=False)
+    @singleton
+    def plain() -> None: ...
+
+    app.finalize()
+
+    def seen() -> list[str]:
+        keys = [task.lock_key(), lock_for(app.tasks["p"], (), {}).name]
+        return [*keys, f"{prefix(app)}:", lines_of(app), f"{settings_of(app).prefix}:"]
+
+    assert not any("late" in each for each in seen())
+    change(app)
+    found = seen()
+    starts = "setnx:{late" if change is in_place else "late"
+    assert [each.startswith(starts) for each in found[:2]] == [True] * 2, found
+    assert found[2] == found[4] == found[0].partition("{")[0]
+    assert found[3].startswith(found[2])
+
+
+def test_broker_is_named_anew_by_what_keeps_it_apart(monkeypatch):
+    """A call that waits goes back to the broker of now."""
+    app = new_app(broker=THERE, broker_transport_options={"global_keyprefix": "soon:"})
+    assert broker_of(app) == "redis://there:6402/6?global_keyprefix=soon:"
+    app.conf.broker_transport_options["global_keyprefix"] = "late:"
+    assert broker_of(app) == "redis://there:6402/6?global_keyprefix=late:"
+    monkeypatch.setenv("CELERY_BROKER_URL", HERE)
+    assert broker_of(app) == "redis://here:6401/5?global_keyprefix=late:"
+
+
+def test_setting_of_somebody_elses_that_changes_late_is_no_reason_for_a_new_client():
+    """Nor is a value that cannot be compared."""
+
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("ambiguous")
+
+    config = type("Config", (), {"setnx_url": HERE, "setnx_defaults": {"skip_result": Odd()}})
+    app = new_app()
+    app.config_from_object(config)
+    app.conf.task_routes = {"t": {"queue": "a"}}
+    app.conf.odd = Odd()
+    client, known = client_for(app), settings_of(app)
+    app.conf.task_routes["t"] = {"queue": "b"}
+    app.conf.result_expires = 5
+    app.conf.odd = Odd()
+    config.another = 5
+    assert (client_for(app), settings_of(app)) == (client, known)
+    app.conf.setnx_defaults = {"skip_result": Odd()}
+    assert settings_of(app) is not known
+
+
+def test_environment_that_is_replaced_is_read_all_the_same(monkeypatch):
+    """By a mapping that is none of the system's."""
+    app = new_app(backend=HERE)
+    assert of_locks(app)["host"] == "here"
+    monkeypatch.setattr(os, "environ", {"CELERY_RESULT_BACKEND": THERE})
+    assert of_locks(app)["host"] == "there"
 
 
 def test_setting_that_comes_late_in_a_wrong_spelling_is_refused():
-    """By the next call: nobody has looked at the names since the app was finalized."""
+    """By the next call, until it is right, and by what lists the locks."""
     app = new_app(setnx_url=HERE)
     task = guarded_task(app)
     assert task.lock_key()
     app.conf.SETNX_PREFIX = "shop"
-    with pytest.raises(OptionError, match="there is no setting 'SETNX_PREFIX'; did you mean 'setnx_prefix'"):
-        task.lock_key()
+    for ask in (
+        task.lock_key,
+        task.delay,
+        lambda: prefix(app),
+        lambda: next(locks_of(app)),
+        lambda: refuse(app),
+    ):
+        with pytest.raises(OptionError, match="no setting 'SETNX_PREFIX'; did you mean 'setnx_prefix'"):
+            ask()
+    app.conf.pop("SETNX_PREFIX")
+    app.conf.setnx_prefix = "shop"
+    refuse(app)
+    assert task.lock_key().startswith("shop:")
 
 
 def test_environment_wins_over_the_code_for_our_url_too(monkeypatch):
@@ -247,6 +388,28 @@ def test_variable_that_nobody_reads_is_refused_where_workers_start(variable, mon
         refuse_unread_environment(new_app().conf)
     assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
     refuse_unread_environment(new_app(**{name: {}}).conf)
+    app = new_app(backend=HERE)
+    task = guarded_task(app)
+    for ask in (lambda: check_options(app), task.delay, lambda: prefix(app)):  # one door for all
+        with pytest.raises(OptionError, match=f"{variable} is in the environment"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("SETNX_ULR", "setnx_url"), ("CELERY_SETNX_ULR", "setnx_url"), ("CELERY_SETNX_PREFX", "setnx_prefix")],
+)
+def test_variable_that_is_misspelt_is_refused(variable, meant, monkeypatch):
+    """As a setting is; one that may be anybody's is not."""
+    monkeypatch.setenv("SETNX_HOST", "here")
+    app = new_app(backend=HERE)
+    check_options(app)
+    monkeypatch.setenv(variable, HERE)
+    with pytest.raises(
+        OptionError, match=f"{variable} is in the environment, and nobody reads it: set {meant}"
+    ):
+        check_options(new_app(backend=HERE))
+    assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
 
 
 def test_url_in_a_variable_that_nobody_reads_is_refused_where_locks_are_asked_for(monkeypatch):
@@ -429,3 +592,40 @@ def test_worker_finds_its_locks_where_the_environment_has_put_them(server, locks
     start_worker_check(app)
     assert isinstance(client_for(app), redis.Redis)
     assert client_for(app).ping()
+
+
+STARTED = """
+import sys
+from celery import Celery
+from celery_setnx import SingletonTask
+from celery_setnx.call.broker import broker_of
+from celery_setnx.connection import client_for
+
+app = Celery("t", broker="redis://nowhere.invalid:1/0", backend="rpc://", set_as_current=False)
+app.conf.result_backend_transport_options = {"global_keyprefix": "results:"}
+
+@app.task(base=SingletonTask, name="t", shared=False)
+def t(): ...
+
+def say():
+    at = client_for(app).connection_pool.connection_kwargs
+    print(t.lock_key().partition("{")[0], broker_of(app), at["host"], at["db"])
+
+t.s(), t.delay, say()
+app.start(sys.argv[1:])
+say()
+"""
+
+
+def test_command_line_of_a_program_that_has_used_its_tasks_counts(server, locks, tmp_path):
+    """With `app.start()` it comes late: the module that reads it has bound and asked its tasks before."""
+    locks.set("results:setnx:{t:x}", "9999999999", ex=60)
+    (tmp_path / "started.py").write_text(STARTED)
+    options = ["-b", server.url(2), "--result-backend", server.url(1), "setnx", "list", "--json"]
+    done = subprocess.run(
+        [sys.executable, "started.py", *options], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    before, listed, after = done.stdout.splitlines()
+    assert before == "setnx: redis://nowhere.invalid:1/0 nowhere.invalid 0"
+    assert [row["key"] for row in json.loads(listed)] == ["results:setnx:{t:x}"]
+    assert after == f"results:setnx: {server.url(2)} 127.0.0.1 1".replace("127.0.0.1", "localhost", 1)

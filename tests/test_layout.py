@@ -16,7 +16,7 @@ PACKAGE = Path(celery_setnx.__file__).parent
 ORDER = [
     {"exceptions", "signals", "forks", "wording", "log", "threads"},
     {"lock"},
-    {"arguments", "keys", "options", "connection", "address"},
+    {"arguments", "keys", "options", "connection", "address", "configured"},
     {"call"},
     {"run"},
     {"request", "task", "beat"},

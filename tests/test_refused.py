@@ -1,21 +1,27 @@
 """A wrong option: its task's calls are refused, workers do not start, and other tasks go on."""
 
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from celery import Celery, Task, signature
+from celery.signals import import_modules
 
 from celery_setnx import OptionError, SingletonTask, check, send_task, singleton
+from celery_setnx.django import apps as django_apps
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.testing import guarded
 
 pytestmark = pytest.mark.usefixtures("alone")
 
+WRONG_KEY = {"key": "acount"}
 WRONG = "key of broken names 'acount', which is no parameter"
 
 
@@ -92,6 +98,9 @@ def test_refused_task_refuses_each_of_its_calls(app, locks, how):
 BESIDE = {
     "decorated": lambda app: app.task(name="broken", shared=False)(singleton(key="acount")(settle)),
     "forgotten": lambda app: declare(app, "broken", base=Task, singleton={"key": "acount"}),
+    "lost": lambda app: app.task(name="broken", shared=False, Strategy="no.such.module:strategy")(
+        singleton(settle)
+    ),
 }
 
 
@@ -299,7 +308,73 @@ def test_refused_run_fails(app):
         task.apply((7,), throw=True)
 
 
+@pytest.mark.parametrize("own", [{}, {"singleton": {"key": "account", "lease": 20}}])
+def test_options_that_a_test_has_patched_are_gone_with_the_patch(app, own):
+    """Those of the task are there again, and those of its class."""
+    base = type("Base", (SingletonTask,), {"abstract": True, "singleton": {"scope": "base"}})
+    task = declare(app, base=base, **own)
+    before, had = options_of(task), vars(type(task)).get("singleton")
+    for _ in range(2):
+        with mock.patch.object(task, "singleton", {"key": (), "lease": 5}):
+            assert (options_of(task).lease, options_of(task).scope) == (5, "base")
+            task.singleton = {"lease": 6}
+            assert options_of(task).lease == 6
+        assert (options_of(task), vars(type(task)).get("singleton")) == (before, had)
+    with pytest.raises(OptionError, match="names 'acount'"), mock.patch.object(task, "singleton", WRONG_KEY):
+        raise AssertionError
+    assert options_of(task) == before
+    with pytest.raises(AttributeError, match="singleton"):
+        del task.singleton
+
+
 # Django
+
+
+def django_check(app: Celery, monkeypatch: pytest.MonkeyPatch) -> Any:
+    current = SimpleNamespace(_get_current_object=lambda: app)
+    monkeypatch.setattr(django_apps, "current_app", current)
+    return django_apps.SetnxConfig("celery_setnx.django", django_apps).check_tasks()
+
+
+IMPORTS = {
+    "Django's check": lambda app, monkeypatch: django_check(app, monkeypatch),
+    "check": lambda app, _: check(app),
+    "Celery": lambda app, _: app.loader.import_default_modules(),
+    "worker": lambda app, _: app.loader.init_worker(),
+}
+
+
+@pytest.mark.parametrize("who", IMPORTS)
+def test_tasks_are_imported_once(app, monkeypatch, who):
+    """Receivers of the signal may do what is not to be done twice."""
+    heard: list[Any] = []
+    import_modules.connect(lambda **_: heard.append(who), sender=app, weak=False)
+    broken(app)
+    with suppress(OptionError):
+        IMPORTS[who](app, monkeypatch)
+    assert heard == [who]
+    found = django_check(app, monkeypatch)
+    assert [message.id for message in found] == ["celery_setnx.E001"] * (
+        who != "worker"
+    )  # which refuses itself
+    check_fails(app, WRONG)
+    assert heard == [who]
+
+
+def test_tasks_that_cannot_be_imported_are_a_warning_until_they_can(app, monkeypatch, tmp_path):
+    """`migrate` may be what they need; the check imports them anew each time."""
+    app.conf.imports = ["no_such_module_of_tasks"]
+    monkeypatch.syspath_prepend(tmp_path)
+    broken(app)
+    for _ in range(2):
+        (found,) = django_check(app, monkeypatch)
+        assert (found.id, found.is_serious()) == ("celery_setnx.W001", False)
+        assert "ModuleNotFoundError: No module named 'no_such_module_of_tasks'" in found.msg
+        assert "a worker" in found.hint
+    (tmp_path / "no_such_module_of_tasks.py").touch()
+    importlib.invalidate_caches()
+    assert [message.id for message in django_check(app, monkeypatch)] == ["celery_setnx.E001"]
+
 
 PROJECT = """
 from celery import Celery, shared_task
@@ -326,8 +401,9 @@ def plain(account): ...
         (TASKS, 1, f"(celery_setnx.E001) {WRONG}"),
         (TASKS.replace("acount", "account"), 0, "System check identified no issues"),
         ("from celery_setnx import singleton\nsingleton(leese=1)(print)\n", 1, "did you mean 'lease'"),
+        ("import no_such_module", 0, "(celery_setnx.W001) The options of guarded tasks were not checked"),
     ],
-    ids=["refused", "sound", "at import"],
+    ids=["refused", "sound", "at import", "lost"],
 )
 def test_check_of_django_finds_what_is_refused(tmp_path, tasks, ends, said):
     """`manage.py check`, with our app among the installed ones; it imports the tasks itself."""

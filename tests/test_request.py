@@ -14,7 +14,7 @@ from celery import Celery
 from celery_setnx import SingletonTask
 from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
-from celery_setnx.connection import client_for
+from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.lock.line import leave, park
 from celery_setnx.lock.marks import Mark, free_all, mark_all
 from celery_setnx.run import ends as ends_module
@@ -236,3 +236,21 @@ def test_child_that_dies_while_redis_is_away_has_failed(waiting, proxy, caplog):
         Delivered(waiting, call=call).request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult("id-1").state == "FAILURE"
     assert "whether it waits on is not known" in caplog.text
+
+
+def test_event_loop_asks_for_a_revoked_call_by_its_quick_client(waiting, monkeypatch):
+    """It waits for no server that is away; what it asks is whether another message has started the call."""
+    asked = []
+
+    def leaving(client: Any, *given: Any, **options: Any) -> str:
+        asked.append(client)
+        return leave(client, *given, **options)
+
+    monkeypatch.setattr(request_module, "leave", leaving)
+    monkeypatch.setattr(request_module, "revoked_tasks", {"id-1"})
+    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", bare=False)
+    client, place = client_for(waiting.app), call.place(600)
+    park(client, place, copy="x1", since=1.0, call="message")
+    leave(client, place, copy="x2")  # which has begun
+    assert Delivered(waiting, call=call).request.revoked()
+    assert asked == [quick_client_for(waiting.app)]

@@ -19,7 +19,10 @@ from celery_setnx import (
     UnkeyableCall,
     is_skipped,
     send_task,
+    singleton,
 )
+from celery_setnx.call.message import HEADER
+from celery_setnx.task import lock_for
 from tests.harness import Worker, wait_until
 
 QUEUE = "send-task"
@@ -285,6 +288,26 @@ def test_send_task_deduplicates_a_decorated_task(producer, locks, journal, gates
     gates("gated-g")
     assert calls[1].get(timeout=60) == "gated-g"
     assert not [*locks.scan_iter("*:queued")]
+
+
+@pytest.mark.parametrize("options", [{}, {"serializer": None}])
+def test_send_task_of_a_decorated_task_known_here_travels_as_its_delay_does(server, locks, options):
+    """By the serializer of the task: its key is of what arrives."""
+    app = Celery("known", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), task_default_queue=NOWHERE)
+
+    @app.task(name="known", serializer="pickle", shared=False)
+    @singleton(key="tags")
+    def known(tags: Any) -> None: ...
+
+    kwargs = {"tags": {7}}  # a list in JSON
+    send_task(app, "known", kwargs=kwargs, singleton={"key": "tags"}, **options)
+    known.apply_async(kwargs=kwargs)
+    with app.connection_for_read() as connection:
+        ours, plain = (connection.default_channel.basic_get(NOWHERE, no_ack=True) for _ in range(2))
+    assert ours.content_type == plain.content_type == "application/x-python-serialize"
+    assert ours.headers[HEADER]["key"] == lock_for(app.tasks["known"], (), kwargs).name
+    app.close()
 
 
 def test_send_task_needs_the_prefix_of_the_workers(producer, knowing, parked, locks):

@@ -13,6 +13,7 @@ from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
+from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import Place, claim, note_due, park
 from celery_setnx.lock.names import key_name, line_names
@@ -52,7 +53,7 @@ def app(server, locks) -> Celery:
 def swept(app, monkeypatch) -> Sweep:
     """The sweep of a worker of the app, whose thread has not been started; whom it wakes is noted."""
     step = Sweep(SimpleNamespace(app=app))
-    step._client = client_for(app)
+    step._client, step._state = client_for(app), configured(app)
     step.woken = []
     monkeypatch.setattr(wake, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
     return step
@@ -230,3 +231,28 @@ def test_odd_id_among_the_revoked_stops_no_line(app, locks, swept, monkeypatch, 
     due(app, locks, key)
     swept.sweep(app)
     assert swept.woken == ["id-1"]
+
+
+def test_sweep_goes_where_the_settings_say_though_they_have_come_late(app, swept, monkeypatch):
+    """It has a client of its own, and reads the lines by the prefix of now."""
+    before = swept._client
+    monkeypatch.setattr(swept._stopped, "wait", lambda _seconds: False)
+    assert swept._turn(app)
+    assert swept._client is before
+    app.conf.setnx_url = app.conf.setnx_url.replace("/1", "/2")
+    assert swept._turn(app)
+    assert swept._client.connection_pool.connection_kwargs["db"] == 2
+
+
+def test_revoked_calls_are_gathered_once_for_all_lines(app, locks, swept, monkeypatch):
+    """There may be thousands of them, and hundreds of lines."""
+    gathered = []
+    monkeypatch.setattr(swept, "_revoked_lately", lambda: gathered.append(1) or ["id-1"])
+    for digit in "01":
+        key = key_name("t", "t", digit * 32)
+        wait(locks, key)
+        due(app, locks, key)
+    ended = []
+    monkeypatch.setattr(sweep, "end_wait", lambda _app, key, task_id, _client: ended.append(task_id))
+    assert swept.sweep(app).lines == 2
+    assert (gathered, ended) == ([1], ["id-1"] * 2)

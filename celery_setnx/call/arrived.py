@@ -12,8 +12,8 @@ from celery.utils.threads import LocalStack
 from kombu.utils import json
 
 _KEPT = "_setnx_arrived"
-# What is none of its headers, and is taken as it is.
-_NO_HEADERS = ("args", "kwargs", "callbacks", "errbacks", "chain", "chord", "properties", "delivery_info")
+# What is none of its headers, and goes back whatever it holds.
+_ALWAYS_KEPT = ("args", "kwargs", "callbacks", "errbacks", "chain", "chord", "properties", "delivery_info")
 
 
 class _Requests(LocalStack):  # type: ignore[misc]
@@ -72,7 +72,7 @@ def _as_came(request: Context) -> dict[str, Any]:
 
 def _data(own: Mapping[str, Any]) -> dict[str, Any]:
     """What may have come in a message; of a task under another base class nobody has kept that."""
-    return {name: value for name, value in own.items() if name in _NO_HEADERS or _is_data(value)}
+    return {name: value for name, value in own.items() if name in _ALWAYS_KEPT or _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:

@@ -12,7 +12,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from celery import Celery
 
 from celery_setnx.address import hosts_of
-from celery_setnx.connection import broker_read_urls, lock_url, marks_of, transport_options
+from celery_setnx.configured import configured
+from celery_setnx.connection import broker_read_urls, lock_url, transport_options
 from celery_setnx.exceptions import OptionError
 from celery_setnx.options import settings_of
 
@@ -29,10 +30,6 @@ _CLOUDS = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues", "slmq")  
 _APART = ("global_keyprefix", "queue_name_prefix", "master_name", "queue_tablename", "messages_collection")
 """The transport options by which Celery keeps apps apart on one server."""
 _HERE = "localhost"
-_READ = (
-    *("setnx_broker", "setnx_url", "result_backend", "broker_url", "broker_read_url", "broker_write_url"),
-    *("broker_transport_options", "broker_transport", "broker_port", "broker_vhost"),
-)
 
 
 class Place(NamedTuple):
@@ -46,12 +43,11 @@ class Place(NamedTuple):
 
 def broker_of(app: Celery) -> str:
     """The name of the broker that the app's workers read from; made anew when the settings have changed."""
-    conf = app.conf
-    marks = marks_of(conf, _READ)
+    state = configured(app)
     known = app.__dict__.get("_setnx_broker")
-    if known is None or known[0] is not conf or known[1] != marks:
-        known = app.__dict__["_setnx_broker"] = conf, marks, settings_of(app).broker or _made_name(app)
-    return str(known[2])
+    if known is None or known[0] is not state:
+        known = app.__dict__["_setnx_broker"] = state, settings_of(app).broker or _made_name(app)
+    return str(known[1])
 
 
 def _made_name(app: Celery) -> str:

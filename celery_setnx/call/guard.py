@@ -14,6 +14,7 @@ from kombu.utils import json
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.message import REPLACED, Call
+from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
@@ -42,6 +43,7 @@ class Guard:
         typing: bool = True,
     ) -> None:
         self.app = app
+        self.state = configured(app)  # by which it is made
         self.ignores_result = ignores_result
         self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
         self.task = task

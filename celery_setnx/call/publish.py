@@ -194,6 +194,8 @@ def send_task(
     known = app.tasks.get(name)
     if is_singleton(known) or getattr(known, "_refusal", None):
         return known.apply_async(args, kwargs, singleton=singleton, **options)
+    if known is not None:  # as its delay() does: the key is of what arrives
+        options["serializer"] = options.get("serializer") or known.serializer
     layer = checked(f"a call of {name}", singleton or {})
     if layer.get("key") is None:
         raise OptionError(

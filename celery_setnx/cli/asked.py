@@ -29,7 +29,7 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
-from celery_setnx.options import settings
+from celery_setnx.options import settings_of
 from celery_setnx.wording import sentence
 
 _PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
@@ -88,7 +88,7 @@ def server(app: Celery) -> str:
 
 def prefix(app: Celery) -> str:
     """What the keys of the app begin with."""
-    return settings(app.conf).prefix
+    return settings_of(app).prefix
 
 
 def look_at(app: Celery, key: str) -> Sighting:

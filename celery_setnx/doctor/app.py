@@ -19,7 +19,7 @@ from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
-from celery_setnx.options import Options, refuse_unread_environment, settings
+from celery_setnx.options import Options
 from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
 
@@ -73,7 +73,7 @@ def check_tasks(app: Celery) -> list[Finding]:
     guarded = guarded_tasks(app)
     for task, guard in guarded:
         found += _task_findings(app, task, guard)
-        found += queue_findings(app, task)
+        found += _queue_findings(app, task)
         found += _redelivery_findings(app, task, guard)
         found += _end_findings(task)
         found += _waiting_findings(task, guard)
@@ -116,13 +116,7 @@ def refused(error: SetnxError) -> Finding:
 def _bind(app: Celery) -> list[Finding]:
     """Bind every task; the refusals."""
     app.finalize()
-    told = {str(refusal): refused(refusal) for refusal in refusals(app)}
-    for read in (settings, refuse_unread_environment):
-        try:
-            read(app.conf)
-        except OptionError as error:
-            told[str(error)] = refused(error)
-    return list(told.values())
+    return list({str(refusal): refused(refusal) for refusal in refusals(app)}.values())
 
 
 def guarded_tasks(app: Celery) -> list[tuple[Task, Guard]]:
@@ -193,7 +187,7 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         )
 
 
-def queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
+def _queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
     """A queue that gets a copy of what others get too, as far as the app's routes say. Nothing connects."""
     try:
         queue = own_queue(app, task.name, (), {})
@@ -260,9 +254,11 @@ def _end_findings(task: Task) -> Iterator[Finding]:
         )
 
 
-def redelivery_warnings(app: Celery) -> list[str]:
-    """What a worker says, when it starts, of tasks that may run twice."""
-    return [f"{one.what} {one.why} {one.do}" for task, _ in guarded_tasks(app) for one in _end_findings(task)]
+def findings_at_start(app: Celery) -> Iterator[Finding]:
+    """What a worker says when it starts: of tasks whose calls are copied, or may run twice."""
+    for task, _guard in guarded_tasks(app):
+        yield from _queue_findings(app, task)
+        yield from _end_findings(task)
 
 
 def _ends_are_told(task: Task) -> bool:

@@ -35,7 +35,7 @@ from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
 from celery_setnx.lock.survey import BATCH, survey
-from celery_setnx.options import Settings, settings
+from celery_setnx.options import Settings, settings_of
 from celery_setnx.wording import sentence
 
 __all__ = ["Finding", "check", "examine", "refused"]
@@ -73,7 +73,7 @@ def _lock_server(app: Celery) -> Iterator[Finding]:
         yield from _shared_with_broker(app, url)
         yield from _servers(client, where)
         with suppress(OptionError):  # check tells what is wrong with the settings
-            yield from _locks(client, settings(app.conf))
+            yield from _locks(client, settings_of(app))
     except REDIS_ERRORS as error:
         yield _no_answer(where, error)
 

@@ -12,7 +12,7 @@ from celery import bootsteps
 
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
-from celery_setnx.doctor.app import guarded_tasks, queue_findings, redelivery_warnings
+from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
 from celery_setnx.lock.lock import HeldLock, SetnxLock
@@ -32,7 +32,7 @@ from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
 from celery_setnx.log import Log
-from celery_setnx.options import refuse_unread_environment, settings
+from celery_setnx.options import settings_of
 from celery_setnx.task import refuse
 
 logger = Log("celery_setnx")
@@ -56,20 +56,15 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         app = worker.app
         if DISABLED.is_on(app):
             return
-        refuse_unread_environment(app.conf)
-        app.__dict__.pop("_setnx_clients", None)  # a command line has perhaps changed the environment
         for task in app.tasks.values():
             guard = getattr(task, "_guard", None)
             if guard is not None:
                 guard.check_backend(guard.options)
-        for task, _guard in guarded_tasks(app):
-            for found in queue_findings(app, task):
-                logger.warning("%s %s %s", found.what, found.why, found.do)
-        for warning in redelivery_warnings(app):
-            logger.warning("%s", warning)
+        for found in findings_at_start(app):
+            logger.warning("%s %s %s", found.what, found.why, found.do)
         client = client_for(app)
         try:
-            try_lock(client, trial_name(settings(app.conf).prefix))
+            try_lock(client, trial_name(settings_of(app).prefix))
             memories = reply_of_each(client, "INFO", "memory")
         except LockRefused as error:
             logger.critical("This worker cannot lock. %s", error)

@@ -32,6 +32,7 @@ from celery_setnx.call.wake import (
     next_look,
     send_from_line,
 )
+from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
@@ -95,6 +96,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         super().__init__(worker, **options)
         self._stopped = threading.Event()
         self._client: redis.Redis
+        self._state: list[Any] = []  # of the settings that it is made from
         self._thread: Lasting | None = None
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
@@ -113,13 +115,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if DISABLED.is_on(worker.app):
             return
         try:
-            self._client = new_client(worker.app, _TIMEOUT_S)
+            self._see_to_client(worker.app)
         except OptionError:  # its calls say that
             return
         self._usual_at = time.monotonic()
         self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app))
         self.ensure()
         _sweeping.add(self)
+
+    def _see_to_client(self, app: Celery) -> None:
+        """A client of its own, which gives up soon; another one if the settings have changed."""
+        state = configured(app)
+        if state is not self._state:
+            self._client, self._state = new_client(app, _TIMEOUT_S), state
 
     def ensure(self) -> None:
         """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
@@ -147,6 +155,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             return False
         is_early, next_s = time.monotonic() < self._usual_at, None
         try:
+            self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
             # When the next is due; but whoever came for one that another has looked at waits as usual.
             next_s = swept.next_s if swept.lines or not is_early else None
@@ -174,9 +183,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
+        revoked = self._revoked_lately() if claimed.lines else []
         for task, entry in claimed.lines:
             with between_forks:
-                within = self._serve(app, lines, task, entry, claimed)
+                within = self._serve(app, lines, task, entry, claimed, revoked)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -191,7 +201,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             due.append(0.0)
         return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
-    def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
+    def _serve(
+        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
+    ) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
         try:
@@ -200,8 +212,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             elif task_id:  # another worker could not
                 within = send_from_line(app, key, task_id, self._client)
             else:
-                for revoked in who_waits(self._client, key, self._revoked_lately()):
-                    end_wait(app, key, revoked, self._client)
+                for waiting_id in who_waits(self._client, key, revoked):
+                    end_wait(app, key, waiting_id, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
