@@ -9,10 +9,10 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import quote
 
 import redis
@@ -40,6 +40,8 @@ from celery_setnx.address import (
     split,
 )
 from celery_setnx.exceptions import OptionError
+
+Made = TypeVar("Made")
 
 SOCKET_TIMEOUT_S = 2.0
 _QUICK_S = 0.5
@@ -107,6 +109,16 @@ def marks_of(conf: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
         conf.finalize()
     changes = conf.maps[0]
     return (len(changes), *map(changes.get, names))
+
+
+def until_changed(app: Celery, name: str, settings: tuple[str, ...], make: Callable[[Celery], Made]) -> Made:
+    """What is made of settings, kept by the app under a name; made anew when they have changed."""
+    conf = app.conf
+    marks = marks_of(conf, settings)
+    known = app.__dict__.get(name)
+    if known is None or known[0] is not conf or known[1] != marks:
+        known = app.__dict__[name] = conf, marks, make(app)
+    return cast("Made", known[2])
 
 
 def lock_url(app: Celery) -> tuple[str, str]:
