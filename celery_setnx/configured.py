@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 from celery import Celery
 
@@ -17,6 +17,9 @@ _VARIABLES = (
 _ENCODED = tuple(map(os.environ.encodekey, _VARIABLES))
 _WORDS = ("setnx", "broker", "redis", "result_backend")
 """The name of a setting that we read has one of them, however it is spelled."""
+
+
+Made = TypeVar("Made")
 
 
 class _Known(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 from celery import Celery
 
 from celery_setnx.address import SCHEMES
-from celery_setnx.configured import configured
+from celery_setnx.configured import until_changed
 from celery_setnx.exceptions import OptionError
 from celery_setnx.keys import KeyOption
 from celery_setnx.lock.lock import DAY_S, LONGEST_PERIOD_S, MOST_PERMITS, MOST_STARTS
@@ -292,13 +292,13 @@ def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, st
 
 def settings_of(app: Celery) -> Settings:
     """The app's `setnx_*` settings as they are now; read anew where they have changed."""
-    state = configured(app)
-    known = app.__dict__.get("_setnx_settings")
-    if known is None or known[0] is not state:
+
+    def read() -> Settings:
         refuse_unknown_settings(app.conf, app.namespace)
         refuse_unread_environment(app.conf)
-        known = app.__dict__["_setnx_settings"] = state, settings(app.conf)
-    return known[1]  # type: ignore[no-any-return]
+        return settings(app.conf)
+
+    return until_changed(app, "_setnx_settings", read)
 
 
 def settings(conf: Any) -> Settings:

@@ -16,7 +16,7 @@ from kombu.exceptions import ContentDisallowed
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import SingletonTask
-from celery_setnx.call.back import Message, is_pickled, seconds_until
+from celery_setnx.call.back import PICKLE, Message, seconds_until
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import QUEUE
 from celery_setnx.call.wake import COURIER
@@ -296,7 +296,7 @@ def test_pickled_call_is_known(app, serializer, pickled):
     first = received(app)
     properties = {"setnx_content_type": first.content_type}
     task.request_stack.push(Context({"id": "id-1", "properties": properties}))
-    assert is_pickled(task) is pickled
+    assert (Message.of(task).content_type == PICKLE) is pickled
     task.request_stack.pop()
 
 

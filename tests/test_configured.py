@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from celery_setnx import OptionError, SingletonTask, singleton
 from celery_setnx import check as check_options
 from celery_setnx.byhand import locks as locks_of
-from celery_setnx.call.back import visibility_timeout_s
+from celery_setnx.call.back import tells_redelivery, visibility_timeout_s
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.wake import lines_of
 from celery_setnx.cli.asked import prefix
@@ -552,6 +552,20 @@ def test_visibility_timeout_is_that_of_the_broker_that_workers_read(conf, second
     app = new_app()
     app.conf.update(conf)
     assert visibility_timeout_s(app) == seconds
+
+
+def test_visibility_timeout_follows_the_settings():
+    """What was asked before does not count: another broker, another timeout, also changed where it stands."""
+    app = new_app(broker="redis://h")
+    assert (visibility_timeout_s(app), tells_redelivery(app)) == (3600, True)
+    app.conf.broker_transport_options = {"visibility_timeout": 60}
+    assert visibility_timeout_s(app) == 60
+    app.conf.broker_transport_options["visibility_timeout"] = 90
+    assert visibility_timeout_s(app) == 90
+    app.conf.broker_read_url = "sqs://"
+    assert (visibility_timeout_s(app), tells_redelivery(app)) == (90, False)
+    app.conf.broker_read_url = "amqp://h"
+    assert (visibility_timeout_s(app), tells_redelivery(app)) == (None, True)
 
 
 def test_visibility_timeout_is_that_of_the_environments_broker(monkeypatch):

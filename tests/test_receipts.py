@@ -324,7 +324,7 @@ def test_broker_that_flags_nothing_has_every_late_call_ask(again, monkeypatch):
     task = again.task
     vars(task.request)["delivery_info"] = {"redelivered": False}
     written(task, Call("guarded", task.request.id, call_id="c"))
-    monkeypatch.setattr("celery_setnx.call.back.broker_url", lambda app: "sqs://")
+    monkeypatch.setattr("celery_setnx.call.back.broker_scheme", lambda app: "sqs")
     assert not again(call_id="c")
     task.acks_late = False
     assert again(call_id="c")

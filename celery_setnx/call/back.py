@@ -22,10 +22,10 @@ from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
 from kombu.utils import json
 
-from celery_setnx.address import SCHEMES, scheme_of
+from celery_setnx.address import SCHEMES
 from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
-from celery_setnx.call.broker import broker_of
+from celery_setnx.call.broker import broker_of, broker_scheme
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import (
     QUEUE,
@@ -40,7 +40,7 @@ from celery_setnx.call.queues import (
     voucher,
     way_to,
 )
-from celery_setnx.connection import broker_read_urls, transport_options
+from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.log import Log
 from celery_setnx.wording import unstopped
@@ -330,14 +330,9 @@ def deliverable(app: Celery, countdown: float) -> float:
     return countdown if limit_s is None else min(countdown, limit_s / 4)
 
 
-def broker_url(app: Celery) -> str:
-    """The URL from which the app's workers read; the first, if there are several."""
-    return broker_read_urls(app)[0]
-
-
 def visibility_timeout_s(app: Celery) -> float | None:
     """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
-    scheme = scheme_of(broker_url(app)).lower()
+    scheme = broker_scheme(app)
     if scheme not in _VISIBILITY_S:
         return None
     return float(transport_options(app, "broker_url").get("visibility_timeout") or _VISIBILITY_S[scheme])
@@ -345,7 +340,7 @@ def visibility_timeout_s(app: Celery) -> float | None:
 
 def tells_redelivery(app: Celery) -> bool:
     """Whether the broker flags what it delivers again; SQS does not, nor do those of other clouds."""
-    return scheme_of(broker_url(app)).lower() not in _SILENT
+    return broker_scheme(app) not in _SILENT
 
 
 def counts_once(backend: Any) -> bool:
@@ -391,11 +386,6 @@ def seconds_until(app: Celery, when: Any) -> float:
     if isinstance(when, datetime):
         return float((maybe_make_aware(when, app.timezone) - app.now()).total_seconds())
     return float(when or 0.0)
-
-
-def is_pickled(task: Task) -> bool:
-    """True if the running call's message was serialized with pickle."""
-    return _content_type_of(task, _mapping(arrived(task.request).get("properties"))) == PICKLE
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

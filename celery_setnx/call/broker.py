@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from celery import Celery
 
-from celery_setnx.address import hosts_of
-from celery_setnx.configured import configured
+from celery_setnx.address import hosts_of, scheme_of
+from celery_setnx.configured import until_changed
 from celery_setnx.connection import broker_read_urls, lock_url, transport_options
 from celery_setnx.exceptions import OptionError
 from celery_setnx.options import settings_of
@@ -43,11 +43,12 @@ class Place(NamedTuple):
 
 def broker_of(app: Celery) -> str:
     """The name of the broker that the app's workers read from; made anew when the settings have changed."""
-    state = configured(app)
-    known = app.__dict__.get("_setnx_broker")
-    if known is None or known[0] is not state:
-        known = app.__dict__["_setnx_broker"] = state, settings_of(app).broker or _made_name(app)
-    return str(known[1])
+    return until_changed(app, "_setnx_broker", lambda: settings_of(app).broker or _made_name(app))
+
+
+def broker_scheme(app: Celery) -> str:
+    """The scheme of the URL that the app's workers read from, of the first if there are several."""
+    return until_changed(app, "_setnx_scheme", lambda: scheme_of(broker_read_urls(app)[0]).lower())
 
 
 def _made_name(app: Celery) -> str:

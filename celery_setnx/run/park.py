@@ -17,12 +17,12 @@ from typing import Any, NoReturn, cast
 from celery import Celery, Task
 
 from celery_setnx.call.back import (
+    PICKLE,
     Dropped,
     Message,
     Waits,
     come_back,
     deliverable,
-    is_pickled,
     not_taken_back,
     seconds_until,
     visibility_timeout_s,
@@ -72,7 +72,9 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
     A queue that a fanout exchange fills is often one worker's own, and unknown to who serves the line.
     """
     message = Message.of(task)
-    return not (is_pickled(task) or message.is_fanout) and is_of_its_line(task.app, call, message.body)
+    if message.content_type == PICKLE or message.is_fanout:
+        return False
+    return is_of_its_line(task.app, call, message.body)
 
 
 def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
