@@ -276,6 +276,7 @@ class LockForbidden(LockRefused, LockUnavailable):
     Attributes:
         key: The lock's Redis key.
         reason: The server's own words.
+        unsent: Nothing: the error is Redis'.
     """
 
 

@@ -341,6 +341,49 @@ def test_second_delivery_that_finds_no_end_looks_once_more_before_it_runs(again,
     assert again(call_id="c", waits=2, asked=1)
 
 
+HOLDS = {"hold_on_retry": True, "queue_lease": 60}
+
+
+@pytest.mark.parametrize("again", [HOLDS], indirect=True)
+def test_second_delivery_leaves_the_lock_that_is_held_for_its_retry(again, monkeypatch):
+    """It waits for an end to be told, and is dropped then; the retry goes on under the same fence."""
+    task = again.task
+    lock = SetnxLock(client_for(task.app), task.lock_key(), line=True)
+    held = lock.acquire(token=task_token(task.request.id, 0, "1f")).lock
+    held.hold(600)
+    sent: list[Call] = []
+    monkeypatch.setattr(Message, "send", lambda self, app, call, countdown: sent.append(call))
+    with pytest.raises(Waits):
+        again(call_id="c")
+    written(task, Call("guarded", task.request.id, call_id="c"))
+    assert not again(call_id="c", waits=1)
+    assert (lock.holder().state, lock.holder().fence) == ("held_for_retry", held.fence)
+    assert [call.waits for call in sent] == [1]
+    assert again(call_id="c", attempt=1, waits=1)
+    assert task.request.setnx_lock.fence == held.fence
+
+
+@pytest.mark.parametrize("again", [HOLDS, {}], ids=["held", "early"], indirect=True)
+def test_retry_that_has_waited_for_its_attempt_before_runs_at_once(again, monkeypatch):
+    """Given back to look once more, a held lock would be anybody's; of an early message there is no other."""
+    task = again.task
+    task.acks_late = bool(task._guard.options.hold_on_retry)
+    monkeypatch.setattr(Message, "send", raising(AssertionError("it comes back")))
+    assert again(call_id="c", attempt=1, waits=1)
+
+
+def test_call_that_is_replayed_under_its_random_id_is_a_second_delivery_to_sqs(again, monkeypatch):
+    """Sent by no program of ours, it has nothing else that tells it from the first."""
+    task = again.task
+    written(task, Call("guarded", task.request.id))
+    vars(task.request)["delivery_info"] = {"redelivered": False}
+    vars(task.request).pop("singleton", None)
+    assert task()
+    monkeypatch.setattr("celery_setnx.call.back.broker_url", lambda app: "sqs://")
+    with pytest.raises(Dropped):
+        task()
+
+
 def test_call_published_anew_under_its_id_is_another(guarded):
     """Also with the headers that it has come with; its retry stays the one that it was."""
     guard = guarded()._guard

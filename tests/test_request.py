@@ -220,6 +220,30 @@ def test_call_whose_process_died_just_after_it_was_parked_waits_on(waiting, capl
     assert ("waits on: the process" in caplog.text) == (found[0] == "PENDING")
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["parked", "woken since"])
+def test_call_without_a_header_whose_process_died_parked_waits_on(waiting, locks, caplog, begun):
+    """As beat publishes a task that it has not imported: its key is that of its arguments."""
+    delivered = Delivered(waiting)
+    call = delivered.request.call._replace(key=waiting.lock_key())
+    assert delivered.request.call.bare
+    park(client_for(waiting.app), call.place(600), copy=call.copy, since=1.0, call="message")
+    if begun:
+        leave(client_for(waiting.app), call.place(600), copy="x1")
+    delivered.request.worker_pid = 1
+    delivered.request.free_dead()
+    delivered.request.on_failure(info_of(WorkerLostError("gone")))
+    assert waiting.AsyncResult(call.task_id).state == "PENDING"
+    assert "waits on: the process" in caplog.text
+    assert bool(locks.zscore(f"{call.key}:line", call.task_id)) != begun
+
+
+def test_call_without_a_header_that_died_before_it_waited_has_failed(waiting):
+    """Nothing says that it goes on."""
+    delivered = Delivered(waiting)
+    delivered.request.on_failure(info_of(WorkerLostError("gone")))
+    assert waiting.AsyncResult(delivered.request.id).state == "FAILURE"
+
+
 def test_call_that_died_with_its_turn_has_failed(waiting, locks):
     """It was woken, and is in no line: no other message of it is on its way."""
     call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", marked=True, bare=False)
