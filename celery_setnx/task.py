@@ -582,8 +582,9 @@ def import_tasks(app: Celery) -> None:
 
 
 @import_modules.connect  # type: ignore[untyped-decorator]
-def _note_import(sender: Celery, **_details: Any) -> None:
-    vars(sender)[_IMPORTED] = True
+def _note_import(sender: Any, **_details: Any) -> None:
+    if isinstance(sender, Celery):
+        vars(sender)[_IMPORTED] = True
 
 
 def refuse(app: Celery) -> None:
