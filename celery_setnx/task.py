@@ -574,6 +574,7 @@ def import_tasks(app: Celery) -> None:
     """Import the modules of an app's tasks, as a worker does; once, for others hear of it, too."""
     if _IMPORTED in vars(app) or app.loader.worker_initialized:
         return
+    vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
     try:
         app.loader.import_default_modules()
     except BaseException:
@@ -582,8 +583,9 @@ def import_tasks(app: Celery) -> None:
 
 
 @import_modules.connect  # type: ignore[untyped-decorator]
-def _note_import(sender: Celery, **_details: Any) -> None:
-    vars(sender)[_IMPORTED] = True
+def _note_import(sender: Any, **_details: Any) -> None:
+    if isinstance(sender, Celery):
+        vars(sender)[_IMPORTED] = True
 
 
 def refuse(app: Celery) -> None:

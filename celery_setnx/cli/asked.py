@@ -30,6 +30,7 @@ from celery_setnx.exceptions import (
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings_of
+from celery_setnx.task import import_tasks
 from celery_setnx.wording import sentence
 
 _PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
@@ -44,7 +45,7 @@ class NoRedis(click.ClickException):
 def imported(app: Celery) -> Celery:
     """The app, with the modules of its tasks imported, as a worker does."""
     try:
-        app.loader.import_default_modules()
+        import_tasks(app)
     except SetnxError:
         raise
     except Exception as error:
