@@ -53,6 +53,15 @@ def configured(app: Celery) -> list[Any]:
     return new.state
 
 
+def until_changed(app: Celery, name: str, make: Callable[[], Made]) -> Made:
+    """What is made of settings, kept by the app under a name; made anew when they have changed."""
+    state = configured(app)
+    known = app.__dict__.get(name)
+    if known is None or known[0] is not state:
+        known = app.__dict__[name] = state, make()
+    return cast("Made", known[1])
+
+
 def _is_as_it_was(known: _Known) -> bool:
     try:
         return (
