@@ -379,7 +379,7 @@ def test_call_that_is_replayed_under_its_random_id_is_a_second_delivery_to_sqs(a
     vars(task.request)["delivery_info"] = {"redelivered": False}
     vars(task.request).pop("singleton", None)
     assert task()
-    monkeypatch.setattr("celery_setnx.call.back.broker_url", lambda app: "sqs://")
+    monkeypatch.setattr("celery_setnx.call.back.broker_scheme", lambda app: "sqs")
     with pytest.raises(Dropped):
         task()
 
