@@ -44,6 +44,7 @@ from celery_setnx.log import Log
 from celery_setnx.options import Options, SingletonOptions, checked, refuse_unknown_settings
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
+from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,6 +125,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
+        track_bodies(cls)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
@@ -608,6 +610,7 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     try:
         if decorated(task.run) is not None:
             keep_arrived(task)
+            track_bodies(task)
             _guard_of(task)
         else:
             refuse_forgotten_base(type(task), task.name)
