@@ -46,6 +46,7 @@ from celery_setnx.log import Log
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
+from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,6 +129,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
+        track_bodies(cls)
         _prepare(app)
         app.steps["consumer"].add("celery_setnx.request:UnreadableMessages")
         if AlreadyRunning not in cls.throws:
@@ -653,6 +655,7 @@ def _guard_of_plain(task: Task) -> Guard | None:
         refuse_forgotten_base(type(task), task.name)
         return None
     keep_arrived(task)
+    track_bodies(task)
     return _guard_of(task)
 
 

@@ -13,6 +13,7 @@ from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage
 
 APP = "tests.waitapp"
+ACCEPTS = {"accept_content": ["json", "application/x-python-serialize"]}
 
 
 @pytest.fixture
@@ -47,6 +48,38 @@ def test_ten_joiners_end_with_the_one_result(stage, journal):
     assert words == {"conflict", "waiting", "postrun"}
     assert {entry["state"] for entry in postruns[:-1]} <= {"IGNORED", "RETRY"}
     assert journal.entries(what="conflict", task_id=joiner)[0]["policy"] == "join"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"serializer": "pickle"}, {"singleton": {"key": ["name", "stands"]}}],
+    ids=["pickled", "another key"],
+)
+def test_joiners_that_cannot_stand_in_line_end_with_the_one_result(stage, journal, start_worker, options):
+    """They poll, and do not run when the lock is free."""
+    start_worker(APP, concurrency=4, queues=stage.key, conf=ACCEPTS)
+    terms = {"retry_delay_max": 0.2, **options.get("singleton", {})}
+    options = {**options, "queue": stage.key, "singleton": terms}
+    first = stage.held(**options)
+    results = [stage.task.apply_async([stage.key], **options) for _ in range(3)]
+    for result in results:
+        journal.wait_for("conflict", 2, task_id=result.id)
+    stage.open()
+    for result in [first, *results]:
+        assert result.get(timeout=60) == [stage.key, first.id]
+    assert stage.starts() == [first.id]
+
+
+def test_joiner_whose_lock_comes_free_before_it_waits_ends_with_the_holders_result(stage, journal, gates):
+    """It has met the holder."""
+    first = stage.held()
+    second = stage.task.apply_async([stage.key], {"stands": stage.key})
+    journal.wait_for("conflict", task_id=second.id)
+    stage.open()
+    assert first.get(timeout=60) == [stage.key, first.id]
+    gates(stage.key)
+    assert second.get(timeout=60) == [stage.key, first.id]
+    assert stage.starts() == [first.id]
 
 
 def test_holders_error_is_the_joiners_too(stage):

@@ -95,7 +95,6 @@ def test_waiting_call_meets_waits_is_woken_and_runs(stage, journal):
     first = stage.held()
     sent = time.monotonic()
     second = stage.parked("x")
-    assert second.state == "PENDING"
     stage.open()
     assert second.get(timeout=60) == [stage.key, "x", 0]
     journal.wait_for("postrun", count=2, task_id=second.id)
@@ -551,13 +550,29 @@ def test_late_copy_that_has_expired_does_not_revoke_a_result(stage, journal, loc
         second.get(timeout=60)
     wake_again(expires=MOMENT.isoformat())
     assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=60) == 1  # it has come after it
-    assert second.state == "FAILURE"
+    assert failing.AsyncResult(second.id).state == "FAILURE"  # the first has read it before
     assert journal.entries(what="revoked") == []
     assert stage.starts().count(second.id) == 1
 
 
+def test_late_copy_of_a_call_that_has_failed_starts_nothing_and_stores_nothing(stage, single):
+    """task_track_started: STARTED is stored when a body begins, so a second wake-up leaves FAILURE."""
+    failing = stage.tasks.failing
+    first = stage.held(task=failing)
+    second = stage.parked("x", task=failing, queue="single")
+    assert (first.state, second.state) == ("STARTED", "PENDING")
+    wake_again = stage.waker(failing, second)
+    stage.open()
+    with pytest.raises(ZeroDivisionError):
+        second.get(timeout=60)
+    wake_again()
+    assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=60) == 1  # it has come after it
+    assert failing.AsyncResult(second.id).state == "FAILURE"  # the first has read it before
+    assert stage.starts().count(second.id) == 1
+
+
 def test_courier_of_an_ended_call_stores_nothing_and_starts_nothing(stage, journal, single):
-    """With task_track_started a late copy would store STARTED over FAILURE; a courier stores nothing.
+    """A courier stores nothing over FAILURE.
 
     One call comes by name, without our header: it is one call in all its messages.
     """
@@ -572,7 +587,8 @@ def test_courier_of_an_ended_call_stores_nothing_and_starts_nothing(stage, journ
             result.get(timeout=60)
     wait_until(lambda: not stage.messages(), "the couriers have come for the last time")
     assert stage.tasks.plain.apply_async([1], queue="single").get(timeout=60) == 1  # after what they sent
-    assert [result.state for result in (first, second, third)] == ["FAILURE"] * 3
+    stored = [failing.AsyncResult(result.id) for result in (first, second, third)]  # as it is now
+    assert [result.state for result in stored] == ["FAILURE"] * 3
     assert stage.starts() == [first.id, second.id, third.id]
 
 

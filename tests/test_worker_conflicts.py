@@ -168,6 +168,12 @@ def test_decorated_task_raises(tasks, holding, name):
         task.delay("gated").get(timeout=60)
 
 
+def test_decorated_task_is_started_when_its_body_begins(tasks, holding):
+    """task_track_started, under Celery's base class."""
+    with holding(tasks.decorated) as first:
+        assert first.state == "STARTED"
+
+
 def test_decorated_task_comes_back_past_its_base_class(tasks, journal, gates, holding):
     """A call that waits for its lock was published before: what its base class refuses is not asked again."""
     with holding(tasks.choosy):

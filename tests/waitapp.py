@@ -14,8 +14,9 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish, task_prerun, task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
-from celery_setnx import Conflict, SetnxLock, SingletonTask
+from celery_setnx import Conflict, SetnxLock, SingletonTask, signals
 from celery_setnx.run import acquire, held
+from tests.app import wait_for_gate
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]
@@ -197,7 +198,14 @@ def again(self: Any, name: str, left: int) -> int:
 
 
 @app.task(base=SingletonTask, bind=True, singleton=JOINS)
-def joined(self: Any, name: str, gate: str = "") -> list[str]:
+def joined(self: Any, name: str, gate: str = "", stands: str = "") -> list[str]:
     """Equal calls at a time have one run; its result tells whose."""
     body(gate)
     return [name, self.request.id]
+
+
+@signals.lock_conflict.connect
+def stand_still(sender: Any, **_details: Any) -> None:
+    """A call with `stands=` has met its lock held, and does not wait yet."""
+    if gate := (sender.request.kwargs or {}).get("stands"):
+        wait_for_gate(gate)

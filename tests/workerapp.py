@@ -85,7 +85,7 @@ own_policy = variant(plainly, "own_policy", singleton={"key": "name", "on_confli
 stubborn = variant(plainly, "stubborn", singleton={"key": "name", "on_conflict": retry_or_fail})
 shared = shared_task(base=SingletonTask, name="tests.workerapp.shared", singleton=NAMED)(plainly)
 classy = app.register_task(Classy())
-decorated = variant(singleton(**KEYED)(plainly), "decorated", base=Task)  # Celery's own base class
+decorated = variant(singleton(**KEYED)(plainly), "decorated", base=Task, track_started=True)  # Celery's base
 choosy = variant(singleton(**KEYED, on_conflict="retry")(plainly), "choosy", base=Choosy)
 decorated_singleton = variant(singleton(**RAISE)(plainly), "decorated_singleton")  # ours
 started = variant(plainly, "started", singleton=STARTED)

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 from celery import Task
 from celery.app.task import Context
@@ -28,7 +28,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
-from celery_setnx.run.join import holders_result
+from celery_setnx.run.join import holders_result, joined_by
 
 logger = Log("celery_setnx")
 
@@ -105,8 +105,11 @@ class Asking:
             self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
 
     def conflict(self, outcome: Outcome) -> Conflict:
-        """What it has met."""
+        """What it has met. A call that joins ends with that one's result, however it waits for it."""
         queued_as = self._queued_as(outcome.holder)  # which may mark the call
+        if self.options.on_conflict == "join" and not self.request.is_eager:
+            joined = joined_by(self.task, cast("Holder", outcome.holder), self.call)
+            self.call = self.call._replace(join=joined, asked=0)
         since = self.lingers_since or self.call.since or outcome.server_time
         return Conflict(self.task, self.call._replace(since=since), self.options, outcome, queued_as)
 

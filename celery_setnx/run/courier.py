@@ -3,8 +3,8 @@
 It is for one thing only: that Redis has lost its data. It comes every ten minutes until its call has begun,
 and puts that back into a line that has lost it. Until then an AMQP broker keeps it, for a minute the first
 time; elsewhere a worker holds it (see `held`). It is a message of its own, and not a delayed copy of the
-call, because a copy that comes too late does harm before we are asked: Celery stores STARTED for it, or
-REVOKED when it has expired, over the result of a call that ran long ago. A courier has no result.
+call, because a copy that comes too late does harm before we are asked: Celery stores REVOKED for it when it
+has expired, over the result of a call that ran long ago. A courier has no result.
 """
 
 from __future__ import annotations

@@ -25,6 +25,12 @@ _ASK_AGAIN_S = 0.05
 _ASKED_AT_MOST = 7  # 6.4 s in all
 
 
+def joined_by(task: Task, holder: Holder, call: Call) -> str | None:
+    """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
+    is_other = holder.task_id != call.task_id and holder.info.get("task") == task.name
+    return holder.task_id if is_other and holder.state in ("running", "held_for_retry") else call.join
+
+
 def holders_result(
     task: Task, call: Call, options: Options, holder: Holder | None, server_time: float
 ) -> Any:

@@ -117,8 +117,6 @@ class _Parking:
         self.has_courier = call.copy != ORIGINAL and not self.has_begun
         self.is_parked_first = self.has_begun and task.acks_late
         self.call = call._replace(waits=call.waits + 1, asked=0)
-        if options.on_conflict == "join":
-            self.call = self.call._replace(join=_joined(task, self.holder, call))
         self.message = Message.of(task)
         self.order = Order(
             call=self.call,
@@ -196,13 +194,6 @@ class _Parking:
                 let_the_line_go_on(self.app, call.task, call.key)
         elif found.holder.state == "resting":  # since its release nobody is there to wake
             wake(self.app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
-
-
-def _joined(task: Task, holder: Holder, call: Call) -> str | None:
-    """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
-    if holder.state in ("running", "held_for_retry") and holder.info.get("task") == task.name:
-        return holder.task_id
-    return call.join
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:

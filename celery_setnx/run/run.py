@@ -47,6 +47,7 @@ from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_result
 from celery_setnx.run.park import ItsTurn, Parked
 from celery_setnx.run.receipt import receipt_of
+from celery_setnx.run.started import store_started
 from celery_setnx.signals import (
     lock_acquired,
     lock_lost,
@@ -121,12 +122,12 @@ class Run:
         held, stale = None, False
         fate, asking = _Fate(), self.asking
         try:
-            joins = self.options.on_conflict == "join" and self.call.copy != ORIGINAL
-            if joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
+            if self._joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
                 return result
             while held is None:
                 outcome = asking.ask()
                 if outcome is None:
+                    store_started(self.task, self.request)
                     return body()
                 held, stale = outcome.lock, outcome.stale
                 if stale:
@@ -140,7 +141,7 @@ class Run:
                     asking.has_parked = True
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
-            if (result := self._result_without_body(held, joins=joins)) is not UNSET:
+            if (result := self._result_without_body(held)) is not UNSET:
                 return result
             return self._in_lock(held, cast("Outcome", outcome), body)
         except BaseException as error:
@@ -160,12 +161,17 @@ class Run:
         hold = back_in is not None and self.options.hold_on_retry and is_retry
         return _Fate(back_in, hold, isinstance(error, Parked), isinstance(error, Dropped))
 
-    def _result_without_body(self, held: HeldLock, *, joins: bool) -> Any:
+    @property
+    def _joins(self) -> bool:
+        """Whether it has met a call with whose result it is to end."""
+        return self.options.on_conflict == "join" and self.call.join is not None
+
+    def _result_without_body(self, held: HeldLock) -> Any:
         """What a call ends with whose like has succeeded; `UNSET` if it is to run."""
         done = self.asking.done_by(held)
         if done is not None:
             return resolve_done(self.task, self.call, self.options, done)
-        if joins:  # the other may have had the lock when that was asked, and have given it back since
+        if self._joins:  # the other may have had the lock when that was asked, and have given it back since
             return holders_result(self.task, self.call, self.options, None, held.server_time())
         return UNSET
 
@@ -226,6 +232,7 @@ class Run:
         has_begun = self.call.redelivered and outcome.mark is None
         if self.call.marked is True and outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(outcome.mark)
+        store_started(self.task, self.request)
         if self.keeps_mark:
             self.asking.patiently(self._free_mark, None)
             self.keeps_mark = False
