@@ -49,6 +49,15 @@ def test_ten_joiners_end_with_the_one_result(stage, journal):
     assert journal.entries(what="conflict", task_id=joiner)[0]["policy"] == "join"
 
 
+def test_joiner_that_is_overtaken_by_the_release_ends_with_the_result(stage):
+    """The holder ends between the joiner's conflict and its place in line: it was asked for meanwhile."""
+    first = stage.held()
+    second = stage.task.delay(stage.key, "overtaken")
+    for result in (first, second):
+        assert result.get(timeout=60) == [stage.key, first.id]
+    assert stage.starts() == [first.id]
+
+
 def test_holders_error_is_the_joiners_too(stage):
     """A failed holder's exception, with its arguments, is raised in every joiner."""
     options = {"task": stage.tasks.failing, "singleton": {"on_conflict": "join"}}

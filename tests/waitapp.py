@@ -14,8 +14,9 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish, task_prerun, task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
-from celery_setnx import Conflict, SetnxLock, SingletonTask
+from celery_setnx import Conflict, SetnxLock, SingletonTask, signals
 from celery_setnx.run import acquire, held
+from tests.harness import wait_until
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
 __all__ = ["app", "arrival", "plain"]
@@ -112,6 +113,16 @@ def bar_at_init(task_id: str, task: Any) -> None:
 
 
 app.loader.on_task_init = bar_at_init
+
+
+@signals.lock_conflict.connect
+def let_the_holder_end(sender: Any, key: str, **_details: Any) -> None:
+    """A call with the gate `overtaken` meets a lock that comes free before it stands in line."""
+    name, *gates = sender.request.args
+    if gates == ["overtaken"]:
+        control.rpush(f"gate:gated-{name}", "open")
+        wait_until(lambda: sender.locked(name) is None, f"{key} is free")
+
 
 WAITS = {"key": "name", "on_conflict": "wait", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 600}
 JOINS = {**WAITS, "on_conflict": "join"}

@@ -97,8 +97,10 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         parking.send_courier()
     elif parking.has_courier and waits_in_broker(task.app):
         parking.order.note_end(task.app, found.server_time)
-    if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
-        raise ItsTurn  # it came free meanwhile
+    came_free = found.holder is None and found.place == 1 and not outcome.paced
+    # Meanwhile. A call that has met the one whose result it gets is woken for that, as if it had come late.
+    if found.state == "handed" or (came_free and parking.call.join is None):
+        raise ItsTurn
     parking.wait(found)
 
 
