@@ -109,7 +109,10 @@ class Journal:
 
 
 class Worker:
-    """A `celery worker` process, started and ready; `conf` goes over the settings of its app."""
+    """A `celery worker` process, started and ready; `conf` goes over the settings of its app.
+
+    Without `queues` it reads those of its app.
+    """
 
     popen: Callable[..., Any] = subprocess.Popen
 
@@ -129,7 +132,7 @@ class Worker:
         self.log = directory / f"{self.name}.log"
         command = [
             sys.executable, "-m", "celery", "-A", app, "worker", "-P", pool, "-c", str(concurrency),
-            "-n", self.node, "-Q", queues, "-l", "INFO",
+            "-n", self.node, *(["-Q", queues] if queues else []), "-l", "INFO",
             "--without-gossip", "--without-mingle", "--without-heartbeat", *arguments,
         ]  # fmt: skip
         with self.log.open("wb") as log:
