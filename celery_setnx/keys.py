@@ -40,13 +40,17 @@ _MIN, _MIN_UTC = datetime.min, datetime.min.replace(tzinfo=timezone.utc)
 _ADVICE = "pass its id or its text instead, or choose what counts with key="
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """A function's signature; its annotations, which may name what only type checkers import, stay texts."""
+def signature_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """A function's signature; its annotations, which may name what only type checkers import, stay texts.
+
+    It is that of the function beneath all decorators, unless `follow_wrapped` is False.
+    """
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 
-        return inspect.signature(function, annotation_format=Format.STRING)
-    return inspect.signature(function)
+        texts = Format.STRING
+        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=texts)
+    return inspect.signature(function, follow_wrapped=follow_wrapped)
 
 
 class KeyFunction:
@@ -56,13 +60,20 @@ class KeyFunction:
     `"user:{user.id}"`, where a dot tries the item first, then the attribute, and typed values count, not the
     joined text; a callable taking the call's arguments; or `()`, one lock for the whole task.
     The signature is that of the task's function, without a bound `self`. With `typing=False`, Celery's own, a
-    call that does not fit it has a key all the same: it is to fail in the worker.
+    call that does not fit it has a key all the same: it is to fail in the worker. So has one that the
+    `wrapper` takes, a decorator around the function, if the key names what it gives.
     """
 
     def __init__(
-        self, key: KeyOption, signature: inspect.Signature, task: str, *, typing: bool = True
+        self,
+        key: KeyOption,
+        signature: inspect.Signature,
+        task: str,
+        *,
+        typing: bool = True,
+        wrapper: inspect.Signature | None = None,
     ) -> None:
-        self._signature = signature
+        self._signature, self._wrapper = signature, wrapper
         self._task = task
         self._key, self._typing = key, typing
         self._select = _selector(key, signature, task)
@@ -101,13 +112,13 @@ class KeyFunction:
         """A call's arguments, what the key chooses of them, and whether the call fits the signature."""
         try:
             bound = self._bound(args, kwargs)
-        except UnkeyableCall:
-            if self._typing:
+        except UnkeyableCall as misfit:
+            if self._typing and not self._wrapper_takes(args, kwargs):
                 raise
             if serializer is not None:  # all that it gives may be what is chosen
                 args, kwargs = self._delivered(args, kwargs, serializer, all_of_them=True)
             bound = self._as_far_as_it_fits(args, kwargs)
-            return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs), False
+            return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs, misfit), self._typing
         if serializer is not None and not are_kept(self._needed(bound.arguments), serializer):
             got = self._delivered(args, kwargs, serializer)
             bound = bound if got[0] is args else self._bound(*got)
@@ -183,15 +194,27 @@ class KeyFunction:
                 arguments[name] = self._defaults[name]
         return inspect.BoundArguments(self._signature, arguments)
 
+    def _wrapper_takes(self, args: Args, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a decorator around the function takes the call: Celery asks no more before it sends one."""
+        try:
+            return self._wrapper is not None and bool(self._wrapper.bind(*args, **kwargs))
+        except TypeError:
+            return False
+
     def _chosen_of_what_does_not_fit(
-        self, bound: inspect.BoundArguments, args: Any, kwargs: Mapping[str, Any]
+        self, bound: inspect.BoundArguments, args: Any, kwargs: Mapping[str, Any], misfit: UnkeyableCall
     ) -> Any:
-        """What the key names, if the call gives it; else all that it gives, as it gives it."""
+        """What the key names, if the call gives it; else all that it gives, as it gives it.
+
+        A body that a decorator calls with other arguments runs: what of them counts must be named.
+        """
         with suppress(UnkeyableCall):
             if callable(self._key):
                 return _called(self._key, args, kwargs, self._task)
             if self._key is not None:
                 return self._select(bound)
+        if self._typing:
+            raise UnkeyableCall(self._task, f"{misfit.reason}; name what counts with key=") from misfit
         return {"args": list(args), "kwargs": dict(kwargs)}
 
     def _bound(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:

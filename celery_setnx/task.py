@@ -530,8 +530,12 @@ def _guard_of_function(task: Task) -> Guard:
 
 
 def _new_guard(app: Celery, task: type[Task], name: str, layers: list[Mapping[str, Any]]) -> Guard:
-    signature, ignores_result, typing = _signature(task), bool(task.ignore_result), bool(task.typing)
-    return Guard(app, name, signature, layers, ignores_result=ignores_result, typing=typing)
+    signature, wrapper = _signature(task), _signature(task, follow_wrapped=False)
+    checks: dict[str, Any] = {
+        "typing": bool(task.typing),
+        "wrapper": None if wrapper == signature else wrapper,
+    }
+    return Guard(app, name, signature, layers, ignores_result=bool(task.ignore_result), **checks)
 
 
 def _prepare(app: Celery) -> None:
@@ -711,10 +715,17 @@ def _is_bound(task_class: type[Task]) -> bool:
     return not isinstance(inspect.getattr_static(task_class, "run"), staticmethod)
 
 
-def _signature(task_class: type[Task]) -> inspect.Signature:
-    """The signature of a task's function as callers see it, without a bound self."""
+def _signature(task_class: type[Task], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """The signature of a task's function, or of a decorator's around it, without a bound self.
+
+    Not of `@singleton`, which takes anything.
+    """
     run = inspect.getattr_static(task_class, "run")
-    signature = signature_of(getattr(run, "__func__", run))
-    if not _is_bound(task_class):
+    run = getattr(run, "__func__", run)
+    while getattr(run, "__globals__", None) is globals():
+        run = run.__wrapped__
+    signature = signature_of(run, follow_wrapped=follow_wrapped)
+    parameters = list(signature.parameters.values())
+    if not _is_bound(task_class) or not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return signature.replace(parameters=parameters[1:])

@@ -11,6 +11,7 @@ import pytest
 from celery import Celery
 from celery.app.task import Context
 from celery.signals import before_task_publish
+from celery.worker.strategy import hybrid_to_proto2
 from kombu import Exchange, Queue
 from kombu.exceptions import ContentDisallowed
 from kombu.serialization import prepare_accept_content
@@ -308,3 +309,29 @@ def test_seconds_until_takes_what_celery_takes(app, when):
     assert 9 < seconds_until(app, given) <= 10
     assert seconds_until(app, None) == 0
     assert seconds_until(app, "2024-05-06T00:00:00+00:00") < 0
+
+
+@pytest.mark.parametrize("by_line", [False, True])
+def test_message_of_the_first_protocol_comes_back_in_it(app, by_line):
+    """Its headers are the user's own: a Request may hand them to a retry, and receivers read its body."""
+    app.conf.task_protocol = 1
+    app.amqp.__dict__.pop("create_task_message", None)
+    app.tasks["t"].apply_async((1,), {"since": 2}, task_id="id-1", headers={"tenant": "acme"}, link=[LINK])
+    first = received(app)
+    (args, kwargs, embedded), headers, _decoded, _utc = hybrid_to_proto2(first, first.payload)
+    request = Context({**headers, **embedded, "args": args, "kwargs": kwargs, "called_directly": False})
+    request.correlation_id = first.properties["correlation_id"]
+    request.delivery_info, request.properties = first.delivery_info, {QUEUE: ("own", False)}
+    app.tasks["t"].request_stack.push(request)
+    try:
+        message, call = Message.of(app.tasks["t"]), Call.of("t", headers)
+    finally:
+        app.tasks["t"].request_stack.pop()
+    if by_line:
+        call, message = Message.unpacked(app, message.packed(app, call))
+    message.send(app, call._replace(waits=1))
+    second = received(app)
+    assert set(first.headers) == set(second.headers) == {"tenant", HEADER}
+    assert second.headers[HEADER] == {**first.headers[HEADER], "waits": 1}
+    assert {**second.payload, **first.payload} == {**second.payload, "group_index": None}  # Celery drops it
+    assert second.properties["correlation_id"] == "id-1"

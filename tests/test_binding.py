@@ -512,3 +512,35 @@ def test_publishing_an_unkeyable_call_fails_at_the_caller(app):
         task.delay(object())
     with pytest.raises(TypeError):
         task.delay(1, 2, 3)
+
+
+def test_bound_task_may_take_its_self_among_any_arguments(app):
+    """A decorator without functools.wraps, under bind=True."""
+
+    @app.task(base=SingletonTask, bind=True, shared=False)
+    def wrapper(*args: Any, **kwargs: Any) -> None: ...
+
+    assert wrapper.lock_key(1) != wrapper.lock_key(2)
+
+
+def test_decorator_may_take_what_the_function_does_not(app):
+    """Celery asks what the decorator takes; @singleton, which takes anything, is no such decorator."""
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("started_at", None)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    def settle(self: Task, account_id: int) -> None: ...
+
+    options = {"base": SingletonTask, "bind": True, "shared": False}
+    inner = app.task(timed(singleton(key="account_id")(settle)), name="inner", **options)
+    outer = app.task(singleton(key="account_id")(timed(settle)), name="outer", **options)
+    bare = app.task(singleton(key="account_id")(settle), name="bare", **options)
+    for task in (inner, outer):
+        assert task.lock_key(7, started_at=1.0) == task.lock_key(7)
+    with pytest.raises(UnkeyableCall, match="unexpected keyword argument 'started_at'"):
+        bare.lock_key(7, started_at=1.0)

@@ -53,8 +53,8 @@ def call(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **more: Any) -> None:
     """The signature under test."""
 
 
-def key(option: Any = None, function: Callable[..., Any] = call, **typing: bool) -> Callable[..., str]:
-    made = KeyFunction(option, inspect.signature(function), "proj.call", **typing)
+def key(option: Any = None, function: Callable[..., Any] = call, **checks: Any) -> Callable[..., str]:
+    made = KeyFunction(option, inspect.signature(function), "proj.call", **checks)
     return lambda *args, **kwargs: made.digest(args, kwargs)
 
 
@@ -146,6 +146,33 @@ def test_call_that_does_not_fit_and_names_no_key_is_keyed_by_all_that_it_gives(o
     keys = [made(), made(b=1), made(b=2), made(b=1, c=1), made(c=1, b=1)]
     assert len(set(keys)) == 4
     assert keys[3] == keys[4]
+
+
+def wrapper(*args: Any, **kwargs: Any) -> None:
+    """A decorator's function, which takes what it adds or takes away."""
+
+
+@pytest.mark.parametrize("option", ["a", ["b", "a"], "{a}", (), lambda a, b=2, **_: [a, b]])
+def test_call_that_only_its_decorator_takes_has_the_key_that_it_names(option):
+    """Sentry sends a time with each call, which a decorator takes away: Celery asks what that takes."""
+    made = key(option, lambda a, b=2: None, wrapper=inspect.signature(wrapper))
+    assert made(1, __start_time=5) == made(a=1, b=2, __start_time=6) == made(1)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"), [(None, {"a": 1, "time": 5}), ("a", {"b": 1, "time": 5}), (None, {"a": 1})]
+)
+def test_call_that_only_its_decorator_takes_needs_a_key_that_it_gives(option, given):
+    """Of what else it gives nobody knows whether it counts."""
+    made = key(option, lambda a, b: None, wrapper=inspect.signature(wrapper))
+    with pytest.raises(UnkeyableCall, match=r"name what counts with key="):
+        made(**given)
+
+
+def test_call_that_its_decorator_does_not_take_either_has_no_key():
+    made = key("a", lambda a: None, wrapper=inspect.signature(lambda a, time=0: None))
+    with pytest.raises(UnkeyableCall, match="unexpected keyword argument 'tme'"):
+        made(1, tme=5)
 
 
 def test_every_way_to_give_arguments_is_bound_as_python_binds_it():

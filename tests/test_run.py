@@ -128,10 +128,10 @@ def test_repeated_delivery_of_a_finished_call_is_dropped_whatever_its_pace(
         execute(redelivered, lambda: pytest.fail("the body ran"))
 
 
-@pytest.mark.parametrize(("broker", "runs"), [("memory://", False), ("sqs://", True)])
+@pytest.mark.parametrize(("broker", "runs"), [("memory", False), ("sqs", True)])
 def test_call_that_may_have_begun_runs_after_its_max_wait(task, monkeypatch, broker, runs):
     """A broker that does not flag what it delivers again: it waited, ran, and its worker died."""
-    monkeypatch.setattr("celery_setnx.call.back.broker_url", lambda app: broker)
+    monkeypatch.setattr("celery_setnx.call.back.broker_scheme", lambda app: broker)
     task.acks_late, since = True, time.time() - 60
     call = Call(task.name, task.request.id, key=KEY, options={"max_wait": 5}, since=since)
     vars(task.request).update(call.as_headers())

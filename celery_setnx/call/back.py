@@ -72,6 +72,11 @@ _PACKED = ("headers", "properties", "queue", "content_type", "broker")
 _OURS = ("correlation_id", "reply_to", "compression", "priority")
 _PROPERTIES = ("delivery_mode", "app_id", "message_id", "type", "user_id", "MessageGroupId")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+# What a message of Celery's first protocol says in its body: Celery makes headers of it, all of these.
+_IN_FIRST_BODY = (
+    *("lang", "task", "id", "root_id", "parent_id", "group", "meth", "shadow", "eta", "expires", "retries"),
+    *("timelimit", "argsrepr", "kwargsrepr", "origin"),
+)
 _SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
@@ -124,6 +129,7 @@ class Message:
     is_fanout: bool = False  # whether its queue got a copy of what all others got too
     route: tuple[str, str] = ("", "")  # exchange and routing key by which it first came, as its body sees
     broker: str = ""  # the name of the one that it came from; empty: it is not known
+    protocol: int = 2  # of the message (the setting `task_protocol`)
 
     @classmethod
     def of(cls, task: Task) -> Message:
@@ -146,6 +152,7 @@ class Message:
             is_fanout=fanout or is_fanout(task.app, queue),
             route=(str(info.get("exchange") or ""), str(info.get("routing_key") or "")),
             broker=broker_of(task.app),
+            protocol=1 if "meth" in came else 2,
         )
 
     def packed(self, app: Celery, call: Call) -> str:
@@ -156,7 +163,7 @@ class Message:
             body = base64.b64encode(body).decode()
         headers = {**self.headers, **self._telling(call).as_headers()}
         told = {**{name: getattr(self, name) for name in _PACKED}, "headers": headers, "body": body}
-        told |= {"encoding": encoding, "voucher": voucher(app, self.queue, call)}
+        told |= {"encoding": encoding, "voucher": voucher(app, self.queue, call), "protocol": self.protocol}
         return str(json.dumps(told))  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -185,8 +192,9 @@ class Message:
         exchange, routing_key = call.route or ("", "")
         if queue not in [each.name for each in bound(app.amqp.queues.values(), exchange, routing_key)]:
             exchange = routing_key = ""
-        route = (exchange, routing_key)
-        return call, cls(headers, properties, queue, loaded, content_type, route=route, broker=str(broker))
+        more: dict[str, Any] = {"route": (exchange, routing_key), "broker": str(broker)}
+        more |= {"protocol": 1 if told.get("protocol") == 1 else 2}
+        return call, cls(headers, properties, queue, loaded, content_type, **more)
 
     def send(self, app: Celery, call: Call, countdown: float = 0.0) -> None:
         """Send it again to its queue, with what it is to say of the call; else NoWayBack.
@@ -194,10 +202,12 @@ class Message:
         By its name alone: whether the task is known and takes these arguments is its worker's business.
         """
         call = self._telling(call, is_delayed=countdown > 0)
-        headers = _AsTheyWere(self.headers) | call.as_headers() | _eta(countdown)
+        headers, body = {**self.headers, **call.as_headers(), **_eta(countdown)}, self.body
+        if self.protocol == 1:
+            headers, body = _as_first_protocol(headers, body)
         if isinstance(headers.get("headers"), dict):
-            headers |= {"headers": _AsTheyWere(headers["headers"])}
-        self._publish(app, _AsTheyWere(headers), self.body, countdown)
+            headers["headers"] = _AsTheyWere(headers["headers"])
+        self._publish(app, call.task, _AsTheyWere(headers), body, countdown)
 
     def may_come_back(self, app: Celery) -> bool:
         """Whether its queue can be reached without others."""
@@ -219,14 +229,17 @@ class Message:
             kwargsrepr=repr({"key": kwargs["key"]}),  # not the arguments of a call that it may hold
         )
         like = replace(self, properties={n: v for n, v in self.properties.items() if n == "priority"})
-        like._publish(app, new.headers, new.body, countdown, **new.properties)
+        like._publish(app, task, new.headers, new.body, countdown, **new.properties)
 
-    def _publish(self, app: Celery, headers: Any, body: Any, countdown: float, **properties: Any) -> None:
+    def _publish(
+        self, app: Celery, task: str, headers: Any, body: Any, countdown: float, **properties: Any
+    ) -> None:
         """Publish as `Celery.send_task` does, after it has settled what this message has settled already."""
         properties = {**properties, **self.properties}
         compression = properties.pop("compression", None)
         delivery_mode = properties.pop("delivery_mode", None)
-        left_s = seconds_until(app, headers.get("expires"))
+        said = body if isinstance(body, dict) else headers
+        left_s = seconds_until(app, said.get("expires"))
         if left_s > 0:
             properties["expiration"] = left_s
         way = way_to(app, self.queue, fanout=self.is_fanout)
@@ -238,13 +251,21 @@ class Message:
             contextvars.Context().run(
                 app.amqp.send_task_message,
                 producer,
-                headers["task"],
+                task,
                 (headers, properties, body, None),
                 serializer=_serializer_of(self.content_type),
                 compression=compression,
                 delivery_mode=delivery_mode,
                 **way,
             )
+
+
+def _as_first_protocol(headers: dict[str, Any], body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The headers and the body of the same message in Celery's first protocol."""
+    args, kwargs, embedded = body
+    told = {name: headers.pop(name, None) for name in _IN_FIRST_BODY}
+    told |= {"args": args, "kwargs": kwargs, "taskset": told["group"], "utc": True}
+    return headers, {**told, **{name: embedded.get(name) for name in _EMBEDDED if name != "chain"}}
 
 
 def call_and_broker(text: str) -> tuple[Call, str]:

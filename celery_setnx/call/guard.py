@@ -41,16 +41,17 @@ class Guard:
         *,
         ignores_result: bool = False,
         typing: bool = True,
+        wrapper: inspect.Signature | None = None,
     ) -> None:
         self.app = app
         self.state = configured(app)  # by which it is made
         self.ignores_result = ignores_result
-        self.typing = typing  # whether a call whose arguments do not fit is refused, as Celery has it
+        self.checks: dict[str, Any] = {"typing": typing, "wrapper": wrapper}  # what fits, as Celery has it
         self.task = task
         self.signature = signature
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
-        self.key_function = KeyFunction(self.options.key, signature, task, typing=typing)
+        self.key_function = KeyFunction(self.options.key, signature, task, **self.checks)
         check_name(f"scope of {task}", self.options.scope or task)
 
     @property
@@ -60,7 +61,7 @@ class Guard:
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""
-        layers, own = [*self.layers[1:], call], {"ignores_result": self.ignores_result, "typing": self.typing}
+        layers, own = [*self.layers[1:], call], {"ignores_result": self.ignores_result, **self.checks}
         return Guard(self.app, self.task, self.signature, layers, **own)
 
     def call(
@@ -154,7 +155,7 @@ class Guard:
     def _key_function_of(self, call: Mapping[str, Any]) -> KeyFunction:
         if "key" not in call:
             return self.key_function
-        return KeyFunction(self.options_of(call).key, self.signature, self.task, typing=self.typing)
+        return KeyFunction(self.options_of(call).key, self.signature, self.task, **self.checks)
 
     def scope_of(self, call: Mapping[str, Any]) -> str:
         """The scope of a call's lock."""
