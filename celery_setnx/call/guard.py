@@ -40,18 +40,17 @@ class Guard:
         layers: list[Mapping[str, Any]],
         *,
         ignores_result: bool = False,
-        typing: bool = True,
-        wrapper: inspect.Signature | None = None,
+        **checks: Any,
     ) -> None:
         self.app = app
         self.state = configured(app)  # by which it is made
         self.ignores_result = ignores_result
-        self.checks: dict[str, Any] = {"typing": typing, "wrapper": wrapper}  # what fits, as Celery has it
+        self.checks = checks  # what `KeyFunction` asks of a call's arguments
         self.task = task
         self.signature = signature
         self.layers = [self.settings.defaults, *layers]
         self.options = self._checked(merged(task, *self.layers))
-        self.key_function = KeyFunction(self.options.key, signature, task, **self.checks)
+        self.key_function = KeyFunction(self.options.key, signature, task, **checks)
         check_name(f"scope of {task}", self.options.scope or task)
 
     @property
