@@ -1,0 +1,1 @@
+"""The Celery configurations of public projects, one a module: what is peculiar in each."""
