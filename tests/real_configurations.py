@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from celery.states import READY_STATES
 
 from celery_setnx import Conflict, SingletonTask, is_skipped, send_task, singleton
 from celery_setnx.call.queues import QUEUE, bound
+from celery_setnx.signals import call_deduplicated
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
@@ -183,14 +185,20 @@ class Play:
         self.client = redis.Redis.from_url(f"{os.environ['SETNX_TEST_URL']}/0", decode_responses=True)
         self.journal = Journal(self.client)
         self.routes: dict[str, tuple[str, str]] = {}
+        self.last = threading.local()
         after_task_publish.connect(self._note, weak=False)
+        call_deduplicated.connect(self._note_duplicate, weak=False)
+
+    def _note_duplicate(self, task_id: str, **_: Any) -> None:
+        self.last.task_id = task_id
 
     def _note(self, headers: Any, exchange: Any, routing_key: str, **_: Any) -> None:
+        self.last.task_id = headers["id"]
         self.routes.setdefault(headers["id"], (getattr(exchange, "name", exchange) or "", routing_key or ""))
 
     def worker(self, **options: Any) -> Worker:
-        """Start a worker as the project does."""
-        options = {"concurrency": 6, "queues": "", **self.configuration.worker, **options}
+        """Start a worker as the project does. Bodies of three rows may wait at their gates, two each."""
+        options = {"concurrency": 8, "queues": "", **self.configuration.worker, **options}
         return Worker(self.directory, self.name, **options)
 
     def play(self, style: str, row: Row) -> None:
@@ -234,9 +242,12 @@ class Scene:
     def call(self, *, gated: bool = False) -> Any:
         """Publish the call."""
         options = self.options()
-        if not options:
-            return self.task.delay(*self.args(gated=gated))
-        return self.task.apply_async(self.args(gated=gated), **options)
+        result = (
+            self.task.apply_async(self.args(gated=gated), **options)
+            if options
+            else self.task.delay(*self.args(gated=gated))
+        )
+        return result or self.task.AsyncResult(self.play.last.task_id)  # of a base class that returns nothing
 
     def args(self, *, gated: bool = False) -> list[Any]:
         return [self.name, self.row.mode, self.gate if gated else ""]
