@@ -249,14 +249,14 @@ def unknown_stays() -> None:
 def join_first() -> None:
     """A call ends with the result of the first of its key that was ever joined."""
 
-    def first(task: Any, holder: Any, wait: Any) -> Any:
-        now = joined(task, holder, wait)
+    def first(task: Any, holder: Any, call: Any) -> Any:
+        now = joined(task, holder, call)
         if now is None:
             return None
         key = f"first:{task.request.args[0]}"
         return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
 
-    joined = _put(park_module, "_joined", first)
+    joined = _put(acquire_module, "joined_by", first)
 
 
 def classic_recipe() -> type:
