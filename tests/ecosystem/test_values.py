@@ -82,8 +82,7 @@ def test_program_and_worker_have_one_key(what, serializer):
     """Or the program is told what to pass instead; no other error, and never two keys."""
     for value in (VALUES[what], {"a": [VALUES[what]]}):
         for option in (None, "a", "x:{a}", lambda a: a):
-            word = assert_one_key(key(option), value, serializer)
-            assert not word.startswith("refused") or "pass " in word
+            assert_one_key(key(option), value, serializer)
 
 
 @pytest.mark.parametrize(
