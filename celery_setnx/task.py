@@ -34,7 +34,7 @@ from celery_setnx.call.binding import (
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
 from celery_setnx.call.guard import DECORATED, Guard, decorated
 from celery_setnx.call.message import Call
-from celery_setnx.call.outermost import is_celerys_own, stand_outermost
+from celery_setnx.call.outermost import is_celerys_own, is_from_celery, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.configured import configured
@@ -439,7 +439,7 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
     run = Run(task, guard, request, args, kwargs)
-    if is_celerys_own(type(task), "__call__"):
+    if is_celerys_own(type(task), "__call__") or is_from_celery(following):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
     return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
 

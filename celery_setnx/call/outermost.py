@@ -43,8 +43,13 @@ def is_celerys_own(task: type[Task], name: str) -> bool:
         while _is_ours(method):
             method = method.own
         if method is not None:
-            return base is Task and getattr(method, "__module__", None) in _CELERYS
+            return base is Task and is_from_celery(method)
     return False
+
+
+def is_from_celery(method: Any) -> bool:
+    """Whether a method is from where Celery's own are."""
+    return getattr(method, "__module__", None) in _CELERYS
 
 
 def _is_ours(method: Any) -> bool:
