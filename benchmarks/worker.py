@@ -243,13 +243,13 @@ def folded(taken: Taken, figure: Callable[[Sequence[Slice]], float]) -> Samples:
 
 def promises_of_cpu() -> tuple[Promise, ...]:
     """What the lock may cost."""
-    return (Promise(OURS, CPU_OF_PLAIN, to=PLAIN, guard=1.6),)
+    return (Promise(OURS, CPU_OF_PLAIN, to=PLAIN, guard=1.8),)
 
 
 def promises_of_rate() -> tuple[Promise, ...]:
     """Who must be slower."""
     peers = [name for name, way in WAYS.items() if way.locks_at == "publish"]
-    return tuple(Promise(OURS, RATE_OF_PEERS, to=peer, at_least=True, guard=0.6) for peer in peers)
+    return tuple(Promise(OURS, RATE_OF_PEERS, to=peer, at_least=True, guard=0.5) for peer in peers)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from celery_setnx.call.queues import (
     voucher,
     way_to,
 )
+from celery_setnx.configured import until_changed
 from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.log import Log
@@ -353,10 +354,14 @@ def deliverable(app: Celery, countdown: float) -> float:
 
 def visibility_timeout_s(app: Celery) -> float | None:
     """Seconds after which the broker delivers again what was not acknowledged; None if it does not."""
-    scheme = broker_scheme(app)
-    if scheme not in _VISIBILITY_S:
-        return None
-    return float(transport_options(app, "broker_url").get("visibility_timeout") or _VISIBILITY_S[scheme])
+
+    def read() -> float | None:
+        scheme = broker_scheme(app)
+        if scheme not in _VISIBILITY_S:
+            return None
+        return float(transport_options(app, "broker_url").get("visibility_timeout") or _VISIBILITY_S[scheme])
+
+    return until_changed(app, "_setnx_visibility", read)
 
 
 def tells_redelivery(app: Celery) -> bool:
