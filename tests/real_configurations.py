@@ -36,7 +36,7 @@ from celery_setnx.signals import call_deduplicated
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
 
-KEYED = {"key": "name", "lease": 600, "retry_delay": 0.1, "retry_delay_max": 0.3}
+KEYED = {"key": "name", "lease": 600}
 EQUAL = 4
 """So many equal calls are made: one, and three while it runs."""
 
@@ -74,7 +74,7 @@ PLAIN = [
 ]
 WAIT, RETRY = {"on_conflict": "wait"}, {"on_conflict": "retry"}
 TODAY = {"dedupe": "until_done", "dedupe_for": 600}
-AUTORETRY = {"autoretry_for": (LookupError,), "default_retry_delay": 0.1}
+AUTORETRY = {"autoretry_for": (LookupError,)}
 ROWS = [
     Row("auto", "skipped", of_base=False),
     Row("skip", "skipped", {"on_conflict": "skip"}, of_base=False),
@@ -114,7 +114,7 @@ class Configuration:
     """A project's app, with a guarded task for each row, under its own base class and combined with that.
 
     `calls` are the options that the project's calls have, in turns. `make` is the project's own decorator of
-    tasks, `inside` what a body does. `worker` is how workers are started.
+    tasks, `inside` what a body does. `worker` is how workers are started. A call comes back after `pause_s`.
     """
 
     app: Celery
@@ -125,6 +125,7 @@ class Configuration:
     inside: Callable[[], Any] = lambda: None
     worker: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    pause_s: float = 0.1
     tasks: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,7 +136,8 @@ class Configuration:
         for row in ROWS:
             if row.others == "same" and not self.stores_results:
                 continue
-            terms = {**KEYED, **row.options}
+            delays = {"retry_delay": self.pause_s, "retry_delay_max": 3 * self.pause_s}
+            terms = {**KEYED, **delays, **row.options}
             self._add("base", row, both, {"singleton": terms})
             if not row.of_base:
                 self._add("decorator", row, own, {}, singleton(**terms))
@@ -148,8 +150,8 @@ class Configuration:
         def work(self: Task, name: str, mode: str = "", gate: str = "") -> str:
             return _work(self, name, mode, gate, inside)
 
-        inside = self.inside
-        options = {"shared": False, **self.options, **row.task, **more}
+        inside, delay = self.inside, {"default_retry_delay": self.pause_s} if row.mode else {}
+        options = {"shared": False, **self.options, **delay, **row.task, **more}
         make = (self.make or self.app.task)(bind=True, base=base, name=f"real.{style}.{row.name}", **options)
         self.tasks[style, row.name] = make(decorate(work))
 
@@ -169,7 +171,7 @@ def _work(self: Task, name: str, mode: str, gate: str, inside: Callable[[], Any]
         wait_for_gate(gate)
     journal.write("end", **about)
     if mode == "retries" and not request.retries:
-        raise self.retry(countdown=0.1, max_retries=3)
+        raise self.retry(max_retries=3)
     if mode == "fails" and not request.retries:
         raise LookupError(name)
     return str(request.id)
