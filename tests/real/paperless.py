@@ -15,7 +15,7 @@ DATABASES = {
     "default": {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": FILE,
-        "OPTIONS": {"timeout": 60, "transaction_mode": "IMMEDIATE"},
+        "OPTIONS": {"timeout": 60},
     }
 }
 USE_TZ = True
@@ -47,11 +47,14 @@ import django  # noqa: E402
 from celery import Celery, signals, states  # noqa: E402
 from django.core.management import call_command  # noqa: E402
 from django.db import close_old_connections, connection, connections  # noqa: E402
+from django.db.backends.sqlite3.base import DatabaseWrapper  # noqa: E402
 
 from tests import app as tests_app  # noqa: E402, F401 - it journals
 from tests.real_configurations import Configuration  # noqa: E402
 
 logger = logging.getLogger(__name__)
+# Its PostgreSQL locks rows; SQLite must lock before it reads, to which Django 5.1 has an option of its own.
+DatabaseWrapper._start_transaction_under_autocommit = lambda self: self.cursor().execute("BEGIN IMMEDIATE")
 TABLE = "create table if not exists tasks (task_id text unique, status text, result text)"
 
 app = Celery("paperless")
