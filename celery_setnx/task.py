@@ -439,7 +439,7 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
     run = Run(task, guard, request, args, kwargs)
-    if is_celerys_own(type(task), "__call__") or is_from_celery(following):
+    if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
     return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
 
