@@ -27,6 +27,9 @@ HEADER = "singleton"
 REPLACED = 1_000_000
 """By how much the number of an attempt grows with a `replace()`."""
 
+LATEST = 1e11
+"""The last time (Unix seconds, in the year 5138) at which anything is to be done."""
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -198,6 +201,11 @@ def _is_count(value: Any, most: int = _COUNT_AT_MOST) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
+def is_time(value: Any) -> bool:
+    """True of Unix seconds at which something may be."""
+    return type(value) in (int, float) and 0 <= value <= LATEST
+
+
 # What each of its words may be. Numbers must be exact in Lua, and finite.
 _SHAPE: Mapping[str, Callable[[Any], bool]] = {
     "task": _is_text,
@@ -209,7 +217,7 @@ _SHAPE: Mapping[str, Callable[[Any], bool]] = {
     "waits": _is_count,
     "asked": _is_count,
     "attempt": lambda value: _is_count(value, 2 * 10**15),
-    "since": lambda value: type(value) in (int, float) and 0 <= value <= 1e11,
+    "since": is_time,
     "options": lambda value: isinstance(value, dict),
     "marked": lambda value: isinstance(value, bool) or value == "again",
     "redelivered": lambda value: isinstance(value, bool),

@@ -25,7 +25,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from celery_setnx.call.back import Message, deliverable, known_result, stamped
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.delay import declared, waits_in_broker
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import Call, is_time
 from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
@@ -53,9 +53,6 @@ FIRST_S = 60.0
 
 LATER_S = 600.0
 """Seconds for which those after it wait there."""
-
-LATEST = 1e11
-"""The last time (Unix seconds, in the year 5138) at which anything is to be done."""
 
 _PACE_S = 600.0
 _STAMPS = "stamps"  # a copy that none of a call's messages is
@@ -136,17 +133,13 @@ class Order:
         return str(self.call)
 
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= LATEST
-
-
 def _is_duration(value: Any) -> bool:
-    return _is_time(value) and 0 < value <= 3 * LONGEST_S
+    return is_time(value) and 0 < value <= 3 * LONGEST_S
 
 
 _TOLD: Mapping[str, Callable[[Any], bool]] = {
     "message": lambda value: isinstance(value, str),
-    "until": lambda value: value is None or _is_time(value),
+    "until": lambda value: value is None or is_time(value),
     **dict.fromkeys(("lease", "queue_lease", "remember"), _is_duration),
     "epoch": lambda value: isinstance(value, str),
     "resent": lambda value: isinstance(value, bool),

@@ -28,7 +28,7 @@ from celery_setnx.call.back import (
     visibility_timeout_s,
 )
 from celery_setnx.call.delay import waits_in_broker
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import LATEST, Call
 from celery_setnx.call.wake import (
     is_of_its_line,
     let_the_line_go_on,
@@ -44,7 +44,7 @@ from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import Options
-from celery_setnx.run.courier import LATEST, Order
+from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
 from celery_setnx.wording import held
 
