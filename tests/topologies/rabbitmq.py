@@ -47,6 +47,7 @@ class RabbitMQ:
         self.url = given or f"amqp://guest:guest@{HOST}:{free_port()}//"
         self._container: Any = None
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._is_frozen = False
         if self.is_own:
             self._create()
         self.wait_until_ready()
@@ -94,16 +95,21 @@ class RabbitMQ:
 
     def kill(self) -> None:
         """kill -9."""
+        if not self._is_frozen:
+            self._write_down()
+        self._is_frozen = False
         self._container.kill()
         self._container.wait()
 
-    def settle(self) -> None:
+    def _write_down(self) -> None:
         """Write down all that was declared: a quorum queue that was not has no leader after a kill (3.10)."""
         self._ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
 
     def freeze(self) -> None:
         """It keeps its connections, and reads and answers nothing. A kill ends that, too."""
+        self._write_down()
         self._container.pause()
+        self._is_frozen = True
 
     def _ctl(self, *command: str) -> bytes:
         ended, output = self._container.exec_run(["rabbitmqctl", "-q", *command])

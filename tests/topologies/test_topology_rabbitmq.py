@@ -331,7 +331,6 @@ def test_couriers_outlast_their_broker_and_their_queue_is_declared_anew(
     second = tasks.work.apply_async([name], singleton=WAIT)
     wait_for_waiters(tasks.work, name, 1)
     (waits,) = own_broker.delaying(queue)
-    own_broker.settle()
     own_broker.kill()
     locks.delete(*line_names(tasks.work.lock_key(name)))
     own_broker.start()
@@ -524,7 +523,6 @@ def test_broker_is_killed_while_calls_run_and_wait(
     for result in waiting:
         journal.wait_for("conflict", task_id=result.id)
     met = len(journal.entries(what="conflict", task_id=running.id))
-    own_broker.settle()
     own_broker.kill()
     began = time.monotonic()
     own_broker.start()
