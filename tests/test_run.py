@@ -19,8 +19,8 @@ from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.lock import HeldLock
-from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import done_name, record_name
+from celery_setnx.lock.marks import Mark, done_by, mark_all
+from celery_setnx.lock.names import record_name
 from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
@@ -273,7 +273,7 @@ def counting(task, monkeypatch) -> Any:
 def test_success_counts_if_the_call_was_surely_alone(counting, locks, meanwhile, counts):
     """Not if its lock was gone, or another's, when the body ended."""
     execute(counting, lambda: meanwhile(locks))
-    assert locks.get(done_name(KEY)) == (counting.request.id if counts else None)
+    assert done_by(locks, KEY) == (counting.request.id if counts else None)
 
 
 def test_lock_that_grew_old_while_redis_was_away_is_given_back(counting, locks, monkeypatch):
