@@ -135,6 +135,11 @@ def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | Lo
     return _first_error(_UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks]))
 
 
+def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
+    """Free a mark; False if it is not its task's any more."""
+    return bool(_UNMARK(client, (mark.name,), mark.task_id)[0] == "freed")
+
+
 def _marked(reply: list[Any]) -> Marked:
     word, task_id, now_us, value, record = reply
     if word == "stalled":
