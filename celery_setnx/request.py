@@ -31,6 +31,7 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.marks import Failure
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.log import Log
 from celery_setnx.run.ends import ends_of_process
@@ -131,6 +132,8 @@ class SingletonRequest(Request):  # type: ignore[misc]
             exc_info = _info_of(error)  # for which Celery acknowledges the message, and stores nothing
         if self._ends_with(error):
             self._forget(is_sent_again=isinstance(error, Retry))
+            if not isinstance(error, Retry):
+                self._forget_success()
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def _ends_with(self, error: BaseException) -> bool:
@@ -186,20 +189,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def free_dead(self) -> None:
         """Free the lock of the child, which is dead, if it holds it still."""
-        retries = retries_of(self._request_dict.get("retries"))
-        token = task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
+        has_failed = not self._has_returned and not self._comes_back
 
         def free(lock: SetnxLock) -> bool:
-            word = lock.free_dead(token)
+            word = lock.free_dead(self._token)
             let_others_start(self.app, self.task.name, lock)
-            if not self._has_returned and not self._comes_back:
-                if word == "lost" and not self._goes_on():  # it died before it had the lock
-                    self._forget()
-                if word == "ended":  # or after it, and before its result was stored
-                    self._forget(has_released=True)
+            if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
+                self._forget()
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
+        if has_failed:  # though it may have given the lock back as one that has succeeded
+            self._forget_success()
 
     def _goes_on(self) -> bool:
         """Whether the call of a child that has died waits in line, or another message has started it."""
@@ -249,20 +250,28 @@ class SingletonRequest(Request):  # type: ignore[misc]
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
 
-    def _forget(self, *, is_sent_again: bool = False, has_released: bool = False) -> None:
+    def _forget(self, *, is_sent_again: bool = False) -> None:
         if self._guard is None:
             return
-        options, call = self._guard.options_of(self.call.options), self.call
-        may_count = bool(options.dedupe_for) and not is_sent_again
-        if may_count and not call.key:
-            try:
-                call = call._replace(key=self._guard.key(self._arguments, call.options))
-            except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
-                may_count = False
-        if has_released:  # what it has now is its retry's
-            call = Call(call.task, call.task_id, call.attempt, call.key)
-        how = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
-        ends_of_process().forget(self.app, call, **how)
+        may_wait = self._guard.options_of(self.call.options).may_wait
+        ends_of_process().forget(self.app, self.call, may_wait=may_wait, is_sent_again=is_sent_again)
+
+    def _forget_success(self) -> None:
+        """Take back what this run has noted, or may note still: it has failed all the same."""
+        if self._guard is None or not self._guard.options.dedupe_for:
+            return
+        call, limit = self.call, self._guard.options.limit
+        try:
+            key = call.key or self._guard.key(self._arguments, call.options)
+        except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
+            return
+        ends_of_process().take_back(self.app, call, Failure(key, self._token, limit))
+
+    @property
+    def _token(self) -> str:
+        """The token with which this delivery acquires its lock."""
+        retries = retries_of(self._request_dict.get("retries"))
+        return task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
 
     @property
     def _comes_back(self) -> bool:

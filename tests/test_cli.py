@@ -27,7 +27,7 @@ from celery_setnx.cli.describe import COLUMNS, DONE_COLUMNS, MARK_COLUMNS
 from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
-from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import (
     done_name,
     key_name,
@@ -739,7 +739,7 @@ def test_release_leaves_a_done_call_that_was_not_shown(cli, locks, monkeypatch):
 
     monkeypatch.setattr(click, "confirm", confirm)
     assert "has changed meanwhile" in ask("release", "--done", key, ends=1).stderr
-    assert locks.get(done_name(key)) == "t-4"
+    assert done_by(locks, key) == "t-4"
 
 
 # several permits

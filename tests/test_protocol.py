@@ -903,6 +903,6 @@ def test_success_of_a_foreign_client_makes_duplicates_of_our_calls_and_back(serv
     assert producer.mark("another", "dedupe_for") == ("done", "5f1c0a")
     assert producer.mark("another", "until_done") == ("marked", "another"), "it does not ask for that"
     assert producer.not_sent("another") == "freed"
-    assert producer.failed_after_all("another") == "lost"
-    assert producer.failed_after_all("5f1c0a") == "freed"
+    assert producer.failed_after_all("5f1c0a|0|ac") == "lost", "another delivery, which has had no lock"
+    assert producer.failed_after_all("5f1c0a|0|ab") == "freed"
     assert not daily.delay(7).deduplicated

@@ -14,13 +14,14 @@ import pytest
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
-from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask
+from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask, is_skipped
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.lock import HeldLock
-from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import done_name, record_name
+from celery_setnx.lock.marks import Mark, done_by, mark_all
+from celery_setnx.lock.names import record_name
+from celery_setnx.lock.record import task_token
 from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
 from tests.conftest import LOCK_DB
@@ -111,6 +112,46 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks, cho
     with pytest.raises(Dropped):
         execute(redelivered, lambda: pytest.fail("the body ran"))
     assert SetnxLock(locks, KEY).acquire().acquired
+
+
+def test_lock_that_is_held_for_a_retry_which_has_run_is_free(task, locks):
+    """The lock server came back with older data: the other call's result tells that it has ended."""
+    other = uuid.uuid4().hex
+    SetnxLock(locks, KEY, line=True).acquire(token=task_token(other, 0, "ab")).lock.hold(3600)
+    task.backend.persistent = True
+    task.backend.mark_as_retry(other, ValueError())
+    assert is_skipped(execute(task, lambda: pytest.fail("the body ran")))
+    task.backend.mark_as_done(other, "result")
+    assert execute(task, lambda: "ran") == "ran"
+
+
+def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks, monkeypatch):
+    """Its worker asks, as a publisher does: the mark is older data, and this call is the one queued."""
+    monkeypatch.setattr(task._guard, "options", replace(task._guard.options, dedupe="until_started"))
+    task.backend.persistent = True
+    SetnxLock(locks, KEY).acquire()
+    other = Mark(KEY, uuid.uuid4().hex)
+    mark_all(locks, [other], dedupe="until_started", lease=600)
+    asking = run_of(task).asking
+    outcome = asking.ask()
+    assert asking.conflict(outcome).queued_as == other.task_id
+    task.backend.mark_as_done(other.task_id, "result")
+    assert asking.conflict(outcome).queued_as is None
+    assert locks.get(other.name) == task.request.id
+
+
+@pytest.mark.parametrize(("task_id", "runs"), [("", False), ("nightly", True)], ids=["random", "its user's"])
+def test_call_that_is_woken_after_it_has_ended_is_dropped(task, task_id, runs):
+    """The lock server came back with older data, in which it waits. A user's own id may be given again."""
+    task.backend.persistent = True
+    task.request.id = task_id or uuid.uuid4().hex
+    vars(task.request).update(Call(task.name, task.request.id, key=KEY, copy="x1", since=1.0).as_headers())
+    task.backend.mark_as_done(task.request.id, "result")
+    if runs:
+        assert execute(task, lambda: "ran") == "ran"
+        return
+    with pytest.raises(Dropped):
+        execute(task, lambda: pytest.fail("the body ran"))
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "retry", "wait"])
@@ -273,7 +314,7 @@ def counting(task, monkeypatch) -> Any:
 def test_success_counts_if_the_call_was_surely_alone(counting, locks, meanwhile, counts):
     """Not if its lock was gone, or another's, when the body ended."""
     execute(counting, lambda: meanwhile(locks))
-    assert locks.get(done_name(KEY)) == (counting.request.id if counts else None)
+    assert done_by(locks, KEY) == (counting.request.id if counts else None)
 
 
 def test_lock_that_grew_old_while_redis_was_away_is_given_back(counting, locks, monkeypatch):

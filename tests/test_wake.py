@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
-from celery import Celery
+from celery import Celery, uuid
 from celery.exceptions import QueueNotFound, Reject
 
 from celery_setnx import SetnxLock, SingletonTask, log
@@ -22,6 +22,7 @@ from celery_setnx.call.wake import COURIER, let_the_line_go_on, lines_of, wake_a
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import PASSED_OVER, note_due, park
 from celery_setnx.lock.names import line_names
+from celery_setnx.lock.record import task_token
 from celery_setnx.run import unswept as unswept_module
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
@@ -606,3 +607,16 @@ def test_outage_does_not_end_the_watch(monkeypatch, shop):
     monkeypatch.setattr(unswept_module, "note_lines", lambda *_: (_ for _ in ()).throw(ConnectionError()))
     with pytest.raises(ConnectionError):
         watch.look(a.app, a.step._client, None)
+
+
+def test_line_goes_on_past_a_lock_that_is_held_for_a_retry_which_has_run(server, locks):
+    """The lock server came back with older data, and nobody asks for the lock anew."""
+    shop, other = Shop(server, "older"), uuid()
+    shop.app.conf.result_backend = "cache+memory://"
+    backend = shop.app.tasks["bill"].backend
+    backend.persistent = True
+    SetnxLock(locks, shop.key(), line=True).acquire(token=task_token(other, 0, "ab")).lock.hold(3600)
+    shop.waits("w1", 1.0)
+    assert (shop.serve().heir, shop.sent()) == (None, [])
+    backend.mark_as_done(other, "result")
+    assert (shop.serve().heir.task_id, shop.sent()) == ("w1", ["w1"])

@@ -156,6 +156,11 @@ class RunningCall:
         return running if new.attempt == running.call.attempt + 1 else None
 
 
+def has_random_id(task_id: str) -> bool:
+    """Whether a task's id is no other call's, as those that Celery makes: a user's own may be given again."""
+    return _RANDOM_ID.fullmatch(task_id) is not None
+
+
 def id_of(given: Any) -> str:
     """A task's id as keys and records can have it: a digest of one that they cannot have, or nothing.
 
@@ -186,6 +191,7 @@ _ID_AT_MOST = 1000
 _TEXT_AT_MOST = 100_000
 _COUNT_AT_MOST = 10**9
 _NAME = re.compile(r"[\w-]{0,64}", re.ASCII)
+_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
 
 def _is_text(value: Any, most: int = _TEXT_AT_MOST) -> bool:

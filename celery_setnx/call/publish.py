@@ -19,6 +19,7 @@ from celery import Celery, uuid
 from celery_setnx.arguments import Arguments, copied
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
@@ -122,6 +123,8 @@ def publish(
     marked = take_mark(guard, mark, settled, lease)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
+    if marked is not None and not has_callbacks and _is_of_ended(guard, mark.key, marked):
+        marked = take_mark(guard, mark, settled, lease)
     if marked is not None and marked.stalled:
         serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
@@ -133,6 +136,12 @@ def publish(
     options["headers"] |= told._replace(marked=True).as_headers()
     send_it = partial(send, *arguments, **options)
     return _noted(_sent_marked(guard, mark, lease, send_it, at_once=at_once), deduplicated=False)
+
+
+def _is_of_ended(guard: Guard, key: str, marked: Marked) -> bool:
+    """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
+    state = marked.holder.state if marked.holder is not None else marked.state
+    return free_ended(guard.app, guard.task, key, marked.task_id, state)
 
 
 def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any], *, at_once: bool) -> Any:

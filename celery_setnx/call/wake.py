@@ -20,6 +20,7 @@ from celery import Celery
 
 from celery_setnx.call.back import Message, call_and_broker, deliverable
 from celery_setnx.call.broker import broker_of
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
@@ -162,8 +163,11 @@ def let_the_line_go_on(
     serve = _service_of(guard, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
-        if served.holder is not None and _is_dead(app, served.holder):
-            served = serve(dead=served.holder.token)
+        holder = served.holder
+        if holder is not None and _is_dead(app, holder):
+            served = serve(dead=holder.token)
+        elif holder is not None and free_ended(app, task, key, holder.task_id, holder.state, client):
+            served = serve(away=away)
         wake(app, served.heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break

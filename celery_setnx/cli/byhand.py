@@ -180,7 +180,7 @@ def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:
         raise NotReleased("Not forgotten.")
     count = 0
     for start in range(0, len(shown), _BATCH):
-        batch = [Mark(success.key, success.task_id) for success in shown[start : start + _BATCH]]
+        batch = [(success.key, success.token) for success in shown[start : start + _BATCH]]
         for forgotten in forget_each(client_for(app), batch):
             if isinstance(forgotten, Exception):
                 raise forgotten

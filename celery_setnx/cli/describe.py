@@ -399,6 +399,7 @@ def until(sighting: Sighting) -> str:
         "resting": f"It rests for {left} more (at_least_for); nobody runs.",
         "held_for_retry": f"It is kept for the holder's own retry, for {left} at most.",
         "handed": f"It is kept for the first in line, for {left} at most.",
+        "failed": f"Its holder has failed, and gives it back; in {left} at the latest it is free.",
     }.get(holder.state, f"It ends in {left}.")
 
 

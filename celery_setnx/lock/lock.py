@@ -487,10 +487,13 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, *found = self._release_any(token)
-        if word in ("released", "repaired") and (not found or found[1] is not None):
-            return "freed"
-        return "lost" if word == "lost" else "ended"
+        for permit, (_value, record) in enumerate(self._look(with_waiters=False)[2]):
+            if record is not None and record.startswith(f"{token}\n"):
+                had_it = record.split("\n")[3] in ("running", "failed")
+                word = self._release(token, permit)[0]
+                if word != "lost":
+                    return "freed" if had_it and word != "gone" else "ended"
+        return "lost"
 
     def free_held(self, task_id: str) -> bool:
         """Free the lock if it is held for a retry of a task that will not come.

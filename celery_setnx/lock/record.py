@@ -121,8 +121,8 @@ class Holder:
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
         state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
-            woken; `foreign`: a lock that no program of ours has set; or `paced`: nobody has it, and no call
-            may start before the deadline.
+            woken; `failed`: its run has failed, and is about to give it back; `foreign`: a lock that no
+            program of ours has set; or `paced`: nobody has it, and no call may start before the deadline.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: What the holder says of itself: task, about, task_id, worker, host, pid.
         value: The lock's value in Redis.

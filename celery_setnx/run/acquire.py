@@ -16,6 +16,7 @@ from celery.app.task import Context
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import NONCE, come_back, tells_redelivery
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, retries_of
 from celery_setnx.call.wake import leave_line, let_others_start, look_within
@@ -112,6 +113,16 @@ class Asking:
             self.call = self.call._replace(join=joined, asked=0)
         since = self.lingers_since or self.call.since or outcome.server_time
         return Conflict(self.task, self.call._replace(since=since), self.options, outcome, queued_as)
+
+    def frees_held(self, outcome: Outcome) -> bool:
+        """Whether what stands in its way is held for a retry of a call that has ended, and is free by now."""
+        holder = outcome.holder
+        is_others = holder is not None and holder.task_id != self.call.task_id
+        return is_others and self._frees(cast("Holder", holder).state, cast("Holder", holder).task_id)
+
+    def _frees(self, state: str, task_id: str | None) -> bool:
+        """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
+        return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
 
     def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
         """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
@@ -248,6 +259,8 @@ class Asking:
         options, mark = self.options, Mark(self.lock.name, self.call.task_id)
         dedupe, client = "until_started", self.lock.client
         (found,) = mark_all(client, [mark], dedupe=dedupe, lease=options.queue_lease, limit=options.limit)
+        if isinstance(found, Marked) and self._frees(found.state, found.task_id):
+            return self._queued_as(holder)
         if isinstance(found, Marked) and found.is_duplicate:
             return found.task_id
         if isinstance(found, Marked):  # else it is not known, and it waits all the same

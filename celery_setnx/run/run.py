@@ -29,7 +29,7 @@ from celery_setnx.call.back import (
     tells_redelivery,
 )
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call, RunningCall
+from celery_setnx.call.message import Call, RunningCall, has_random_id
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockTimeout, SetnxError
@@ -133,6 +133,8 @@ class Run:
                 if stale:
                     logger.info("%s has been started by another message; this one is dropped.", self)
                     raise Dropped("another message has started this call")
+                if held is None and asking.frees_held(outcome):
+                    continue
                 if held is None:
                     if self._may_have_ended(outcome) and (result := self._result_before()) is not UNSET:
                         return result
@@ -304,9 +306,11 @@ class Run:
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """What is stored of this call, if it is another delivery of one that has succeeded."""
-        # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
-        has_waited = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
-        has_twin = has_waited and self.task.acks_late
+        # A message that has waited may have a twin that was delivered again, if it is acknowledged late. One
+        # that was woken has one if the lock server came back with older data, in which it waits.
+        is_woken = self.call.copy != ORIGINAL
+        has_waited = is_woken or self.asking.has_parked or self.asking.lingers_since
+        has_twin = has_waited and (self.task.acks_late or (is_woken and has_random_id(self.call.task_id)))
         if not (self.call.redelivered or has_twin):
             return None
         stored = known_result(self.task.backend, self.request.id, self)

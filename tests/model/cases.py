@@ -51,8 +51,8 @@ BARE = {"copy": "-", "remember": 0, "linger": 0, "since": 0, "attempt": 0}  # of
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 VERBS = (
     "acquire " * 6 + "renew " * 5 + "release " * 5 + "hold " * 3 + "free " * 2 + "look " + "mark " * 5
-    + "extend " * 2 + "unmark " * 2 + "park " * 5 + "leave " * 2 + "advance " * 9 + "foreign " * 4
-    + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
+    + "extend " * 2 + "unmark " * 2 + "forget " * 2 + "park " * 5 + "leave " * 2 + "advance " * 9
+    + "foreign " * 4 + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
 ).split()  # fmt: skip
 # What is rare in a state, or ends it at once, comes more often in it.
 WHEN_HELD = ("free", "foreign", "acquire", "acquire", "advance") * 6
@@ -444,10 +444,15 @@ class Case:
         return self.script("extend", (MARK,), task_id=self.task_id(), lease=lease)
 
     def unmark(self) -> Step:
-        """By the mark's publisher, by a worker whose task has failed after all, or by anybody else."""
+        """By the mark's publisher, by hand, or by anybody else."""
         if self.store.done is not None and self.random.random() < 0.3:
-            return self.script("unmark", (DONE,), task_id=self.task_id())
+            return self.script("unmark", (DONE,), task_id=self.token())
         return self.script("unmark", (MARK,), task_id=self.task_id())
+
+    def forget(self) -> Step:
+        """By a worker whose task has failed after all, or by anybody else."""
+        more, count = self.several()
+        return self.script("forget", (DONE, RECORD, *more[1::2]), token=self.token(), **count)
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
@@ -587,7 +592,8 @@ class Case:
         mark, holder = self.store.mark, task_of(self.seen.holder.token)[0]
         known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
         done = self.store.done
-        known += [done.task_id] * 2 if done is not None and done.task_id != NOT_A_STRING else []
+        if done is not None and done.task_id != NOT_A_STRING:
+            known += [task_of(done.task_id)[0] or done.task_id] * 2
         return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
 
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
@@ -603,7 +609,7 @@ class Case:
             sent["line"] = LINE in keys
         if verb == "release":
             sent["with_permits"] = PERMITS in keys
-        what_it_is = "forget_done" if keys == (DONE,) else verb
+        what_it_is = "forget_by_hand" if keys == (DONE,) else {"forget": "forget_done"}.get(verb, verb)
         self.store, reply = getattr(self.model, what_it_is)(self.store, self.now, **sent)
         return Step(what, [command], reply, self.sight)
 

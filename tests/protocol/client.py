@@ -492,9 +492,9 @@ class Producer:
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
 
-    def failed_after_all(self, task_id: str) -> str:
+    def failed_after_all(self, token: str) -> str:
         """The word: a call whose success was noted has failed, and counts no more."""
-        (word,) = self._server.run("unmark", (self._beside("done"),), task_id)
+        (word,) = self._server.run("forget", (self._beside("done"), record_name(self._lock)), token)
         return str(word)
 
     def _beside(self, what: str) -> str:
