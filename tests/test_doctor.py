@@ -12,7 +12,8 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import LockForbidden, SetnxLock, SingletonTask
+from celery_setnx.connection import client_for
 from celery_setnx.doctor import server as doctor
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
@@ -401,8 +402,12 @@ def test_trial_of_another_is_not_reported(app, locks):
     [
         (lambda url: url.replace("redis://", "redis://nobody:wrong@"), "Check the user and the password"),
         (lambda url: f"{url}99", "the number of its database"),
+        (
+            lambda url: url.replace("redis://", "redis+cluster://").removesuffix("/1"),
+            "redis+cluster:// for a",
+        ),
     ],
-    ids=["password", "database"],
+    ids=["password", "database", "no cluster"],
 )
 def test_server_that_does_not_let_us_in_has_the_remedy_that_fits(server, change, do):
     """The URL is wrong, and the server is not down."""
@@ -420,6 +425,26 @@ def test_finding_that_has_something_to_do_is_more_than_ok(configured, replica, l
     assert {found.subject for found in examine(app) if found.level == "note"} == {
         *("broker", "replication", "visibility")
     }
+
+
+def test_node_of_a_cluster_is_no_single_server(cluster):
+    """A lock whose slot is another node's waits for whoever mends the URL, and is not lost as an error."""
+    client = client_for(app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}/0"))
+    refused = []
+    for number in range(20):  # some of them are elsewhere
+        try:
+            SetnxLock(client, f"lock.{{{number}}}", lease=1).acquire()
+        except LockForbidden as error:
+            refused.append(error)
+    assert refused
+    assert {error.remedy for error in refused} == {refused[0].remedy}
+    assert "redis+cluster:// for a cluster" in refused[0].remedy
+
+
+def test_host_that_does_not_resolve_is_said_to_be():
+    """It is an outage, as the name may be a server's that is about to start; and somebody may have to act."""
+    found = finding(app_on("redis://no-such-host.invalid/0"), "connection", "error", what="does not answer")
+    assert "name does not resolve" in found.do
 
 
 def test_cluster_is_examined_node_by_node(cluster):

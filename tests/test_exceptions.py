@@ -110,6 +110,24 @@ def test_message_of_ours_is_printable(error):
         ("AuthenticationError: WRONGPASS invalid username-password pair", "Check the user and the password"),
         ("AuthenticationError: HELLO must be called with the client already authenticated", "Check the user"),
         ("ResponseError: DB index is out of range", "the number of its database"),
+        (
+            "RedisClusterException: ...reachable node: HELLO must be called with",
+            "Check the user and the password",
+        ),
+        (
+            "ConnectionError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed",
+            "ssl_ca_certs",
+        ),
+        (
+            "ConnectionError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
+            "certificate is not valid for 'a'",
+            "another host's",
+        ),
+        ("ConnectionError: [SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)", "speaks no TLS"),
+        (
+            "InvalidResponse: Protocol Error: b'\\x15\\x03\\x03\\x00\\x02\\x02F'",
+            "write rediss:// for redis://",
+        ),
         ("RedisClusterException: Cluster mode is not enabled on this node", "redis+cluster:// for a cluster"),
         ("MovedError: 5061 127.0.0.1:7002", "redis+cluster:// for a cluster"),
         ("NoPermissionError: User x has no permissions to run the 'eval' command", "Grant its user"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 from celery import Celery, Task
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError
 
 from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
@@ -25,9 +25,8 @@ from celery_setnx.exceptions import (
     OptionError,
     SetnxError,
     UnkeyableCall,
-    remedy,
 )
-from celery_setnx.lock.scripts import REDIS_ERRORS
+from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings_of
 from celery_setnx.task import import_tasks
@@ -73,11 +72,12 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
         return click.ClickException(text)
     if not isinstance(error, REDIS_ERRORS):
         return None
-    text = f"{server(app)}: {type(error).__name__}: {sentence(error)}"
+    known = translated(prefix(app), error)
+    text = f"{server(app)}: {sentence(known.reason)}"
     if isinstance(error, NoPermissionError):
         text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
-    elif isinstance(error, (AuthenticationError, ResponseError)):
-        text += f" {remedy(text)}"
+    else:
+        text = f"{text} {known.remedy}".rstrip()
     return NoRedis(text)
 
 

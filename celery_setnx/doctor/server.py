@@ -32,8 +32,8 @@ from celery_setnx.doctor.app import (
 )
 from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
-from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
 from celery_setnx.lock.survey import BATCH, survey
 from celery_setnx.options import Settings, settings_of
 from celery_setnx.wording import sentence
@@ -113,14 +113,18 @@ def _each_server(client: Any) -> list[tuple[str, Any]]:
 
 
 def _no_answer(who: str, error: Exception) -> Finding:
-    said = f"{type(error).__name__}: {sentence(error)}"
-    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
-        return fail("connection", f"{who} refuses us: {said}", "No guarded task can run.", remedy(said))
+    known = translated(who, error)
+    said = sentence(known.reason)
+    if isinstance(known, LockRefused):
+        is_trusted = "CERTIFICATE_VERIFY_FAILED" not in said
+        what = f"{who} {'refuses us' if is_trusted else 'is not trusted'}: {said}"
+        return fail("connection", what, "No guarded task can run.", known.remedy)
     return fail(
         "connection",
         f"{who} does not answer: {said}",
         "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
-        "Check that the server runs, and the setting's host, port and TLS.",
+        known.remedy
+        or "Check that the server runs, and the setting's host, port and TLS (rediss://, or redis://).",
     )
 
 
