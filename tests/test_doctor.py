@@ -404,7 +404,7 @@ def test_trial_of_another_is_not_reported(app, locks):
         (lambda url: f"{url}99", "the number of its database"),
         (
             lambda url: url.replace("redis://", "redis+cluster://").removesuffix("/1"),
-            "redis+cluster:// for a",
+            "for a cluster and for nothing",
         ),
     ],
     ids=["password", "database", "no cluster"],
