@@ -477,6 +477,11 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         ),
         (["release", "tests.cliapp.plain", "7"], "has no lock"),
         (["release", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
+        (["show", "t:{tests.cliapp.sync"], "t:{tests.cliapp.sync is no whole key, and there is no lock of"),
+        (["show", "t:{tests.cliapp.sync:31ba40…"], "is no whole key"),
+        (["release", "t:{tests.cliapp.sync"], "is no whole key"),
+        (["why", "tests.cliapp.named", "reason=late"], "the key needs argument 'customer', which this call"),
+        (["why", "tests.cliapp.named", "7", "custmer=7"], "unexpected keyword argument 'custmer'"),
         (["watch", "--interval", "0"], "--interval"),
     ],
 )
@@ -537,8 +542,8 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
 @pytest.mark.parametrize(
     ("scene", "task", "answer", "says"),
     [
-        ("free", "sync", "Yes", r"nothing holds its lock\.\n  The key is t:{tests.cliapp.sync:\w+}\n$"),
-        ("free", "decorated", "Yes", r".*\n  The key is t:{tests.cliapp.decorated:"),
+        ("free", "sync", "Yes", r".*\n  The key of .*sync\(customer=7, .*\) is t:{.*:\w+}\n$"),
+        ("free", "decorated", "Yes", r".*\n  The key of tests\.cliapp\.decorated\(customer=7\) is t:{"),
         ("past its lease", "sync", "Yes", r"the holder's lease ended [\d.]+ s ago; the call takes its lock"),
         ("past its lease", "sync", "Yes", r".*\n  Held by tests.cliapp.sync\[t-1\]"),
         ("held by the dead", "sync", "Yes", "its holder is dead; a worker on this host takes the lock over"),
@@ -584,6 +589,39 @@ def test_why_json_says_the_same(cli, scene):
     assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
     assert documented_fields("why --json") == more
     assert answer["key"] == cli.key("pending")
+
+
+@pytest.mark.parametrize(
+    "call", [["7"], ["customer=7"], ["7", "late"], ["--kwargs", '{"customer": 7}']], ids=str
+)
+@pytest.mark.parametrize("command", ["why", "show", "release"])
+def test_arguments_that_the_key_does_not_name_need_not_be_given(cli, command, call):
+    """As list prints a lock; the answer says which key was asked about."""
+    held = cli.hold("named")
+    said = ask(command, TASK + "named", *call).stdout
+    assert held.key in said
+    free = ask("why", TASK + "named", "customer=8", ends=0).stdout.splitlines()[-1]
+    assert free.startswith(f"  The key of {TASK}named(customer=8) is t:{{{TASK}named:")
+    assert ask_json("why", TASK + "named", "8")["about"] == "customer=8"
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "says"),
+    [
+        ("7", ["7"], """named(customer='7') is held by .*To ask about that: '"7"'"""),
+        ("7", ["customer=7"], """named(customer='7') is held by .*To ask about that: 'customer="7"'"""),
+        (7, ['"7"'], "named(customer=7) is held by .*To ask about that: 7"),
+    ],
+)
+def test_text_that_is_held_in_place_of_a_number_is_named(cli, held, asked, says):
+    """Nobody waits for a call whose key looks the same; the other way round, too."""
+    SetnxLock(cli.locks, cli.task("named").lock_key(held), lease=600).acquire()
+    pattern = re.escape(says).replace(r"\.\*", ".*")
+    assert re.search(pattern, ask("why", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("show", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("release", TASK + "named", *asked, ends=1).stderr)
+    other = ask("why", TASK + "named", "8", ends=0).stdout
+    assert "But" not in other
 
 
 # release

@@ -151,7 +151,7 @@ def show(
     from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
-    sighting = sight(app, target, arguments, args_json, kwargs)
+    sighting, about, instead = sight(app, target, arguments, args_json, kwargs)
     client = client_for(app)
     line = waiters(client, sighting.key, sighting.server_time)
     done = success_of(client, sighting.key)
@@ -159,7 +159,7 @@ def show(
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
-        say(*page(details, sighting))
+        say(*page(details, sighting, about), *([instead] if instead else []))
 
 
 @setnx.command()
@@ -181,23 +181,26 @@ def why(
 
     ARGS are read as `show` reads them. Exit code 0: it would run. 1: it would not.
     """
-    from celery_setnx.cli.asked import key_of, loaded, look_at, the_guard_of, unknown
+    from celery_setnx.cli.asked import loaded, sight_call, the_guard_of, unknown
     from celery_setnx.cli.describe import answer, verdict
     from celery_setnx.cli.screen import say
     from celery_setnx.connection import client_for
     from celery_setnx.lock.survey import success_of
+    from celery_setnx.wording import titled
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
-    sighting = look_at(app, key_of(app.tasks[task], arguments, args_json, kwargs))
+    sighting, about, instead = sight_call(app, app.tasks[task], arguments, args_json, kwargs)
     done = success_of(client_for(app), sighting.key)
     runs, because = verdict(the_guard_of(app.tasks[task]), sighting, done)
+    because += [instead] if instead else []
     if as_json:
-        click.echo(json.dumps(answer(runs, because, sighting, done), indent=2))
+        told = answer(runs, because, sighting, done)
+        click.echo(json.dumps({**told, "about": told["about"] or about}, indent=2))
     else:
         reason, *more = because
-        more.append(f"The key is {sighting.key}")
+        more.append(f"The key of {titled(task, sighting.about or about)} is {sighting.key}")
         say(f"{'Yes' if runs else 'No'}: {reason}", *(f"  {line}" for line in more))
     ctx.exit(0 if runs else NO)
 
@@ -245,13 +248,13 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     elif not (done or starts) and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
-        sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
+        sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         if done:
             forget_done_call(app, sighting.key, yes=yes)
         elif starts:
             forget_starts_of(app, sighting, yes=yes)
         else:
-            release_lock(app, sighting, yes=yes, force=force)
+            release_lock(app, sighting, yes=yes, force=force, instead=instead)
 
 
 @setnx.command()

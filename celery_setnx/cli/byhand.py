@@ -41,7 +41,13 @@ class NotReleased(click.ClickException):
 
 
 def release_lock(
-    app: Celery, sighting: Sighting, *, yes: bool, force: bool, permit: int | None = None
+    app: Celery,
+    sighting: Sighting,
+    *,
+    yes: bool,
+    force: bool,
+    permit: int | None = None,
+    instead: str = "",
 ) -> None:
     """Show who has a lock, or one permit of it, ask, and drop what is still what was shown.
 
@@ -49,13 +55,7 @@ def release_lock(
     """
     shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
     if not shown:
-        more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
-        if done := success_of(client_for(app), sighting.key):
-            more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
-        if sighting.is_paced:
-            more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
-        name = sighting.key if permit is None else f"{sighting.key}#{permit}"
-        raise NotReleased(f"Nothing to release: {name} is free.{more}")
+        raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
         raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
     in_short = sighting.has_several and permit is None
@@ -78,6 +78,18 @@ def release_lock(
     for one in chosen:
         if one not in dropped:
             raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
+
+
+def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
+    """That nobody has a lock, and what else there is of its key."""
+    more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
+    if done := success_of(client_for(app), sighting.key):
+        more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
+    if sighting.is_paced:
+        more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
+    more += f" {instead}" if instead else ""
+    name = sighting.key if permit is None else f"{sighting.key}#{permit}"
+    return NotReleased(f"Nothing to release: {name} is free.{more}")
 
 
 def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:

@@ -214,11 +214,11 @@ def all_of(
     }
 
 
-def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
-    """The lines that `celery setnx show` prints of a lock."""
+def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Iterator[str]:
+    """The lines that `celery setnx show` prints of a lock; `about`: what was asked about."""
     holder, last = sighting.holder, details["last_holder"]
     yield f"key       {sighting.key}"
-    yield f"task      {titled(sighting.task, sighting.about)}"
+    yield f"task      {titled(sighting.task, sighting.about or about)}"
     yield f"scope     {sighting.scope}"
     if holder is None:
         yield f"state     {_state(sighting)}"
