@@ -169,11 +169,15 @@ def permit_of(app: Celery, target: str) -> tuple[Sighting, int] | None:
     return (sighting, number) if sighting.has_several else None
 
 
-def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterator[Sighting]:
-    """The locks, or the marks, that a command is about."""
+def find(
+    app: Celery, task: str | None, *, stale: bool, queued: bool, older_s: float | None = None
+) -> Iterator[Sighting]:
+    """The locks, or the marks, that a command is about; `older_s`: that somebody has had for so long."""
     scope = _scope(app, task)
     for sighting in survey(client_for(app), prefix(app)):
         if task is not None and sighting.scope != scope and (queued or sighting.task != task):
+            continue
+        if older_s is not None and not any((one.age_s or 0.0) >= older_s for one in sighting.of_each()):
             continue
         if sighting.mark is not None if queued else sighting.is_lock and (sighting.is_abandoned or not stale):
             yield sighting
