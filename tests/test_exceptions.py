@@ -21,6 +21,7 @@ from celery_setnx import (
     SetnxError,
     UnkeyableCall,
 )
+from celery_setnx.exceptions import is_misled
 from tests.test_wording import EVIL, controls
 
 HOLDER = {"task_id": "id-1", "description": "proj.t[id-1] on w (pid 1), running since now"}
@@ -149,3 +150,24 @@ def test_remedy_of_a_refusal_fits_the_servers_words(reason, do):
     assert reason.removesuffix(".") in message
     assert do in message
     assert ("Grant" in message) == ("Grant" in do)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ConnectionError: Error -3 connecting to redis:6379. Temporary failure in name resolution.",
+        "ConnectionError: Error while reading from redis:6379 : (104, 'Connection reset by peer')",
+        "TimeoutError: Timeout reading from socket",
+    ],
+)
+def test_outage_that_ends_by_itself_asks_for_nothing(reason):
+    """Nobody is told to change a URL that is right."""
+    assert LockUnavailable("k", reason).remedy == ""
+    assert not is_misled(reason)
+
+
+def test_name_of_a_key_does_not_tell_what_is_wrong():
+    """A server quotes it: what is refused for good is no wrong URL."""
+    assert not is_misled(
+        "ResponseError: unknown command 'EVALSHA', with args: 'a', '1', 'setnx:{shop.moved :a}'"
+    )
