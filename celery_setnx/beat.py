@@ -35,6 +35,7 @@ from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.survey import BEAT
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import settings_of
 from celery_setnx.signals import tick_late
@@ -96,7 +97,7 @@ def leader(app: Celery) -> Holder | None:
 
 def _lead(app: Celery, **info: Any) -> SetnxLock:
     own = settings_of(app)
-    name = f"{own.prefix}:{{celery.beat:{app.main}}}"
+    name = f"{own.prefix}:{{{BEAT}{app.main}}}"
     return SetnxLock(client_for(app), name, lease=own.beat_lease, retention=own.retention, info=info)
 
 

@@ -224,6 +224,7 @@ class Settings:
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
         show_arguments: Whether calls that are published say what their key was made of. Defaults to True.
+        timeout: Seconds for which a command waits for the lock server, twice at most. Defaults to 2.
         beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
             `celery.beat:PersistentScheduler`.
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
@@ -235,6 +236,7 @@ class Settings:
     retention: float
     same_host: bool
     show_arguments: bool
+    timeout: float
     beat_scheduler: str
     beat_lease: float
 
@@ -313,9 +315,15 @@ def settings(conf: Any) -> Settings:
         retention=duration_s("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
         show_arguments=_flag("setnx_show_arguments", conf.get("setnx_show_arguments", True)),
+        timeout=timeout_s(conf),
         beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
         beat_lease=duration_s("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
+
+
+def timeout_s(conf: Any) -> float:
+    """`setnx_timeout`: of all settings a client needs this one alone."""
+    return duration_s("the app", "setnx_timeout", conf.get("setnx_timeout", 2.0), "positive")
 
 
 def _key_prefix(conf: Any) -> str:

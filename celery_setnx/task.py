@@ -305,7 +305,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         return fanning.run(calls, batch_size, each, progress)
 
     def lock_key(self, *args: Any, **kwargs: Any) -> str:
-        """The Redis key of the lock of a call with these arguments.
+        """The Redis key of the lock of a call with these arguments: those that `key` names are enough.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -315,7 +315,8 @@ class SingletonTask(Task):  # type: ignore[misc]
     def locked(self, *args: Any, **kwargs: Any) -> Holder | None:
         """Who holds the lock of a call with these arguments now, and who waits for it; None if nobody does.
 
-        A glance, true when it was taken: to act on it, publish the call, and let the lock decide.
+        Those arguments are enough that `key` names. A glance, true when it was taken: to act on it, publish
+        the call, and let the lock decide.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -338,7 +339,8 @@ class SingletonTask(Task):  # type: ignore[misc]
         guard = self._settled()
         if guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
+        arguments = Arguments.given_to(self, args, kwargs)
+        return guard.lock(Call(self.name, "", key=guard.asked(arguments)[0]), arguments)
 
 
 @overload
@@ -381,7 +383,8 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
         raise TypeError(f"expected a task that is guarded, and the arguments of a call, not {task!r}")
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
-    return guard_for(task).lock(Call(task.name, ""), Arguments.given_to(task, args, kwargs))
+    guard, arguments = guard_for(task), Arguments.given_to(task, args, kwargs)
+    return guard.lock(Call(task.name, "", key=guard.asked(arguments)[0]), arguments)
 
 
 def guard_for(task: Task) -> Guard:

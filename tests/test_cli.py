@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -232,6 +233,21 @@ def test_list_chooses_by_task_and_by_deadline(cli):
     assert "The app has no task tests.cliapp.snyc; did you mean tests.cliapp.sync?" in said
 
 
+@pytest.mark.parametrize(("older", "listed"), [("1h", 1), ("90m", 0), ("3700", 0), ("3599s", 1), ("1d", 0)])
+def test_list_chooses_by_age(cli, locks, older, listed):
+    """A lock that somebody has had for so long: its body may hang, and is renewed all the same."""
+    key = cli.key("several")
+    assert SetnxLock(locks, key, lease=9000, limit=3).acquire().acquired
+    age(locks, key, 3600)
+    cli.hold("several", limit=3, task_id="t-2")
+    cli.hold("sync")
+    cli.park("waiting")
+    found = ask("list", "--older", older, ends=0)
+    assert found.stdout.count("\n") == (2 if listed else 0)
+    assert [row["key"] for row in ask_json("list", "--older", older)] == [key] * listed
+    assert re.match(rf"{'1 lock' if listed else 'No locks'} held for .+ or more under", found.stderr)
+
+
 @pytest.mark.parametrize(
     ("scene", "process", "stale", "listed"),
     [
@@ -448,6 +464,9 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
     [
         (["list", "--stale", "--queued"], "give one of them"),
         (["list", "--queued", "--done"], "give one of them"),
+        (["list", "--older", "1h", "--queued"], "give one of them"),
+        (["list", "--older", "soon"], "soon is no duration: write 90s, 5m, 1h or 2d"),
+        (["list", "--older", "h"], "h is no duration"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "tests.cliapp.snyc"], "did you mean tests.cliapp.sync?"),
         (["show", "a}b"], "cannot be named"),
@@ -477,6 +496,11 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         ),
         (["release", "tests.cliapp.plain", "7"], "has no lock"),
         (["release", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
+        (["show", "t:{tests.cliapp.sync"], "t:{tests.cliapp.sync is no whole key, and there is no lock of"),
+        (["show", "t:{tests.cliapp.sync:31ba40…"], "is no whole key"),
+        (["release", "t:{tests.cliapp.sync"], "is no whole key"),
+        (["why", "tests.cliapp.named", "reason=late"], "the key needs argument 'customer', which this call"),
+        (["why", "tests.cliapp.named", "7", "custmer=7"], "unexpected keyword argument 'custmer'"),
         (["watch", "--interval", "0"], "--interval"),
     ],
 )
@@ -532,13 +556,14 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     assert "  Its lease ends in " in result.stdout
     assert f"  Its process, pid {os.getpid()} on this host, is alive.\n" in result.stdout
     assert BECOMES[task] in result.stdout
+    assert "If it hangs, stop it: celery -A APP control terminate KILL t-1;" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("scene", "task", "answer", "says"),
     [
-        ("free", "sync", "Yes", r"nothing holds its lock\.\n  The key is t:{tests.cliapp.sync:\w+}\n$"),
-        ("free", "decorated", "Yes", r".*\n  The key is t:{tests.cliapp.decorated:"),
+        ("free", "sync", "Yes", r".*\n  The key of .*sync\(customer=7, .*\) is t:{.*:\w+}\n$"),
+        ("free", "decorated", "Yes", r".*\n  The key of tests\.cliapp\.decorated\(customer=7\) is t:{"),
         ("past its lease", "sync", "Yes", r"the holder's lease ended [\d.]+ s ago; the call takes its lock"),
         ("past its lease", "sync", "Yes", r".*\n  Held by tests.cliapp.sync\[t-1\]"),
         ("held by the dead", "sync", "Yes", "its holder is dead; a worker on this host takes the lock over"),
@@ -584,6 +609,39 @@ def test_why_json_says_the_same(cli, scene):
     assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
     assert documented_fields("why --json") == more
     assert answer["key"] == cli.key("pending")
+
+
+@pytest.mark.parametrize(
+    "call", [["7"], ["customer=7"], ["7", "late"], ["--kwargs", '{"customer": 7}']], ids=str
+)
+@pytest.mark.parametrize("command", ["why", "show", "release"])
+def test_arguments_that_the_key_does_not_name_need_not_be_given(cli, command, call):
+    """As list prints a lock; the answer says which key was asked about."""
+    held = cli.hold("named")
+    said = ask(command, TASK + "named", *call).stdout
+    assert held.key in said
+    free = ask("why", TASK + "named", "customer=8", ends=0).stdout.splitlines()[-1]
+    assert free.startswith(f"  The key of {TASK}named(customer=8) is t:{{{TASK}named:")
+    assert ask_json("why", TASK + "named", "8")["about"] == "customer=8"
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "says"),
+    [
+        ("7", ["7"], """named(customer='7') is held by .*To ask about that: '"7"'"""),
+        ("7", ["customer=7"], """named(customer='7') is held by .*To ask about that: 'customer="7"'"""),
+        (7, ['"7"'], "named(customer=7) is held by .*To ask about that: 7"),
+    ],
+)
+def test_text_that_is_held_in_place_of_a_number_is_named(cli, held, asked, says):
+    """Nobody waits for a call whose key looks the same; the other way round, too."""
+    SetnxLock(cli.locks, cli.task("named").lock_key(held), lease=600).acquire()
+    pattern = re.escape(says).replace(r"\.\*", ".*")
+    assert re.search(pattern, ask("why", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("show", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("release", TASK + "named", *asked, ends=1).stderr)
+    other = ask("why", TASK + "named", "8", ends=0).stdout
+    assert "But" not in other
 
 
 # release
@@ -656,6 +714,33 @@ def test_release_does_nothing_when_the_lock_has_changed(cli, monkeypatch):
     monkeypatch.setattr(click, "confirm", confirm)
     assert "has changed meanwhile" in ask("release", held.key, ends=1).stderr
     others[0].renew()
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_release_by_force_is_of_the_holder_that_was_shown(cli, monkeypatch, force):
+    """As from Python: that it renews its lease between the question and the answer does not matter."""
+    held = cli.hold() if force else cli.stale()
+
+    def confirm(_text: str) -> bool:
+        held.renew()
+        return True
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    said = ask("release", held.key, *["--force"] * force, ends=int(not force))
+    assert (f"Released {held.key}.\n" in said.stdout) is force
+    assert held.release() == ("lost" if force else "released")
+
+
+def test_remedy_of_the_doctor_for_a_foreign_value_is_done(cli, locks):
+    """The command that it prints deletes it."""
+    cli.foreign("sync")
+    (found,) = [
+        found for found in json.loads(ask("doctor", "--json").stdout) if found["subject"] == "foreign"
+    ]
+    words = shlex.split(found["do"].partition("celery setnx ")[2])
+    assert words[0] == "release"
+    ask(*words, "--yes", ends=0)
+    assert not locks.exists(cli.key())
 
 
 def test_release_of_a_free_lock_ends_with_1(cli):
@@ -934,11 +1019,10 @@ def test_release_knows_a_lock_whose_name_is_like_a_permits(cli, locks):
 def test_release_says_which_permit_has_changed_meanwhile(cli, monkeypatch):
     """The others are released all the same."""
     held = cli.hold_many(ELSEWHERE, ELSEWHERE)
-    monkeypatch.setattr(click, "confirm", lambda _text: held[0].renew() is None)
+    monkeypatch.setattr(click, "confirm", lambda _text: held[0].release() == "released")
     result = ask("release", held[0].key, "--force", ends=1)
     assert f"Released {held[0].key}#1.\n" in result.stdout
     assert f"Not released: {held[0].key}#0 has changed meanwhile" in result.stderr
-    held[0].renew()
     assert held[1].release() == "lost"
 
 
@@ -1203,12 +1287,44 @@ def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
         assert ("…" in line) == (bool(cut) and (cut != ["TASK"] or row[0] == "proj.billing.settle"))
 
 
+@pytest.mark.parametrize(
+    ("room", "says"),
+    [
+        (300, ""),
+        (160, " No room for KEY: widen"),
+        (80, " No room for TASK ID, WORKER, KEY: widen"),
+    ],
+)
+def test_columns_that_a_table_has_no_room_for_are_named(room, says):
+    """They are not left out without a word."""
+    heading, *_lines = table(COLUMNS, ROWS, room)
+    assert screen.left_out(COLUMNS, heading).startswith(says)
+    assert bool(screen.left_out(COLUMNS, heading)) == bool(says)
+
+
 @pytest.mark.parametrize("room", range(10, 200, 7))
 def test_table_is_never_wider_than_its_room(room):
     """However little that is."""
     assert max(map(screen._width, table(COLUMNS, ROWS, room))) <= room
     marks = [["proj.billing.reindex", "in 1 h 9 min", str(uuid.uuid4()), "t:{proj.billing.reindex:d66aba8f}"]]
     assert max(map(screen._width, table(MARK_COLUMNS, marks, room))) <= room
+
+
+@pytest.mark.parametrize("room", [20, 40, 80])
+@pytest.mark.parametrize(
+    "text",
+    ["error    server: the memory is full, and no lock is granted any more", "  Held by one two three four"],
+)
+def test_line_is_broken_between_words(monkeypatch, room, text):
+    """Under its first column; in a pipe it stays one line."""
+    assert screen.whole_words(text) == text
+    monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda: True))
+    monkeypatch.setattr(screen, "_columns", lambda: room)
+    first, *more = screen.whole_words(text).split("\n")
+    assert " ".join([first, *map(str.strip, more)]) == text
+    indent = 9 if text.startswith("error") else 2
+    assert all(line.startswith(" " * indent) and line[indent] != " " for line in more)
+    assert all(len(line) <= room for line in [first, *more])
 
 
 def test_screen_without_width_shows_something():

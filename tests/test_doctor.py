@@ -12,7 +12,8 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import LockForbidden, SetnxLock, SingletonTask
+from celery_setnx.connection import client_for
 from celery_setnx.doctor import server as doctor
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
@@ -24,7 +25,7 @@ from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.docs.pages import DOCS, table
-from tests.harness import lock_keys, wait_until
+from tests.harness import age, lock_keys, wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Sentinels
 
@@ -287,6 +288,32 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
 
 
+def test_run_that_may_hang_is_a_note_that_says_how_to_stop_it(app, locks):
+    """An hour is long; the lead of a beat is held for as long as the beat lives."""
+    for key, task_id, older_s in (("examined.work:aa", "t-1", 0), ("examined.work:bb", "t-2", 60)):
+        task = {
+            "task": "examined.work",
+            "task_id": task_id,
+            "host": "elsewhere",
+            "pid": 7,
+            "worker": "w@elsewhere",
+        }
+        SetnxLock(locks, f"setnx:{{{key}}}", lease=9000, info=task).acquire(token=f"{task_id}|0|ab")
+        age(locks, f"setnx:{{{key}}}", older_s)
+    SetnxLock(locks, "setnx:{celery.beat:examined}", lease=9000, info=task).acquire()
+    assert [found.level for found in findings(app, "locks")] == ["ok"]
+    pass_time(3600, app)
+    _held, old = findings(app, "locks")
+    assert (
+        old.level,
+        "or more: 2; the oldest is setnx:{examined.work:bb} of examined.work[t-2]" in old.what,
+    ) == (
+        "note",
+        True,
+    )
+    assert "celery -A APP control terminate KILL t-2" in old.do
+
+
 def test_calls_that_wait_for_their_pace_are_counted(app, locks):
     """Nothing is wrong with them; they are told from those that wait for a holder."""
     for key, rate in (("aa", (1, 60.0)), ("bb", None)):
@@ -313,7 +340,7 @@ def test_permits_are_looked_at_one_by_one(app, locks, foreign_keys):
     assert held.what == "Locks held: 1; calls that wait in line: 0."
     assert f"Locks that expired unreleased: 1; the first was {key}#0 of " in expired.what
     foreign = finding(app, "foreign", "error", what="value 'mine'")
-    assert shlex.split(foreign.do.partition(": ")[2]) == ["celery", "setnx", "release", f"{key}#3"]
+    assert shlex.split(foreign.do.partition(": ")[2]) == ["celery", "setnx", "release", "--force", f"{key}#3"]
     locks.persist(f"{key}#1:holder")
     foreign_keys.add(f"{key}#1:holder")
     finding(app, "ttl", "warning", what=f"{key}#1:holder")
@@ -346,7 +373,7 @@ def test_advice_about_a_foreign_key_can_be_pasted_into_a_shell(app, locks, forei
     foreign_keys.add(evil)
     locks.set(evil, "mine")
     advice = finding(app, "foreign", "error").do
-    assert shlex.split(advice.partition(": ")[2]) == ["celery", "setnx", "release", evil]
+    assert shlex.split(advice.partition(": ")[2]) == ["celery", "setnx", "release", "--force", evil]
 
 
 def test_key_without_a_ttl_is_a_warning(app, locks, foreign_keys):
@@ -401,8 +428,12 @@ def test_trial_of_another_is_not_reported(app, locks):
     [
         (lambda url: url.replace("redis://", "redis://nobody:wrong@"), "Check the user and the password"),
         (lambda url: f"{url}99", "the number of its database"),
+        (
+            lambda url: url.replace("redis://", "redis+cluster://").removesuffix("/1"),
+            "for a cluster and for nothing",
+        ),
     ],
-    ids=["password", "database"],
+    ids=["password", "database", "no cluster"],
 )
 def test_server_that_does_not_let_us_in_has_the_remedy_that_fits(server, change, do):
     """The URL is wrong, and the server is not down."""
@@ -420,6 +451,26 @@ def test_finding_that_has_something_to_do_is_more_than_ok(configured, replica, l
     assert {found.subject for found in examine(app) if found.level == "note"} == {
         *("broker", "replication", "visibility")
     }
+
+
+def test_node_of_a_cluster_is_no_single_server(cluster):
+    """A lock whose slot is another node's waits for whoever mends the URL, and is not lost as an error."""
+    client = client_for(app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}/0"))
+    refused = []
+    for number in range(20):  # some of them are elsewhere
+        try:
+            SetnxLock(client, f"lock.{{{number}}}", lease=1).acquire()
+        except LockForbidden as error:
+            refused.append(error)
+    assert refused
+    assert {error.remedy for error in refused} == {refused[0].remedy}
+    assert "redis+cluster:// for a cluster" in refused[0].remedy
+
+
+def test_host_that_does_not_resolve_is_said_to_be():
+    """It is an outage, as the name may be a server's that is about to start; and somebody may have to act."""
+    found = finding(app_on("redis://no-such-host.invalid/0"), "connection", "error", what="does not answer")
+    assert "name does not resolve" in found.do
 
 
 def test_cluster_is_examined_node_by_node(cluster):

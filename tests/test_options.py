@@ -74,6 +74,7 @@ def test_callable_of_one_call_is_refused():
         ({"setnx_prefix": "a{b"}, "setnx_prefix must be a text without braces"),
         ({"setnx_same_host": "no"}, "setnx_same_host must be True or False"),
         ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
+        ({"setnx_timeout": 0}, "setnx_timeout of the app must be positive"),
         ({"setnx_defaults": {"leese": 1}}, "setnx_defaults has an .* option 'leese'; did you mean 'lease'"),
     ],
 )

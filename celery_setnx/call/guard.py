@@ -135,6 +135,14 @@ class Guard:
             digest = function.digest(*arguments)
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
 
+    def asked(self, arguments: Arguments) -> tuple[str, str]:
+        """The Redis key of a call that somebody asks about, and what it was made of.
+
+        Arguments that the key does not name may be missing.
+        """
+        digest, about = self.key_function.asked(*arguments)
+        return key_name(self.settings.prefix, self.scope_of({}), digest), about
+
     def may_have(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has the key of its arguments, as far as that can be told again.
 

@@ -17,6 +17,7 @@ from typing import Any
 from celery import Celery, uuid
 
 from celery_setnx.arguments import Arguments, copied
+from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_unless_away
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.ended import free_ended
@@ -34,7 +35,7 @@ from celery_setnx.exceptions import (
     SetnxError,
     UnkeyableCall,
 )
-from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.lock.marks import Mark, Marked, grace_s
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
@@ -148,7 +149,7 @@ def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any]
     """Send a call; its mark then lasts for the lease, and ends if there was nothing to send."""
 
     def extend() -> None:
-        _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
+        _complain(extend_unless_away(client_for(guard.app), [mark], lease), guard, mark, "was sent")
 
     if not at_once:
         when_sent(mark.task_id, extend)
@@ -156,7 +157,7 @@ def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any]
         result = send()
     except BaseException:
         will_not_be_sent(mark.task_id)
-        _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
+        _complain(free_unless_away(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
     if at_once:
         extend()
@@ -295,8 +296,8 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    client = client_for(guard.app)
-    (found,) = mark_all(client, [mark], dedupe=options.asks, lease=grace_s(lease), limit=options.limit)
+    terms: dict[str, Any] = {"dedupe": options.asks, "lease": grace_s(lease), "limit": options.limit}
+    (found,) = mark_unless_away(client_for(guard.app), [mark], **terms)
     if isinstance(found, LockUnavailable):
         say_loudly(found)
         logger.warning(

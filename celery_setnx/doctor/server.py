@@ -32,9 +32,9 @@ from celery_setnx.doctor.app import (
 )
 from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
-from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
-from celery_setnx.lock.survey import BATCH, survey
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
+from celery_setnx.lock.survey import BATCH, BEAT, Sighting, survey
 from celery_setnx.options import Settings, settings_of
 from celery_setnx.wording import sentence
 
@@ -42,6 +42,7 @@ __all__ = ["Finding", "check", "examine", "refused"]
 
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
 _NEARLY_FULL = 0.9
+_OLD_S = 3600.0  # a run that has taken so long may hang
 _TRIES_PER_CLUSTER = 1000  # names, to find one on each node
 _CLOCK_S = 1.0  # clocks that are this near each other do no harm
 
@@ -113,14 +114,18 @@ def _each_server(client: Any) -> list[tuple[str, Any]]:
 
 
 def _no_answer(who: str, error: Exception) -> Finding:
-    said = f"{type(error).__name__}: {sentence(error)}"
-    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
-        return fail("connection", f"{who} refuses us: {said}", "No guarded task can run.", remedy(said))
+    known = translated(who, error)
+    said = sentence(known.reason)
+    if isinstance(known, LockRefused):
+        is_trusted = "CERTIFICATE_VERIFY_FAILED" not in said
+        what = f"{who} {'refuses us' if is_trusted else 'is not trusted'}: {said}"
+        return fail("connection", what, "No guarded task can run.", known.remedy)
     return fail(
         "connection",
         f"{who} does not answer: {said}",
         "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
-        "Check that the server runs, and the setting's host, port and TLS.",
+        known.remedy
+        or "Check that the server runs, and the setting's host, port and TLS (rediss://, or redis://).",
     )
 
 
@@ -343,7 +348,9 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
 def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
     held = waiting = paced = marks = 0
-    dead, lapses_s = [], 0.0
+    dead: list[Sighting] = []
+    old: list[Sighting] = []
+    lapses_s = 0.0
     for seen in survey(client, own.prefix):
         if seen.scope == TRIAL:  # another's, that runs now, or was killed
             continue
@@ -356,15 +363,11 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             holder = one.holder
             if holder is not None and holder.state == "foreign" and holder.deadline is None:
                 held -= 1
-                yield fail(
-                    "foreign",
-                    f"{one.name} is held by {holder}.",
-                    f"No task {'has this permit' if seen.has_several else 'with this key will run'} before "
-                    "somebody deletes it.",
-                    f"If nobody needs it: celery setnx release {shlex.quote(one.name)}",
-                )
+                yield _foreign(one, seen)
             elif holder is not None and one.is_stale and holder.state in ("running", "held_for_retry"):
                 dead.append(one)
+            elif _is_old(one):
+                old.append(one)
     for_pace = f", {paced} of them for their pace" if paced else ""
     yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}{for_pace}.")
     if dead:
@@ -375,8 +378,42 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
         )
+    if old:
+        yield _old(old)
     if marks:
         yield _marks(marks, lapses_s)
+
+
+def _foreign(one: Sighting, seen: Sighting) -> Finding:
+    """A lock, or a permit of one, that never ends."""
+    return fail(
+        "foreign",
+        f"{one.name} is held by {one.holder}.",
+        f"No task {'has this permit' if seen.has_several else 'with this key will run'} before somebody "
+        "deletes it.",
+        f"If nobody needs it: celery setnx release --force {shlex.quote(one.name)}",
+    )
+
+
+def _is_old(seen: Sighting) -> bool:
+    """Whether one run has had a lock for so long that it may hang; a beat leads for as long as it lives."""
+    age_s = seen.age_s or 0.0
+    is_running = seen.process in ("alive", "unknown")
+    return is_running and age_s >= _OLD_S and not seen.scope.startswith(BEAT)
+
+
+def _old(old: list[Sighting]) -> Finding:
+    """Runs that have had their locks for long."""
+    oldest = max(old, key=lambda seen: seen.age_s or 0.0)
+    task_id = oldest.holder and oldest.holder.task_id
+    return note(
+        "locks",
+        f"Locks held by one run for {_OLD_S / 3600:g} h or more: {len(old)}; the oldest is {oldest.name} of "
+        f"{oldest.holder}.",
+        "A body that hangs keeps its lock: its process lives, and renews it.",
+        "See `celery setnx list --older 1h`. If it hangs: celery -A APP control terminate KILL "
+        f"{shlex.quote(task_id or 'ID')}, and give the task a time_limit.",
+    )
 
 
 def _marks(count: int, lapses_s: float) -> Finding:

@@ -33,6 +33,9 @@ BATCH = 1000
 COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCOUNT", "ZRANGEBYSCORE")
 """What a user who looks at locks must be allowed to do."""
 
+BEAT = "celery.beat:"
+"""What the scope of a beat's lead begins with: a lock that is held for as long as the beat lives."""
+
 NOT_TEXT = "(not a string)"
 """Stands for a lock's value that is no string: a foreign program's list, hash, or the like."""
 
