@@ -25,6 +25,7 @@ from celery_setnx.call.binding import (
     loops_over,
     refuse_forgotten_base,
     refuse_misplaced,
+    refuse_named_base,
     refuse_other_way,
     refuse_own_request,
     refuse_own_start_strategy,
@@ -578,14 +579,14 @@ def check(app: Celery) -> None:
 
 def import_tasks(app: Celery) -> None:
     """Import the modules of an app's tasks, as a worker does; once, for others hear of it, too."""
-    if _IMPORTED in vars(app) or app.loader.worker_initialized:
-        return
-    vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
-    try:
-        app.loader.import_default_modules()
-    except BaseException:
-        vars(app).pop(_IMPORTED, None)
-        raise
+    if _IMPORTED not in vars(app) and not app.loader.worker_initialized:
+        vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
+        try:
+            app.loader.import_default_modules()
+        except BaseException:
+            vars(app).pop(_IMPORTED, None)
+            raise
+    refuse_named_base()
 
 
 @import_modules.connect  # type: ignore[untyped-decorator]
@@ -682,6 +683,7 @@ class _OtherTasks:
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
 def _settle_at_the_end(app: Celery) -> None:
+    refuse_named_base()  # unless Celery has come to that task first: its finalizers have no order
     app._pending.append(_OtherTasks(app))
 
 
