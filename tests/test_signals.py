@@ -44,9 +44,9 @@ def scenes(watched, apart) -> Any:
 
 
 def lines_about(worker: Worker, call: str, key: str) -> list[str]:
-    """Level and text of each line of ours that names a call and its key; of Celery's, those that say why."""
+    """Level and text of each line that names a call and its key, ours or Celery's."""
     found = [m for m in LINE.finditer(worker.log_text()) if key in m["text"] and f"[{call}]" in m["text"]]
-    return [f"{m['level']} {m['text']}" for m in found if not re.match(r"Task \S+ succeeded in", m["text"])]
+    return [f"{m['level']} {m['text']}" for m in found]
 
 
 def sent(journal: Journal, task_id: str) -> list[str]:
@@ -166,6 +166,7 @@ def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
     ]
 
 
+EVENT = re.compile(r'\bfields\(\s*"(\w+)"')
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
 COMES_BACK = "INFO Task {celerys} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
 SCENES = {
@@ -227,6 +228,13 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, sce
     named = {"call": f"{name}({scenes.about})[{call.id}]", "celerys": f"{name}[{call.id}]"}
     for line, words in zip(lines, expected):
         assert re.fullmatch(pattern(words, **named, key=scenes.key), line), line
+
+
+def test_every_event_of_a_record_stands_in_the_table():
+    """Those that the package names, and the one of all other lines."""
+    rows = table((DOCS / "monitoring.md").read_text(), "`setnx_event`", "level", "when")
+    named = {name for path in PACKAGE.rglob("*.py") for name in EVENT.findall(path.read_text())}
+    assert {event.strip("`") for event, *_rest in rows} == named | {"trouble"}
 
 
 def test_all_modules_log_to_one_logger():

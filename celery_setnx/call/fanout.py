@@ -26,7 +26,7 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -196,6 +196,7 @@ class FanningOut:
                 self.counts.duplicates,
                 self.counts.total,
                 self.task.name,
+                extra=fields("duplicates", task=self.task.name),
             )
         if self.counts.failed:
             logger.error(
@@ -204,6 +205,7 @@ class FanningOut:
                 self.counts.total,
                 self.task.name,
                 self.counts.first_error,
+                extra=fields(task=self.task.name),
             )
 
     def _draw(self, call: Any) -> None:
@@ -369,6 +371,7 @@ class FanningOut:
                 self.task.name,
                 GRACE_S,
                 error,
+                extra=fields(task=self.task.name),
             )
         self.warned = True
 

@@ -22,7 +22,7 @@ from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name, scope_and_digest
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import (
     NAMES,
     OF_THE_TASK,
@@ -95,7 +95,7 @@ class Guard:
             if before is None or not before.key or not new.attempt % REPLACED:
                 raise
             text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
-            logger.warning(text, before, before.key, error)
+            logger.warning(text, before, before.key, error, extra=fields(of=before))
             key, about = before.key, before.about if shown else ""
         # A later attempt of a call stays that call; what else is published under its id is another.
         is_later = before is not None and before.attempt < new.attempt
@@ -131,7 +131,7 @@ class Guard:
         except SoftTimeLimitExceeded:  # of the task that is running
             raise
         except Exception as error:  # noqa: BLE001 - an OptionError, or whatever such values lead to
-            logger.warning("%s runs without options of its own: %s.", call, error)
+            logger.warning("%s runs without options of its own: %s.", call, error, extra=fields(of=call))
             known = {}
         return call._replace(options=known)
 
@@ -193,7 +193,7 @@ class Guard:
     def _check_skip_result(self, value: Any) -> None:
         serializer = self.app.conf.result_serializer
         try:
-            dumps(value, serializer=serializer)
+            dumps(value, serializer=serializer)  # type: ignore[no-untyped-call]
         except SerializerNotInstalled:
             pass  # here, where calls may only be published
         except Exception as error:  # noqa: BLE001 - whatever the value's own code raises

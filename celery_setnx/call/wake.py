@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.takeover import TakeOver, note_take_over
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
 
@@ -77,7 +77,13 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-            logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
+            logger.warning(
+                "%s is handed to task %s, which cannot be sent: %s.",
+                key,
+                heir.task_id,
+                error,
+                extra=fields(task_id=heir.task_id, key=key),
+            )
             heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
 
 
@@ -91,7 +97,7 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
             message.send(app, call.as_copy())
     except Exception as error:
         text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
-        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S)
+        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
         _take_back(app, heir, call.task, call.key)
         if isinstance(error, SoftTimeLimitExceeded):
             raise
@@ -109,7 +115,13 @@ def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
         elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
     except (SetnxError, redis.RedisError) as error:
-        logger.info("No worker with the task and the broker %s was told to send %s: %s", broker, call, error)
+        logger.info(
+            "No worker with the task and the broker %s was told to send %s: %s",
+            broker,
+            call,
+            error,
+            extra=fields(of=call),
+        )
 
 
 def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
@@ -131,7 +143,13 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
         call, message = _of_its_line(app, text)
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
-        logger.warning("Task %s is handed %s, and could not be sent: %s.", task_id, key, error)
+        logger.warning(
+            "Task %s is handed %s, and could not be sent: %s.",
+            task_id,
+            key,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
     return None
 
 
@@ -212,7 +230,9 @@ def look_within(app: Celery, task: str, key: str, within: float) -> str:
     try:
         return note_due(client_for(app), lines_of(app), task, key, within=within)
     except SetnxError as error:
-        logger.info("No worker was told to look at the line of %s: %s", key, error)
+        logger.info(
+            "No worker was told to look at the line of %s: %s", key, error, extra=fields(task=task, key=key)
+        )
         return ""
 
 
@@ -235,13 +255,18 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
             return None
         call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-        logger.warning("Task %s has waited for long enough, and is left to its courier: %s", task_id, error)
+        logger.warning(
+            "Task %s has waited for long enough, and is left to its courier: %s",
+            task_id,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
         return None
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
         text = "%s has waited for long enough, and could not be sent: %s. It is tried again in %g s."
-        logger.warning(text, call, error, _UNSENT_S)
+        logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None
 
@@ -253,7 +278,9 @@ def next_look(served: Served) -> float | None:
     return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
 
 
-def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
+def report_take_over(
+    app: Celery, call: object, key: str, dead: Holder, server_time: float, extra: Mapping[str, Any]
+) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if dead.state == "foreign":
@@ -266,18 +293,21 @@ def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_t
         )
     else:
         why = "its process on this host is dead."
-    logger.warning("%s took over %s from %s: %s", call, key, dead, why)
+    logger.warning("%s took over %s from %s: %s", call, key, dead, why, extra=extra)
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings_of(app).retention)
     except REDIS_ERRORS as error:
-        logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
+        logger.info(
+            "`celery setnx show` will not know of this take-over of %s: %s", key, error, extra=fields(key=key)
+        )
 
 
 def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
     """Say that a lock was handed to the first in line because its holder has died."""
-    task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
-    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
+    task = app.tasks.get(str(dead.task)) or app.tasks[COURIER]
+    told = fields("taken_over", dead, task_id=heir.task_id, key=key)
+    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time, told)
     lock_taken_over.send(
         sender=task, task_id=heir.task_id, key=key, about=dead.about, fence=None, holder=dead
     )
@@ -295,7 +325,7 @@ def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     try:
         return _service_of(None, key, client_for(app))(away=heir.task_id).heir
     except SetnxError as error:
-        logger.warning("%s is handed on when its time is over: %s", key, error)
+        logger.warning("%s is handed on when its time is over: %s", key, error, extra=fields(key=key))
         return None
 
 
