@@ -1361,6 +1361,14 @@ def test_doctor_prints_findings_and_ends_with_their_code(cli):
     assert ask("doctor", "--strict").exit_code == 1
 
 
+def test_doctor_prints_the_acl_line_and_asks_no_server(cli, monkeypatch):
+    """To be copied into redis-cli."""
+    monkeypatch.setitem(cli.app.conf, "setnx_url", "redis://localhost:1/0")
+    result = ask("doctor", "--acl")
+    assert result.stdout.startswith("ACL SETUSER celery_setnx on >PASSWORD ~")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
 # the executable, and real workers
 
 
