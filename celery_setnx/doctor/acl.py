@@ -23,9 +23,6 @@ def acl_lines(app: Celery) -> Iterator[str]:
     """What workers, publishers and beats need, and then what operators need as well.
 
     The lines add to what a user may do. A password stands in them only for a user whom the URL does not name.
-
-    Raises:
-        OptionError: No setting names a lock server, or one of ours is refused.
     """
     url, setting = lock_url(app)
     params, prefix = parse(url, setting).params, settings_of(app).prefix
