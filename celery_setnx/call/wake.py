@@ -286,7 +286,7 @@ def report_take_over(
     if dead.state == "foreign":
         why = f"it ended {ended_s:.1f} s ago, and was not released."
     elif ended_s >= 0:
-        is_dead = is_surely_dead(dead.info)
+        is_dead = settings_of(app).same_host and is_surely_dead(dead.info)
         fate = "on this host is dead" if is_dead else "died, stood still, or could not reach Redis"
         why = (
             f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
