@@ -270,7 +270,7 @@ def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
             raise OptionError(f"there is no setting {written!r}; did you mean {meant!r}?")
 
 
-def refuse_unread_environment(conf: Any) -> None:
+def refuse_unread_environment(conf: Any, namespace: str | None = None) -> None:
     """Refuse a variable that is named as a setting of ours, or nearly, and gives nobody its value."""
     for variable in sorted(os.environ):
         name = variable.lower().removeprefix("celery_")
@@ -280,9 +280,17 @@ def refuse_unread_environment(conf: Any) -> None:
             if conf.get(meant) is None:
                 known = f", or name the variable CELERY_{meant.upper()}" if meant == "setnx_url" else ""
                 raise OptionError(
-                    f"{variable} is in the environment, and nobody reads it: set {meant} in the app's "
-                    f"configuration from it{known}"
+                    f"{variable} is in the environment, and nobody reads it: set {spelled(meant, namespace)} "
+                    f"in the app's configuration from it{known}"
                 )
+
+
+def spelled(name: str, namespace: str | None) -> str:
+    """The name of a setting behind the namespace of `config_from_object`, in its case."""
+    if not namespace:
+        return name
+    prefix = f"{namespace.rstrip('_')}_"
+    return f"{prefix}{name}".upper() if prefix.isupper() else f"{prefix}{name}".lower()
 
 
 def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, str | None]]:
@@ -304,7 +312,7 @@ def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, st
             continue
         close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=_CLOSE)
         if close and prefix and not is_plain:
-            close = [f"{prefix}{close[0]}".upper() if prefix.isupper() else f"{prefix}{close[0]}".lower()]
+            close = [spelled(close[0], namespace)]
         if close or is_read:
             yield written, close[0] if close else None
 
@@ -314,7 +322,7 @@ def settings_of(app: Celery) -> Settings:
 
     def read() -> Settings:
         refuse_unknown_settings(app.conf, app.namespace)
-        refuse_unread_environment(app.conf)
+        refuse_unread_environment(app.conf, app.namespace)
         return settings(app.conf)
 
     return until_changed(app, "_setnx_settings", read)

@@ -440,6 +440,17 @@ def test_option_that_is_written_as_a_setting_says_where_it_belongs(app):
     assert found.do == "If it is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
 
 
+def test_names_of_settings_are_those_of_the_namespace(app, monkeypatch):
+    """As they are to be written in Django's settings."""
+    app.config_from_object({"CELERY_SETNX_LEASE": 30}, namespace="CELERY")
+    (found,) = [found for found in problems(app) if found.subject == "unread"]
+    assert "write CELERY_SETNX_DEFAULTS={'lease': ...}" in found.do
+    monkeypatch.setenv("SETNX_PREFX", "a")
+    app.conf.setnx_retention = 5  # it is read anew
+    (found,) = [found for found in problems(app) if found.subject == "options"]
+    assert "nobody reads it: set CELERY_SETNX_PREFIX in the app's configuration" in found.what
+
+
 @pytest.mark.parametrize("name", ["setnx_host", "setnx_quux", "setnx_lease"])
 def test_setting_that_may_be_meant_otherwise_is_a_warning(app, name):
     """Such as a part of an URL, in a module of settings: its app starts."""

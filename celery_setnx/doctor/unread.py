@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery, Task
 
 from celery_setnx.call.binding import PLAIN_WORDS, is_code, is_known, is_options
-from celery_setnx.options import NAMES, OF_OTHERS, SETTINGS, unknown_settings
+from celery_setnx.options import NAMES, OF_OTHERS, SETTINGS, spelled, unknown_settings
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
 _LEFT_OVER = {
@@ -45,9 +45,12 @@ def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
     for written, plainly_meant in unknown_settings(app.conf, app.namespace):
         option = written.lower().rpartition("setnx_")[2]
         if plainly_meant is None and option in NAMES:
+            defaults = (
+                spelled("setnx_defaults", app.namespace) if written != written.lower() else "setnx_defaults"
+            )
             yield (
                 written,
-                f"If it is meant as an option of all tasks, write setnx_defaults={{{option!r}: ...}}.",
+                f"If it is meant as an option of all tasks, write {defaults}={{{option!r}: ...}}.",
             )
         elif plainly_meant is None:
             yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, name it otherwise."
