@@ -107,9 +107,8 @@ def release(app: Celery, seen: Sighting, *, by: str) -> bool:
         if survey.look(client, seen.key).waiting:  # else a call that comes just now would meet us
             let_the_line_go_on(app, seen.task, seen.key)
     except (SetnxError, *REDIS_ERRORS) as error:
-        logger.warning(
-            "The line of %s is left to the workers, as it could not be served: %s", seen.key, error
-        )
+        text = "The line of %s is left to the workers, as it could not be served: %s"
+        logger.warning(text, seen.key, error, extra=fields(task=seen.task, key=seen.key, about=seen.about))
     return is_dropped
 
 

@@ -43,7 +43,7 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
@@ -137,7 +137,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
         guard, refusal = _settled_or_refused(name, lambda: _guard_of_class(cls, app, names))
         if refusal is not None and refusal not in (cls._refusal, vars(app).get(_REFUSAL)):
-            logger.error("%s is refused, and so is each of its calls: %s", name, refusal)
+            logger.error(
+                "%s is refused, and so is each of its calls: %s", name, refusal, extra=fields(task=name)
+            )
         cls._guard, cls._refusal = guard, refusal
         # At last, and at once: another thread may publish just now.
         cls._settled_as = settled = _Settled(state, sources, guard, refusal)
@@ -648,7 +650,8 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     _guard, refusal = _settled_or_refused(task.name, partial(_guard_of_plain, task))
     if refusal is None:
         return None
-    logger.error("%s is refused, and so is each of its calls: %s", task.name, refusal)
+    text = "%s is refused, and so is each of its calls: %s"
+    logger.error(text, task.name, refusal, extra=fields(task=task.name))
     task._refusal = refusal
     task.apply_async = partial(_refuse_call, task)
     return OptionError(refusal)
