@@ -18,7 +18,7 @@ from celery_setnx.lock import survey
 from celery_setnx.lock.record import Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import Sighting
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_released
 
@@ -122,7 +122,7 @@ def let_others_go_on(app: Celery, seen: Sighting) -> bool:
         let_the_line_go_on(app, seen.task, seen.key)
     except (SetnxError, *REDIS_ERRORS) as error:
         text = "The line of %s is left to the workers, as it could not be served: %s"
-        logger.warning(text, seen.key, error)
+        logger.warning(text, seen.key, error, extra=fields(task=seen.task, key=seen.key, about=seen.about))
         return False
     return True
 
@@ -138,7 +138,13 @@ def _is_same(one: Sighting, seen: Sighting) -> bool:
 def tell(app: Celery, released: Sighting, by: str) -> None:
     """Leave a trace of what was released by hand: a log line, and the signal."""
     holder = released.holder
-    logger.warning("%s was released by hand, by %s. It was held by %s.", released.name, by, holder)
+    logger.warning(
+        "%s was released by hand, by %s. It was held by %s.",
+        released.name,
+        by,
+        holder,
+        extra=fields("by_hand", holder, task=released.task, key=released.key, about=released.about),
+    )
     lock_released.send(
         sender=app.tasks.get(released.task) or app,
         task_id=holder and holder.task_id,

@@ -294,10 +294,16 @@ def is_misled(reason: str) -> bool:
 
 
 _URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
+COMMANDS = (
+    *("EVAL", "EVALSHA", "TIME", "GET", "MGET", "EXISTS", "SET", "GETSET", "DEL", "PTTL", "PEXPIRE"),
+    *("PEXPIREAT", "ZADD", "ZREM", "ZREMRANGEBYSCORE", "ZRANGE", "ZRANGEBYSCORE", "ZREVRANGE"),
+    *("ZREVRANGEBYSCORE", "ZCOUNT", "ZRANK", "ZSCORE", "HSET", "HGET", "HDEL"),
+)
+"""What workers and publishers ask of a lock server; all but the first two inside of scripts."""
+
 _NEEDED = (
-    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, "
-    "PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, "
-    "ZREVRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, "
+    f"celery_setnx needs EVAL, EVALSHA and, inside scripts, {', '.join(COMMANDS[2:-1])} and {COMMANDS[-1]} "
+    "on this key, its :holder, :queued, "
     ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :instead:*, on its #1 to #99 and "
     "their :holder, on <prefix>:lines:* and <prefix>:receipt:*, and on setnx:brokers; SELECT for a database "
     "other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
@@ -334,7 +340,8 @@ _DO_FIRST = {
 }
 _DO = {
     "permission|NOPERM|ACL failure|can't (run this command|access at least one)|is forbidden": (
-        f"{_NEEDED}. Grant its user what is missing, or point setnx_url at a server that has it"
+        f"{_NEEDED}. Grant its user what is missing (`celery setnx doctor --acl` prints the line to copy), "
+        "or point setnx_url at a server that has it"
     ),
     "unknown (redis )?(sub)?command|syntax error": (
         "The server is too old, is no Redis, or has commands under other names. Use Redis 6.2, Valkey 7.2 or "

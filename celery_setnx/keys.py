@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from difflib import get_close_matches
 from enum import Enum
 from hashlib import blake2b
 from reprlib import Repr
@@ -456,7 +457,7 @@ def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selec
     if isinstance(key, (str, list, tuple)):
         names = [key] if isinstance(key, str) else list(key)
         for name in names:
-            _known(name, signature, task)
+            _known(name, signature, task, "key=" if name is key else "")
         return lambda bound: [_argument(name, bound, task) for name in names] if names else _WHOLE_TASK
     if callable(key):
         return lambda bound: _called(key, bound.args, bound.kwargs, task)
@@ -466,14 +467,39 @@ def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selec
     )
 
 
-def _known(name: Any, signature: inspect.Signature, task: str) -> None:
-    parameters = signature.parameters
-    catch_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not isinstance(name, str) or not name.isidentifier() or not (name in parameters or catch_all):
-        raise OptionError(
-            f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
-            "use a parameter's name, a template in braces, or () for one lock for the whole task"
-        )
+def _known(name: Any, signature: inspect.Signature, task: str, whole: str = "") -> None:
+    """Refuse a name that is no parameter's. `whole`: what stands before it if it is the whole key."""
+    if isinstance(name, str) and name.isidentifier() and _parameter(name, signature, cutoff=1.0):
+        return
+    meant = _meant(name, signature) if isinstance(name, str) and (whole or name.isidentifier()) else None
+    hint = "use a parameter's name, a template in braces, or () for one lock for the whole task"
+    raise OptionError(
+        f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
+        + (hint if meant is None else f"did you mean {whole}{meant!r}?")
+    )
+
+
+def _meant(text: str, signature: inspect.Signature) -> str | list[str] | None:
+    """The key that is meant by `"user.id"`, `"a, b"` or `"acount_id"`; None if that is not plain."""
+    paths = []
+    for path in text.split(","):
+        name, *steps = path.strip().split(".")
+        parameter = _parameter(name, signature, cutoff=0.6)
+        if parameter is None or any(not step or step.startswith("_") or not step.isalnum() for step in steps):
+            return None
+        paths.append(".".join([parameter, *steps]))
+    if "." in "".join(paths):
+        return ",".join(f"{{{path}}}" for path in paths)
+    return paths if len(paths) > 1 else paths[0]
+
+
+def _parameter(name: str, signature: inspect.Signature, cutoff: float) -> str | None:
+    """The parameter that a name is, or nearly is; the name itself if the function takes any."""
+    close = get_close_matches(name, signature.parameters, n=1, cutoff=cutoff)
+    if close:
+        return close[0]
+    catches = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return name if catches and name.isidentifier() else None
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:

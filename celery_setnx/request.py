@@ -33,7 +33,7 @@ from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Failure
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import remember_s
@@ -127,7 +127,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if not return_ok:
             ends_of_process().keep(self)
         if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
-            logger.warning("%s waits on: the process that has parked it has died (%s).", self.call, error)
+            logger.warning(
+                "%s waits on: the process that has parked it has died (%s).",
+                self.call,
+                error,
+                extra=fields(of=self.call),
+            )
             error = Waits("it waits on", 0.0)
             exc_info = _info_of(error)  # for which Celery acknowledges the message, and stores nothing
         if self._ends_with(error):
@@ -213,7 +218,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
             with between_forks:
                 return goes_on(quick_client_for(self.app), place, copy=call.copy)
         except Exception as error:  # noqa: BLE001 - a callable key's, of a message that never ran, or of Redis
-            logger.warning("%s has died, and whether it waits on is not known: %s", call, error)
+            logger.warning(
+                "%s has died, and whether it waits on is not known: %s", call, error, extra=fields(of=call)
+            )
             return False
 
     def free_held(self) -> None:
@@ -297,6 +304,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 why,
                 error,
                 lease_s,
+                extra=fields(of=self.call),
             )
             again = functools.partial(self._free_now, free, why)
             keeper_for_process(time.monotonic).try_again(again, time.monotonic() + lease_s)
@@ -306,7 +314,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
             lock = self._guard.lock(self.call, self._arguments)
             freed = free(lock)
         if freed:
-            logger.warning("%s %s; its lock %s is freed.", self.call, why, lock.name)
+            logger.warning(
+                "%s %s; its lock %s is freed.", self.call, why, lock.name, extra=fields("freed", self.call)
+            )
             lock_released.send(
                 sender=self.task,
                 task_id=self.id,
@@ -351,7 +361,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
     try:
         return leave(quick_client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        logger.warning("%s has not left its line: %s", call, error)
+        logger.warning("%s has not left its line: %s", call, error, extra=fields(of=call))
         return False
 
 
@@ -365,7 +375,11 @@ def _let_go(request: Any, **_details: Any) -> None:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
     if call.key and (call.copy != ORIGINAL or call.redelivered):  # another message may have started it
-        logger.warning("%s waits no more: its task is not guarded here. It runs without a lock.", call)
+        logger.warning(
+            "%s waits no more: its task is not guarded here. It runs without a lock.",
+            call,
+            extra=fields(of=call),
+        )
         if _leave_late(request.app, call):
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word

@@ -25,6 +25,7 @@ from celery_setnx.call.binding import (
     loops_over,
     refuse_forgotten_base,
     refuse_misplaced,
+    refuse_named_base,
     refuse_other_way,
     refuse_own_request,
     refuse_own_start_strategy,
@@ -42,7 +43,7 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
 from celery_setnx.run.run import Run, is_running, lock_of
@@ -136,7 +137,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
         guard, refusal = _settled_or_refused(name, lambda: _guard_of_class(cls, app, names))
         if refusal is not None and refusal not in (cls._refusal, vars(app).get(_REFUSAL)):
-            logger.error("%s is refused, and so is each of its calls: %s", name, refusal)
+            logger.error(
+                "%s is refused, and so is each of its calls: %s", name, refusal, extra=fields(task=name)
+            )
         cls._guard, cls._refusal = guard, refusal
         # At last, and at once: another thread may publish just now.
         cls._settled_as = settled = _Settled(state, sources, guard, refusal)
@@ -581,14 +584,14 @@ def check(app: Celery) -> None:
 
 def import_tasks(app: Celery) -> None:
     """Import the modules of an app's tasks, as a worker does; once, for others hear of it, too."""
-    if _IMPORTED in vars(app) or app.loader.worker_initialized:
-        return
-    vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
-    try:
-        app.loader.import_default_modules()
-    except BaseException:
-        vars(app).pop(_IMPORTED, None)
-        raise
+    if _IMPORTED not in vars(app) and not app.loader.worker_initialized:
+        vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
+        try:
+            app.loader.import_default_modules()
+        except BaseException:
+            vars(app).pop(_IMPORTED, None)
+            raise
+    refuse_named_base()
 
 
 @import_modules.connect  # type: ignore[untyped-decorator]
@@ -650,7 +653,8 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     _guard, refusal = _settled_or_refused(task.name, partial(_guard_of_plain, task))
     if refusal is None:
         return None
-    logger.error("%s is refused, and so is each of its calls: %s", task.name, refusal)
+    text = "%s is refused, and so is each of its calls: %s"
+    logger.error(text, task.name, refusal, extra=fields(task=task.name))
     task._refusal = refusal
     task.apply_async = partial(_refuse_call, task)
     return OptionError(refusal)
@@ -685,6 +689,7 @@ class _OtherTasks:
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
 def _settle_at_the_end(app: Celery) -> None:
+    refuse_named_base()  # unless Celery has come to that task first: its finalizers have no order
     app._pending.append(_OtherTasks(app))
 
 

@@ -36,7 +36,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.task import guard_for, lock_for
 
@@ -318,7 +318,12 @@ def _refuse_other_hosts(seen: Sighting) -> None:
 
 
 def _warn_of_loss(held: HeldLock, reason: str) -> None:
-    logger.warning("The lock %s, which a test holds by hold(), was lost: %s.", held.key, reason)
+    logger.warning(
+        "The lock %s, which a test holds by hold(), was lost: %s.",
+        held.key,
+        reason,
+        extra=fields("lost", key=held.key),
+    )
 
 
 def _app_of(what: Any) -> Celery:

@@ -469,6 +469,9 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["list", "--older", "h"], "h is no duration"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "tests.cliapp.snyc"], "did you mean tests.cliapp.sync?"),
+        (["why", "sync", "7"], "did you mean tests.cliapp.sync?"),
+        (["why", "snyc", "7"], "did you mean tests.cliapp.sync?"),
+        (["why", "elsewhere.sync", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "a}b"], "cannot be named"),
         (["show", "tests.cliapp.plain", "7"], "has no lock"),
         (["show", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
@@ -1472,6 +1475,14 @@ def test_doctor_prints_findings_and_ends_with_their_code(cli):
     assert result.exit_code == (1 if "error" in levels else 0)
     assert "warning" in levels  # the server of the tests keeps nothing
     assert ask("doctor", "--strict").exit_code == 1
+
+
+def test_doctor_prints_the_acl_line_and_asks_no_server(cli, monkeypatch):
+    """To be copied into redis-cli."""
+    monkeypatch.setitem(cli.app.conf, "setnx_url", "redis://localhost:1/0")
+    result = ask("doctor", "--acl")
+    assert result.stdout.startswith("ACL SETUSER celery_setnx on >PASSWORD ~")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 # the executable, and real workers

@@ -12,9 +12,12 @@ import pytest
 import redis
 from celery import Celery
 
+import celery_setnx
 from celery_setnx import LockForbidden, SetnxLock, SingletonTask
+from celery_setnx.beat import _recall
 from celery_setnx.connection import client_for
 from celery_setnx.doctor import server as doctor
+from celery_setnx.doctor.acl import acl_lines
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
 from celery_setnx.doctor.trial import trial_name
@@ -31,6 +34,7 @@ from tests.topologies.servers import Sentinels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
+LUA = Path(celery_setnx.__file__).parent / "lock/lua"
 LEVELS = ["ok", "note", "warning", "error"]
 
 
@@ -158,6 +162,82 @@ def test_broker_on_the_same_database_is_told(server, locks):
     assert not findings(app, "broker")
     app.conf.broker_url = server.url(LOCK_DB)
     finding(app, "broker", "note")
+
+
+OCTOBER, FEBRUARY = "CVE-2025-49844", "CVE-2025-67733"
+
+
+@pytest.mark.parametrize(
+    ("version", "holes"),
+    [
+        ({"redis_version": "6.2.19"}, [OCTOBER]),
+        ({"redis_version": "6.2.20"}, []),
+        ({"redis_version": "7.0.15"}, [OCTOBER]),  # no release of this branch closes it
+        ({"redis_version": "7.2.10"}, [OCTOBER]),
+        ({"redis_version": "7.2.11"}, []),
+        ({"redis_version": "7.4.5"}, [OCTOBER]),
+        ({"redis_version": "7.4.6"}, []),
+        ({"redis_version": "8.0.3"}, [OCTOBER]),
+        ({"redis_version": "8.0.4"}, []),
+        ({"redis_version": "8.2.1"}, [OCTOBER]),
+        ({"redis_version": "8.2.2"}, []),
+        ({"redis_version": "8.4.0"}, []),
+        ({"redis_version": "10.0.0"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.6"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, []),
+        ({"redis_version": "0"}, [OCTOBER]),
+        ({"redis_version": "8.2.2-v1"}, []),
+    ],
+)
+def test_server_whose_lua_has_known_holes_is_a_warning(version, holes):
+    """By the release that closes them in its branch."""
+    found = list(doctor._holes("The lock server", version))
+    assert {one.level for one in found} <= {"warning"}
+    assert [re.search(r"CVE-\d+-\d+", one.what)[0] for one in found] == holes  # type: ignore[index]
+    assert all(".." not in " ".join(one.as_dict().values()) for one in found)
+
+
+@pytest.mark.parametrize("prefix", ["setnx", "sh*p[a]", "shop-eu"])
+def test_acl_lines_allow_what_is_needed_and_no_other_key(limited, locks, prefix):
+    """The first one what tasks and beats need; the other what operators do, too."""
+    app = app_on(limited(), setnx_prefix=prefix)
+    tasks, comment, operators = acl_lines(app)
+    assert comment.startswith("#")
+    locks.execute_command(*tasks.split())
+    client, own = client_for(app), f"{prefix}:{{beat}}"
+    assert _recall(client, entries=f"{own}:entries", seen=[("a", 1)])
+    assert levels(app)["permissions"] == "ok"
+    assert findings(app, "commands")
+    with pytest.raises(redis.ResponseError, match=r"(?i)permission|no access"):
+        client.get("shopa:{elsewhere}")
+    locks.execute_command(*operators.split())
+    assert levels(app)["permissions"] == "ok"
+    assert not findings(app, "commands")
+    assert [found.level for found in findings(app, "server")] == ["ok"]
+
+
+def test_acl_lines_name_a_user_where_the_url_has_none(server):
+    """With a password to be replaced; another's would be added to a user who has one."""
+    line, *_more = acl_lines(app_on(server.url(0)))
+    assert line.startswith("ACL SETUSER celery_setnx on >PASSWORD ~setnx:* +eval ")
+    assert "+select" not in line
+    line, *_more = acl_lines(app_on("redis+cluster://bob:pw@localhost", setnx_prefix="shop"))
+    assert line.startswith("ACL SETUSER bob ~shop:* ~setnx:brokers +eval ")
+    assert line.endswith(" +cluster|slots +command")
+
+
+def test_acl_lines_name_every_command_of_the_scripts():
+    """Those of the test kit's own are for tests."""
+    line, *_more = acl_lines(app_on("redis://localhost"))
+    texts = [path.read_text() for path in LUA.glob("*.lua") if path.name != "age.lua"]
+    called = {name.lower() for text in texts for name in re.findall(r"redis\.p?call\('(\w+)'", text)}
+    assert called - {rule[1:] for rule in line.split()} == set()
 
 
 @pytest.mark.parametrize(

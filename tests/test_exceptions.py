@@ -70,7 +70,7 @@ def test_messages_name_task_key_holder_and_remedy():
     assert str(ALL[4]).endswith("held by an unknown holder, with no deadline.")
     assert "gave up after waiting 7.2 s (max_wait)" in str(ALL[5])
     assert "Stop what it protects" in str(ALL[6])
-    assert "Grant its user what is missing, or point setnx_url" in str(ALL[9])
+    assert "Grant its user what is missing (`celery setnx doctor --acl` prints" in str(ALL[9])
 
 
 @pytest.mark.parametrize("limit", [1, 5])

@@ -27,7 +27,7 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import GRACE_S, Mark, Marked, grace_s
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -197,6 +197,7 @@ class FanningOut:
                 self.counts.duplicates,
                 self.counts.total,
                 self.task.name,
+                extra=fields("duplicates", task=self.task.name),
             )
         if self.counts.failed:
             logger.error(
@@ -205,6 +206,7 @@ class FanningOut:
                 self.counts.total,
                 self.task.name,
                 self.counts.first_error,
+                extra=fields(task=self.task.name),
             )
 
     def _draw(self, call: Any) -> None:
@@ -370,6 +372,7 @@ class FanningOut:
                 self.task.name,
                 GRACE_S,
                 error,
+                extra=fields(task=self.task.name),
             )
         self.warned = True
 

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import is_sendable
 from celery_setnx.wording import about, shortened, titled
 
@@ -73,7 +73,7 @@ class Call(NamedTuple):
             raise
         except Exception as error:  # noqa: BLE001 - numbers, nesting, sizes, types: no list of them is complete
             text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
-            logger.warning(text, HEADER, plain, error)
+            logger.warning(text, HEADER, plain, error, extra=fields(of=plain))
             return plain
         if of != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}

@@ -37,7 +37,7 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.marks import Mark, Marked, grace_s
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
@@ -304,6 +304,7 @@ def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marke
             "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s",
             guard.task,
             found.brief,
+            extra=fields(task=guard.task, key=mark.key),
         )
         return None
     if isinstance(found, LockRefused):
@@ -363,6 +364,7 @@ def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
         marked.task_id,
         told.key,
         f", held by {marked.holder}" if marked.holder else "",
+        extra=fields("duplicate", told),
     )
     call_deduplicated.send(
         sender=sender, task_id=marked.task_id, key=told.key, about=told.about, state=marked.state
@@ -385,4 +387,5 @@ def _complain(error: Exception | None, guard: Guard, mark: Mark, what: str) -> N
             what,
             mark.name,
             error,
+            extra=fields(task=guard.task, task_id=mark.task_id, key=mark.key),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.scripts import REDIS_ERRORS
 from celery_setnx.lock.takeover import TakeOver, note_take_over
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
 
@@ -78,7 +78,13 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-            logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
+            logger.warning(
+                "%s is handed to task %s, which cannot be sent: %s.",
+                key,
+                heir.task_id,
+                error,
+                extra=fields(task_id=heir.task_id, key=key),
+            )
             heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
 
 
@@ -92,7 +98,7 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
             message.send(app, call.as_copy())
     except Exception as error:
         text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
-        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S)
+        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
         _take_back(app, heir, call.task, call.key)
         if isinstance(error, SoftTimeLimitExceeded):
             raise
@@ -110,7 +116,13 @@ def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
         elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
     except (SetnxError, redis.RedisError) as error:
-        logger.info("No worker with the task and the broker %s was told to send %s: %s", broker, call, error)
+        logger.info(
+            "No worker with the task and the broker %s was told to send %s: %s",
+            broker,
+            call,
+            error,
+            extra=fields(of=call),
+        )
 
 
 def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
@@ -132,7 +144,13 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
         call, message = _of_its_line(app, text)
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
-        logger.warning("Task %s is handed %s, and could not be sent: %s.", task_id, key, error)
+        logger.warning(
+            "Task %s is handed %s, and could not be sent: %s.",
+            task_id,
+            key,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
     return None
 
 
@@ -216,7 +234,9 @@ def look_within(app: Celery, task: str, key: str, within: float) -> str:
     try:
         return note_due(client_for(app), lines_of(app), task, key, within=within)
     except SetnxError as error:
-        logger.info("No worker was told to look at the line of %s: %s", key, error)
+        logger.info(
+            "No worker was told to look at the line of %s: %s", key, error, extra=fields(task=task, key=key)
+        )
         return ""
 
 
@@ -239,13 +259,18 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
             return None
         call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-        logger.warning("Task %s has waited for long enough, and is left to its courier: %s", task_id, error)
+        logger.warning(
+            "Task %s has waited for long enough, and is left to its courier: %s",
+            task_id,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
         return None
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
         text = "%s has waited for long enough, and could not be sent: %s. It is tried again in %g s."
-        logger.warning(text, call, error, _UNSENT_S)
+        logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None
 
@@ -257,31 +282,36 @@ def next_look(served: Served) -> float | None:
     return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
 
 
-def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
+def report_take_over(
+    app: Celery, call: object, key: str, dead: Holder, server_time: float, extra: Mapping[str, Any]
+) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if dead.state == "foreign":
         why = f"it ended {ended_s:.1f} s ago, and was not released."
     elif ended_s >= 0:
-        is_dead = is_surely_dead(dead.info)
+        is_dead = settings_of(app).same_host and is_surely_dead(dead.info)
         fate = "on this host is dead" if is_dead else "died, stood still, or could not reach Redis"
         why = (
             f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
         )
     else:
         why = "its process on this host is dead."
-    logger.warning("%s took over %s from %s: %s", call, key, dead, why)
+    logger.warning("%s took over %s from %s: %s", call, key, dead, why, extra=extra)
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings_of(app).retention)
     except REDIS_ERRORS as error:
-        logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
+        logger.info(
+            "`celery setnx show` will not know of this take-over of %s: %s", key, error, extra=fields(key=key)
+        )
 
 
 def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
     """Say that a lock was handed to the first in line because its holder has died."""
-    task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
-    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
+    task = app.tasks.get(str(dead.task)) or app.tasks[COURIER]
+    told = fields("taken_over", dead, task_id=heir.task_id, key=key)
+    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time, told)
     lock_taken_over.send(
         sender=task, task_id=heir.task_id, key=key, about=dead.about, fence=None, holder=dead
     )
@@ -299,7 +329,7 @@ def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     try:
         return _service_of(None, key, client_for(app))(away=heir.task_id).heir
     except SetnxError as error:
-        logger.warning("%s is handed on when its time is over: %s", key, error)
+        logger.warning("%s is handed on when its time is over: %s", key, error, extra=fields(key=key))
         return None
 
 

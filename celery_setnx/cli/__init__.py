@@ -325,13 +325,20 @@ def check(ctx: click.Context, strict: bool, as_json: bool) -> None:
 
 @setnx.command()
 @click.option("--strict", is_flag=True, help="Warnings are errors.")
+@click.option("--acl", is_flag=True, help="Print what the locks' user must be allowed, and ask no server.")
 @_as_json
 @click.pass_context
-def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, strict: bool, acl: bool, as_json: bool) -> None:
     """Examine the lock server, the settings and the tasks.
 
     Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
     """
+    if acl:
+        from celery_setnx.doctor.acl import acl_lines
+
+        for line in acl_lines(ctx.obj.app):
+            click.echo(line)
+        return
     from celery_setnx.doctor.server import examine
 
     _report(ctx, examine, strict=strict, as_json=as_json)

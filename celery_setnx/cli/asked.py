@@ -263,6 +263,8 @@ def _otherwise(argument: str) -> str:
 
 def unknown(app: Celery, name: str) -> str:
     """That the app has no such task, and which may be meant."""
-    close = difflib.get_close_matches(name, app.tasks, n=1)
+    by_last = {task.rpartition(".")[2]: task for task in sorted(app.tasks)}
+    last = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1)
+    close = difflib.get_close_matches(name, app.tasks, n=1) or [by_last[each] for each in last]
     hint = f"did you mean {close[0]}?" if close else "is its module imported?"
     return f"The app has no task {name}; {hint}"

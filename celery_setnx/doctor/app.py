@@ -255,7 +255,8 @@ def _end_findings(task: Task) -> Iterator[Finding]:
 
 
 def findings_at_start(app: Celery) -> Iterator[Finding]:
-    """What a worker says when it starts: of tasks whose calls are copied, or may run twice."""
+    """What a worker says when it starts: what nobody reads, and which tasks are copied or may run twice."""
+    yield from _unread_findings(app)
     for task, _guard in guarded_tasks(app):
         yield from _queue_findings(app, task)
         yield from _end_findings(task)

@@ -31,6 +31,7 @@ from celery_setnx.doctor.app import (
     warn,
 )
 from celery_setnx.doctor.broker import courier_findings
+from celery_setnx.doctor.holes import open_holes
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
@@ -165,6 +166,7 @@ def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[
         )
         return
     yield _version(name, info)
+    yield from _holes(name, info)
     yield _eviction(name, info)
     yield from _memory(name, info)
     yield _persistence(name, info, server)
@@ -173,9 +175,13 @@ def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[
         yield _cluster(name, server, in_cluster=in_cluster)
 
 
-def _version(name: str, info: Mapping[str, Any]) -> Finding:
+def _product(info: Mapping[str, Any]) -> tuple[str, str]:
     product = "Valkey" if "valkey_version" in info else "Redis"
-    version = str(info.get(f"{product.lower()}_version", "0"))
+    return product, str(info.get(f"{product.lower()}_version", "0"))
+
+
+def _version(name: str, info: Mapping[str, Any]) -> Finding:
+    product, version = _product(info)
     oldest = _OLDEST[product]
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < oldest:
@@ -186,6 +192,21 @@ def _version(name: str, info: Mapping[str, Any]) -> Finding:
             f"Upgrade to {product} {oldest[0]}.{oldest[1]} or later.",
         )
     return ok("server", f"{name} is {product} {version}.")
+
+
+def _holes(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Known holes in its Lua."""
+    product, version = _product(info)
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    for hole in open_holes(product, numbers):
+        closed_in = [".".join(map(str, release)) for release in hole.closed_in[product]]
+        yield warn(
+            "security",
+            f"{name} is {product} {version}, whose Lua has known holes: {hole.names}.",
+            hole.why,
+            f"Upgrade to {', '.join(closed_in)} or later, unless whoever packages or hosts it has closed "
+            "them under this version.",
+        )
 
 
 def _eviction(name: str, info: Mapping[str, Any]) -> Finding:

@@ -61,7 +61,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             if guard is not None:
                 guard.check_backend(guard.options)
         for found in findings_at_start(app):
-            logger.warning("%s %s %s", found.what, found.why, found.do)
+            logger.warning("%s", " ".join(filter(None, (found.what, found.why, found.do))))
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings_of(app).prefix))

@@ -53,7 +53,7 @@ from celery_setnx.lock.record import (
     task_of,
 )
 from celery_setnx.lock.scripts import PermitScript, Script, reply_to
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 DAY_S = 86_400.0
@@ -252,7 +252,12 @@ class HeldLock:
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
         if word == "repaired":
-            logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
+            logger.warning(
+                "A classic client had overwritten %s by %r; repaired.",
+                self.key,
+                reply[3],
+                extra=fields(task_id=task_of(self.token), key=self.key),
+            )
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
             self._ahead_s = now_us / US - self._lock.clock()
@@ -575,13 +580,19 @@ class SetnxLock:
         try:
             word = self._release(*tokens.pop())[0] if tokens else self.release()
         except SetnxError as error:
-            logger.warning("%s It was not released; its lease of %g s ends it.", error, self.lease_s)
+            logger.warning(
+                "%s It was not released; its lease of %g s ends it.",
+                error,
+                self.lease_s,
+                extra=fields(key=self.name),
+            )
         else:
             if word in ("gone", "lost"):
                 logger.warning(
                     "The lock %s was %s before it was released: its body may not have run alone.",
                     self.name,
                     word,
+                    extra=fields("lost", key=self.name),
                 )
 
     def _acquire_once(self, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> Outcome:

@@ -148,6 +148,25 @@ class Holder:
         return self.info.get("task_id")
 
     @property
+    def task(self) -> str | None:
+        """The holding task's name, or None if the holder has not said it."""
+        return self._said("task")
+
+    @property
+    def worker(self) -> str | None:
+        """The node name of the worker whose process it is, such as `w1@host`; None if it has not said it."""
+        return self._said("worker")
+
+    @property
+    def host(self) -> str | None:
+        """The host of its process, or None if it has not said it."""
+        return self._said("host")
+
+    def _said(self, name: str) -> str | None:
+        said = self.info.get(name)
+        return said if isinstance(said, str) else None
+
+    @property
     def about(self) -> str:
         """What its key was made of, such as `account_id=7`; empty if the holder has not said it."""
         return wording.about(self.info.get("about"))

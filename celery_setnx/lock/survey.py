@@ -106,7 +106,7 @@ class Sighting:
     @property
     def task(self) -> str:
         """The task that the record names; the scope, where none does."""
-        return str((self.holder and self.holder.info.get("task")) or self.scope)
+        return str((self.holder and self.holder.task) or self.scope)
 
     @property
     def about(self) -> str:

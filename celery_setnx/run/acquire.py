@@ -27,7 +27,7 @@ from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result, joined_by
 
@@ -136,7 +136,12 @@ class Asking:
                     raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
-                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
+                    logger.warning(
+                        "%s runs unguarded (on_redis_error='run'). %s",
+                        self.call,
+                        error.brief,
+                        extra=fields("unguarded", self.call),
+                    )
                     return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
@@ -181,7 +186,9 @@ class Asking:
         try:
             leave_line(self.task.app, self.call, BEGUN_S if is_one_of_many else _LINGER_S)
         except SetnxError as unheard:
-            logger.warning("%s has ended, and has not left the line: %s", self.call, unheard)
+            logger.warning(
+                "%s has ended, and has not left the line: %s", self.call, unheard, extra=fields(of=self.call)
+            )
 
     def waited_s(self, outcome: Outcome) -> float:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""

@@ -15,7 +15,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
 from celery_setnx.run.park import may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
@@ -24,6 +24,8 @@ from celery_setnx.wording import held
 logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
+_OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline")
+"""What the result of a skipped call says of the holder."""
 
 
 def is_skipped(result: Any) -> bool:
@@ -103,8 +105,8 @@ class Conflict:
         because = self.reason
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
-        logger.info("Skipped %s: %s.", self.call, because)
-        return _skip_result(self.call, self.options, self.holder.as_dict())
+        logger.info("Skipped %s: %s.", self.call, because, extra=fields("skipped", self.call))
+        return _skip_result(self.task, self.call, self.options, _briefly(self.holder))
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -205,7 +207,7 @@ def resolve(conflict: Conflict) -> Any:
     )
     if conflict.holder.state == "foreign" and conflict.remaining_s is None:
         text = "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
-        logger.error(text, conflict.key, conflict.holder.value)
+        logger.error(text, conflict.key, conflict.holder.value, extra=fields(of=conflict.call))
     if own:
         conflict.wait_for_own()
     if callable(policy):
@@ -221,16 +223,26 @@ def resolve(conflict: Conflict) -> Any:
 
 def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
-    logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
+    text = "Skipped %s: the same call has succeeded already, as task %s (key %s)."
+    logger.info(text, call, done, call.key, extra=fields("skipped", call))
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
-    return _skip_result(call, options, {"task_id": done, "state": "done"})
+    return _skip_result(task, call, options, {"task_id": done, "state": "done"})
 
 
-def _skip_result(call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
+def _briefly(holder: Holder) -> dict[str, Any]:
+    """Who was in the way, for a result: short, as monitors and Celery's log show it."""
+    told = {name: getattr(holder, name) for name in _OF_HOLDER}
+    if holder.state == "foreign":
+        told["value"] = holder.value
+    return {name: value for name, value in told.items() if value}
+
+
+def _skip_result(task: Task, call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
     """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
+    say_alone(task.request)
     if options.skip_result is not UNSET:
         return options.skip_result
-    told = {"task": call.task, "about": call.about, "key": call.key}  # monitors show the beginning
+    told = {"task": call.task, "about": call.about, "key": call.key}
     return {"celery_setnx": _SKIPPED, **told, "holder": holder}
 
 

@@ -24,7 +24,7 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
@@ -118,7 +118,7 @@ class Ends:
         if count < AT_MOST:
             return True
         text = "%s has ended, and its mark of %s is not freed: %d others wait for that. It lapses by itself."
-        logger.warning(text, call, call.key, count)
+        logger.warning(text, call, call.key, count, extra=fields(of=call))
         return False
 
     def _look_soon(self, *, has_ended: bool = False) -> None:
@@ -209,7 +209,7 @@ class Ends:
             self._ended.append(ended)
         except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
             text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %r"
-            logger.warning(text, ended.call, error)
+            logger.warning(text, ended.call, error, extra=fields(of=ended.call))
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
@@ -260,7 +260,13 @@ def _leave(ended: Ended) -> str:
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
-        logger.warning("%s has ended, and has not left the line of %s: %s", ended.call, ended.call.key, error)
+        logger.warning(
+            "%s has ended, and has not left the line of %s: %s",
+            ended.call,
+            ended.call.key,
+            error,
+            extra=fields(of=ended.call),
+        )
         return ""
 
 

@@ -42,7 +42,7 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.line import Found, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
@@ -154,7 +154,9 @@ class _Parking:
             pause = min(self.countdown, self.options.retry_delay_max)
             reason = f"its place in line is not known ({error})"
             come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
-        logger.warning("%s waits, and only its courier knows: %s", self.call, error)
+        logger.warning(
+            "%s waits, and only its courier knows: %s", self.call, error, extra=fields(of=self.call)
+        )
         say_loudly(error)
         if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
             raise error  # which is what its courier has sent it for
@@ -173,7 +175,9 @@ class _Parking:
     def wait(self, found: Found) -> NoReturn:
         """End the delivery, and see to a lock that nobody is going to release."""
         call = self.call
-        logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
+        logger.info(
+            "%s waits in line, at place %d: %s.", call, found.place, self.reason, extra=fields("waits", call)
+        )
         lock_waiting.send(
             sender=self.task,
             task_id=call.task_id,

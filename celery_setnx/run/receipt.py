@@ -19,7 +19,7 @@ from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.names import receipt_name
 from celery_setnx.lock.receipt import write_receipt
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 
@@ -73,7 +73,7 @@ class Receipts:
     def _complain(self, call: Call, why: str) -> None:
         text = "The receipt of %s was not written. If its message is delivered again, the call runs again. %s"
         with suppress(Exception):  # whatever a handler of the app's raises
-            logger.warning(text, call, why)
+            logger.warning(text, call, why, extra=fields(of=call))
 
 
 def receipts_of(app: Celery) -> Receipts:

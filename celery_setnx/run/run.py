@@ -39,7 +39,7 @@ from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S, UNSET
 from celery_setnx.run.acquire import Asking
 from celery_setnx.run.conflict import resolve, resolve_done
@@ -131,7 +131,11 @@ class Run:
                     return body()
                 held, stale = outcome.lock, outcome.stale
                 if stale:
-                    logger.info("%s has been started by another message; this one is dropped.", self)
+                    logger.info(
+                        "%s has been started by another message; this one is dropped.",
+                        self,
+                        extra=fields("dropped", self.call),
+                    )
                     raise Dropped("another message has started this call")
                 if held is None and asking.frees_held(outcome):
                     continue
@@ -249,10 +253,19 @@ class Run:
         waited_s = self.asking.waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
-            report_take_over(self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time)
+            told = fields("taken_over", self.call)
+            report_take_over(
+                self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time, told
+            )
             self._send(lock_taken_over, fence=held.fence, holder=outcome.taken_over_from)
         if self.call.copy != ORIGINAL:
-            logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
+            logger.info(
+                "%s has its turn: it waited %.1f s for %s.",
+                self,
+                waited_s,
+                held.key,
+                extra=fields("woken", self.call),
+            )
             self._send(lock_woken, waited_s=waited_s)
         self._send(lock_acquired, fence=held.fence, waited_s=waited_s)
 
@@ -263,6 +276,7 @@ class Run:
             self,
             f"was that of {marked_by}" if marked_by else "was gone",
             self.lock.name,
+            extra=fields("lapsed", self.call),
         )
         self._send(uniqueness_lapsed, marked_by=marked_by)
 
@@ -285,7 +299,11 @@ class Run:
             return self._count_again(stored)
         receipt = receipt_of(self.guard, self.call) if self.asking.may_be_second else None
         if receipt and self.asking.patiently(partial(has_receipt, self.lock.client, receipt), False):
-            logger.info("%s has ended before, and was delivered again; this delivery is dropped.", self)
+            logger.info(
+                "%s has ended before, and was delivered again; this delivery is dropped.",
+                self,
+                extra=fields("dropped", self.call),
+            )
             raise Dropped("it has ended before")  # and a chord has counted it before its end was reported
         return UNSET
 
@@ -323,9 +341,17 @@ class Run:
         for other calls, nor where a member that is counted twice would be two.
         """
         if not (self.request.chord and counts_once(self.task.backend)):
-            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
+            logger.info(
+                "%s has succeeded before, and was delivered again; this delivery is dropped.",
+                self,
+                extra=fields("dropped", self.call),
+            )
             raise Dropped("it has succeeded before")
-        logger.info("%s has succeeded before, and is counted again for its chord.", self)
+        logger.info(
+            "%s has succeeded before, and is counted again for its chord.",
+            self,
+            extra=fields("dropped", self.call),
+        )
         self.request.chain = self.request.callbacks = None
         children = stored.get("children") or ()
         self.request._children = [result_from_tuple(child, self.task.app) for child in children]
@@ -346,7 +372,7 @@ class Run:
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             text = "%s has ended, but its lock %s was not released: %s "
             text += "That is tried again until its lease of %g s ends it."
-            logger.warning(text, self, held.key, error, held.lease_s)
+            logger.warning(text, self, held.key, error, held.lease_s, extra=fields(of=self.call))
 
             def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
                 self._tell_end(held, self._give_back(held, back_in, hold=hold), held_s)
@@ -363,7 +389,12 @@ class Run:
         if word in ("gone", "lost"):
             return
         if word == "repaired":
-            logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
+            logger.warning(
+                "%s: a classic client had overwritten %s while we held it.",
+                self,
+                held.key,
+                extra=fields(of=self.call),
+            )
         if getattr(self.request, "setnx_lock", None) is held:  # else no body has had it
             self._send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
 
@@ -388,7 +419,13 @@ class Run:
         except Exception as error:  # noqa: BLE001 - see below
             # A greenlet that is killed while it reads may get an event meant for that read once more, here
             # (eventlet). What was given back may be given back again.
-            logger.info("%s gives its lock %s back once more, after %r", self, held.key, error)
+            logger.info(
+                "%s gives its lock %s back once more, after %r",
+                self,
+                held.key,
+                error,
+                extra=fields(of=self.call),
+            )
             return give_back()
 
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
@@ -408,7 +445,12 @@ class Run:
         else:
             error = extend_all(self.lock.client, [mark], [back_in + self.options.queue_lease])
         if error is not None:
-            logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
+            logger.warning(
+                "%s: its mark was left as it is, and lapses by itself. %s",
+                self,
+                error,
+                extra=fields(of=self.call),
+            )
 
     def _free_mark(self) -> None:
         """The body begins, as with the acquisition of any other delivery."""
@@ -423,6 +465,7 @@ class Run:
             self,
             held.key,
             reason,
+            extra=fields("lost", self.call),
         )
         if self.call.copy != ORIGINAL:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.

@@ -38,7 +38,7 @@ from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.unswept import Unswept
@@ -217,7 +217,13 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
-            logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
+            logger.info(
+                "The line of %s was not served, and is in %g s: %s",
+                key,
+                _AGAIN_S,
+                error,
+                extra=fields(task=task, key=key),
+            )
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
 
@@ -251,7 +257,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
             self._left.add(request)
-            logger.warning("%s is left to its courier: %s", order, error)
+            logger.warning("%s is left to its courier: %s", order, error, extra=fields(of=order.call))
 
     def _is_time_to_put_back(self, request: CourierRequest, epoch: str) -> bool:
         """Once, half a lease after a loss: a holder may say first that it is there still."""

@@ -78,6 +78,7 @@ COMMANDS: list[Run | Elsewhere] = [
     ),
     Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
     Run(_APP + "doctor", 0, "The lock server answers"),
+    Run(_APP + "doctor --acl", 0, r"ACL SETUSER celery_setnx on >PASSWORD ~\S+:\* \+eval"),
     Run(_APP + "check", 0, "their options go together"),
     Run(_APP + "list", 0, "No locks"),
     Run(_APP + "list --queued", 0, "No marks"),
