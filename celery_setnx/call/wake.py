@@ -200,7 +200,7 @@ def place_of(app: Celery, call: Call, remember: float) -> Place:
 
 
 def lines_of(app: Celery) -> str:
-    """The Redis key of the set of all lines whose calls come from the app's broker."""
+    """What the names of all sets of lines begin with whose calls come from the app's broker."""
     return lines_name(settings_of(app).prefix, broker_of(app))
 
 

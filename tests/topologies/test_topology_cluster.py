@@ -15,8 +15,9 @@ from celery_setnx import LockUnavailable, SetnxLock
 from celery_setnx.arguments import Arguments
 from celery_setnx.connection import client_for
 from celery_setnx.lock.keeper import Keeper
+from celery_setnx.lock.line import claim, note_due, settle
 from celery_setnx.lock.marks import Mark, done_by, extend_all, free_all, mark_all
-from celery_setnx.lock.names import mark_name, record_name
+from celery_setnx.lock.names import due_names, mark_name, record_name
 from celery_setnx.lock.survey import forget_starts, survey
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
@@ -71,6 +72,35 @@ def test_pace_is_kept_on_the_cluster(client):
     for key in keys:
         assert forget_starts(client, seen[key]) == 2
         assert SetnxLock(client, key, rate=(2, 60)).acquire().lock.release() == "released"
+
+
+def test_lines_of_many_tasks_are_swept_on_the_cluster(client, cluster):
+    """One script for each of 16 slots, on all nodes; each line is claimed once, and settled where it is."""
+    tasks, lines = [f"task{number}" for number in range(100)], "t:lines:0"
+    epochs = {task: note_due(client, lines, task, f"t:{{{task}}}", within=0.0) for task in tasks}
+    assert len(set(epochs.values())) == 16
+    assert all(list(node.client().scan_iter(f"{lines}:*")) for node in cluster.nodes)
+    claimed = claim(client, lines, tasks, tasks[:50])
+    assert sorted(claimed.lines) == sorted((task, f"t:{{{task}}}") for task in tasks)
+    assert {task: slot.epoch for task, slot in claimed.slots.items()} == epochs
+    assert claim(client, lines, tasks).lines == []
+    for task, key in claimed.lines:
+        assert settle(client, lines, task, key, claimed, within=None) is None
+    assert not any(client.exists(due_names(lines, task, in_cluster=True)[0]) for task in tasks)
+
+
+def test_dead_node_does_not_keep_lines_of_others_from_being_swept(client, cluster, fail):
+    """Theirs are found; that not all were looked at is said."""
+    tasks, lines = [f"task{number}" for number in range(100)], "t:lines:0"
+    for task in tasks:
+        note_due(client, lines, task, f"t:{{{task}}}", within=0.0)
+    node = cluster.nodes[1]
+    gone = {task for task in tasks if cluster.serves(node, due_names(lines, task, in_cluster=True)[0])}
+    assert 0 < len(gone) < 100
+    fail("kill", node)
+    claimed = claim(client, lines, tasks)
+    assert {task for task, _ in claimed.lines} == set(tasks) - gone == set(claimed.slots)
+    assert isinstance(claimed.error, LockUnavailable)
 
 
 def test_success_is_found_on_the_cluster(client):
