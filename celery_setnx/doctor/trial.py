@@ -32,6 +32,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each
+from celery_setnx.lock.wire import hang_up
 from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 from celery_setnx.task import refuse
@@ -79,6 +80,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         else:
             for memory in memories:
                 _warn_of_eviction(memory)
+        finally:
+            hang_up(client)  # a parent whose pool has processes does not use them again
 
 
 def trial_name(prefix: str) -> str:

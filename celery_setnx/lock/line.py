@@ -273,12 +273,18 @@ def ask_others(client: redis.Redis, lines: str, task: str, key: str, task_id: st
     """Have another worker send a call, to which the lock is handed; False if none has looked at its line."""
     name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
     call = f"{key}\n{task_id}"
-    line_us, call_us = client.zscore(name, key), client.zscore(name, call)
+    line_us, call_us = score_of(client, name, key), score_of(client, name, call)
     note_due(client, lines, task, call, within=0.0)
-    now_us = client.zscore(name, call)
+    now_us = score_of(client, name, call)
     if call_us is not None:
         return False  # it was asked before, and nobody has come
     return now_us is None or line_us is None or not _is_overdue(line_us, now_us)
+
+
+def score_of(client: redis.Redis, name: str, member: str) -> float | None:
+    """The score of a member of a sorted set; None if it is none."""
+    found = reply_to(client, "ZSCORE", name, member)
+    return None if found is None else float(found)
 
 
 def note_lines(client: redis.Redis, prefix: str, broker: str) -> None:
