@@ -189,6 +189,10 @@ class LateCluster:
                     self._client = self._connect()
         return getattr(self._client, name)
 
+    def get_nodes(self) -> list[Any]:
+        """Its nodes, as far as they are known."""
+        return [] if self._client is None else list(self._client.get_nodes())
+
     def keyslot(self, key: str) -> int:
         """The slot of a key."""
         return int(self.__getattr__("keyslot")(key))

@@ -55,8 +55,10 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
 
 def hang_up(client: Any) -> None:
     """Close the connections of a client that nobody uses now. Whoever asks it later dials again."""
-    nodes = client.get_nodes() if hasattr(client, "get_nodes") else []
-    for each in [node.redis_connection for node in nodes if node.redis_connection] if nodes else [client]:
+    is_cluster = hasattr(type(client), "get_nodes")
+    for each in [node.redis_connection for node in client.get_nodes()] if is_cluster else [client]:
+        if each is None:  # of a node that was not asked yet
+            continue
         wire = _wire_of(each)
         if wire is not None:
             wire.hang_up()

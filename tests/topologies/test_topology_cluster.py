@@ -19,6 +19,7 @@ from celery_setnx.lock.line import claim, note_due, settle
 from celery_setnx.lock.marks import Mark, done_by, extend_all, free_all, mark_all
 from celery_setnx.lock.names import due_names, mark_name, record_name
 from celery_setnx.lock.survey import forget_starts, survey
+from celery_setnx.lock.wire import hang_up
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server
@@ -324,6 +325,22 @@ def test_worker_starts_without_its_cluster(work_with):
     """A warning, no refusal, as with any lock server that is down."""
     worker = work_with(setnx_url=NOWHERE).worker
     worker.wait_for_log("Until it answers, tasks do as their on_redis_error says")
+
+
+def test_connections_to_all_nodes_are_closed_after_the_check(tasks_of, settings, cluster):
+    """A parent of processes does not use them again; if it does, it connects again."""
+    client = client_for(tasks_of(**settings, setnx_transport_options={"client_name": "check"}).app)
+
+    def connections() -> int:
+        return sum(each["name"] == "check" for node in cluster.nodes for each in node.client().client_list())
+
+    marks = [Mark(f"t:{{mark:{number}}}", f"id{number}") for number in range(50)]
+    mark_all(client, marks, dedupe="until_done", lease=10)
+    client.info("memory", target_nodes="primaries")
+    assert connections() >= 3
+    hang_up(client)
+    wait_until(lambda: connections() == 0, "all are closed", 10)
+    assert free_all(client, marks) is None
 
 
 def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):
