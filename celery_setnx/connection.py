@@ -196,6 +196,10 @@ class LateCluster:
         """True until it connects."""
         return self._client is None
 
+    def get_nodes(self) -> list[Any]:
+        """Its nodes, as far as they are known."""
+        return [] if self._client is None else list(self._client.get_nodes())
+
     def keyslot(self, key: str) -> int:
         """The slot of a key."""
         return int(self.__getattr__("keyslot")(key))

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from rich.console import ConsoleDimensions
 
 from celery_setnx import HeldLock, SetnxLock
-from celery_setnx.cli import _picture, screen, setnx
+from celery_setnx.cli import _picture, asked, screen, setnx
 from celery_setnx.cli.describe import COLUMNS, DONE_COLUMNS, MARK_COLUMNS
 from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
@@ -38,6 +38,7 @@ from celery_setnx.lock.names import (
     record_name,
 )
 from celery_setnx.lock.process import identity
+from celery_setnx.lock.survey import Sighting, survey
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.options import Options
 from celery_setnx.signals import lock_released
@@ -214,6 +215,27 @@ def test_list_prints_a_table(cli):
     )
     assert lines[1].startswith("tests.cliapp.sync      running  ")
     assert result.stderr == "2 locks under t:{...}.\n"
+
+
+def test_list_prints_its_rows_as_they_come(cli, monkeypatch):
+    """Of 100,000 locks the rows took 150 MB. All are under one heading; a column may get wider on the way."""
+    cli.hold(customer=7)
+    (seen,) = survey(cli.locks, "t")
+    keys, read, printed = [f"t:{{shop:{number:0{1 + number // 1100}}}}" for number in range(2500)], [0], []
+
+    def many(*_args: Any) -> Iterator[Sighting]:
+        for key in keys:
+            read[0] += 1
+            yield replace(seen, key=key)
+
+    monkeypatch.setattr(asked, "survey", many)
+    said = screen.say
+    monkeypatch.setattr(screen, "say", lambda *what, **how: (printed.append(read[0]), said(*what, **how)))
+    heading, *rows = ask("list").stdout.splitlines()
+    assert printed == [1000, 2000, 2500, 2500]  # and how many there are
+    assert heading.split()[0] == "TASK"
+    assert [row.split()[-1] for row in rows] == keys
+    assert len({row.index("t:{") for row in rows}) == 1
 
 
 def test_list_chooses_by_task_and_by_deadline(cli):

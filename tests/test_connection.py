@@ -182,6 +182,14 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     assert lock_keys(locks) == set()
 
 
+def test_worker_start_leaves_no_connection_behind(locks, server):
+    """In the parent of a prefork pool nobody would use those again."""
+    app = app_with(setnx_url=server.url(1), setnx_transport_options={"client_name": "check"})
+    start_worker_check(app)
+    wait_until(lambda: "check" not in [each["name"] for each in locks.client_list()], "all are closed", 10)
+    assert SetnxLock(client_for(app), "lock.later").acquire().lock.release() == "released"
+
+
 NEEDED = [
     *("eval", "evalsha", "time", "get", "mget", "exists", "set", "getset"),
     *("del", "pttl", "pexpire", "pexpireat"),

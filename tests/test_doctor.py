@@ -5,6 +5,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,20 @@ def test_memory_that_is_nearly_full_is_a_warning(configured, own):
         used = client.info("memory")["used_memory"]
     assert not findings(configured(maxmemory=int(used * 1.5)), "memory")
     finding(configured(maxmemory=int(used * 1.04)), "memory", "warning")
+
+
+def test_server_with_hardly_room_for_more_clients_is_a_warning(configured, own):
+    """Processes that connect later are refused, and cannot lock."""
+    assert not findings(configured(), "clients")
+    with ExitStack() as stack:
+        for _ in range(45):
+            client = redis.Redis.from_url(own.url(), single_connection_client=True)
+            stack.enter_context(client).ping()
+        known = client.info("clients")["connected_clients"]
+        found = finding(
+            configured(maxclients=known + 4), "clients", "warning", what=f"of the {known + 4} that"
+        )
+    assert "Raise maxclients" in found.do
 
 
 @pytest.mark.parametrize(

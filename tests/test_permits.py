@@ -102,6 +102,15 @@ def test_so_many_hold_it_and_the_next_is_refused(locks):
     assert tokens(locks) == {0: "one", 1: "two"}
 
 
+@pytest.mark.parametrize("limit", [3, 100])
+def test_refused_caller_is_told_of_two_holders_whatever_the_limit(locks, limit):
+    """Of the one that ends first, and of the one that has held for longest: the reply is short."""
+    held_by(locks, *(f"holder{number:03}" for number in range(limit)), limit=limit)
+    reply = lock_module._acquire(the_lock(locks, limit), "another", "", "", ())
+    assert sum(str(item).count("holder") for item in reply) == 2
+    assert len(repr(reply)) < 500
+
+
 def test_keys_of_permits_are_beside_the_lock(locks):
     """The first is the lock itself, in the format of a lock with one permit; all are in its slot."""
     held_by(locks, "one", "two")

@@ -27,7 +27,7 @@ from celery_setnx.run import unswept as unswept_module
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
 from celery_setnx.run.unswept import Unswept
-from tests.harness import raising
+from tests.harness import due_set, raising
 
 JSON = "application/json"
 
@@ -111,7 +111,7 @@ class Shop:
 
     def overdue(self, locks: Any, task: str = "bill", by_s: float = 60) -> None:
         """The app's workers have not looked at the line when it was due."""
-        locks.zincrby(lines_of(self.app), -(30 + by_s) * 1e6, f"{task}\n{self.key(task)}")
+        locks.zincrby(due_set(self.app, task), -(30 + by_s) * 1e6, self.key(task))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_call_is_sent_though_a_sweeper_died_before_it_sent_it(locks, shop):
     b.step._serve = lambda *_: None  # it dies
     b.step.sweep(b.app)
     del b.step._serve
-    locks.zincrby(lines_of(b.app), -3e6, f"bill\n{b.key()}\nb1")
+    locks.zincrby(due_set(b.app, "bill"), -3e6, f"{b.key()}\nb1")
     b.step.sweep(b.app)
     assert b.sent() == ["b1"]
 
@@ -202,7 +202,7 @@ def test_call_that_has_its_place_again_is_not_sent(locks, shop):
     note_due(locks, lines_of(b.app), "bill", f"{b.key()}\nb1", within=0)
     b.step.sweep(b.app)
     assert b.sent() == []
-    assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is None
+    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is None
 
 
 def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, shop):
@@ -225,7 +225,7 @@ def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, shop):
     b.waits("b1", 10.0, text=b.packed(call, content_type="application/x-of-theirs"))
     a.serve()
     assert SetnxLock(locks, a.key()).holder().task_id == "b1"
-    assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is not None
+    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is not None
 
 
 def test_three_permits_go_to_calls_of_two_brokers(locks, shop):
@@ -260,7 +260,7 @@ def test_call_of_another_broker_is_not_sent_while_its_lock_rests(locks, shop):
     b.waits("b1", 10.0)
     a.ends(held, at_least_for=20)
     assert (a.sent(), b.sent()) == ([], [])
-    due_us = locks.zscore(lines_of(b.app), f"bill\n{b.key()}")
+    due_us = locks.zscore(due_set(b.app, "bill"), b.key())
     assert 0 < due_us / 1e6 - locks.time()[0] <= 21
 
 
@@ -278,9 +278,9 @@ def test_call_of_a_task_that_is_not_guarded_here_is_sent_by_a_worker_where_it_is
     a.serve()
     a.step.sweep(a.app)
     assert a.sent() == []
-    entry = f"report\n{both.key('report')}\nr1"
-    assert locks.zscore(lines_of(a.app), entry) is not None
-    locks.zincrby(lines_of(a.app), -5e6, entry)
+    entry = f"{both.key('report')}\nr1"
+    assert locks.zscore(due_set(a.app, "report"), entry) is not None
+    locks.zincrby(due_set(a.app, "report"), -5e6, entry)
     both.step.sweep(both.app)
     assert both.sent() == ["r1"]
 

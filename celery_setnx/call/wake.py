@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import redis
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -34,12 +34,13 @@ from celery_setnx.lock.line import (
     call_in_line,
     leave,
     note_due,
+    score_of,
 )
 from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
-from celery_setnx.lock.scripts import REDIS_ERRORS
+from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
@@ -115,7 +116,7 @@ def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
             note_due(client_for(app), lines, call.task, call.key, within=heir.rest_s)
         elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
-    except (SetnxError, redis.RedisError) as error:
+    except SetnxError as error:
         logger.info(
             "No worker with the task and the broker %s was told to send %s: %s",
             broker,
@@ -131,7 +132,7 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
     The lock may be handed to it still; if it has been passed over, it comes late, and stands where it stood.
     """
     line, calls = line_names(key)
-    kept, place = cast("bytes | None", client.hget(calls, task_id)), client.zscore(line, task_id)
+    kept, place = reply_to(client, "HGET", calls, task_id), score_of(client, line, task_id)
     found = re.fullmatch(rb"\d+(\+?)\|\d+\|(.*)", kept or b"", re.DOTALL)
     if found is None or (place is not None and place < PASSED_OVER and not found[1]):
         return None  # nobody takes it for one that was sent
@@ -222,7 +223,7 @@ def place_of(app: Celery, call: Call, remember: float) -> Place:
 
 
 def lines_of(app: Celery) -> str:
-    """The Redis key of the set of all lines whose calls come from the app's broker."""
+    """What the names of all sets of lines begin with whose calls come from the app's broker."""
     return lines_name(settings_of(app).prefix, broker_of(app))
 
 
@@ -301,7 +302,7 @@ def report_take_over(
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings_of(app).retention)
-    except REDIS_ERRORS as error:
+    except SetnxError as error:
         logger.info(
             "`celery setnx show` will not know of this take-over of %s: %s", key, error, extra=fields(key=key)
         )

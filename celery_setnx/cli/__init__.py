@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -125,15 +126,17 @@ def list_(
     if as_json:
         count = _print_json(map(shape.row, found))
     else:
-        rows, looks = [], []
-        for one in found:
-            rows.append(shape.cells(one))
-            looks.append(shape.style(one))
-        count = len(rows)
-        if rows:
-            heading, *lines = table(shape.columns, rows, width())
-            say(heading, *(Line(line, look) if look else line for line, look in zip(lines, looks)))
-            hidden = left_out(shape.columns, heading)
+        count, widest = 0, list(shape.columns)
+        # A thousand rows at a time: 100,000 took 150 MB. A column may get wider on the way.
+        while block := list(islice(found, 1000)):
+            rows = [shape.cells(one) for one in block]
+            heading, _, *lines = table(shape.columns, [widest, *rows], width())
+            looks = map(shape.style, block)
+            shown = [Line(line, look) if look else line for line, look in zip(lines, looks)]
+            say(*([] if count else [heading]), *shown)
+            hidden = hidden or left_out(shape.columns, heading)
+            widest = [max(column, key=len) for column in zip(widest, *rows)]
+            count += len(block)
     what = "stale lock" if stale else shape.name
     what = many(count, what) if count else f"No {what}s"
     of = (f" of {task}" if task else "") + (f" held for {span(older)} or more" if older else "")

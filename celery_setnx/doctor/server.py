@@ -169,6 +169,7 @@ def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[
     yield from _holes(name, info)
     yield _eviction(name, info)
     yield from _memory(name, info)
+    yield from _clients(name, info)
     yield _persistence(name, info, server)
     yield _replication(name, info, server)
     if info.get("cluster_enabled"):
@@ -230,6 +231,17 @@ def _memory(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
             f"{name} uses {used / most:.0%} of its maxmemory of {most / 2**20:.0f} MiB.",
             "A full server renews and releases locks, but grants no new one.",
             "Raise maxmemory, or give locks a server of their own: setnx_url.",
+        )
+
+
+def _clients(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
+    known, most = info.get("connected_clients", 0), info.get("maxclients", 0)
+    if most and known > _NEARLY_FULL * most:
+        yield warn(
+            "clients",
+            f"{name} has {known} connections of the {most} that it allows (maxclients).",
+            "It refuses more: a process that connects then cannot lock, and does as on_redis_error says.",
+            "Raise maxclients, and its host's limit of open files; docs/how-it-works.md: what workers need.",
         )
 
 

@@ -53,6 +53,18 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
 
 
+def hang_up(client: Any) -> None:
+    """Close the connections of a client that nobody uses now. Whoever asks it later dials again."""
+    is_cluster = hasattr(type(client), "get_nodes")
+    for each in [node.redis_connection for node in client.get_nodes()] if is_cluster else [client]:
+        if each is None:  # of a node that was not asked yet
+            continue
+        wire = _wire_of(each)
+        if wire is not None:
+            wire.hang_up()
+        _close_idle(each)
+
+
 class Wire:
     """The connections that belong to a client: each is one exchange's alone for as long as that lasts.
 
@@ -106,6 +118,12 @@ class Wire:
         self._idle.append(connection)
         return replies
 
+    def hang_up(self) -> None:
+        """Close the connections that lie idle; a parent's are left alone."""
+        idle, self._idle = self._idle, []
+        for connection in idle if self._pid == os.getpid() else ():
+            connection.disconnect()
+
     def _again(
         self, connection: Any, error: Exception, idle: bool, packed: Any, read: Callable[[], Any]
     ) -> Any:
@@ -143,9 +161,7 @@ class Wire:
     def _hang_up(self, connection: Any) -> None:
         """Close a connection that failed, and the idle ones: they led to the same server."""
         connection.disconnect()
-        idle, self._idle = self._idle, []
-        for other in idle:
-            other.disconnect()
+        self.hang_up()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
+from celery_setnx.lock.line import Claimed, Slot, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
@@ -163,7 +163,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except SetnxError as error:
             say_loudly(error)
             if not self._fails:  # it is said once
-                logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
+                logger.warning("Lines are not swept until this ends, tried every %g s: %s", SWEEP_S, error)
             self._fails = True
         except Exception:
             logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
@@ -191,13 +191,15 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
             if request not in self._left:
-                self._look_after(app, request, claimed.epoch)
+                self._look_after(app, request, claimed.slots.get(request.order.call.task))
         if couriers:
             self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
             with between_forks:
                 self._unswept.look(app, self._client, claimed)
-        if len(claimed.lines) >= CLAIMED_AT_MOST:
+        if claimed.error is not None:  # of a node of a cluster: the lines of the others were looked at
+            raise claimed.error
+        if claimed.are_more:
             due.append(0.0)
         return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
 
@@ -235,7 +237,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in given if task_id}
         return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
-    def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
+    def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
         try:
@@ -249,10 +251,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
                 self._stamped.add(request)
-            elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
+            elif slot and order.epoch != slot.epoch and self._is_time_to_put_back(request, slot.epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
-                self._anew[request] = epoch, float("inf")
+                self._anew[request] = slot.epoch, float("inf")
         except LockUnavailable:
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business

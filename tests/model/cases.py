@@ -27,18 +27,30 @@ from tests.model.store import (
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
 DONE, STARTS = "{lock.foo}:done", "{lock.foo}:starts"
-LINE, CALLS, LINES = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
+LINE, CALLS, LINES_EPOCH = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
+LINES = {task: f"{LINES_EPOCH}:{task}" for task in TASK_IDS}
 TICKETS = {task: f"{{lock.foo}}:ticket:{task}" for task in TASK_IDS}
 PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
 PERMITS, NO_TICKET = "{lock.foo}:permits", "{lock.foo}:ticket:nobody"
 PAIRS = (PAIR, *((f"{{lock.foo}}#{number}", f"{{lock.foo}}#{number}:holder") for number in (1, 2)))
 OTHERS = tuple(name for pair in PAIRS[1:] for name in pair)
-KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS, DONE, STARTS)
+KEYS = (
+    *PAIR,
+    MARK,
+    *WAITING,
+    LINES_EPOCH,
+    *LINES.values(),
+    *TICKETS.values(),
+    PERMITS,
+    *OTHERS,
+    DONE,
+    STARTS,
+)
 CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
-SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
+SWEPT = (("a", "lock.foo"), ("a", "{lock.foo}"), ("b|b", "lock.foo"), ("", "lock.foo"))
 COPIES = ("-", "x1", "y2")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
 HOUR, LONG = 3_600 * SECOND, 4_000 * SECOND
@@ -118,15 +130,16 @@ return table.concat(seen, '\\n')
 def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
     value, expiry, record, record_expiry, mark, line, calls, tickets, others, known, done, starts = store
-    dues = [("", -swept.epoch)] if swept.epoch is not None else []
-    dues += [(name, moment) for moment, name in swept.due]
+    leases = dict(swept.leases)
+    dues = {task: " ".join(f"{name} {moment}" for moment, name in swept.of(task)) for task in LINES}
     found: list[tuple[str, object, object]] = [
         (LOCK, value, expiry),
         (RECORD, record, _expires(record, record_expiry)),
         (MARK, mark and mark.task_id, mark and mark.expiry and f"in {mark.expiry - now // MS}"),
         (LINE, " ".join(f"{task} {since}" for since, task in line.places) or None, _left(line.lease)),
         (CALLS, " ".join(sorted(map("=".join, calls.fields))) or None, _left(calls.lease)),
-        (LINES, " ".join(f"{name} {score}" for name, score in dues) or None, _left(swept.lease)),
+        (LINES_EPOCH, swept.epoch, _left(swept.epoch_lease)),
+        *((LINES[task], due or None, _left(leases.get(task, -1))) for task, due in dues.items()),
         *((TICKETS[task], ticket.text, f"in {ticket.lease}") for task, ticket in tickets),
         (PERMITS, known and known.text, known and f"in {known.lease}"),
     ]
@@ -185,7 +198,7 @@ class Case:
         self.model = Lock()
         self.store = Store()
         self.lines = Lines()
-        self.claimed: tuple[str, str] | None = None
+        self.claimed: tuple[str, str, str] | None = None
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
         self.has_several = self.random.random() < 0.5
@@ -385,36 +398,41 @@ class Case:
     def due(self) -> Step:
         """By a call that is about to wait, or by its courier."""
         within = self.random.choice((0, 1, SECOND, 30 * SECOND))
-        return self.swept("due", entry=self.random.choice(SWEPT), within=within, **self.of_lines())
+        task, entry = self.random.choice(SWEPT)
+        keys = (LINES[task], LINES_EPOCH)
+        return self.swept("due", keys, task=task, entry=entry, within=within, **self.of_lines())
 
     def sweep(self) -> Step:
         """By a worker."""
         tasks = tuple(task for task in TASK_IDS if self.random.random() < 0.7)
-        interval, paced = self.random.choice((0, 2 * SECOND)), self.random.randrange(len(tasks) + 1)
-        step = self.swept("sweep", interval=interval, **self.of_lines(), paced=paced, tasks=tasks)
-        _, until, _, *entries = step.reply or ()
-        if entries:
-            self.claimed = self.random.choice(entries), until
+        interval = self.random.choice((0, 2 * SECOND))
+        paced = tuple(number for number in range(1, len(tasks) + 1) if self.random.random() < 0.5)
+        keys = (LINES_EPOCH, *map(LINES.__getitem__, tasks))
+        step = self.swept("sweep", keys, interval=interval, **self.of_lines(), paced=paced, tasks=tasks)
+        _, until, _, *found = step.reply or ()
+        if found:
+            number, entry = self.random.choice(list(zip(found[::2], found[1::2])))
+            self.claimed = tasks[int(number) - 1], entry, until
         return step
 
     def settle(self) -> Step:
         """By a worker that has served a line."""
-        (entry, claimed), self.claimed = self.claimed or (SWEPT[0], "7"), None
-        entry = self.random.choice((entry, entry, entry, SWEPT[0]))
+        (task, entry, claimed), self.claimed = self.claimed or (*SWEPT[0], "7"), None
+        task, entry = self.random.choice((*[(task, entry)] * 3, SWEPT[0]))
         within = self.random.choice((None, None, 0, SECOND, 30 * SECOND))
-        return self.swept("settle", entry=entry, claimed=claimed, within=within)
+        return self.swept("settle", (LINES[task],), task=task, entry=entry, claimed=claimed, within=within)
 
     def of_lines(self) -> dict[str, int]:
         """How long the set is to last, and an epoch for it."""
         return {"remember": self.random.choice(MARK_LEASES_MS), "epoch": self.random.randrange(1, 2**48)}
 
-    def swept(self, verb: str, **sent: Any) -> Step:
+    def swept(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
         """A call of a script of the lines."""
-        arguments = ["" if value is None else value for value in sent.values()]
-        if verb == "sweep":
-            arguments[-1:] = sent["tasks"]
         self.lines, reply = getattr(lines, verb)(self.lines, self.now, **sent)
-        command = ("EVALSHA", self.shas[verb], 1, LINES, *arguments)
+        paced = sent.pop("paced", ())
+        told = ["" if value is None else value for name, value in sent.items() if not name.startswith("task")]
+        arguments = [*told, *paced]
+        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *arguments)
         return Step(f"{verb} {arguments}", [command], reply, self.sight)
 
     def leave(self) -> Step:
@@ -466,7 +484,7 @@ class Case:
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
         moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
         moments += [at + period for at, *_ in before.starts.times[-3:] for period in PERIODS]
-        for moment, _ in self.lines.due[:1]:
+        for _, moment, _ in self.lines.due[:1]:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
