@@ -72,7 +72,7 @@ class Asking:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
         self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-        self.has_parked = False  # whether it was about to be parked when its turn came
+        self.has_parked = False  # whether it was about to be parked when its turn came, or it failed
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere

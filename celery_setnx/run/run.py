@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry
@@ -32,7 +33,7 @@ from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import LockTimeout, SetnxError
+from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
@@ -136,9 +137,13 @@ class Run:
                 if held is None:
                     if self._may_have_ended(outcome) and (result := self._result_before()) is not UNSET:
                         return result
-                    with suppress(ItsTurn):
+                    try:
                         return resolve(asking.conflict(outcome))
-                    asking.has_parked = True
+                    except ItsTurn:
+                        asking.has_parked = True
+                    except (SoftTimeLimitExceeded, LockUnavailable):  # it fails, and may be in line already
+                        asking.has_parked = True
+                        raise
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held)) is not UNSET:
@@ -390,7 +395,8 @@ class Run:
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
         """A call that goes on waiting keeps its place; one that ended without the lock does not."""
         self.asking.wake_heirs()  # acquired too late to rely on, and given back
-        is_in_line = self.asking.lingers_since or (not goes_on and self.call.copy != ORIGINAL)
+        may_be_in_line = self.call.copy != ORIGINAL or self.asking.has_parked
+        is_in_line = self.asking.lingers_since or (not goes_on and may_be_in_line)
         if is_in_line and not parked:
             self.asking.leave()
 
