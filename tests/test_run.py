@@ -23,8 +23,9 @@ from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, record_name
 from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
+from celery_setnx.signals import lock_acquired, lock_lost, lock_released
 from tests.conftest import LOCK_DB
-from tests.harness import raising, wait_until
+from tests.harness import age, raising, wait_until
 
 KEY = "setnx:{guarded}"
 
@@ -243,13 +244,48 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
         wait_until(lambda: words, "it is given back")
+    assert words == ["released"]
+    assert "lost its lock" not in caplog.text
     if rival is None:
-        assert words == ["released"]
         assert run.lock.holder() is None
     else:
-        assert words[0] in ("released", "lost"), words
         rival.renew()
         rival.release()
+
+
+@pytest.mark.parametrize("is_true", [False, True], ids=["after us", "beside us"])
+@pytest.mark.parametrize("hold", [False, True], ids=["release", "hold"])
+def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, monkeypatch, hold, is_true):
+    """Not if it came after: the release's reply is lost, and another acquires before it is sent again."""
+    script = (lock_module._HOLD if hold else lock_module._RELEASE).sha.encode()
+    rival, warm = SetnxLock(locks, KEY, lease=60), SetnxLock(locks, "warm").acquire().lock
+    assert warm.hold(1) == "held_for_retry"  # the server knows the scripts
+    assert warm.release() == "held_for_retry"
+    task.app.conf.setnx_url = proxy.url(LOCK_DB)
+    run, sent = run_of(task), []
+    token = f"{task.request.id}|1|ab" if hold else None
+    monkeypatch.setattr(run, "_send", lambda signal, **_details: sent.append(signal))
+
+    def acquire() -> None:
+        assert rival.acquire(token=token).acquired
+
+    def body() -> None:
+        if is_true:
+            locks.delete(KEY, record_name(KEY))
+            acquire()
+            age(locks, KEY, 10)
+        if hold:
+            raise Retry(when=0)
+
+    meanwhile = bool if is_true else acquire
+    with (
+        proxy.fault("drop_reply", containing=script),
+        proxy.fault("delay", containing=script, skip=1, meanwhile=meanwhile),
+        suppress(Retry),
+    ):
+        run.execute(body)
+    assert rival.release() == "released"
+    assert sent == [lock_acquired, lock_lost if is_true else lock_released]
 
 
 @pytest.fixture
