@@ -33,7 +33,7 @@ from celery_setnx.call.wake import (
     send_from_line,
 )
 from celery_setnx.configured import configured
-from celery_setnx.connection import new_client
+from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
@@ -52,7 +52,7 @@ SWEEP_S = 2.0
 _EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
-_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
+_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
 class Swept(NamedTuple):
@@ -101,6 +101,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
         self._fails = False
+        self._timeout_s = _TIMEOUT_S
         self._worker = worker
         self._has_declared = False  # the queues of couriers
         self._revoked: dict[str, float] = {}
@@ -124,10 +125,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         _sweeping.add(self)
 
     def _see_to_client(self, app: Celery) -> None:
-        """A client of its own, which gives up soon; another one if the settings have changed."""
+        """A client of its own, which gives up soon; another if the settings have changed, or its timeout."""
         state = configured(app)
         if state is not self._state:
-            self._client, self._state = new_client(app, _TIMEOUT_S), state
+            self._client, self._state = new_client(app, self._timeout_s), state
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s != self._timeout_s:
+            self._timeout_s, self._state = timeout_s, []
+
+    def _wait_longer_after(self, error: BaseException) -> None:
+        """Wait longer for replies from the next sweep on, if one took longer than a fork should wait."""
+        if isinstance(error.__cause__, redis.TimeoutError):
+            self._set_timeout(min(2 * self._timeout_s, SOCKET_TIMEOUT_S))
 
     def ensure(self) -> None:
         """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
@@ -153,15 +163,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
-        is_early, next_s = time.monotonic() < self._usual_at, None
+        began, next_s = time.monotonic(), None
+        is_early = began < self._usual_at
         try:
             self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
             # When the next is due; but whoever came for one that another has looked at waits as usual.
             next_s = swept.next_s if swept.lines or not is_early else None
             self._fails = False
+            if time.monotonic() - began < _TIMEOUT_S:
+                self._set_timeout(_TIMEOUT_S)
         except SetnxError as error:
             say_loudly(error)
+            self._wait_longer_after(error)
             if not self._fails:  # it is said once
                 logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
             self._fails = True
@@ -217,6 +231,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
+            self._wait_longer_after(error)
             logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
