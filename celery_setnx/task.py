@@ -45,7 +45,7 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.run import Run, is_running, lock_of
+from celery_setnx.run.run import Run, is_running, lock_of, warn_of_thread
 from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ class SingletonTask(Task):  # type: ignore[misc]
 
         None where a call is not guarded: direct, eager, or under `on_redis_error="run"`. A body that is also
         called like that asks first: `fence = self.lock.fence if self.lock else None`. In a test,
-        `celery_setnx.testing.guarded` has `.apply()` take the lock.
+        `celery_setnx.testing.guarded` has `.apply()` take the lock. None in the threads that a body starts,
+        with a warning: hand them the lock.
         """
         return lock_of(self)
 
@@ -372,7 +373,10 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
 def current_lock() -> HeldLock | None:
     """The lock that the running task holds, or None where no guarded task runs."""
     task = current_task._get_current_object() if current_task else None
-    return None if task is None else lock_of(task)
+    if task is None:
+        warn_of_thread(None)
+        return None
+    return lock_of(task)
 
 
 def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:

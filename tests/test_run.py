@@ -4,7 +4,8 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
-from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask
+from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask, current_lock
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
@@ -187,6 +189,42 @@ def test_what_became_of_the_lock_is_told_at_the_end_at_the_latest(task, locks, c
     assert execute(task, lambda: meanwhile(locks) and "done") == "done"
     assert told in caplog.text
     assert not locks.exists(KEY)
+
+
+def in_thread(ask: Callable[[], Any]) -> Any:
+    """What another thread is answered."""
+    with ThreadPoolExecutor(1, "of_the_body") as executor:
+        return executor.submit(ask).result()
+
+
+@pytest.mark.parametrize("asks", ["self.lock", "current_lock()"])
+def test_thread_of_a_body_that_asks_for_the_lock_is_warned(task, caplog, asks):
+    """It has none there; the log says so once a call, and what to do. The body has it."""
+    ask = {"self.lock": lambda: task.lock, "current_lock()": current_lock}[asks]
+
+    def body() -> Any:
+        assert [in_thread(ask), in_thread(ask)] == [None, None]
+        return task.lock.fence
+
+    assert execute(task, body)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"guarded[{task.request.id}] runs, and thread of_the_body_0 beside it asked for")
+    assert "hand it the lock that the body has, lock = self.lock" in said
+
+
+def test_other_thread_that_asks_for_a_lock_is_not_warned(task, caplog):
+    """While no body runs, or if the thread has a call of its own."""
+
+    def call_of_its_own() -> Any:
+        _task_stack.push(task)
+        try:
+            return task.lock
+        finally:
+            _task_stack.pop()
+
+    assert in_thread(lambda: task.lock) is None
+    assert execute(task, lambda: in_thread(call_of_its_own)) is None
+    assert "thread" not in caplog.text
 
 
 def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):

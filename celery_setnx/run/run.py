@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
+from celery._state import _task_stack
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry
 from celery.result import result_from_tuple
@@ -64,9 +66,33 @@ _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
 
+_runs: dict[int, Run] = {}
+"""The runs of this process that go on, by their own ids."""
+
+
 def lock_of(task: Task) -> HeldLock | None:
     """The lock that the task's running call holds, or None where it is not guarded."""
-    return getattr(task.request, "setnx_lock", None)
+    request = task.request_stack.top
+    if request is None:
+        warn_of_thread(task)
+    return getattr(request, "setnx_lock", None)
+
+
+def warn_of_thread(task: Task | None) -> None:
+    """Say, once a call of the task, or of any, that a thread which has none has asked for its lock.
+
+    Mostly the body has started that thread, and what it does is not fenced. It is no error: another thread of
+    the process may call the body directly.
+    """
+    if _task_stack.top is not None:  # it has a call, if of another task
+        return
+    untold = [run for run in list(_runs.values()) if not run.is_told and (task is None or run.task is task)]
+    for run in untold:
+        run.is_told = True
+    if untold:
+        text = "%s runs, and thread %s beside it asked for its lock. That is None there, and what the thread "
+        text += "does is not fenced: hand it the lock that the body has, lock = self.lock."
+        logger.warning(text, untold[0], threading.current_thread().name)
 
 
 def is_running(request: Context) -> bool:
@@ -93,6 +119,7 @@ class Run:
         self.acquired_at = 0.0
         self.has_begun = self.has_succeeded = False  # its body
         self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+        self.is_told = False  # that another thread has asked for its lock
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -113,11 +140,12 @@ class Run:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
-        self.request._setnx_run = self
+        self.request._setnx_run = _runs[id(self)] = self
         try:
             return self._execute(body)
         finally:  # a body that the same request runs next has a lock of its own
             del self.request._setnx_run
+            _runs.pop(id(self), None)
 
     def _execute(self, body: Callable[[], Any]) -> Any:
         held, stale = None, False
