@@ -126,6 +126,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls._settled_as = settled = _Settled(state, sources, None, None)
             return settled
         stand_outermost(cls, "__call__", _in_its_lock)
+        for hook, around in _HOOKS.items():
+            if not is_celerys_own(cls, hook):  # which does nothing, and which Celery never calls then
+                stand_outermost(cls, hook, around)
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
@@ -445,7 +448,41 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     run = Run(task, guard, request, args, kwargs)
     if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
-    return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
+
+    def body() -> Any:
+        del request._setnx_no_body
+        if (start := vars(request).pop("_setnx_start", None)) is not None:
+            start()
+        return has_run(task.name, following(*args, **kwargs))
+
+    request._setnx_no_body = True
+    return run.execute(body)
+
+
+def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before `before_start`: a call whose body does not begin has none of its task's hooks."""
+    request = task.request_stack.top
+    if request is None or request.called_directly:
+        return following(*args, **kwargs)
+    guard = task._settled()
+    if guard is None or not _is_guarded(guard.app, request) or is_running(request):
+        return following(*args, **kwargs)
+    request._setnx_start = partial(following, *args, **kwargs)
+    return None
+
+
+def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before those hooks that end what `before_start` has begun, and before `on_success`."""
+    request = task.request_stack.top
+    has_begun = request is None or "_setnx_no_body" not in vars(request)  # none: a worker's parent calls
+    return following(*args, **kwargs) if has_begun else None
+
+
+# Not `on_failure`: a call that fails for its lock has failed.
+_HOOKS = {
+    "before_start": _as_body_begins,
+    **dict.fromkeys(("on_success", "on_retry", "after_return"), _if_body_began),
+}
 
 
 def _refuse_loop_over(app: Celery, is_it: Callable[[Task], bool]) -> None:
