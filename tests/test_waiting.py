@@ -314,13 +314,14 @@ def test_one_pending_call_of_a_dead_worker_runs_though_nobody_publishes(stage, j
     assert not stage.tasks.pending.delay(stage.key).deduplicated
 
 
-def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, both):
+@pytest.mark.parametrize("stamp", [False, True], ids=["by its id", "by a stamp"])
+def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, both, stamp):
     """While it waits, and within a sweep: changes that come after the revoke are no duplicates of it."""
     pending = stage.tasks.pending
     first = stage.held(task=pending)
-    second = stage.parked(task=pending)
+    second = stage.parked(task=pending, **{"stamped_headers": ["who"], "who": stage.key} if stamp else {})
     assert pending.delay(stage.key).id == second.id
-    revoke(stage.tasks.app, second, *both)
+    revoke(stage.tasks.app, second, *both, **{"who": stage.key} if stamp else {})
     wait_until(lambda: not locks.exists(mark_name(pending.lock_key(stage.key))), "its mark is gone")
     third = pending.delay(stage.key)
     assert not third.deduplicated

@@ -279,6 +279,15 @@ def call_and_broker(text: str) -> tuple[Call, str]:
     return Call.of(str(headers.get("task")), headers), told["broker"]
 
 
+def stamps_in(text: str) -> Mapping[str, Any]:
+    """The stamps of a packed call, by which it may be revoked; none if it has none, or is no packed call."""
+    try:
+        headers = _parsed(text)["headers"]
+        return {name: headers["stamps"][name] for name in headers["stamped_headers"]}
+    except (ValueError, TypeError, LookupError):
+        return {}
+
+
 def stamped(text: str, broker: str) -> str:
     """A packed message that is to go back to this broker; the same text if it is already."""
     told = _parsed(text)

@@ -18,9 +18,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import redis
 from celery import Celery, bootsteps
+from celery.utils.functional import maybe_list
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
+from celery.worker.state import revoked_stamps
 
+from celery_setnx.call.back import stamps_in
 from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
@@ -84,6 +87,11 @@ class CourierRequest(Request):  # type: ignore[misc]
     def is_stamped(self) -> bool:
         """Whether its call stands in line as one of the broker that has delivered this courier."""
         return self.order.stamped(self.app) is self.order
+
+    @cached_property
+    def stamps_of_call(self) -> Mapping[str, Any]:
+        """The stamps of its call, by which that may be revoked."""
+        return stamps_in(self.order.message)
 
 
 _held: WeakSet[CourierRequest] = WeakSet()
@@ -249,6 +257,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         order = request.order
         try:
             is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
+            is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
@@ -284,6 +293,15 @@ def see_to_sweeps() -> None:
     """See to it that the workers of this process sweep."""
     for sweep in list(_sweeping):
         sweep.ensure()
+
+
+def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:
+    """Whether a call with these stamps is revoked, as its worker will find."""
+    return any(
+        value in (maybe_list(revoked_stamps.get(name)) or ())
+        for name, values in stamps.items()
+        for value in maybe_list(values) or ()
+    )
 
 
 def _declare_queues(app: Celery) -> None:
