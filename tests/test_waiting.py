@@ -331,6 +331,21 @@ def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, 
     assert second.id not in stage.starts()
 
 
+@pytest.mark.parametrize("held_by", ["another", "itself"])
+def test_calls_with_one_task_id_all_run(stage, held_by):
+    """Their publisher has made it up; one stands in the line, and the others ask again until it has begun."""
+    same = {"task_id": f"nightly-{stage.key}"}
+    short = {"singleton": {"retry_delay_max": 0.3}}
+    stage.held(**(same if held_by == "itself" else {}))
+    for _ in range(3):
+        stage.task.apply_async([stage.key], **same, **short)
+    stage.journal.wait_for("waiting", **same)
+    count = 4 if held_by == "itself" else 3
+    stage.journal.wait_for("postrun", count, **same)
+    stage.open()
+    wait_until(lambda: stage.starts().count(same["task_id"]) == count, "all have run")
+
+
 def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
     """A week, however long its message may lie in the broker; its courier makes that as long as it may."""
     stage.held()

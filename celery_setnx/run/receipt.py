@@ -6,7 +6,6 @@ parent writes the receipt, once Celery has reported the end, and before it ackno
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import suppress
 
@@ -25,12 +24,11 @@ from celery_setnx.log import Log
 logger = Log("celery_setnx")
 
 _SILENCE_S = 10.0
-_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
 
 def receipt_of(guard: Guard, call: Call) -> str | None:
     """The name of an attempt's receipt; None if nothing tells its call from a later one with its task id."""
-    if not call.call_id and not _RANDOM_ID.fullmatch(call.task_id):
+    if not call.call_id and call.shares_id:
         return None
     return receipt_name(guard.settings.prefix, call.task, call.task_id, call.call_id, call.attempt)
 
