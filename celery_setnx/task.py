@@ -46,7 +46,7 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.run import Run, is_running, lock_of
+from celery_setnx.run.run import Run, is_running, lock_of, warn_of_thread
 from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
@@ -127,6 +127,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls._settled_as = settled = _Settled(state, sources, None, None)
             return settled
         stand_outermost(cls, "__call__", _in_its_lock)
+        for hook, around in _HOOKS.items():
+            if not is_celerys_own(cls, hook):  # which does nothing, and which Celery never calls then
+                stand_outermost(cls, hook, around)
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
@@ -184,7 +187,8 @@ class SingletonTask(Task):  # type: ignore[misc]
 
         None where a call is not guarded: direct, eager, or under `on_redis_error="run"`. A body that is also
         called like that asks first: `fence = self.lock.fence if self.lock else None`. In a test,
-        `celery_setnx.testing.guarded` has `.apply()` take the lock.
+        `celery_setnx.testing.guarded` has `.apply()` take the lock. None in the threads that a body starts,
+        with a warning: hand them the lock.
         """
         return lock_of(self)
 
@@ -377,7 +381,10 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
 def current_lock() -> HeldLock | None:
     """The lock that the running task holds, or None where no guarded task runs."""
     task = current_task._get_current_object() if current_task else None
-    return None if task is None else lock_of(task)
+    if task is None:
+        warn_of_thread(None)
+        return None
+    return lock_of(task)
 
 
 def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
@@ -447,7 +454,41 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     run = Run(task, guard, request, args, kwargs)
     if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
-    return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
+
+    def body() -> Any:
+        del request._setnx_no_body
+        if (start := vars(request).pop("_setnx_start", None)) is not None:
+            start()
+        return has_run(task.name, following(*args, **kwargs))
+
+    request._setnx_no_body = True
+    return run.execute(body)
+
+
+def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before `before_start`: a call whose body does not begin has none of its task's hooks."""
+    request = task.request_stack.top
+    if request is None or request.called_directly:
+        return following(*args, **kwargs)
+    guard = task._settled()
+    if guard is None or not _is_guarded(guard.app, request) or is_running(request):
+        return following(*args, **kwargs)
+    request._setnx_start = partial(following, *args, **kwargs)
+    return None
+
+
+def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before those hooks that end what `before_start` has begun, and before `on_success`."""
+    request = task.request_stack.top
+    has_begun = request is None or "_setnx_no_body" not in vars(request)  # none: a worker's parent calls
+    return following(*args, **kwargs) if has_begun else None
+
+
+# Not `on_failure`: a call that fails for its lock has failed.
+_HOOKS = {
+    "before_start": _as_body_begins,
+    **dict.fromkeys(("on_success", "on_retry", "after_return"), _if_body_began),
+}
 
 
 def _refuse_loop_over(app: Celery, is_it: Callable[[Task], bool]) -> None:

@@ -4,7 +4,8 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -12,9 +13,18 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
-from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask, is_skipped
+from celery_setnx import (
+    LockLost,
+    LockTimeout,
+    SetnxError,
+    SetnxLock,
+    SingletonTask,
+    current_lock,
+    is_skipped,
+)
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
@@ -24,8 +34,9 @@ from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import task_token
 from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
+from celery_setnx.signals import lock_acquired, lock_lost, lock_released
 from tests.conftest import LOCK_DB
-from tests.harness import raising, wait_until
+from tests.harness import age, raising, wait_until
 
 KEY = "setnx:{guarded}"
 
@@ -229,6 +240,42 @@ def test_what_became_of_the_lock_is_told_at_the_end_at_the_latest(task, locks, c
     assert not locks.exists(KEY)
 
 
+def in_thread(ask: Callable[[], Any]) -> Any:
+    """What another thread is answered."""
+    with ThreadPoolExecutor(1, "of_the_body") as executor:
+        return executor.submit(ask).result()
+
+
+@pytest.mark.parametrize("asks", ["self.lock", "current_lock()"])
+def test_thread_of_a_body_that_asks_for_the_lock_is_warned(task, caplog, asks):
+    """It has none there; the log says so once a call, and what to do. The body has it."""
+    ask = {"self.lock": lambda: task.lock, "current_lock()": current_lock}[asks]
+
+    def body() -> Any:
+        assert [in_thread(ask), in_thread(ask)] == [None, None]
+        return task.lock.fence
+
+    assert execute(task, body)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"guarded[{task.request.id}] runs, and thread of_the_body_0 beside it asked for")
+    assert "hand it the lock that the body has, lock = self.lock" in said
+
+
+def test_other_thread_that_asks_for_a_lock_is_not_warned(task, caplog):
+    """While no body runs, or if the thread has a call of its own."""
+
+    def call_of_its_own() -> Any:
+        _task_stack.push(task)
+        try:
+            return task.lock
+        finally:
+            _task_stack.pop()
+
+    assert in_thread(lambda: task.lock) is None
+    assert execute(task, lambda: in_thread(call_of_its_own)) is None
+    assert "thread" not in caplog.text
+
+
 def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
     """While the keeper waits for a late reply the lease may end: ensure() says so, and so does the signal."""
     run = run_of(task)
@@ -284,13 +331,48 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
         wait_until(lambda: words, "it is given back")
+    assert words == ["released"]
+    assert "lost its lock" not in caplog.text
     if rival is None:
-        assert words == ["released"]
         assert run.lock.holder() is None
     else:
-        assert words[0] in ("released", "lost"), words
         rival.renew()
         rival.release()
+
+
+@pytest.mark.parametrize("is_true", [False, True], ids=["after us", "beside us"])
+@pytest.mark.parametrize("hold", [False, True], ids=["release", "hold"])
+def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, monkeypatch, hold, is_true):
+    """Not if it came after: the release's reply is lost, and another acquires before it is sent again."""
+    script = (lock_module._HOLD if hold else lock_module._RELEASE).sha.encode()
+    rival, warm = SetnxLock(locks, KEY, lease=60), SetnxLock(locks, "warm").acquire().lock
+    assert warm.hold(1) == "held_for_retry"  # the server knows the scripts
+    assert warm.release() == "held_for_retry"
+    task.app.conf.setnx_url = proxy.url(LOCK_DB)
+    run, sent = run_of(task), []
+    token = f"{task.request.id}|1|ab" if hold else None
+    monkeypatch.setattr(run, "_send", lambda signal, **_details: sent.append(signal))
+
+    def acquire() -> None:
+        assert rival.acquire(token=token).acquired
+
+    def body() -> None:
+        if is_true:
+            locks.delete(KEY, record_name(KEY))
+            acquire()
+            age(locks, KEY, 10)
+        if hold:
+            raise Retry(when=0)
+
+    meanwhile = bool if is_true else acquire
+    with (
+        proxy.fault("drop_reply", containing=script),
+        proxy.fault("delay", containing=script, skip=1, meanwhile=meanwhile),
+        suppress(Retry),
+    ):
+        run.execute(body)
+    assert rival.release() == "released"
+    assert sent == [lock_acquired, lock_lost if is_true else lock_released]
 
 
 @pytest.fixture

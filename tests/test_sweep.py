@@ -21,7 +21,7 @@ from celery_setnx.lock.record import ORIGINAL, Served
 from celery_setnx.run import courier, sweep
 from celery_setnx.run.courier import Order
 from celery_setnx.run.sweep import Sweep, Swept
-from tests.harness import age, due_set, server_us
+from tests.harness import age, due_set, server_us, wait_until
 
 
 class Courier:
@@ -260,6 +260,24 @@ def test_lines_of_living_nodes_are_served_though_another_does_not_answer(app, lo
     with pytest.raises(LockUnavailable):
         swept.sweep(app)
     assert swept.woken == ["id-1"]
+
+
+def test_lines_are_swept_though_replies_are_slow(app, locks, swept, proxy, monkeypatch):
+    """A sweep that times out waits longer the next time, and gives up soon again when replies are fast."""
+    monkeypatch.setattr(sweep, "_TIMEOUT_S", 0.05)
+    swept._timeout_s, swept._state = 0.05, []
+    app.conf.setnx_url = proxy.url(1)
+    key = key_name("t", "t", "")
+    wait(locks, key)
+    due(app, locks, key)
+
+    def turn() -> Any:
+        swept._wait_s = 0.0
+        return swept._turn(app)
+
+    with proxy.fault("delay_reply", seconds=0.12, times=1000):
+        wait_until(lambda: turn() and swept.woken == ["id-1"], "the line goes on")
+    wait_until(lambda: turn() and swept._timeout_s == 0.05, "it gives up soon again")
 
 
 def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monkeypatch):

@@ -66,7 +66,8 @@ _DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
 _NO_HEADERS = frozenset(
     "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
-    f"taskset setnx_lock _setnx_run _setnx_running _protected _children {HEADER}".split()
+    "taskset setnx_lock _setnx_run _setnx_running _setnx_start _setnx_no_body _protected _children "
+    f"{HEADER}".split()
 )
 _PACKED = ("headers", "properties", "queue", "content_type", "broker")
 # What goes back of a message's properties as it is: AMQP's own, and the group of SQS.
@@ -276,6 +277,15 @@ def call_and_broker(text: str) -> tuple[Call, str]:
     if not isinstance(headers, dict) or not isinstance(told.get("broker"), str):
         raise ValueError("this is no packed call")
     return Call.of(str(headers.get("task")), headers), told["broker"]
+
+
+def stamps_in(text: str) -> Mapping[str, Any]:
+    """The stamps of a packed call, by which it may be revoked; none if it has none, or is no packed call."""
+    try:
+        headers = _parsed(text)["headers"]
+        return {name: headers["stamps"][name] for name in headers["stamped_headers"]}
+    except (ValueError, TypeError, LookupError):
+        return {}
 
 
 def stamped(text: str, broker: str) -> str:

@@ -120,7 +120,13 @@ class Call(NamedTuple):
 
     def place(self, remember: float) -> Place:
         """Its place in the line, which is remembered for so many seconds."""
-        return Place(self.key, self.task_id, self.attempt, remember, self.call_id)
+        shared = self.shares_id and self.call_id != ""
+        return Place(self.key, self.task_id, self.attempt, remember, self.call_id, shared)
+
+    @property
+    def shares_id(self) -> bool:
+        """Whether other calls may be given its task id, because its publisher has made that up."""
+        return _RANDOM_ID.fullmatch(self.task_id) is None
 
     @property
     def title(self) -> str:
@@ -187,6 +193,7 @@ def attempt_of(retries: Any, replaced: Any) -> int:
     return retries_of(replaced) * REPLACED + retries_of(retries)
 
 
+_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 _ID_AT_MOST = 1000
 _TEXT_AT_MOST = 100_000
 _COUNT_AT_MOST = 10**9

@@ -64,6 +64,7 @@ class Place:
         attempt: Number of its attempt; a later one is larger.
         remember: Seconds for which Redis remembers it unless it is asked again.
         call_id: What tells the call from others that were given the same task id. Defaults to nothing.
+        shared: Whether others may have that task id, and be told from it. Defaults to False.
         terms: On which terms calls have the lock. Defaults to None: they are not known here.
     """
 
@@ -72,6 +73,7 @@ class Place:
     attempt: int
     remember: float
     call_id: str = ""
+    shared: bool = False
     terms: Terms | None = None
 
 
@@ -81,8 +83,8 @@ class Found:
 
     Attributes:
         state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
-            it), `handed` (the lock is kept for it, and it has been woken) or `stale` (another message of it
-            has started).
+            it), `handed` (the lock is kept for it, and it has been woken), `stale` (another message of it
+            has started) or `taken` (another call with its task id waits).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
@@ -101,7 +103,7 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    argv = (*waiter, _remember_ms(place), place.terms or 0)
+    argv = (*waiter, _remember_ms(place), place.terms or 0, *_said(place))
     word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
@@ -112,8 +114,8 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
     started, in which case nothing was changed.
     """
-    argv = (place.task_id, place.attempt, copy)
-    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv, _remember_ms(place))
+    argv = (place.task_id, place.attempt, copy, _remember_ms(place), *_said(place))
+    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return str(reply[0])
 
 
@@ -339,6 +341,11 @@ def _keys(place: Place) -> tuple[str, ...]:
     """The keys that a verb of the line is about, but for those of other permits."""
     ticket = ticket_name(place.key, place.task_id, place.call_id)
     return (place.key, record_name(place.key), *line_names(place.key), ticket, permits_name(place.key))
+
+
+def _said(place: Place) -> tuple[int, ...]:
+    """What a verb is told, besides, of a call whose task id others may have."""
+    return (1,) if place.shared else ()
 
 
 def _remember_ms(place: Place) -> int:

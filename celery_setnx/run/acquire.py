@@ -50,6 +50,8 @@ _LINGER_POLL_S = 0.0005
 def info_of(call: Call, worker: str | None) -> str:
     """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
+    if call.shares_id and call.call_id:
+        said = f'{said[:-1]},"call":"{call.call_id}"}}'
     return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
 
 
@@ -73,7 +75,7 @@ class Asking:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
         self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-        self.has_parked = False  # whether it was about to be parked when its turn came
+        self.has_parked = False  # whether it was about to be parked when its turn came, or it failed
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
@@ -217,6 +219,8 @@ class Asking:
 
     def _linger(self) -> Outcome | None:
         if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
+            return self._acquire()
+        if self.call.shares_id:  # a place in the line may be another call's
             return self._acquire()
         outcome = self._acquire(linger=_YOUNG_S)
         if outcome is None or outcome.holder is None:

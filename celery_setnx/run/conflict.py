@@ -14,10 +14,10 @@ from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import Outcome
-from celery_setnx.lock.record import Holder
+from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
-from celery_setnx.run.park import may_stand_in_line, wait_in_line
+from celery_setnx.run.park import PlaceTaken, may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
@@ -150,7 +150,12 @@ class Conflict:
             self._come_back(self._backoff())
         if not may_stand_in_line(self.task, self.call):
             self.retry()
-        wait_in_line(self.task, self.call, self.options, self.outcome)
+        try:
+            wait_in_line(self.task, self.call, self.options, self.outcome)
+        except PlaceTaken:
+            reason = f"another call with its task id waits already, and {self.reason}"
+            call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
+            come_back(self.task, call, self._backoff(), reason)
 
     def fail(self) -> NoReturn:
         """Fail the task.
@@ -188,7 +193,7 @@ class Conflict:
 def resolve(conflict: Conflict) -> Any:
     """Apply the policy to a conflict: the task's result, or the exception that ends this attempt."""
     request = conflict.task.request
-    own = conflict.holder.task_id == conflict.call.task_id
+    own = _is_own(conflict.call, conflict.holder)
     policy = policy_of(conflict.options, request)
     if own:
         policy = "wait"
@@ -219,6 +224,14 @@ def resolve(conflict: Conflict) -> Any:
     if policy in ("wait", "join"):
         conflict.wait()
     return conflict.fail()
+
+
+def _is_own(call: Call, holder: Holder) -> bool:
+    """Whether a call has met itself, another delivery or attempt; not another call with its task id."""
+    others = holder.info.get("call")
+    is_another = call.shares_id and others and call.call_id and others != call.call_id
+    is_first = not call.attempt and not call.redelivered  # a replace() is another call, and still the same
+    return holder.task_id == call.task_id and not (is_another and is_first)
 
 
 def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:

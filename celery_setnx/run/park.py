@@ -57,6 +57,10 @@ class Parked(Waits):
     """A call waits in line: its delivery has ended, and it is woken when its turn has come."""
 
 
+class PlaceTaken(Exception):
+    """Another call with the same task id stands in the line: this one is to ask again."""
+
+
 class ItsTurn(Exception):
     """A call that was about to wait may have its lock: it is to acquire it."""
 
@@ -81,7 +85,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     """Park the running call: it is woken when its turn has come.
 
     Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with `Dropped` if another message has
-    started the call; or, if the broker takes no courier, as `not_taken_back`.
+    started the call; with `PlaceTaken`; or, if the broker takes no courier, as `not_taken_back`.
     """
     parking = _Parking(task, call, options, outcome)
     if not parking.message.queue:
@@ -94,6 +98,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         parking.go_without_place(error)
     if found.state == "stale":
         raise Dropped("another message has started this call")
+    if found.state == "taken":
+        raise PlaceTaken
     parking.note_holder(found)
     # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
     if parking.is_parked_first or (parking.has_courier and found.state == "new"):

@@ -13,7 +13,7 @@ from celery import Celery, Task
 
 from celery_setnx.call.back import result_tells, tells_redelivery, visibility_timeout_s
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call, has_random_id
+from celery_setnx.call.message import Call
 from celery_setnx.connection import quick_client_for
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
@@ -28,7 +28,7 @@ _SILENCE_S = 10.0
 
 def receipt_of(guard: Guard, call: Call) -> str | None:
     """The name of an attempt's receipt; None if nothing tells its call from a later one with its task id."""
-    if not call.call_id and not has_random_id(call.task_id):
+    if not call.call_id and call.shares_id:
         return None
     return receipt_name(guard.settings.prefix, call.task, call.task_id, call.call_id, call.attempt)
 

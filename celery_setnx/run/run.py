@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
+from celery._state import _task_stack
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry
 from celery.result import result_from_tuple
@@ -32,7 +35,7 @@ from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, has_random_id
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import LockTimeout, SetnxError
+from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
@@ -63,9 +66,33 @@ _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
 
+_runs: dict[int, Run] = {}
+"""The runs of this process that go on, by their own ids."""
+
+
 def lock_of(task: Task) -> HeldLock | None:
     """The lock that the task's running call holds, or None where it is not guarded."""
-    return getattr(task.request, "setnx_lock", None)
+    request = task.request_stack.top
+    if request is None:
+        warn_of_thread(task)
+    return getattr(request, "setnx_lock", None)
+
+
+def warn_of_thread(task: Task | None) -> None:
+    """Say, once a call of the task, or of any, that a thread which has none has asked for its lock.
+
+    Mostly the body has started that thread, and what it does is not fenced. It is no error: another thread of
+    the process may call the body directly.
+    """
+    if _task_stack.top is not None:  # it has a call, if of another task
+        return
+    untold = [run for run in list(_runs.values()) if not run.is_told and (task is None or run.task is task)]
+    for run in untold:
+        run.is_told = True
+    if untold:
+        text = "%s runs, and thread %s beside it asked for its lock. That is None there, and what the thread "
+        text += "does is not fenced: hand it the lock that the body has, lock = self.lock."
+        logger.warning(text, untold[0], threading.current_thread().name)
 
 
 def is_running(request: Context) -> bool:
@@ -92,6 +119,7 @@ class Run:
         self.acquired_at = 0.0
         self.has_begun = self.has_succeeded = False  # its body
         self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+        self.is_told = False  # that another thread has asked for its lock
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -112,11 +140,12 @@ class Run:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
-        self.request._setnx_run = self
+        self.request._setnx_run = _runs[id(self)] = self
         try:
             return self._execute(body)
         finally:  # a body that the same request runs next has a lock of its own
             del self.request._setnx_run
+            _runs.pop(id(self), None)
 
     def _execute(self, body: Callable[[], Any]) -> Any:
         held, stale = None, False
@@ -142,9 +171,13 @@ class Run:
                 if held is None:
                     if self._may_have_ended(outcome) and (result := self._result_before()) is not UNSET:
                         return result
-                    with suppress(ItsTurn):
+                    try:
                         return resolve(asking.conflict(outcome))
-                    asking.has_parked = True
+                    except ItsTurn:
+                        asking.has_parked = True
+                    except (SoftTimeLimitExceeded, LockUnavailable):  # it fails, and may be in line already
+                        asking.has_parked = True
+                        raise
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held)) is not UNSET:
@@ -431,7 +464,8 @@ class Run:
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
         """A call that goes on waiting keeps its place; one that ended without the lock does not."""
         self.asking.wake_heirs()  # acquired too late to rely on, and given back
-        is_in_line = self.asking.lingers_since or (not goes_on and self.call.copy != ORIGINAL)
+        may_be_in_line = self.call.copy != ORIGINAL or self.asking.has_parked
+        is_in_line = self.asking.lingers_since or (not goes_on and may_be_in_line)
         if is_in_line and not parked:
             self.asking.leave()
 

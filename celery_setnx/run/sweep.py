@@ -18,9 +18,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import redis
 from celery import Celery, bootsteps
+from celery.utils.functional import maybe_list
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
+from celery.worker.state import revoked_stamps
 
+from celery_setnx.call.back import stamps_in
 from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
@@ -39,6 +42,7 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import Claimed, Slot, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
 from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.options import settings_of
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.unswept import Unswept
@@ -52,7 +56,7 @@ SWEEP_S = 2.0
 _EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
-_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
+_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
 class Swept(NamedTuple):
@@ -85,6 +89,11 @@ class CourierRequest(Request):  # type: ignore[misc]
         """Whether its call stands in line as one of the broker that has delivered this courier."""
         return self.order.stamped(self.app) is self.order
 
+    @cached_property
+    def stamps_of_call(self) -> Mapping[str, Any]:
+        """The stamps of its call, by which that may be revoked."""
+        return stamps_in(self.order.message)
+
 
 _held: WeakSet[CourierRequest] = WeakSet()
 
@@ -101,6 +110,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
         self._fails = False
+        self._timeout_s = _TIMEOUT_S
         self._worker = worker
         self._has_declared = False  # the queues of couriers
         self._revoked: dict[str, float] = {}
@@ -124,10 +134,20 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         _sweeping.add(self)
 
     def _see_to_client(self, app: Celery) -> None:
-        """A client of its own, which gives up soon; another one if the settings have changed."""
+        """A client of its own, which gives up soon; another if the settings have changed, or its timeout."""
         state = configured(app)
         if state is not self._state:
-            self._client, self._state = new_client(app, _TIMEOUT_S), state
+            self._client, self._state = new_client(app, self._timeout_s), state
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s != self._timeout_s:
+            self._timeout_s, self._state = timeout_s, []
+
+    def _wait_longer_after(self, error: BaseException) -> None:
+        """Wait longer for replies from the next sweep on, if one took longer than a fork should wait."""
+        if isinstance(error.__cause__, redis.TimeoutError):
+            most_s = max(settings_of(self._worker.app).timeout, _TIMEOUT_S)
+            self._set_timeout(min(2 * self._timeout_s, most_s))
 
     def ensure(self) -> None:
         """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
@@ -153,15 +173,19 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
-        is_early, next_s = time.monotonic() < self._usual_at, None
+        began, next_s = time.monotonic(), None
+        is_early = began < self._usual_at
         try:
             self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
             # When the next is due; but whoever came for one that another has looked at waits as usual.
             next_s = swept.next_s if swept.lines or not is_early else None
             self._fails = False
+            if time.monotonic() - began < _TIMEOUT_S:
+                self._set_timeout(_TIMEOUT_S)
         except SetnxError as error:
             say_loudly(error)
+            self._wait_longer_after(error)
             if not self._fails:  # it is said once
                 logger.warning("Lines are not swept until this ends, tried every %g s: %s", SWEEP_S, error)
             self._fails = True
@@ -219,6 +243,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
+            self._wait_longer_after(error)
             logger.info(
                 "The line of %s was not served, and is in %g s: %s",
                 key,
@@ -242,6 +267,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         order = request.order
         try:
             is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
+            is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
@@ -277,6 +303,15 @@ def see_to_sweeps() -> None:
     """See to it that the workers of this process sweep."""
     for sweep in list(_sweeping):
         sweep.ensure()
+
+
+def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:
+    """Whether a call with these stamps is revoked, as its worker will find."""
+    return any(
+        value in (maybe_list(revoked_stamps.get(name)) or ())
+        for name, values in stamps.items()
+        for value in maybe_list(values) or ()
+    )
 
 
 def _declare_queues(app: Celery) -> None:

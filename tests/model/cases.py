@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tests.model import lines
 from tests.model.injected import EPOCH, SECOND, set_clock
-from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call
+from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call, without_ticket
 from tests.model.lines import Lines
 from tests.model.lock import Lock
 from tests.model.pace import MOST_STARTS
@@ -372,6 +372,7 @@ class Case:
             call=choose(("call", "call again")),
             remember=choose(MARK_LEASES_MS),
             terms=self.terms(0, 1, 2, 3) if self.has_several else choose("01"),
+            shared=self.shared(),
         )
 
     def serve(self) -> Step:
@@ -438,7 +439,11 @@ class Case:
     def leave(self) -> Step:
         """By a message that will not run, or by one of a call that has begun."""
         copy, remember = self.random.choice(COPIES), self.random.choice(MARK_LEASES_MS)
-        return self.waits("leave", copy=copy, remember=remember)
+        return self.waits("leave", copy=copy, remember=remember, shared=self.shared())
+
+    def shared(self) -> str:
+        """Whether other calls may have the task id."""
+        return "0001"[self.now // 7 % 4]
 
     def waits(self, verb: str, **sent: Any) -> Step:
         """By some task; often the one for which the lock is kept."""
@@ -446,7 +451,12 @@ class Case:
         task, attempt = self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
         more, count = self.several()
         keys = (*PAIR, *WAITING, TICKETS[task], PERMITS, *more)
-        return self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
+        before = []
+        if sent["shared"] == "1" and self.now // 28 % 2:  # by another call with that id, which has no ticket
+            self.store = without_ticket(self.store, task)
+            before = [("DEL", TICKETS[task])]
+        step = self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
+        return step._replace(commands=before + step.commands)
 
     def mark(self) -> Step:
         """By the publisher of a new call, or of one that is marked or runs."""

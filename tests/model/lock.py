@@ -33,6 +33,7 @@ from tests.model.permits import (
 from tests.model.store import (
     LINGERS_MS,
     MS,
+    NOBODY,
     NOT_A_STRING,
     NUMBER,
     SECOND,
@@ -404,7 +405,8 @@ class Lock(Waiting):
             return word, str(now), value, heir, call
 
         if record.token != token:
-            return store, (*answer("lost"), False)
+            since = None if record is NOBODY else str(record.since)
+            return store, ("lost", str(now), value, None, since, False)
         if record.state not in ("running", "failed"):
             handed = record.state == "handed"  # answered as the first time
             word = "released" if handed else record.state
@@ -459,7 +461,7 @@ class Lock(Waiting):
             return store, (store.holder.state, str(now), store.value)
         freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
-            return store, reply[:3]
+            return store, reply[:5] if reply[0] == "lost" and store.holder.token != token else reply[:3]
         record = store.holder._replace(deadline=now + lease, state="held_for_retry")
         return self.kept(store, record, retention), ("held_for_retry", *reply[1:3])
 

@@ -11,7 +11,7 @@
 --       6 done for    milliseconds for which it is remembered that the task has succeeded; '0' = it has not. Nothing
 --                     is if the run has failed meanwhile (see forget.lua)
 -- Returns {word, now us (false where no time matters), lock value} and, if the lock has an heir, {..., heir, call};
---       the text 'released' if it has just been, and nobody waits
+--       or if another has it {..., false, since when (us)}; the text 'released' if it has just been, and nobody waits
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
 --       heir: the task that is first in line, to be woken with its call: now, or when the rest is over; none if
 --       nobody waits, or the first asks again by itself, or its wake-up is on its way
@@ -36,7 +36,8 @@ local function answer(word, heir)
   return {word, now, value, heir, call or false}
 end
 
-if h_token ~= token then return {'lost', now, value} end
+local function lost() return {'lost', clock(), value, false, string.match(rest or '', '^%d+') or false} end
+if h_token ~= token then return lost() end
 if state == 'handed' then return answer('released', string.match(rest, '^%d+\n(.*)$')) end
 if state ~= 'running' and state ~= 'failed' then return {state, now, value} end -- resent: as the first time
 local heir = false
