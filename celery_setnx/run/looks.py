@@ -1,6 +1,6 @@
-"""Looks to the moment at the lines of tasks with a rate, between the sweeps of a worker.
+"""When to look at the lines of tasks with a rate between two sweeps: when their next start is near.
 
-Which lines are due, and what is done with them, is the sweep's business; here it is only when to look.
+Which lines are due, and what is done with them, is the sweep's business.
 """
 
 from __future__ import annotations
