@@ -71,7 +71,7 @@ SELDOM_S = 60  # no test here ends in time if each start has to wait for a sweep
     ],
 )
 def test_line_goes_on_at_its_pace_between_two_sweeps(bench, start_worker, count, calls, arguments):
-    """Workers that hardly ever sweep: whoever hears of the end of a delivery looks when the next may start."""
+    """Workers that hardly ever sweep: who hears of the end of a delivery looks when the next may start."""
     for _ in range(count):
         start_worker(APP, concurrency=2, conf={"test_sweep_s": SELDOM_S}, arguments=arguments)
     for task, period_s in ((bench.tasks.often, 0.1), (bench.tasks.often_rests, 0.2)):
