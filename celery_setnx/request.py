@@ -38,7 +38,7 @@ from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
-from celery_setnx.run.sweep import see_to_sweeps
+from celery_setnx.run.sweep import look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
 from celery_setnx.wording import shortened
 
@@ -62,6 +62,8 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
         if not failed:
             self._has_returned = True
         self._write_receipt(_error_of(retval) if failed else None)
+        if self._guard is not None and self._guard.options.rate:  # its line may be due soon
+            look_soon(self.app)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note

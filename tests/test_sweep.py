@@ -20,7 +20,8 @@ from celery_setnx.lock.names import key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, Served
 from celery_setnx.run import courier, sweep
 from celery_setnx.run.courier import Order
-from celery_setnx.run.sweep import Sweep, Swept
+from celery_setnx.run.looks import Swept
+from celery_setnx.run.sweep import Sweep
 from tests.harness import age, due_set, server_us, wait_until
 
 

@@ -51,6 +51,7 @@ logger = Log("celery_setnx")
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
 
+_EARLIEST_S = 0.001  # after which a worker looks at a line again
 _LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
 _UNSENT_S = 5.0  # after which a wake-up that could not be sent is tried again
 _AT_ONCE = 10  # whom one wake-up passes over, at most
@@ -280,7 +281,7 @@ def next_look(served: Served) -> float | None:
     """Seconds until somebody is to look at a line again; None if nobody waits there."""
     if not served.waits:
         return None
-    return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
+    return _LOOK_S if served.look_in is None else min(max(served.look_in, _EARLIEST_S), _LOOK_S)
 
 
 def report_take_over(

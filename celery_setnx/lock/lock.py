@@ -63,6 +63,9 @@ _REMEMBER_RELEASE_MS = 60_000
 HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
+AHEAD_S = 0.02
+"""Seconds before its start at which a call may be handed a permit (lua/permits.lua): it asks again then."""
+
 _HAND_OVER_US = round(HAND_OVER_S * US)
 _NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock

@@ -23,7 +23,7 @@ from celery_setnx.call.wake import leave_line, let_others_start, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
+from celery_setnx.lock.lock import AHEAD_S, HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
@@ -227,14 +227,23 @@ class Asking:
             return outcome
         self.lingers_since = since = self.call.since or outcome.server_time
         give_up = self.lock.clock() + _LINGER_S
-        if outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0:
-            return outcome
-        while outcome is not None and self._is_young(outcome.holder, outcome.server_time):
+        is_behind_many = outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
+        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=is_behind_many)):
             if self.lock.clock() > give_up:
                 break
-            time.sleep(_LINGER_POLL_S * max(1, outcome.waiters))
+            time.sleep(pause_s)
             outcome = self._acquire(linger=_YOUNG_S, since=since)
         return outcome
+
+    def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
+        """Seconds after which the call asks again in its pool slot; 0 if it does not."""
+        is_woken = self.call.copy != ORIGINAL or self.has_parked
+        if outcome.paced and is_woken:  # it may have been handed its permit ahead of its start
+            remaining_s = outcome.remaining_s or 0.0
+            return remaining_s if remaining_s <= AHEAD_S else 0.0
+        if parks_now or not self._is_young(outcome.holder, outcome.server_time):
+            return 0.0
+        return _LINGER_POLL_S * max(1, outcome.waiters)
 
     def _is_young(self, holder: Holder | None, server_time: float) -> bool:
         """True if another call has had the lock, or was woken for it, since a moment ago."""

@@ -2,7 +2,8 @@
 
 Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
 and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
-keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds.
+keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. Lines of
+tasks with a rate are looked at to the moment, too (see `looks`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import redis
@@ -45,6 +46,7 @@ from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import settings_of
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
+from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
 from celery_setnx.run.unswept import Unswept
 from celery_setnx.threads import Lasting
 
@@ -53,17 +55,9 @@ logger = Log("celery_setnx")
 SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
-_EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
-
-
-class Swept(NamedTuple):
-    """What came of a sweep: how many lines were due, and in how many seconds one is that cannot wait."""
-
-    lines: int
-    next_s: float | None
 
 
 class CourierRequest(Request):  # type: ignore[misc]
@@ -118,6 +112,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._stamped: WeakSet[CourierRequest] = WeakSet()
         self._unswept = Unswept()
+        self._looks = TimedLooks(partial(self._look, worker.app))
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -161,9 +156,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
         self._stopped.set()
+        self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
         while self._thread is not None and self._thread.runs and time.monotonic() < give_up:
-            time.sleep(_EARLIEST_S)
+            time.sleep(EARLIEST_S)
 
     terminate = stop
 
@@ -173,13 +169,13 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
-        began, next_s = time.monotonic(), None
+        began, has_more = time.monotonic(), False
         is_early = began < self._usual_at
         try:
             self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
-            # When the next is due; but whoever came for one that another has looked at waits as usual.
-            next_s = swept.next_s if swept.lines or not is_early else None
+            has_more = swept.are_more
+            self._looks.within(swept.next_s)
             self._fails = False
             if time.monotonic() - began < _TIMEOUT_S:
                 self._set_timeout(_TIMEOUT_S)
@@ -194,16 +190,24 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         now = time.monotonic()
         if not is_early:
             self._usual_at = now + SWEEP_S * random.uniform(0.8, 1.0)
-        self._wait_s = max(0.0, self._usual_at - now)
-        if next_s is not None:
-            self._wait_s = min(self._wait_s, max(next_s, _EARLIEST_S))
+        self._wait_s = EARLIEST_S if has_more else max(0.0, self._usual_at - now)
         return True
 
-    def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
-        """Look at every line that is due; unless it comes early for one, after the couriers here too."""
+    def _look(self, app: Celery) -> Swept:
+        """Look at the lines of tasks with a rate that are due: others may keep who looks at them waiting."""
+        return self.sweep(app, is_early=True, only_paced=True)
+
+    def look_soon(self, app: Celery) -> None:
+        """A delivery of a task with a rate has ended: look when its line is due."""
+        if app is self._worker.app and self._thread is not None:
+            self._looks.soon()
+
+    def sweep(self, app: Celery, *, is_early: bool = False, only_paced: bool = False) -> Swept:
+        """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
+        tasks = list(paced) if only_paced else tasks
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
@@ -225,7 +229,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             raise claimed.error
         if claimed.are_more:
             due.append(0.0)
-        return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
+        next_s = min((next_s for next_s in due if next_s is not None), default=None)
+        return Swept(len(claimed.lines), next_s, claimed.are_more)
 
     def _serve(
         self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
@@ -303,6 +308,12 @@ def see_to_sweeps() -> None:
     """See to it that the workers of this process sweep."""
     for sweep in list(_sweeping):
         sweep.ensure()
+
+
+def look_soon(app: Celery) -> None:
+    """Have the workers of an app in this process look at their paced lines: a delivery has ended."""
+    for sweep in list(_sweeping):
+        sweep.look_soon(app)
 
 
 def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:

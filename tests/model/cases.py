@@ -9,7 +9,7 @@ from tests.model.injected import EPOCH, SECOND, set_clock
 from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call, without_ticket
 from tests.model.lines import Lines
 from tests.model.lock import Lock
-from tests.model.pace import MOST_STARTS
+from tests.model.pace import MOST_STARTS, Pace
 from tests.model.permits import at, limit_of
 from tests.model.store import (
     MS,
@@ -493,7 +493,10 @@ class Case:
         moments += [ms * MS for ms in (before.expiry, before.record_expiry) if ms is not None]
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
         moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
-        moments += [at + period for at, *_ in before.starts.times[-3:] for period in PERIODS]
+        for period in PERIODS:
+            moments += [
+                at + period - ahead for at, *_ in before.starts.times[-3:] for ahead in (0, Pace.ahead)
+            ]
         for _, moment, _ in self.lines.due[:1]:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))

@@ -254,7 +254,7 @@ class Waiting(Pace):
 
     def served_till(self, store: Store, terms: str, choice: Choice, now: int) -> int:
         """Until when nobody is handed a permit, as no start is left; 0 if one is."""
-        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now)
+        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now, self.ahead)
 
     def rank_of_lapsed(self) -> int | None:
         """How well a permit fits that was handed to a call in vain: it is served before one that is free."""
@@ -293,7 +293,7 @@ class Waiting(Pace):
             if choice and choice.next and self.looks_at_others(word):
                 look = min(look, choice.next) if look else choice.next
             if choice and waiting(after):
-                room = paced or next_room(after, terms, now)
+                room = paced or next_room(after, terms, now, self.ahead)
                 look = min(look or room, room) if room else look
                 if choice.spare > 0 and not paced:
                     look = now

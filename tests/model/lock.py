@@ -190,7 +190,8 @@ class Lock(Waiting):
         till = self.paced_till(store, terms, others, now)
         if till:
             store = self.starts_kept(store, terms, now)
-        return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
+        gives_back = choice.rank == 2 and self.paced_till(store, terms, others, now, self.ahead)
+        return (self.handed_back(store, now) if gives_back else store), till
 
     def is_redelivered(self, record: Record, dead: str) -> bool:
         """Whether the death of a permit's holder is proved: what asks for its own then is another start."""
