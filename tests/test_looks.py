@@ -70,7 +70,7 @@ def looked_at(now: list[float], *said: Swept, within: float | None = None) -> li
         timed.soon()
     else:
         timed.within(within)
-    while timed._due_at < math.inf:
+    while timed._left_s() < math.inf:
         timed._turn()
     return at
 
@@ -107,7 +107,7 @@ def test_look_that_fails_is_left_to_the_sweep(now):
     for _ in range(2):
         timed.soon()
         timed._turn()
-        assert timed._due_at == math.inf
+        assert timed._left_s() == math.inf
     assert looked == [100.0, 102.0]
 
 
@@ -210,8 +210,8 @@ class Workers:
     def run(self, count: int) -> None:
         """Let time pass until so many calls have started."""
         while len(self.starts) < count:
-            timed = min(self.steps, key=lambda step: step._looks._due_at)._looks
-            looks_at = max(timed._due_at, timed._earliest_at)
+            timed = min(self.steps, key=lambda step: step._looks._left_s())._looks
+            looks_at = max(self.now[0] + timed._left_s(), timed._earliest_at)
             comes_at = self._to_come[0][0] if self._to_come else math.inf
             assert min(looks_at, comes_at) < math.inf, f"nobody looks, and {len(self.starts)} have started"
             self.now[0] = max(self.now[0], min(looks_at, comes_at))

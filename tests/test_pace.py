@@ -471,3 +471,12 @@ def test_line_beside_held_permits_is_looked_at_when_a_start_leaves_the_window(lo
     assert serve(locks).look_in == 50 - AHEAD_S
     clock.set(70 - AHEAD_S)  # from now on whoever releases may hand it over
     assert serve(locks).look_in == 10
+
+
+def test_line_is_not_looked_at_for_a_start_that_is_later_than_now(locks, clock):
+    """The clock was set back: whoever releases, or the holder's deadline, lets the line go on."""
+    clock.set(100)
+    start(locks)
+    clock.set(20)
+    wait(locks, "a", 20.0)
+    assert serve(locks).look_in == 100 + LEASE - 20

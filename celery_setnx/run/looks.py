@@ -58,15 +58,18 @@ class TimedLooks:
     def soon(self) -> None:
         """Look now, and then for as long as a line is due soon: a delivery has ended."""
         self._has_ended = True
-        self.within(0.0)
+        self._wake()
 
     def within(self, seconds: float | None) -> None:
         """Look in so many seconds at the latest, if that is soon; None if there is no need."""
-        if seconds is None or seconds > _SOON_S or self._stopped.is_set():
+        if seconds is None or seconds > _SOON_S:
             return
         self._due_at = min(self._due_at, time.monotonic() + seconds)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
-        if not self._thread.runs:
+        if not self._thread.runs and not self._stopped.is_set():
             try:
                 self._thread.ensure()
             except RuntimeError as error:
@@ -77,14 +80,17 @@ class TimedLooks:
         self._stopped.set()
         self._changed.set()
 
+    def _left_s(self) -> float:
+        """Seconds until the next look."""
+        return 0.0 if self._has_ended else max(self._due_at - time.monotonic(), 0.0)
+
     def _turn(self) -> bool:
-        now = time.monotonic()
-        self._changed.wait(max(self._due_at - now, 0.0) if self._due_at < math.inf else None)
+        left_s = self._left_s()
+        self._changed.wait(left_s if left_s < math.inf else None)
         self._changed.clear()  # first: what is said from now on is heard in the next turn
-        now = time.monotonic()
-        if now < self._due_at:
+        if self._left_s() > 0.0:
             return not self._stopped.is_set()
-        if self._stopped.wait(max(self._earliest_at - now, 0.0)):
+        if self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0)):
             return False
         has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
         pause_s = _AGAIN_S
