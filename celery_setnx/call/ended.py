@@ -17,7 +17,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, free_if_marked
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 
@@ -36,11 +36,12 @@ def free_ended(
     try:
         is_freed = _free(client or client_for(app), key, str(task_id), state)
     except SetnxError as error:
-        logger.info("%s stays %s by task %s, which has ended: %s", key, state, task_id, error)
+        text = "%s stays %s by task %s, which has ended: %s"
+        logger.info(text, key, state, task_id, error, extra=fields(task=task, task_id=task_id, key=key))
         return False
     if is_freed:
         text = "%s was %s by task %s, which has ended. The lock server may have come back with older data."
-        logger.warning(text, key, state, task_id)
+        logger.warning(text, key, state, task_id, extra=fields(task=task, task_id=task_id, key=key))
     return is_freed
 
 

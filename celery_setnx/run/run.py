@@ -148,8 +148,7 @@ class Run:
             _runs.pop(id(self), None)
 
     def _execute(self, body: Callable[[], Any]) -> Any:
-        held, stale = None, False
-        fate, asking = _Fate(), self.asking
+        held, stale, fate, asking = None, False, _Fate(), self.asking
         try:
             if self._joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
                 return result
@@ -160,12 +159,7 @@ class Run:
                     return body()
                 held, stale = outcome.lock, outcome.stale
                 if stale:
-                    logger.info(
-                        "%s has been started by another message; this one is dropped.",
-                        self,
-                        extra=fields("dropped", self.call),
-                    )
-                    raise Dropped("another message has started this call")
+                    raise self._dropped("another message has started this call")
                 if held is None and asking.frees_held(outcome):
                     continue
                 if held is None:
@@ -173,11 +167,10 @@ class Run:
                         return result
                     try:
                         return resolve(asking.conflict(outcome))
-                    except ItsTurn:
-                        asking.has_parked = True
-                    except (SoftTimeLimitExceeded, LockUnavailable):  # it fails, and may be in line already
-                        asking.has_parked = True
-                        raise
+                    except (ItsTurn, SoftTimeLimitExceeded, LockUnavailable) as error:
+                        asking.has_parked = True  # or it may have: then a call that fails stands in line
+                        if not isinstance(error, ItsTurn):
+                            raise
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held)) is not UNSET:
@@ -332,13 +325,14 @@ class Run:
             return self._count_again(stored)
         receipt = receipt_of(self.guard, self.call) if self.asking.may_be_second else None
         if receipt and self.asking.patiently(partial(has_receipt, self.lock.client, receipt), False):
-            logger.info(
-                "%s has ended before, and was delivered again; this delivery is dropped.",
-                self,
-                extra=fields("dropped", self.call),
-            )
-            raise Dropped("it has ended before")  # and a chord has counted it before its end was reported
+            # Before its end was reported, a chord has counted it.
+            raise self._dropped("it has ended before")
         return UNSET
+
+    def _dropped(self, reason: str) -> Dropped:
+        """What ends a message that is not to run, once that is said."""
+        logger.info("%s: this message is dropped, for %s.", self, reason, extra=fields("dropped", self.call))
+        return Dropped(reason)
 
     def _look_once_more(self, outcome: Outcome) -> None:
         """Have a delivery that has waited for another of its own come back once before it runs.
@@ -374,12 +368,7 @@ class Run:
         for other calls, nor where a member that is counted twice would be two.
         """
         if not (self.request.chord and counts_once(self.task.backend)):
-            logger.info(
-                "%s has succeeded before, and was delivered again; this delivery is dropped.",
-                self,
-                extra=fields("dropped", self.call),
-            )
-            raise Dropped("it has succeeded before")
+            raise self._dropped("it has succeeded before")
         logger.info(
             "%s has succeeded before, and is counted again for its chord.",
             self,
