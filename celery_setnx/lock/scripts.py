@@ -234,7 +234,13 @@ def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
 
 
 def translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
-    """A server's error about a key as an error of ours."""
+    """A server's error about a key as an error of ours, with its cause."""
+    ours = _ours_of(name, error)
+    ours.__cause__ = error
+    return ours
+
+
+def _ours_of(name: str, error: Exception) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
     if str(error).startswith("FOREIGNRECORD"):  # whose key may be called anything
         return LockRefused(name, text)
