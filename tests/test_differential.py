@@ -69,7 +69,7 @@ MISTAKES = [
     ("renew", "/ 1000000)), 'PXAT', expiry)", "/ 1000000)))"),
     ("release", "if h_token ~= token then", "if not h_token then"),
     ("release", "string.match(rest or '', '^%d+') or false}", "false}"),
-    ("release", "if state ~= 'running' then return {state, now, value} end", ""),
+    ("release", "if state ~= 'running' and state ~= 'failed' then return {state, now, value} end", ""),
     ("release", "return answer('released', string", "return answer(state, string"),
     ("release", "not ours and clock() < tonumber(h_deadline)", "not ours"),
     ("release", "and clock() < rest_until then", "and clock() then"),

@@ -301,8 +301,9 @@ class Lock(Waiting):
                 after = self.overtaken(after, heir)
             after = self.lasts_as_calls(after)
         if line and task is not None:
-            vain = self.vain_of(after, task, ticket, attempt)
+            vain = "0"
             if ticket is not None or task == heir or waiters != "0":
+                vain = self.vain_of(after, task, ticket, attempt)
                 after = without_call(without_place(after, task), task)
             after = self.begun(after, task, f"{attempt}|{copy}|{vain}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
@@ -509,7 +510,8 @@ class Lock(Waiting):
         if done is not None and done.task_id == NOT_A_STRING:
             return store, WRONGTYPE
         if done is not None:
-            done = done._replace(task_id=task_of(done.task_id)[0] or done.task_id)
+            of = task_of(done.task_id)[0]
+            done = done if of is None else done._replace(task_id=of)
             if not self.may_mark(done, task_id):
                 return store, ("done", done.task_id, str(now), None, None)
         after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
