@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
 from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, log, signals
+from celery_setnx.call import ended
 from celery_setnx.lock.marks import GRACE_S, Mark, mark_all
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import task_token
@@ -226,6 +228,27 @@ def test_result_that_cannot_be_read_leaves_the_duplicate(older, queued, monkeypa
     task, task_id = older("queued", "SUCCESS")
     monkeypatch.setattr(type(task.backend), "get_task_meta", raising(OSError))
     assert (task.delay("a").id, queued()) == (task_id, [])
+
+
+def test_result_backend_that_keeps_a_publisher_waiting_is_left_alone_for_a_while(older, queued, monkeypatch):
+    """It hangs once, for its own timeout: then it is not asked, until it may have mended."""
+    now, asked = [100.0], []
+    monkeypatch.setattr(ended, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    task, task_id = older("queued", "SUCCESS")
+    found = task.backend.get_task_meta
+
+    def hangs(asked_id: str) -> Any:
+        asked.append(asked_id)
+        now[0] += 120.0
+        raise OSError
+
+    monkeypatch.setattr(task.backend, "get_task_meta", hangs)
+    for _ in range(3):
+        assert (task.delay("a").id, queued()) == (task_id, [])
+    assert asked == [task_id]
+    monkeypatch.setattr(task.backend, "get_task_meta", found)
+    now[0] += 60.0
+    assert not task.delay("a").deduplicated
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import redis
+
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, mark_all
 from celery_setnx.lock.scripts import node_of
@@ -18,7 +20,7 @@ from celery_setnx.wording import unstopped
 PAUSE_S = 5.0
 """For so long those who publish leave a server, or a cluster's node, alone that has not answered."""
 
-_A_WAIT_S = 0.2  # what fails sooner, such as a refused connection, is tried each time: nobody waits for it
+_A_WAIT_S = 1.0  # what fails sooner, such as a refused connection, is tried each time: nobody waits for it
 
 Error = LockUnavailable | LockRefused
 
@@ -79,7 +81,7 @@ def _unless_away(client: Any, marks: Sequence[Mark], ask: Callable[[list[Mark]],
         found.append(reply)
         if isinstance(reply, LockRefused) or not isinstance(reply, LockUnavailable):  # an answer
             outages.pop(node, None)
-        elif ended - began >= _A_WAIT_S:
+        elif isinstance(reply.__cause__, redis.TimeoutError) or ended - began >= _A_WAIT_S:
             outages[node] = _Outage(reply, ended + PAUSE_S)
     return found
 
