@@ -21,7 +21,7 @@ from tests.model.injected import texts
 from tests.protocol.client import Server, ServerError, packed, reply_in
 
 LOCK_DB = 1
-CASES = bound(1_500, small=150, deep=15_000)
+CASES = bound(2_000, small=150, deep=15_000)
 PARTS = 3
 MUTANTS_CASES = bound(7_500, deep=75_000)  # more than for the right ones: some flaws show at one moment only
 RIGHT = texts()

@@ -67,7 +67,7 @@ VERBS = (
     + "foreign " * 4 + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
 ).split()  # fmt: skip
 # What is rare in a state, or ends it at once, comes more often in it.
-WHEN_HELD = ("free", "free", "foreign", "foreign", "acquire", "acquire", "advance") * 6
+WHEN_HELD = ("free", "foreign", "acquire", "acquire", "advance") * 6
 WHEN_HANDED = (
     "release",
     "hold",
