@@ -289,7 +289,7 @@ def remedy(reason: str) -> str:
 
 
 def is_misled(reason: str) -> bool:
-    """Whether a URL leads to a server that lets nobody in who comes like this: waiting does not help."""
+    """Whether the URL or the credentials are wrong: waiting does not help."""
     return any(words.search(reason) for words, _ in _REMEDIES[: len(_DO_FIRST)])
 
 
@@ -327,7 +327,7 @@ _DO_FIRST = {
         f"The port speaks TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
     ),
     (
-        "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH|"
+        r"(?-i:\bAuthenticationError|\bWRONGPASS |\bNOAUTH )|invalid (username-)?password|Client sent AUTH|"
         "HELLO must be called|Authentication required"
     ): f"Check the user and the password of {_URL}",
     (
@@ -367,7 +367,7 @@ _WAITS_FOR = {
     (
         "Name or service not known|nodename nor servname|No address associated|does not resolve|"
         "getaddrinfo failed"
-    ): (f"If the server is not about to start: check the host of {_URL}, whose name does not resolve"),
+    ): (f"Unless the server is just starting, check the host of {_URL}, whose name does not resolve"),
     "handshake operation timed out": (
         f"If the server is not overloaded: its port may speak no TLS; in {_URL} {_NO_TLS}, or give the port "
         "that does"

@@ -111,7 +111,7 @@ def say_loudly(error: Exception) -> None:
     """Log an error of ours that somebody must mend: at once, and every minute for as long as it is met."""
     if not getattr(error, "remedy", ""):
         return
-    now, kind = time.monotonic(), str(getattr(error, "reason", ""))
+    now, kind = time.monotonic(), str(getattr(error, "reason", "")).partition("; it is asked again")[0]
     if now < _say_again_at.get(kind, now):
         return
     if len(_say_again_at) >= _KINDS:

@@ -484,9 +484,9 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["list", "--stale", "--queued"], "give one of them"),
-        (["list", "--queued", "--done"], "give one of them"),
-        (["list", "--older", "1h", "--queued"], "give one of them"),
+        (["list", "--stale", "--queued"], "each stands alone"),
+        (["list", "--queued", "--done"], "each stands alone"),
+        (["list", "--older", "1h", "--queued"], "each stands alone"),
         (["list", "--older", "soon"], "soon is no duration: write 90s, 5m, 1h or 2d"),
         (["list", "--older", "h"], "h is no duration"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
@@ -581,7 +581,8 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     assert "  Its lease ends in " in result.stdout
     assert f"  Its process, pid {os.getpid()} on this host, is alive.\n" in result.stdout
     assert BECOMES[task] in result.stdout
-    assert "If it hangs, stop it: celery -A APP control terminate KILL t-1;" in result.stdout
+    assert "If it hangs, stop it; its prefork worker then frees the lock:\n" in result.stdout
+    assert "  celery -A APP control terminate KILL t-1\n" in result.stdout
 
 
 @pytest.mark.parametrize(

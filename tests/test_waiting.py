@@ -549,7 +549,7 @@ def test_late_copy_of_a_call_changes_nothing(stage, journal, gates, locks, worke
         gates(f"{stage.gate}-x")
         stage.have_run([second, third])
     wake_again()
-    worker.wait_for_log(f"[{second.id}]: this message is dropped, for another message has started")
+    worker.wait_for_log(f"[{second.id}]: this message is dropped: another message has started")
     if not has_ended:
         gates(f"{stage.gate}-x")
     stage.have_run([second, third])

@@ -1,4 +1,4 @@
-"""Spares those who publish a second wait for a lock server that has just not answered.
+"""Keeps publishers from waiting twice for a lock server that has just timed out.
 
 A call that runs asks on: it may not run before its server answers. A call that is published can be sent
 without asking, and whoever publishes it, such as a web request, must not wait for seconds each time.
@@ -18,9 +18,9 @@ from celery_setnx.lock.scripts import node_of
 from celery_setnx.wording import unstopped
 
 PAUSE_S = 5.0
-"""For so long those who publish leave a server, or a cluster's node, alone that has not answered."""
+"""Seconds for which publishers do not ask a server, or a cluster's node, that has timed out."""
 
-_A_WAIT_S = 1.0  # what fails sooner, such as a refused connection, is tried each time: nobody waits for it
+_A_WAIT_S = 1.0  # a faster failure, such as a refused connection, is tried each time
 
 Error = LockUnavailable | LockRefused
 
@@ -81,9 +81,16 @@ def _unless_away(client: Any, marks: Sequence[Mark], ask: Callable[[list[Mark]],
         found.append(reply)
         if isinstance(reply, LockRefused) or not isinstance(reply, LockUnavailable):  # an answer
             outages.pop(node, None)
-        elif isinstance(reply.__cause__, redis.TimeoutError) or ended - began >= _A_WAIT_S:
+        elif _is_timeout(reply) or ended - began >= _A_WAIT_S:
             outages[node] = _Outage(reply, ended + PAUSE_S)
     return found
+
+
+def _is_timeout(error: BaseException | None) -> bool:
+    """Whether it comes of a timeout, which redis-py may have put into another error of its own."""
+    while error is not None and not isinstance(error, (redis.TimeoutError, TimeoutError)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _still_away(outages: dict[str, _Outage], node: str) -> LockUnavailable | None:

@@ -27,8 +27,8 @@ NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
 
 _ONE_KIND = (
-    "--stale and --older are about locks, --queued about marks, --done about calls that have succeeded; give "
-    "one of them"
+    "--stale and --older list locks, and may be combined; --queued lists marks, and --done calls that have "
+    "succeeded: each stands alone"
 )
 _LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
@@ -126,15 +126,15 @@ def list_(
     if as_json:
         count = _print_json(map(shape.row, found))
     else:
-        count, widest = 0, list(shape.columns)
+        count, widest, said = 0, list(shape.columns), ""
         # A thousand rows at a time: 100,000 took 150 MB. A column may get wider on the way.
         while block := list(islice(found, 1000)):
             rows = [shape.cells(one) for one in block]
             heading, _, *lines = table(shape.columns, [widest, *rows], width())
             looks = map(shape.style, block)
             shown = [Line(line, look) if look else line for line, look in zip(lines, looks)]
-            say(*([] if count else [heading]), *shown)
-            hidden = hidden or left_out(shape.columns, heading)
+            say(*([] if heading == said else [heading]), *shown)
+            said, hidden = heading, left_out(shape.columns, heading)
             widest = [max(column, key=len) for column in zip(widest, *rows)]
             count += len(block)
     what = "stale lock" if stale else shape.name

@@ -456,10 +456,10 @@ def _who(sighting: Sighting, limit: int = 1) -> list[str]:
         each = sorted(sighting.of_each(), key=_ends)
         more = len(each) - _SHOWN
         others = [f"{many(more, 'more holder')}: celery setnx show."] if more > 0 else []
-        stop = [_stop("one", "ID")] if any(map(_may_be_stopped, each)) else []
+        stop = _stop("one", "ID") if any(map(_may_be_stopped, each)) else []
         return [*map(_who_in_short, each[:_SHOWN]), *others, *stop, *line]
     since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
-    stop = [_stop("it", str(holder.task_id))] if _may_be_stopped(sighting) else []
+    stop = _stop("it", str(holder.task_id)) if _may_be_stopped(sighting) else []
     return [f"Held by {holder}{since}.", until(sighting), fate(holder), *stop, *line]
 
 
@@ -469,12 +469,12 @@ def _may_be_stopped(sighting: Sighting) -> bool:
     return is_known and sighting.process in ("alive", "unknown") and not sighting.is_stale
 
 
-def _stop(which: str, task_id: str) -> str:
-    """How to end a body that hangs."""
-    return (
-        f"If it hangs, stop {which}: celery -A APP control terminate KILL {shlex.quote(task_id)}; "
-        "its prefork worker frees the lock."
-    )
+def _stop(which: str, task_id: str) -> list[str]:
+    """How to end a body that hangs: the command in a line of its own, to be copied."""
+    return [
+        f"If it hangs, stop {which}; its prefork worker then frees the lock:",
+        f"  celery -A APP control terminate KILL {shlex.quote(task_id)}",
+    ]
 
 
 def _who_in_short(sighting: Sighting) -> str:

@@ -34,7 +34,7 @@ HOLES = (
     Hole(
         "CVE-2025-67733",
         "Whoever may run EVAL there can forge replies to others that use the same connection.",
-        {"Valkey": ((7, 2, 12), (8, 0, 7), (8, 1, 6), (9, 0, 2))},
+        {"Valkey": ((7, 2, 12), (8, 0, 7), (8, 1, 6), (9, 0, 3))},
     ),
 )
 """By the advisories of Redis and Valkey."""

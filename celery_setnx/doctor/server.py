@@ -443,9 +443,9 @@ def _old(old: list[Sighting]) -> Finding:
         "locks",
         f"Locks held by one run for {_OLD_S / 3600:g} h or more: {len(old)}; the oldest is {oldest.name} of "
         f"{oldest.holder}.",
-        "A body that hangs keeps its lock: its process lives, and renews it.",
-        "See `celery setnx list --older 1h`. If it hangs: celery -A APP control terminate KILL "
-        f"{shlex.quote(task_id or 'ID')}, and give the task a time_limit.",
+        "A hung task keeps its lock, because its process is alive and renews it.",
+        "See `celery setnx list --older 1h`, and give the task a time_limit. To stop one that hangs: "
+        f"celery -A APP control terminate KILL {shlex.quote(task_id or 'ID')}",
     )
 
 

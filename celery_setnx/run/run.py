@@ -331,7 +331,7 @@ class Run:
 
     def _dropped(self, reason: str) -> Dropped:
         """What ends a message that is not to run, once that is said."""
-        logger.info("%s: this message is dropped, for %s.", self, reason, extra=fields("dropped", self.call))
+        logger.info("%s: this message is dropped: %s.", self, reason, extra=fields("dropped", self.call))
         return Dropped(reason)
 
     def _look_once_more(self, outcome: Outcome) -> None:
