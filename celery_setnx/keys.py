@@ -485,7 +485,9 @@ def _meant(text: str, signature: inspect.Signature) -> str | list[str] | None:
     for path in text.split(","):
         name, *steps = path.strip().split(".")
         parameter = _parameter(name, signature, cutoff=0.6)
-        if parameter is None or any(step.startswith("_") or not (step.isidentifier() or step.isdecimal()) for step in steps):
+        if parameter is None or any(
+            step.startswith("_") or not (step.isidentifier() or step.isdecimal()) for step in steps
+        ):
             return None
         paths.append(".".join([parameter, *steps]))
     if "." in "".join(paths):

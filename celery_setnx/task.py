@@ -451,17 +451,18 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     guard = task._settled()
     if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
+    request._setnx_no_body = True
     run = Run(task, guard, request, args, kwargs)
     if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
 
     def body() -> Any:
         del request._setnx_no_body
-        if (start := vars(request).pop("_setnx_start", None)) is not None:
-            start()
-        return has_run(task.name, following(*args, **kwargs))
+        begin = vars(request).pop("_setnx_start", None)
+        begins_with = begin and begin(args, kwargs)
+        given, named = begins_with or (args, kwargs)
+        return has_run(task.name, following(*given, **named))
 
-    request._setnx_no_body = True
     return run.execute(body)
 
 
@@ -473,8 +474,21 @@ def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, .
     guard = task._settled()
     if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
-    request._setnx_start = partial(following, *args, **kwargs)
+    request._setnx_start = partial(_begin, partial(following, *args, **kwargs), *args[1:3])
     return None
+
+
+def _begin(before_start: Callable[[], Any], told: Any, named: Any, *given: Any) -> tuple[Any, Any]:
+    """Call the hook: the arguments that the body gets, which are the hook's if it has changed them."""
+
+    def of_hook() -> list[Any]:
+        return [*told, *named, *named.values()]
+
+    before = of_hook()
+    before_start()
+    now = of_hook()
+    is_changed = len(now) != len(before) or any(one is not other for one, other in zip(now, before))
+    return (told, named) if is_changed else given
 
 
 def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from celery.states import FAILURE
 from celery_setnx import OptionError, SingletonTask, current_lock, is_skipped, singleton
 from celery_setnx.call.message import HEADER
 from celery_setnx.testing import assert_released, guarded, hold
+from tests.harness import raising
 
 pytestmark = pytest.mark.usefixtures("locks")
 
@@ -160,6 +161,32 @@ def test_hooks_are_not_called_for_a_call_whose_body_does_not_begin(app, hooked, 
     with guarded(app), hold(task, 7):
         task.apply([7])
     assert told == hooks
+
+
+def test_hooks_are_not_called_for_a_call_without_a_key(app, hooked):
+    """Nobody knows its lock: it fails before that is asked for."""
+    task, told = hooked
+    task.singleton = {"key": raising(ValueError)}
+    with guarded(app):
+        assert task.apply([7]).state == FAILURE
+    assert told == ["on_failure"]
+
+
+def test_body_gets_the_arguments_that_before_start_has_changed(app):
+    """As in Celery, where the hook is given the objects that are unpacked for the body."""
+
+    def unwrap(self: Any, task_id: str, args: Any, kwargs: dict[str, Any]) -> None:
+        kwargs["tenant"] = kwargs.pop("wrapped")["tenant"]
+
+    def body(account: int, **kwargs: Any) -> Any:
+        return account, kwargs
+
+    base = type("Base", (SingletonTask,), {"abstract": True, "before_start": unwrap})
+    task = app.task(base=base, name="unwraps", shared=False, singleton={"key": "account"})(body)
+    plain = app.task(base=type("P", (Task,), {"before_start": unwrap}), name="plain", shared=False)(body)
+    with guarded(app):
+        for each in (plain, task):
+            assert each.apply([7], {"wrapped": {"tenant": "x"}}).get() == (7, {"tenant": "x"})
 
 
 def test_call_that_a_base_class_gets_later_is_under_the_lock_too(app):

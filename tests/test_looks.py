@@ -8,14 +8,17 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.app.task import Context
 
 from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call import wake
+from celery_setnx.call.message import Call
 from celery_setnx.call.wake import let_others_start, lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
@@ -25,7 +28,10 @@ from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.run import looks
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.run import Run
 from celery_setnx.run.sweep import Sweep
+from celery_setnx.signals import lock_conflict
+from tests.conftest import LOCK_DB
 from tests.harness import wait_until
 from tests.model.injected import CLOCK_KEY, ServerClock
 
@@ -268,3 +274,49 @@ def test_line_goes_on_at_its_pace_without_a_sweep(
     print(f"{pace:.1%} of the pace, {looks_per_call:.1f} looks per call")
     assert pace >= 0.95
     assert looks_per_call <= 5
+
+
+def ahead() -> None:
+    """Nothing."""
+
+
+def waits_first(conflict: Any) -> Any:
+    """A policy of one's own, which a call that has waited must not meet again for its own permit."""
+    return conflict.skip() if conflict.waits else conflict.wait()
+
+
+@pytest.mark.parametrize("policy", ["auto", waits_first], ids=["auto", "callable"])
+@pytest.mark.parametrize(
+    "task_id", ["2c5a0a9e-8d3e-4a0c-9d0e-5a4a8f6f2b11", "nightly"], ids=["random", "own"]
+)
+def test_call_that_is_woken_ahead_of_its_start_waits_for_it_in_its_slot(server, locks, policy, task_id):
+    """It meets no conflict, whatever its policy is, and whoever gave it its id."""
+    app = Celery("ahead", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+    options = {"rate": (1, 1), "on_conflict": policy, "lease": 60}
+    task = app.task(base=SingletonTask, shared=False, name="ahead", singleton=options)(ahead)
+    key, (seconds, us) = task.lock_key(), locks.time()
+    last_us = seconds * 1_000_000 + us - 985_000  # the next start is allowed in 15 ms
+    locks.zadd(starts_name(key), {f"{last_us}#0#1": last_us})
+    locks.expire(starts_name(key), 60)
+    call = Call("ahead", task_id, 0, key, copy="c1", waits=1, since=last_us / 1e6, bare=False)
+    place = replace(call.place(600), terms=Terms(1, 1, 1))
+    park(locks, place, copy="-x", since=1.0, call="c")
+    assert SetnxLock(locks, key, lease=60, line=True, rate=(1, 1.0)).serve(knows_terms=True).heir is not None
+    context = Context(
+        id=task_id, task="ahead", args=[], kwargs={}, called_directly=False, **call.as_headers()
+    )
+    met: list[Any] = []
+
+    def meets(**told: Any) -> None:
+        met.append(told)
+
+    lock_conflict.connect(meets)
+    task.request_stack.push(context)
+    try:
+        assert Run(task, task._guard, context, (), {}).execute(lambda: "ran") == "ran"
+    finally:
+        task.request_stack.pop()
+        lock_conflict.disconnect(meets)
+    assert met == []
+    assert locks.zcard(starts_name(key)) == 2

@@ -66,8 +66,8 @@ _DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
 _NO_HEADERS = frozenset(
     "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
-    "taskset setnx_lock _setnx_run _setnx_running _setnx_start _setnx_no_body _setnx_said _protected _children "
-    f"{HEADER}".split()
+    "taskset setnx_lock _setnx_run _setnx_running _setnx_start _setnx_no_body _setnx_said _protected "
+    f"_children {HEADER}".split()
 )
 _PACKED = ("headers", "properties", "queue", "content_type", "broker")
 # What goes back of a message's properties as it is: AMQP's own, and the group of SQS.

@@ -7,7 +7,6 @@ lock that is held for a retry, may be that of a call which has run since.
 from __future__ import annotations
 
 import time
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis
@@ -27,7 +26,7 @@ logger = Log("celery_setnx")
 
 _A_WAIT_S = 1.0  # a result backend that takes longer is left alone for a while: a publisher waits for it
 _PAUSE_S = 60.0
-_asked_again_at: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+_asked_again_at: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 
 _DEATHS = (WorkerLostError, MemoryError, TimeLimitExceeded)  # of a process that may have sent its retry
 
@@ -66,9 +65,9 @@ def _has_ended(app: Celery, name: str, task_id: str) -> bool:
         return False
     backend = (task or app).backend
     began = time.monotonic()
-    if began < _asked_again_at.get(backend, 0.0):
+    if began < _asked_again_at.get(app, 0.0):
         return False
     stored = known_result(backend, task_id, f"Task {task_id}")
     if time.monotonic() - began >= _A_WAIT_S:
-        _asked_again_at[backend] = time.monotonic() + _PAUSE_S
+        _asked_again_at[app] = time.monotonic() + _PAUSE_S
     return stored.get("status") in READY_STATES and not isinstance(stored.get("result"), _DEATHS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
@@ -120,9 +120,9 @@ class Wire:
 
     def hang_up(self) -> None:
         """Close the connections that lie idle; a parent's are left alone."""
-        idle, self._idle = self._idle, []
-        for connection in idle if self._pid == os.getpid() else ():
-            connection.disconnect()
+        with suppress(IndexError):
+            while self._pid == os.getpid():  # each is taken first: another thread may take one, too
+                self._idle.pop().disconnect()
 
     def _again(
         self, connection: Any, error: Exception, idle: bool, packed: Any, read: Callable[[], Any]

@@ -218,21 +218,22 @@ class Asking:
         return outcome
 
     def _linger(self) -> Outcome | None:
-        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
-            return self._acquire()
-        if self.call.shares_id:  # a place in the line may be another call's
-            return self._acquire()
-        outcome = self._acquire(linger=_YOUNG_S)
+        waits = self.options.may_wait and policy_of(self.options, self.request) == "wait"
+        stands = waits and not self.call.shares_id  # else its place in the line may be another call's
+        linger_s = _YOUNG_S if stands else 0.0
+        outcome = self._acquire(linger=linger_s)
         if outcome is None or outcome.holder is None:
             return outcome
-        self.lingers_since = since = self.call.since or outcome.server_time
+        since = None
+        if stands:
+            self.lingers_since = since = self.call.since or outcome.server_time
         give_up = self.lock.clock() + _LINGER_S
-        is_behind_many = outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
-        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=is_behind_many)):
+        parks_now = not stands or outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
+        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=parks_now)):
             if self.lock.clock() > give_up:
                 break
             time.sleep(pause_s)
-            outcome = self._acquire(linger=_YOUNG_S, since=since)
+            outcome = self._acquire(linger=linger_s, since=since)
         return outcome
 
     def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:

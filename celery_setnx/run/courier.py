@@ -25,7 +25,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from celery_setnx.call.back import Message, deliverable, known_result, stamped
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.delay import declared, waits_in_broker
-from celery_setnx.call.message import Call, is_time
+from celery_setnx.call.message import Call, has_random_id, is_time
 from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
@@ -238,6 +238,8 @@ def _began_before(order: Order, place: Place, found: Found, client: Any) -> bool
 
 
 def _has_ended(app: Celery, call: Call) -> bool:
+    if not has_random_id(call.task_id):  # the result may be that of another call with its id
+        return False
     return known_result(app.backend, call.task_id, call).get("status") in READY_STATES
 
 

@@ -31,11 +31,13 @@ class Swept(NamedTuple):
         lines: How many lines were due.
         next_s: In how many seconds one is that cannot wait; None if none is.
         are_more: True if more may be due by now.
+        error: Why the lines on a node of a cluster were not looked at; None if all were.
     """
 
     lines: int
     next_s: float | None
     are_more: bool = False
+    error: SetnxError | None = None
 
 
 class TimedLooks:
@@ -75,6 +77,11 @@ class TimedLooks:
             except RuntimeError as error:
                 logger.info("Lines of tasks with a rate are left to the sweep: %s", error)
 
+    @property
+    def runs(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.runs
+
     def stop(self) -> None:
         """Look no more."""
         self._stopped.set()
@@ -98,7 +105,7 @@ class TimedLooks:
             swept = self._look()
             pause_s = EARLIEST_S
             if swept.lines or has_ended:
-                self.within(swept.next_s)
+                self.within(0.0 if swept.are_more else swept.next_s)
         except SetnxError as error:
             logger.debug("No line is looked at between two sweeps: %s", error)
         finally:

@@ -158,7 +158,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._stopped.set()
         self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
-        while self._thread is not None and self._thread.runs and time.monotonic() < give_up:
+        threads = (self._looks, self._thread)  # one may be about to send a call to which it has handed a lock
+        while any(thread and thread.runs for thread in threads) and time.monotonic() < give_up:
             time.sleep(EARLIEST_S)
 
     terminate = stop
@@ -176,6 +177,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             swept = self.sweep(app, is_early=is_early)
             has_more = swept.are_more
             self._looks.within(swept.next_s)
+            if swept.error is not None:  # the lines of the other nodes were looked at
+                raise swept.error
             self._fails = False
             if time.monotonic() - began < _TIMEOUT_S:
                 self._set_timeout(_TIMEOUT_S)
@@ -212,7 +215,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
         revoked = self._revoked_lately() if claimed.lines else []
-        for task, entry in claimed.lines:
+        # Those first that are to be looked at to the moment.
+        for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
             with between_forks:
                 within = self._serve(app, lines, task, entry, claimed, revoked)
             due.append(within if task in paced else None)
@@ -225,12 +229,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if not is_early:
             with between_forks:
                 self._unswept.look(app, self._client, claimed)
-        if claimed.error is not None:  # of a node of a cluster: the lines of the others were looked at
-            raise claimed.error
-        if claimed.are_more:
-            due.append(0.0)
         next_s = min((next_s for next_s in due if next_s is not None), default=None)
-        return Swept(len(claimed.lines), next_s, claimed.are_more)
+        return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
     def _serve(
         self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
