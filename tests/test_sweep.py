@@ -251,9 +251,7 @@ def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog)
     assert caplog.text.count("Lines are not swept until this ends") == 1
 
 
-def test_lines_of_living_nodes_are_served_though_another_is_away(
-    app, locks, swept, monkeypatch, caplog
-):
+def test_lines_of_living_nodes_are_served_though_another_is_away(app, locks, swept, monkeypatch, caplog):
     """And that one's outage is said."""
     key = key_name("t", "t", "")
     wait(locks, key)
