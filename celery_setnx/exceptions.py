@@ -272,7 +272,7 @@ class LockRefused(SetnxError):
 class LockForbidden(LockRefused, LockUnavailable):
     """Redis refuses a lock command until somebody allows it: a wrong password, a missing permission.
 
-    Or its URL leads where no lock can be had: an untrusted certificate, a wrong scheme, a missing database.
+    Or its URL is wrong: an untrusted certificate, a wrong scheme, a missing database.
 
     Waited out like an outage: a lock that is held stays held while its lease lasts.
 

@@ -1,4 +1,4 @@
-"""Whether another call has ended, by its stored result, though the lock server says that it is to come.
+"""Whether another call has ended, by its stored result, although the lock server lists it as pending.
 
 A lock server may come back with older data: those of a snapshot, or of a replica that lags. Then a mark, or a
 lock that is held for a retry, may be that of a call which has run since.

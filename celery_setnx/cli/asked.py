@@ -155,7 +155,7 @@ def sight_call(
     has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "is waited for"
     words = " ".join(map(shlex.quote, otherwise))
     meant = titled(task.name, other_about)
-    instead = f"But {meant} {has}: a number is not the text of it. To ask about that: {words}"
+    instead = f"But {meant} {has}: the number and the text are different keys. To ask about that: {words}"
     return Asked(sighting, about, instead)
 
 

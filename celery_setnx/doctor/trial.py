@@ -81,7 +81,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             for memory in memories:
                 _warn_of_eviction(memory)
         finally:
-            hang_up(client)  # a parent whose pool has processes does not use them again
+            hang_up(client)  # it dials again if a mark, or a success, is to be freed
 
 
 def trial_name(prefix: str) -> str:
