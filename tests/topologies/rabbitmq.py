@@ -47,7 +47,6 @@ class RabbitMQ:
         self.url = given or f"amqp://guest:guest@{HOST}:{free_port()}//"
         self._container: Any = None
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._is_frozen = False
         if self.is_own:
             self._create()
         self.wait_until_ready()
@@ -95,9 +94,9 @@ class RabbitMQ:
 
     def kill(self) -> None:
         """kill -9."""
-        if not self._is_frozen:
+        self._container.reload()
+        if self._container.status != "paused":  # else that was done before
             self._write_down()
-        self._is_frozen = False
         self._container.kill()
         self._container.wait()
 
@@ -109,7 +108,6 @@ class RabbitMQ:
         """It keeps its connections, and reads and answers nothing. A kill ends that, too."""
         self._write_down()
         self._container.pause()
-        self._is_frozen = True
 
     def _ctl(self, *command: str) -> bytes:
         ended, output = self._container.exec_run(["rabbitmqctl", "-q", *command])
