@@ -12,8 +12,7 @@ All moments are taken in the workers, by the machine's one monotonic clock:
   process is given it for the first time;
 - scripts: how many scripts the lock server has run, per call. They are all that we send it.
 
-One more sample has a lease of two seconds, so that couriers come while calls wait, and ends with the last of
-them.
+Couriers come later than all this: after ten minutes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ SLACK_S = 0.005
 
 TOTAL_OF_SHORT = 1.4
 HAND_OVER_MS = 15.0
-# A call that waits in line: the acquire that is in vain, its place, the acquire, the release, and its
-# courier, which finds that it has begun.
+# A call that waits in line: the acquire that is in vain, when to look at its line, its place, the acquire,
+# and the release.
 SCRIPTS_TO_WAIT = 5
 # A call that meets a young lock asks for it every 0.5 ms at most, for 20 ms at most.
 ASKS_PER_MS, LINGER_MS = 2, 20
@@ -49,13 +48,11 @@ class Batch:
         policy: What becomes of a conflict.
         body_ms: How long a body sleeps.
         calls: How many there are.
-        lease_s: The lease, if it is not the default: the sample lasts until the last courier is gone.
     """
 
     policy: str
     body_ms: int
     calls: int
-    lease_s: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -63,13 +60,10 @@ class Batch:
         options: dict[str, Any] = {"on_conflict": self.policy}
         if self.policy == "retry":
             options.update(retry_delay=0.1, retry_delay_max=1)
-        if self.lease_s is not None:
-            options.update(lease=self.lease_s)
         return options
 
     def __str__(self) -> str:
-        lease = "" if self.lease_s is None else f", lease {self.lease_s:g} s"
-        return f"{self.policy}, {self.calls} of {self.body_ms} ms{lease}"
+        return f"{self.policy}, {self.calls} of {self.body_ms} ms"
 
 
 @dataclass(frozen=True)
@@ -81,20 +75,17 @@ class Sample:
         hand_overs_ms: From each end to the next start.
         overtaken: How many calls began after one that came later.
         scripts: Scripts on the lock server, per call.
-        waited_s: From coming to start, in the mean.
     """
 
     total: float
     hand_overs_ms: list[float]
     overtaken: int
     scripts: float
-    waited_s: float
 
 
 SHORT, LONG = Batch("wait", 5, 200), Batch("wait", 50, 100)
 BATCHES = (SHORT, Batch("retry", 5, 200), LONG, Batch("retry", 50, 100))
 ABOUT = f"{WORKERS} workers of one process, one key."
-WATCHED = Batch("wait", 50, 100, lease_s=2)
 
 
 def measured(batch: Batch) -> Sample:
@@ -114,8 +105,6 @@ def measured(batch: Batch) -> Sample:
         for number in range(batch.calls):
             work.apply_async((number, 0, batch.body_ms / 1000), singleton=batch.options)
         stage.wait_for(RUNS, batch.calls)
-        if batch.lease_s is not None:
-            stage.wait_until_empty()
         return sampled(batch, stage.notes(RUNS), stage.notes(WAITS), stage.scripts())
 
 
@@ -140,7 +129,6 @@ def sampled(batch: Batch, runs: list[Note], waits: list[Note], scripts: int) -> 
         hand_overs_ms=[hand_over * 1000 for hand_over in hand_overs],
         overtaken=overtaken([came[note["number"]] for note in bodies]),
         scripts=scripts / batch.calls,
-        waited_s=statistics.fmean(note["began"] - came[note["number"]] for note in bodies),
     )
 
 
@@ -151,7 +139,7 @@ def overtaken(arrivals: list[float]) -> int:
 
 
 def scripts_allowed(batch: Batch, sample: Sample) -> float:
-    """How many scripts a waiting call may need: a few, its courier's visits, and its asking at first.
+    """How many scripts a waiting call may need: a few, and its asking at first.
 
     While the line is empty, as between short bodies, every call asks for a body's time and a hand-over's; of
     longer ones only those do that meet the first.
@@ -161,8 +149,7 @@ def scripts_allowed(batch: Batch, sample: Sample) -> float:
         at_first = min(asks, ASKS_PER_MS * (batch.body_ms + statistics.fmean(sample.hand_overs_ms)))
     else:
         at_first = asks * WORKERS / batch.calls
-    visits = 0.0 if batch.lease_s is None else sample.waited_s / batch.lease_s
-    return SCRIPTS_TO_WAIT + visits + at_first
+    return SCRIPTS_TO_WAIT + at_first
 
 
 def measure(rounds: int, quick: bool) -> Iterator[Table]:
@@ -173,8 +160,6 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
         for batch, of_batch in samples.items():
             of_batch.append(measured(batch))
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    if not quick:
-        samples[WATCHED] = [measured(WATCHED)] * rounds
     waits = [batch for batch in samples if batch.policy == "wait"]
 
     def table(title: str, unit: str, figure: Callable[[Sample], float], *promises: Promise) -> Table:

@@ -2,8 +2,7 @@
 
 python -m benchmarks.long_lines [--quick] [--check]
 
-A hundred calls hold their locks until all others wait; then they let go. Bodies do nothing, and the lease is
-the default, so of many calls couriers come while these wait.
+A hundred calls hold their locks until all others wait; then they let go. Bodies do nothing.
 
 - park, drain: from the first call's publication until all wait, and from then until all have run;
 - processor: what workers and servers have used until then, per call;

@@ -73,17 +73,6 @@ class Stage:
         """
         wait_until(lambda: self.broker.llen(of) >= count, f"{count} {of}", DEADLINE_S)
 
-    def wait_until_empty(self) -> None:
-        """Wait until no message is left in the broker or with a worker: all calls and couriers have ended.
-
-        Raises:
-            AssertionError: Some have not in time.
-        """
-        wait_until(self._is_empty, "an empty broker", DEADLINE_S)
-
-    def _is_empty(self) -> bool:
-        return not self.broker.llen("celery") and not self.broker.hlen("unacked")
-
     def scripts(self) -> int:
         """How many scripts the lock server has run: all that we send it."""
         commands = self.locks.info("commandstats")

@@ -35,7 +35,8 @@ from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.scripts import Script
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.lock.survey import BEAT
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import settings_of
 from celery_setnx.signals import tick_late
 from celery_setnx.wording import sentence
@@ -96,7 +97,7 @@ def leader(app: Celery) -> Holder | None:
 
 def _lead(app: Celery, **info: Any) -> SetnxLock:
     own = settings_of(app)
-    name = f"{own.prefix}:{{celery.beat:{app.main}}}"
+    name = f"{own.prefix}:{{{BEAT}{app.main}}}"
     return SetnxLock(client_for(app), name, lease=own.beat_lease, retention=own.retention, info=info)
 
 
@@ -276,7 +277,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         """Log what has changed, once."""
         if what != self._said:
             self._said = what
-            logger.log(level, "beat: %s", what)
+            logger.log(level, "beat: %s", what, extra=fields("beat"))
 
     def _say_unavailable(self, error: LockUnavailable | LockRefused) -> None:
         say_loudly(error)
@@ -331,10 +332,11 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._stand_by("another leads")
         elif word == "done":
             self._adopt(entry, int(last), int(runs))
-            logger.info("beat: %s is not sent: it was, at %s.", entry.name, entry.last_run_at)
+            text = "beat: %s is not sent: it was, at %s."
+            logger.info(text, entry.name, entry.last_run_at, extra=fields("beat", task=entry.task))
         elif late_s > LATE_S:
             text = "beat: %s is sent %.1f s late; %d further due times have passed meanwhile."
-            logger.warning(text, entry.name, late_s, missed)
+            logger.warning(text, entry.name, late_s, missed, extra=fields("tick_late", task=entry.task))
             tick_late.send(sender=self, entry=entry.name, late_s=late_s, missed=missed)
         return bool(word == "ticked")
 

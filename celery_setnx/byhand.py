@@ -18,7 +18,7 @@ from celery_setnx.lock import survey
 from celery_setnx.lock.record import Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import Sighting
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_released
 
@@ -93,24 +93,38 @@ def release(app: Celery, seen: Sighting, *, by: str) -> bool:
         LockRefused: Redis refuses a command.
     """
     with _told_as_ours(seen.key):
-        client, now = client_for(app), seen
-        is_dropped = survey.drop(client, now)
-        for _ in range(_RENEWALS):
-            again = [] if is_dropped else survey.look(client, seen.key).of_each()
-            same = next((one for one in again if _is_same(one, seen)), None)
-            if same is None:
-                break
-            now, is_dropped = same, survey.drop(client, same)  # its holder had renewed it
-    if is_dropped:
-        tell(app, now, by)
+        dropped = drop_of_holder(app, seen)
+    if dropped is not None:
+        tell(app, dropped, by)
+    let_others_go_on(app, seen)
+    return dropped is not None
+
+
+def drop_of_holder(app: Celery, seen: Sighting) -> Sighting | None:
+    """Delete a lock, however often its holder renews it: what was deleted; None if it is another's."""
+    client, now = client_for(app), seen
+    for _ in range(1 + _RENEWALS):
+        if survey.drop(client, now):
+            return now
+        again = survey.look(client, seen.key).of_each()
+        same = next((one for one in again if _is_same(one, seen)), None)
+        if same is None:
+            break
+        now = same
+    return None
+
+
+def let_others_go_on(app: Celery, seen: Sighting) -> bool:
+    """Let the line of a lock go on, or leave that to the workers: whether it goes on."""
     try:
-        if survey.look(client, seen.key).waiting:  # else a call that comes just now would meet us
-            let_the_line_go_on(app, seen.task, seen.key)
+        if not survey.look(client_for(app), seen.key).waiting:
+            return False  # to serve it all the same would be in the way of a call that comes just now
+        let_the_line_go_on(app, seen.task, seen.key)
     except (SetnxError, *REDIS_ERRORS) as error:
-        logger.warning(
-            "The line of %s is left to the workers, as it could not be served: %s", seen.key, error
-        )
-    return is_dropped
+        text = "The line of %s is left to the workers, as it could not be served: %s"
+        logger.warning(text, seen.key, error, extra=fields(task=seen.task, key=seen.key, about=seen.about))
+        return False
+    return True
 
 
 def _is_same(one: Sighting, seen: Sighting) -> bool:
@@ -124,7 +138,13 @@ def _is_same(one: Sighting, seen: Sighting) -> bool:
 def tell(app: Celery, released: Sighting, by: str) -> None:
     """Leave a trace of what was released by hand: a log line, and the signal."""
     holder = released.holder
-    logger.warning("%s was released by hand, by %s. It was held by %s.", released.name, by, holder)
+    logger.warning(
+        "%s was released by hand, by %s. It was held by %s.",
+        released.name,
+        by,
+        holder,
+        extra=fields("by_hand", holder, task=released.task, key=released.key, about=released.about),
+    )
     lock_released.send(
         sender=app.tasks.get(released.task) or app,
         task_id=holder and holder.task_id,

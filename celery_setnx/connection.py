@@ -42,8 +42,8 @@ from celery_setnx.address import (
 )
 from celery_setnx.configured import configured
 from celery_setnx.exceptions import OptionError
+from celery_setnx.options import timeout_s as usual_timeout_s
 
-SOCKET_TIMEOUT_S = 2.0
 _QUICK_S = 0.5
 _TRANSPORT_OPTIONS = {
     "setnx_url": "setnx_transport_options",
@@ -80,13 +80,15 @@ def quick_client_for(app: Celery) -> redis.Redis:
     usual = client_for(app)
     quick: redis.Redis | None = usual.__dict__.get("_setnx_quick")
     if quick is None:
-        quick = usual.__dict__.setdefault("_setnx_quick", new_client(app, _QUICK_S))
+        timeout_s = min(_QUICK_S, usual_timeout_s(app.conf))
+        quick = usual.__dict__.setdefault("_setnx_quick", new_client(app, timeout_s))
     return quick
 
 
-def new_client(app: Celery, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
-    """A Redis client of one's own for the app's locks; see `client_for`."""
+def new_client(app: Celery, timeout_s: float | None = None) -> redis.Redis:
+    """A Redis client of one's own for the app's locks, with `setnx_timeout`; see `client_for`."""
     url, setting = lock_url(app)
+    timeout_s = timeout_s or usual_timeout_s(app.conf)
     with _usable(setting, url):
         client: redis.Redis = _client(app, url, setting, timeout_s)
     # For a thread that may share no connection with others.
@@ -188,6 +190,15 @@ class LateCluster:
                 if self._client is None:
                     self._client = self._connect()
         return getattr(self._client, name)
+
+    @property
+    def is_unused(self) -> bool:
+        """True until it connects."""
+        return self._client is None
+
+    def get_nodes(self) -> list[Any]:
+        """Its nodes, as far as they are known."""
+        return [] if self._client is None else list(self._client.get_nodes())
 
     def keyslot(self, key: str) -> int:
         """The slot of a key."""

@@ -262,7 +262,8 @@ class LockRefused(SetnxError):
     @property
     def brief(self) -> str:
         """The message without what to do, for a line of many."""
-        return sentence(f"Redis refuses to serve the lock {self.key}: {unstopped(self.reason)}")
+        refuses = "is not trusted with" if "CERTIFICATE_VERIFY_FAILED" in self.reason else "refuses to serve"
+        return sentence(f"Redis {refuses} the lock {self.key}: {unstopped(self.reason)}")
 
     def _message(self) -> str:
         return f"{self.brief} {self.remedy}"
@@ -270,6 +271,8 @@ class LockRefused(SetnxError):
 
 class LockForbidden(LockRefused, LockUnavailable):
     """Redis refuses a lock command until somebody allows it: a wrong password, a missing permission.
+
+    Or its URL is wrong: an untrusted certificate, a wrong scheme, a missing database.
 
     Waited out like an outage: a lock that is held stays held while its lease lasts.
 
@@ -285,25 +288,60 @@ def remedy(reason: str) -> str:
     return next(do for words, do in _REMEDIES if words.search(reason))
 
 
+def is_misled(reason: str) -> bool:
+    """Whether the URL or the credentials are wrong: waiting does not help."""
+    return any(words.search(reason) for words, _ in _REMEDIES[: len(_DO_FIRST)])
+
+
 _URL = "the URL in setnx_url (or, without one, that of the result backend or broker)"
+COMMANDS = (
+    *("EVAL", "EVALSHA", "TIME", "GET", "MGET", "EXISTS", "SET", "GETSET", "DEL", "PTTL", "PEXPIRE"),
+    *("PEXPIREAT", "ZADD", "ZREM", "ZREMRANGEBYSCORE", "ZRANGE", "ZRANGEBYSCORE", "ZREVRANGE"),
+    *("ZREVRANGEBYSCORE", "ZCOUNT", "ZRANK", "ZSCORE", "HSET", "HGET", "HDEL"),
+)
+"""What workers and publishers ask of a lock server; all but the first two inside of scripts."""
+
 _NEEDED = (
-    "celery_setnx needs EVAL, EVALSHA and, inside scripts, TIME, GET, MGET, EXISTS, SET, GETSET, DEL, "
-    "PTTL, PEXPIRE, PEXPIREAT, ZADD, ZREM, ZREMRANGEBYSCORE, ZRANGE, ZRANGEBYSCORE, ZREVRANGE, "
-    "ZREVRANGEBYSCORE, ZCOUNT, ZRANK, ZSCORE, HSET, HGET and HDEL on this key, its :holder, :queued, "
+    f"celery_setnx needs EVAL, EVALSHA and, inside scripts, {', '.join(COMMANDS[2:-1])} and {COMMANDS[-1]} "
+    "on this key, its :holder, :queued, "
     ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :instead:*, on its #1 to #99 and "
     "their :holder, on <prefix>:lines:* and <prefix>:receipt:*, and on setnx:brokers; SELECT for a database "
     "other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
 )
-_DO = {
-    "AuthenticationError|WRONGPASS|NOAUTH|invalid (username-)?password|Client sent AUTH": (
-        f"Check the user and the password of {_URL}"
+_NO_TLS = "write redis:// for rediss:// (redis+cluster:// for rediss+cluster://)"
+_DO_FIRST = {
+    "certificate is not valid for": (
+        f"The certificate is another host's: write the name that it has as the host of {_URL}"
     ),
-    "DB index|invalid database|MOVED|Cluster mode is not enabled|SELECT is not allowed in cluster": (
+    "CERTIFICATE_VERIFY_FAILED": (
+        f"Name the CA that signed the server's certificate as ssl_ca_certs in {_URL}; if the certificate has "
+        "expired, renew it"
+    ),
+    "certificate[ _]required|alert (unknown ca|bad certificate)": (
+        f"The server wants a certificate of its client: give ssl_certfile and ssl_keyfile in {_URL}"
+    ),
+    "WRONG_VERSION_NUMBER|wrong version number|RECORD_LAYER_FAILURE": (
+        f"The port speaks no TLS: in {_URL} {_NO_TLS}, or give the port that does"
+    ),
+    r"Protocol error.*\\x15": (
+        f"The port speaks TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
+    ),
+    (
+        r"(?-i:\bAuthenticationError|\bWRONGPASS |\bNOAUTH )|invalid (username-)?password|Client sent AUTH|"
+        "HELLO must be called|Authentication required"
+    ): f"Check the user and the password of {_URL}",
+    (
+        "DB index|invalid database|(?-i:MOVED )|MovedError|Cluster mode is not enabled|"
+        "cluster support disabled|SELECT is not allowed in cluster"
+    ): (
         f"Check {_URL}: the number of its database, which the server must have, and its scheme, which is "
         "redis+cluster:// for a cluster and for nothing else"
     ),
+}
+_DO = {
     "permission|NOPERM|ACL failure|can't (run this command|access at least one)|is forbidden": (
-        f"{_NEEDED}. Grant its user what is missing, or point setnx_url at a server that has it"
+        f"{_NEEDED}. Grant its user what is missing (`celery setnx doctor --acl` prints the line to copy), "
+        "or point setnx_url at a server that has it"
     ),
     "unknown (redis )?(sub)?command|syntax error": (
         "The server is too old, is no Redis, or has commands under other names. Use Redis 6.2, Valkey 7.2 or "
@@ -315,7 +353,7 @@ _DO = {
     ),
     "": "The server's log may say more, and so may `celery setnx doctor`",
 }
-_REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in _DO.items()]
+_REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in {**_DO_FIRST, **_DO}.items()]
 
 # What a server says that decides nothing until somebody mends it.
 _WAITS_FOR = {
@@ -325,5 +363,14 @@ _WAITS_FOR = {
     "OutOfMemoryError|OOM": "Give the server memory: raise its maxmemory, or delete what nobody needs",
     "MISCONF": "The server cannot save to its disk: see its log, and give it room",
     "NOREPLICAS": "The server misses its replicas (min-replicas-to-write): start them",
+    # A name that a name server does not know; where none can be asked, the name may be fine.
+    (
+        "Name or service not known|nodename nor servname|No address associated|does not resolve|"
+        "getaddrinfo failed"
+    ): (f"Unless the server is just starting, check the host of {_URL}, whose name does not resolve"),
+    "handshake operation timed out": (
+        f"If the server is not overloaded: its port may speak no TLS; in {_URL} {_NO_TLS}, or give the port "
+        "that does"
+    ),
 }
 _MENDED = [(re.compile(rf"\b(?:{words})\b"), f"{do}.") for words, do in _WAITS_FOR.items()]

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from difflib import get_close_matches
 from enum import Enum
 from hashlib import blake2b
 from reprlib import Repr
@@ -106,28 +107,39 @@ class KeyFunction:
         bound, chosen, fits = self._read(args, kwargs, serializer)
         return self._digest_of(bound, chosen), self._about(chosen) if fits else ""
 
+    def asked(self, args: Args, kwargs: Mapping[str, Any], serializer: str | None = None) -> tuple[str, str]:
+        """The same of a call that somebody only asks about: those arguments are enough that the key names."""
+        bound, chosen, fits = self._read(args, kwargs, serializer, in_part=self._needs is not None)
+        return self._digest_of(bound, chosen), self._about(chosen) if fits else ""
+
     def _read(
-        self, args: Args, kwargs: Mapping[str, Any], serializer: str | None
+        self, args: Args, kwargs: Mapping[str, Any], serializer: str | None, *, in_part: bool = False
     ) -> tuple[inspect.BoundArguments, Any, bool]:
-        """A call's arguments, what the key chooses of them, and whether the call fits the signature."""
+        """A call's arguments, what the key chooses of them, and whether the call fits the signature.
+
+        `in_part`: arguments may be missing that the key does not name.
+        """
         try:
             bound = self._bound(args, kwargs)
         except UnkeyableCall as misfit:
-            if self._typing and not self._wrapper_takes(args, kwargs):
+            if not self._typing or self._wrapper_takes(args, kwargs):
+                if serializer is not None:  # all that it gives may be what is chosen
+                    args, kwargs = self._delivered(args, kwargs, serializer, all_of_them=True)
+                bound = self._as_far_as_it_fits(args, kwargs)
+                return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs, misfit), self._typing
+            if not in_part:
                 raise
-            if serializer is not None:  # all that it gives may be what is chosen
-                args, kwargs = self._delivered(args, kwargs, serializer, all_of_them=True)
-            bound = self._as_far_as_it_fits(args, kwargs)
-            return bound, self._chosen_of_what_does_not_fit(bound, args, kwargs, misfit), self._typing
+            bound = self._bound(args, kwargs, in_part=True)
         if serializer is not None and not are_kept(self._needed(bound.arguments), serializer):
             got = self._delivered(args, kwargs, serializer)
-            bound = bound if got[0] is args else self._bound(*got)
+            bound = bound if got[0] is args else self._bound(*got, in_part=in_part)
         return bound, self._select(bound), True
 
     def _needed(self, arguments: Mapping[str, Any]) -> Iterable[Any]:
         """The values that the key is made of, and maybe others."""
         needs = self._needs
-        return [arguments[name] for name in needs] if needs and self._needs_parameters else arguments.values()
+        is_named = needs and self._needs_parameters and needs <= arguments.keys()
+        return [arguments[name] for name in needs] if needs and is_named else arguments.values()
 
     def _delivered(
         self, args: Args, kwargs: Mapping[str, Any], serializer: str, *, all_of_them: bool = False
@@ -217,7 +229,9 @@ class KeyFunction:
             raise UnkeyableCall(self._task, f"{misfit.reason}; name what counts with key=") from misfit
         return {"args": list(args), "kwargs": dict(kwargs)}
 
-    def _bound(self, args: Any, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    def _bound(
+        self, args: Any, kwargs: Mapping[str, Any], *, in_part: bool = False
+    ) -> inspect.BoundArguments:
         if self._is_plain and len(args) <= len(self._names):  # as `bind` does it, in a third of the time
             arguments, named = dict(zip(self._names, args)), 0
             for name in self._names[len(args) :]:
@@ -229,7 +243,8 @@ class KeyFunction:
             if len(arguments) == len(self._names) and named == len(kwargs):
                 return inspect.BoundArguments(self._signature, arguments)
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bind = self._signature.bind_partial if in_part else self._signature.bind
+            bound = bind(*args, **kwargs)
         except TypeError as error:
             hint = ": is bind=True missing?" if self._names[:1] == ("self",) else ""
             reason = f"{error}; its signature is {_bare(self._signature)}{hint}"
@@ -442,7 +457,7 @@ def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selec
     if isinstance(key, (str, list, tuple)):
         names = [key] if isinstance(key, str) else list(key)
         for name in names:
-            _known(name, signature, task)
+            _known(name, signature, task, "key=" if name is key else "")
         return lambda bound: [_argument(name, bound, task) for name in names] if names else _WHOLE_TASK
     if callable(key):
         return lambda bound: _called(key, bound.args, bound.kwargs, task)
@@ -452,14 +467,41 @@ def _selector(key: KeyOption, signature: inspect.Signature, task: str) -> _Selec
     )
 
 
-def _known(name: Any, signature: inspect.Signature, task: str) -> None:
-    parameters = signature.parameters
-    catch_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not isinstance(name, str) or not name.isidentifier() or not (name in parameters or catch_all):
-        raise OptionError(
-            f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
-            "use a parameter's name, a template in braces, or () for one lock for the whole task"
-        )
+def _known(name: Any, signature: inspect.Signature, task: str, whole: str = "") -> None:
+    """Refuse a name that is no parameter's. `whole`: what stands before it if it is the whole key."""
+    if isinstance(name, str) and name.isidentifier() and _parameter(name, signature, cutoff=1.0):
+        return
+    meant = _meant(name, signature) if isinstance(name, str) and (whole or name.isidentifier()) else None
+    hint = "use a parameter's name, a template in braces, or () for one lock for the whole task"
+    raise OptionError(
+        f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
+        + (hint if meant is None else f"did you mean {whole}{meant!r}?")
+    )
+
+
+def _meant(text: str, signature: inspect.Signature) -> str | list[str] | None:
+    """The key that is meant by `"user.id"`, `"a, b"` or `"acount_id"`; None if that is not plain."""
+    paths = []
+    for path in text.split(","):
+        name, *steps = path.strip().split(".")
+        parameter = _parameter(name, signature, cutoff=0.6)
+        if parameter is None or any(
+            step.startswith("_") or not (step.isidentifier() or step.isdecimal()) for step in steps
+        ):
+            return None
+        paths.append(".".join([parameter, *steps]))
+    if "." in "".join(paths):
+        return ",".join(f"{{{path}}}" for path in paths)
+    return paths if len(paths) > 1 else paths[0]
+
+
+def _parameter(name: str, signature: inspect.Signature, cutoff: float) -> str | None:
+    """The parameter that a name is, or nearly is; the name itself if the function takes any."""
+    close = get_close_matches(name, signature.parameters, n=1, cutoff=cutoff)
+    if close:
+        return close[0]
+    catches = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return name if catches and name.isidentifier() else None
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:

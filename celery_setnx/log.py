@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
+from celery._state import get_current_task
 
 from celery_setnx.wording import printable
 
@@ -30,10 +31,24 @@ _of_thread = threading.local()
 _say_again_at: dict[str, float] = {}
 
 
+def fields(event: str = "trouble", of: object = None, **more: str | None) -> dict[str, str | None]:
+    """What a record says beside its sentence: the event, and the task, task id, key and `about` of a call.
+
+    `of` is a call or a holder; `more` goes before what that says. Each name begins with `setnx_`, because the
+    bare ones are others': structlog has the sentence under `event`, Celery's formatter writes a `task_id`.
+    """
+    said = {name: more.get(name) or getattr(of, name, None) for name in ("task", "task_id", "key", "about")}
+    return {"setnx_event": event, **{f"setnx_{name}": _text(value) for name, value in said.items()}}
+
+
+def _text(value: object) -> str | None:
+    return printable(value) if value and isinstance(value, str) else None
+
+
 class Log(_Adapter):
     """A logger that raises nothing but the time limit of the task in which it is struck.
 
-    What cannot be logged is printed on the standard error stream, with the reason.
+    What cannot be logged is printed on the standard error stream, with the reason. Each record has `fields`.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,6 +58,7 @@ class Log(_Adapter):
         """Log it; or have it logged, if this thread must not wait for a handler (see `hand_lines_to`)."""
         if not self.isEnabledFor(level):
             return
+        kwargs.setdefault("extra", fields())
         hand_over = getattr(_of_thread, "hand_over", None)
         if hand_over is None:
             self._write(level, msg, args, kwargs)
@@ -67,7 +83,23 @@ class Log(_Adapter):
         print(printable(line), file=sys.__stderr__, flush=True)
 
 
+class _SaidAlready(logging.Filter):
+    """Leaves out Celery's line "succeeded" of a call whose end a line of ours has said."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for that line alone: no other of Celery's has a return value."""
+        task = get_current_task() if isinstance(record.args, dict) and "return_value" in record.args else None
+        return not (task and getattr(task.request, _SAID, False))
+
+
+_SAID = "_setnx_said"
 _logger = Log("celery_setnx")
+logging.getLogger("celery.app.trace").addFilter(_SaidAlready())
+
+
+def say_alone(request: Any) -> None:
+    """Have Celery not say that a running call has succeeded, if we have said that it is skipped: at INFO."""
+    setattr(request, _SAID, _logger.isEnabledFor(logging.INFO))
 
 
 def hand_lines_to(hand_over: Callable[[Callable[[], None]], Any]) -> None:
@@ -79,10 +111,11 @@ def say_loudly(error: Exception) -> None:
     """Log an error of ours that somebody must mend: at once, and every minute for as long as it is met."""
     if not getattr(error, "remedy", ""):
         return
-    now, kind = time.monotonic(), str(getattr(error, "reason", ""))
+    now, kind = time.monotonic(), str(getattr(error, "reason", "")).partition("; it is asked again")[0]
     if now < _say_again_at.get(kind, now):
         return
     if len(_say_again_at) >= _KINDS:
         _say_again_at.clear()
     _say_again_at[kind] = now + _SAY_AGAIN_S
-    _logger.error("%s This is said once a minute until it is mended.", error)
+    text = "%s This is said once a minute until it is mended."
+    _logger.error(text, error, extra=fields(key=getattr(error, "key", None)))

@@ -43,8 +43,9 @@ _PREFIX = "celery_setnx"
 _GAUGES = {
     "waiters": "Calls that wait in line for a lock.",
     "held": "Locks that are held, each permit counted.",
+    "oldest_seconds": "Seconds since the oldest of the locks that are held was acquired.",
 }
-_UNITS = {"waiters": "{call}", "held": "{permit}"}
+_UNITS = {"waiters": "{call}", "held": "{permit}", "oldest_seconds": "s"}
 _NOT_SERVED = (
     "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
     "Give every worker of a host a port of its own."
@@ -260,7 +261,7 @@ def _check_pool(client: Any, worker: Any) -> None:
 
 
 class _Gauges:
-    """Asks Redis at each scrape how many calls wait, and how many permits are held, by scope."""
+    """Asks Redis at each scrape how many calls wait, what is held, and since when, by scope."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
@@ -282,20 +283,25 @@ class _Gauges:
             yield family
 
 
-def _counts(app: Celery) -> dict[str, Mapping[str, int]]:
+def _counts(app: Celery) -> dict[str, Mapping[str, float]]:
     """Each gauge by scope, of one survey; nothing if Redis cannot be asked: the other figures stand."""
     waiting: Counter[str] = Counter()
     held: Counter[str] = Counter()
+    oldest: dict[str, float] = {}
     try:
         for sighting in survey(client_for(app), settings_of(app).prefix):
             waiting[sighting.scope] += sighting.waiting
             held[sighting.scope] += sighting.count_held()
+            for age_s in (one.age_s for one in sighting.of_each() if not one.is_stale and one.age_s):
+                oldest[sighting.scope] = max(oldest.get(sighting.scope, 0.0), age_s)
     except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand
         logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
-        return {"waiters": {}, "held": {}}
+        return {name: {} for name in _GAUGES}
     for count in (waiting, held):
         del count[TRIAL]  # what each worker tries as it starts
-    return {"waiters": +waiting, "held": +held}  # without the scopes in which there is nothing
+    oldest.pop(TRIAL, None)
+    # Without the scopes in which there is nothing.
+    return {"waiters": +waiting, "held": +held, "oldest_seconds": oldest}
 
 
 class _Observed:
@@ -303,7 +309,7 @@ class _Observed:
 
     def __init__(self, api: Any, app: Celery) -> None:
         self._api, self._app = api, app
-        self._counts: dict[str, Mapping[str, int]] = {}
+        self._counts: dict[str, Mapping[str, float]] = {}
 
     def observe(self, name: str, _options: Any) -> list[Any]:
         """The figures of a gauge, of a new survey unless another gauge has just asked."""
@@ -324,7 +330,8 @@ def _instruments(api: Any, app: Celery, meter: Any, waiters: bool) -> dict[Figur
     observed = _Observed(api, app)
     for name, text in _GAUGES.items() if waiters else ():
         callback, unit = partial(observed.observe, name), _UNITS[name]
-        meter.create_observable_gauge(f"{_PREFIX}.{name}", [callback], unit=unit, description=text)
+        short = f"{_PREFIX}.{name.removesuffix('_seconds')}"
+        meter.create_observable_gauge(short, [callback], unit=unit, description=text)
     return made
 
 

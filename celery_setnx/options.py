@@ -160,6 +160,25 @@ NAMES = tuple(option.name for option in fields(Options))
 PUBLISH_ONLY = frozenset({"on_duplicate"})
 OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
+_LEASE = (
+    "lease, which is renewed while the call runs (30 s will do; at_most_for ends a run's lock all the same); "
+    "how long a queued call counts is queue_lease, and how long a call waits max_wait"
+)
+OF_OTHERS: Mapping[str, str] = {
+    **dict.fromkeys(("keys", "unique_on", "unique_key", "lock_key"), "key"),
+    **dict.fromkeys(("timeout", "default_timeout", "ttl", "expires", "expiry", "lock_expiry"), _LEASE),
+    **dict.fromkeys(("lock_timeout", "lock_ttl", "unique_timeout"), _LEASE),
+    **dict.fromkeys(("raise_on_duplicate", "unique_raises"), "on_duplicate='raise' ('return' for False)"),
+    "graceful": "on_duplicate='return', the default ('raise' for False)",
+    "unlock_before_run": "dedupe='until_started'",
+    "unique": "dedupe='until_done'",
+    "blocking": "on_conflict='wait'",
+    "blocking_timeout": "max_wait",
+    "rate_limit": "rate, such as '10/m'",
+    "concurrency": "limit",
+}
+"""What celery-once, celery-singleton, celery-heimdall and redis-py call an option, and what it is here."""
+
 _RATE = re.compile(r"(\d{1,6})/([smhd])", re.ASCII)
 _PERIODS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 LONGEST_S = 3660 * DAY_S
@@ -224,6 +243,7 @@ class Settings:
         same_host: Whether a holder on this host whose process is proved dead is taken over at once.
             Defaults to True.
         show_arguments: Whether calls that are published say what their key was made of. Defaults to True.
+        timeout: Seconds for which a command waits for the lock server, twice at most. Defaults to 2.
         beat_scheduler: The class that `celery_setnx.beat:HotStandbyScheduler` makes stand by. Defaults to
             `celery.beat:PersistentScheduler`.
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
@@ -235,6 +255,7 @@ class Settings:
     retention: float
     same_host: bool
     show_arguments: bool
+    timeout: float
     beat_scheduler: str
     beat_lease: float
 
@@ -251,7 +272,7 @@ def refuse_unknown_settings(conf: Any, namespace: str | None) -> None:
             raise OptionError(f"there is no setting {written!r}; did you mean {meant!r}?")
 
 
-def refuse_unread_environment(conf: Any) -> None:
+def refuse_unread_environment(conf: Any, namespace: str | None = None) -> None:
     """Refuse a variable that is named as a setting of ours, or nearly, and gives nobody its value."""
     for variable in sorted(os.environ):
         name = variable.lower().removeprefix("celery_")
@@ -261,9 +282,17 @@ def refuse_unread_environment(conf: Any) -> None:
             if conf.get(meant) is None:
                 known = f", or name the variable CELERY_{meant.upper()}" if meant == "setnx_url" else ""
                 raise OptionError(
-                    f"{variable} is in the environment, and nobody reads it: set {meant} in the app's "
-                    f"configuration from it{known}"
+                    f"{variable} is in the environment, and nobody reads it: set {spelled(meant, namespace)} "
+                    f"in the app's configuration from it{known}"
                 )
+
+
+def spelled(name: str, namespace: str | None) -> str:
+    """The name of a setting behind the namespace of `config_from_object`, in its case."""
+    if not namespace:
+        return name
+    prefix = f"{namespace.rstrip('_')}_"
+    return f"{prefix}{name}".upper() if prefix.isupper() else f"{prefix}{name}".lower()
 
 
 def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, str | None]]:
@@ -285,7 +314,7 @@ def unknown_settings(conf: Any, namespace: str | None) -> Iterator[tuple[str, st
             continue
         close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=_CLOSE)
         if close and prefix and not is_plain:
-            close = [f"{prefix}{close[0]}".upper() if prefix.isupper() else f"{prefix}{close[0]}".lower()]
+            close = [spelled(close[0], namespace)]
         if close or is_read:
             yield written, close[0] if close else None
 
@@ -295,7 +324,7 @@ def settings_of(app: Celery) -> Settings:
 
     def read() -> Settings:
         refuse_unknown_settings(app.conf, app.namespace)
-        refuse_unread_environment(app.conf)
+        refuse_unread_environment(app.conf, app.namespace)
         return settings(app.conf)
 
     return until_changed(app, "_setnx_settings", read)
@@ -313,9 +342,15 @@ def settings(conf: Any) -> Settings:
         retention=duration_s("the app", "setnx_retention", retention, "positive"),
         same_host=_flag("setnx_same_host", conf.get("setnx_same_host", True)),
         show_arguments=_flag("setnx_show_arguments", conf.get("setnx_show_arguments", True)),
+        timeout=timeout_s(conf),
         beat_scheduler=conf.get("setnx_beat_scheduler") or "celery.beat:PersistentScheduler",
         beat_lease=duration_s("the app", "setnx_beat_lease", conf.get("setnx_beat_lease", 10.0), "positive"),
     )
+
+
+def timeout_s(conf: Any) -> float:
+    """`setnx_timeout`: of all settings a client needs this one alone."""
+    return duration_s("the app", "setnx_timeout", conf.get("setnx_timeout", 2.0), "positive")
 
 
 def _key_prefix(conf: Any) -> str:
@@ -363,6 +398,7 @@ def _value(where: str, name: str, value: Any) -> Any:
     if name not in NAMES:
         close = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
+        hint = f"here that is {OF_OTHERS[name]}" if name in OF_OTHERS else hint
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
         return duration_s(where, name, value, _DURATIONS[name])

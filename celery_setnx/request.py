@@ -31,13 +31,14 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.marks import Failure
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
-from celery_setnx.run.sweep import see_to_sweeps
+from celery_setnx.run.sweep import look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
 from celery_setnx.wording import shortened
 
@@ -61,6 +62,8 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
         if not failed:
             self._has_returned = True
         self._write_receipt(_error_of(retval) if failed else None)
+        if self._guard is not None and self._guard.options.rate:  # its line may be due soon
+            look_soon(self.app)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note
@@ -126,11 +129,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if not return_ok:
             ends_of_process().keep(self)
         if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
-            logger.warning("%s waits on: the process that has parked it has died (%s).", self.call, error)
+            logger.warning(
+                "%s waits on: the process that has parked it has died (%s).",
+                self.call,
+                error,
+                extra=fields(of=self.call),
+            )
             error = Waits("it waits on", 0.0)
             exc_info = _info_of(error)  # for which Celery acknowledges the message, and stores nothing
         if self._ends_with(error):
             self._forget(is_sent_again=isinstance(error, Retry))
+            if not isinstance(error, Retry):
+                self._forget_success()
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def _ends_with(self, error: BaseException) -> bool:
@@ -186,20 +196,18 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def free_dead(self) -> None:
         """Free the lock of the child, which is dead, if it holds it still."""
-        retries = retries_of(self._request_dict.get("retries"))
-        token = task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
+        has_failed = not self._has_returned and not self._comes_back
 
         def free(lock: SetnxLock) -> bool:
-            word = lock.free_dead(token)
+            word = lock.free_dead(self._token)
             let_others_start(self.app, self.task.name, lock)
-            if not self._has_returned and not self._comes_back:
-                if word == "lost" and not self._goes_on():  # it died before it had the lock
-                    self._forget()
-                if word == "ended":  # or after it, and before its result was stored
-                    self._forget(has_released=True)
+            if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
+                self._forget()
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
+        if has_failed:  # though it may have given the lock back as one that has succeeded
+            self._forget_success()
 
     def _goes_on(self) -> bool:
         """Whether the call of a child that has died waits in line, or another message has started it."""
@@ -212,7 +220,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
             with between_forks:
                 return goes_on(quick_client_for(self.app), place, copy=call.copy)
         except Exception as error:  # noqa: BLE001 - a callable key's, of a message that never ran, or of Redis
-            logger.warning("%s has died, and whether it waits on is not known: %s", call, error)
+            logger.warning(
+                "%s has died, and whether it waits on is not known: %s", call, error, extra=fields(of=call)
+            )
             return False
 
     def free_held(self) -> None:
@@ -249,20 +259,28 @@ class SingletonRequest(Request):  # type: ignore[misc]
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
 
-    def _forget(self, *, is_sent_again: bool = False, has_released: bool = False) -> None:
+    def _forget(self, *, is_sent_again: bool = False) -> None:
         if self._guard is None:
             return
-        options, call = self._guard.options_of(self.call.options), self.call
-        may_count = bool(options.dedupe_for) and not is_sent_again
-        if may_count and not call.key:
-            try:
-                call = call._replace(key=self._guard.key(self._arguments, call.options))
-            except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
-                may_count = False
-        if has_released:  # what it has now is its retry's
-            call = Call(call.task, call.task_id, call.attempt, call.key)
-        how = {"may_wait": options.may_wait, "is_sent_again": is_sent_again, "may_count": may_count}
-        ends_of_process().forget(self.app, call, **how)
+        may_wait = self._guard.options_of(self.call.options).may_wait
+        ends_of_process().forget(self.app, self.call, may_wait=may_wait, is_sent_again=is_sent_again)
+
+    def _forget_success(self) -> None:
+        """Take back what this run has noted, or may note still: it has failed all the same."""
+        if self._guard is None or not self._guard.options.dedupe_for:
+            return
+        call, limit = self.call, self._guard.options.limit
+        try:
+            key = call.key or self._guard.key(self._arguments, call.options)
+        except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
+            return
+        ends_of_process().take_back(self.app, call, Failure(key, self._token, limit))
+
+    @property
+    def _token(self) -> str:
+        """The token with which this delivery acquires its lock."""
+        retries = retries_of(self._request_dict.get("retries"))
+        return task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
 
     @property
     def _comes_back(self) -> bool:
@@ -288,6 +306,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 why,
                 error,
                 lease_s,
+                extra=fields(of=self.call),
             )
             again = functools.partial(self._free_now, free, why)
             keeper_for_process(time.monotonic).try_again(again, time.monotonic() + lease_s)
@@ -297,7 +316,9 @@ class SingletonRequest(Request):  # type: ignore[misc]
             lock = self._guard.lock(self.call, self._arguments)
             freed = free(lock)
         if freed:
-            logger.warning("%s %s; its lock %s is freed.", self.call, why, lock.name)
+            logger.warning(
+                "%s %s; its lock %s is freed.", self.call, why, lock.name, extra=fields("freed", self.call)
+            )
             lock_released.send(
                 sender=self.task,
                 task_id=self.id,
@@ -342,7 +363,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
     try:
         return leave(quick_client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        logger.warning("%s has not left its line: %s", call, error)
+        logger.warning("%s has not left its line: %s", call, error, extra=fields(of=call))
         return False
 
 
@@ -356,7 +377,11 @@ def _let_go(request: Any, **_details: Any) -> None:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
     if call.key and (call.copy != ORIGINAL or call.redelivered):  # another message may have started it
-        logger.warning("%s waits no more: its task is not guarded here. It runs without a lock.", call)
+        logger.warning(
+            "%s waits no more: its task is not guarded here. It runs without a lock.",
+            call,
+            extra=fields(of=call),
+        )
         if _leave_late(request.app, call):
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word

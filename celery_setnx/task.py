@@ -25,6 +25,7 @@ from celery_setnx.call.binding import (
     loops_over,
     refuse_forgotten_base,
     refuse_misplaced,
+    refuse_named_base,
     refuse_other_way,
     refuse_own_request,
     refuse_own_start_strategy,
@@ -42,10 +43,10 @@ from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.run import Run, is_running, lock_of
+from celery_setnx.run.run import Run, is_running, lock_of, warn_of_thread
 from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls._settled_as = settled = _Settled(state, sources, None, None)
             return settled
         stand_outermost(cls, "__call__", _in_its_lock)
+        for hook, around in _HOOKS.items():
+            if not is_celerys_own(cls, hook):  # which does nothing, and which Celery never calls then
+                stand_outermost(cls, hook, around)
         if not is_celerys_own(cls, "start_strategy"):
             stand_outermost(cls, "start_strategy", refuse_other_way)
         keep_arrived(cls)
@@ -136,7 +140,9 @@ class SingletonTask(Task):  # type: ignore[misc]
             cls.throws = (*cls.throws, AlreadyRunning)  # LockTimeout is one
         guard, refusal = _settled_or_refused(name, lambda: _guard_of_class(cls, app, names))
         if refusal is not None and refusal not in (cls._refusal, vars(app).get(_REFUSAL)):
-            logger.error("%s is refused, and so is each of its calls: %s", name, refusal)
+            logger.error(
+                "%s is refused, and so is each of its calls: %s", name, refusal, extra=fields(task=name)
+            )
         cls._guard, cls._refusal = guard, refusal
         # At last, and at once: another thread may publish just now.
         cls._settled_as = settled = _Settled(state, sources, guard, refusal)
@@ -181,7 +187,8 @@ class SingletonTask(Task):  # type: ignore[misc]
 
         None where a call is not guarded: direct, eager, or under `on_redis_error="run"`. A body that is also
         called like that asks first: `fence = self.lock.fence if self.lock else None`. In a test,
-        `celery_setnx.testing.guarded` has `.apply()` take the lock.
+        `celery_setnx.testing.guarded` has `.apply()` take the lock. None in the threads that a body starts,
+        with a warning: hand them the lock.
         """
         return lock_of(self)
 
@@ -305,7 +312,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         return fanning.run(calls, batch_size, each, progress)
 
     def lock_key(self, *args: Any, **kwargs: Any) -> str:
-        """The Redis key of the lock of a call with these arguments.
+        """The Redis key of the lock of a call with these arguments: those that `key` names are enough.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -315,7 +322,8 @@ class SingletonTask(Task):  # type: ignore[misc]
     def locked(self, *args: Any, **kwargs: Any) -> Holder | None:
         """Who holds the lock of a call with these arguments now, and who waits for it; None if nobody does.
 
-        A glance, true when it was taken: to act on it, publish the call, and let the lock decide.
+        Those arguments are enough that `key` names. A glance, true when it was taken: to act on it, publish
+        the call, and let the lock decide.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -338,7 +346,8 @@ class SingletonTask(Task):  # type: ignore[misc]
         guard = self._settled()
         if guard is None:
             raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
-        return guard.lock(Call(self.name, ""), Arguments.given_to(self, args, kwargs))
+        arguments = Arguments.given_to(self, args, kwargs)
+        return guard.lock(Call(self.name, "", key=guard.asked(arguments)[0]), arguments)
 
 
 @overload
@@ -372,7 +381,10 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
 def current_lock() -> HeldLock | None:
     """The lock that the running task holds, or None where no guarded task runs."""
     task = current_task._get_current_object() if current_task else None
-    return None if task is None else lock_of(task)
+    if task is None:
+        warn_of_thread(None)
+        return None
+    return lock_of(task)
 
 
 def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
@@ -381,7 +393,8 @@ def lock_for(task: Task, args: Any, kwargs: Any) -> SetnxLock:
         raise TypeError(f"expected a task that is guarded, and the arguments of a call, not {task!r}")
     if isinstance(task, SingletonTask):
         return task._lock(args, kwargs)
-    return guard_for(task).lock(Call(task.name, ""), Arguments.given_to(task, args, kwargs))
+    guard, arguments = guard_for(task), Arguments.given_to(task, args, kwargs)
+    return guard.lock(Call(task.name, "", key=guard.asked(arguments)[0]), arguments)
 
 
 def guard_for(task: Task) -> Guard:
@@ -438,10 +451,58 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     guard = task._settled()
     if guard is None or not _is_guarded(guard.app, request) or is_running(request):
         return following(*args, **kwargs)
+    request._setnx_no_body = True
     run = Run(task, guard, request, args, kwargs)
     if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
-    return run.execute(lambda: has_run(task.name, following(*args, **kwargs)))
+
+    def body() -> Any:
+        del request._setnx_no_body
+        begin = vars(request).pop("_setnx_start", None)
+        begins_with = begin and begin(args, kwargs)
+        given, named = begins_with or (args, kwargs)
+        return has_run(task.name, following(*given, **named))
+
+    return run.execute(body)
+
+
+def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before `before_start`: a call whose body does not begin has none of its task's hooks."""
+    request = task.request_stack.top
+    if request is None or request.called_directly:
+        return following(*args, **kwargs)
+    guard = task._settled()
+    if guard is None or not _is_guarded(guard.app, request) or is_running(request):
+        return following(*args, **kwargs)
+    request._setnx_start = partial(_begin, partial(following, *args, **kwargs), *args[1:3])
+    return None
+
+
+def _begin(before_start: Callable[[], Any], told: Any, named: Any, *given: Any) -> tuple[Any, Any]:
+    """Call the hook: the arguments that the body gets, which are the hook's if it has changed them."""
+
+    def of_hook() -> list[Any]:
+        return [*told, *named, *named.values()]
+
+    before = of_hook()
+    before_start()
+    now = of_hook()
+    is_changed = len(now) != len(before) or any(one is not other for one, other in zip(now, before))
+    return (told, named) if is_changed else given
+
+
+def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before those hooks that end what `before_start` has begun, and before `on_success`."""
+    request = task.request_stack.top
+    has_begun = request is None or "_setnx_no_body" not in vars(request)  # none: a worker's parent calls
+    return following(*args, **kwargs) if has_begun else None
+
+
+# Not `on_failure`: a call that fails for its lock has failed.
+_HOOKS = {
+    "before_start": _as_body_begins,
+    **dict.fromkeys(("on_success", "on_retry", "after_return"), _if_body_began),
+}
 
 
 def _refuse_loop_over(app: Celery, is_it: Callable[[Task], bool]) -> None:
@@ -578,14 +639,14 @@ def check(app: Celery) -> None:
 
 def import_tasks(app: Celery) -> None:
     """Import the modules of an app's tasks, as a worker does; once, for others hear of it, too."""
-    if _IMPORTED in vars(app) or app.loader.worker_initialized:
-        return
-    vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
-    try:
-        app.loader.import_default_modules()
-    except BaseException:
-        vars(app).pop(_IMPORTED, None)
-        raise
+    if _IMPORTED not in vars(app) and not app.loader.worker_initialized:
+        vars(app)[_IMPORTED] = True  # already: Django's checks are run by a receiver
+        try:
+            app.loader.import_default_modules()
+        except BaseException:
+            vars(app).pop(_IMPORTED, None)
+            raise
+    refuse_named_base()
 
 
 @import_modules.connect  # type: ignore[untyped-decorator]
@@ -647,7 +708,8 @@ def _refusal_of_plain(task: Task) -> OptionError | None:
     _guard, refusal = _settled_or_refused(task.name, partial(_guard_of_plain, task))
     if refusal is None:
         return None
-    logger.error("%s is refused, and so is each of its calls: %s", task.name, refusal)
+    text = "%s is refused, and so is each of its calls: %s"
+    logger.error(text, task.name, refusal, extra=fields(task=task.name))
     task._refusal = refusal
     task.apply_async = partial(_refuse_call, task)
     return OptionError(refusal)
@@ -682,6 +744,7 @@ class _OtherTasks:
 
 @connect_on_app_finalize  # type: ignore[untyped-decorator]
 def _settle_at_the_end(app: Celery) -> None:
+    refuse_named_base()  # unless Celery has come to that task first: its finalizers have no order
     app._pending.append(_OtherTasks(app))
 
 

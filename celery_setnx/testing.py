@@ -36,7 +36,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import Sighting, successes, survey, waiters
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.task import guard_for, lock_for
 
@@ -248,11 +248,13 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
+    due = list(client.scan_iter(match=f"{_escaped(lines_of(app))}:{{*}}:*", count=1000))
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
         _age(client, lock=key, by_s=by_s, living=living)
-        for entry, _ in client.zscan_iter(lines_of(app), match=f"*\n{_escaped(key)}*"):  # and ends
-            client.zincrby(lines_of(app), -by_s * 1e6, entry)  # workers look at it sooner
+        for name in due:
+            for entry, _ in client.zscan_iter(name, match=f"{_escaped(key)}*"):  # and ends
+                client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
 
 
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
@@ -318,7 +320,12 @@ def _refuse_other_hosts(seen: Sighting) -> None:
 
 
 def _warn_of_loss(held: HeldLock, reason: str) -> None:
-    logger.warning("The lock %s, which a test holds by hold(), was lost: %s.", held.key, reason)
+    logger.warning(
+        "The lock %s, which a test holds by hold(), was lost: %s.",
+        held.key,
+        reason,
+        extra=fields("lost", key=held.key),
+    )
 
 
 def _app_of(what: Any) -> Celery:

@@ -478,6 +478,10 @@ class TakeOver:
             )
         if self.killed_at:
             rows.add_row("alpha", Text("kill -9: the worker and its pool are gone", "bold red"))
+            rows.add_row(
+                "", "The workers play two hosts, so beta cannot see that the process is dead, and waits"
+            )
+            rows.add_row("", "for the end of its lease. On one host it would take over at once.")
         conflicts = self._history.of("conflict", task_id=self.second)
         if conflicts:
             holder = conflicts[-1]["holder"]

@@ -26,6 +26,11 @@ def sync(customer: Any, since: Any = None, *, deep: bool = False) -> None:
     """Skips: the default."""
 
 
+@app.task(shared=False, base=SingletonTask, singleton={"key": "customer"})
+def named(customer: Any, reason: str) -> None:
+    """Its key names one of its arguments."""
+
+
 retrying = task("retrying", on_conflict="retry", max_wait=60)
 waiting = task("waiting", on_conflict="wait")
 raising = task("raising", on_conflict="raise")

@@ -2,13 +2,16 @@
 
 import os
 import signal
+from collections import Counter
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 from celery.exceptions import Ignore
 from celery.signals import task_received
 
 from celery_setnx import SingletonTask
+from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.lock.lock import HeldLock, Released
 from celery_setnx.testing import locks_on
 from tests.app import body, control, journal, make_app
 
@@ -28,6 +31,19 @@ def keep(request: Any, **_details: Any) -> None:
     """Have the worker's parent know every delivery for ever (the setting `keeps_requests`)."""
     if app.conf.get("keeps_requests"):
         kept.append(request)
+
+
+if app.conf.get("late_releases"):
+    tried: Counter[str] = Counter()
+
+    def _late(held: HeldLock, *, release: Any = HeldLock.release, **options: Any) -> Released:
+        """Give a lock back at the third try, about a second after the first two."""
+        tried[held.token] += 1
+        if tried[held.token] < 3:
+            raise LockUnavailable(held.key, "a test's")
+        return cast("Released", release(held, **options))
+
+    HeldLock.release = _late  # type: ignore[assignment,method-assign]
 
 
 class Unwritable:

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
+from celery import Celery
+
+from celery_setnx.call.wake import lines_of
+from celery_setnx.lock.names import due_names
 
 Value = TypeVar("Value")
 
@@ -44,6 +48,11 @@ def lock_keys(client: redis.Redis) -> set[str]:
     """All keys of a database but those that workers and couriers of other tests may write at any time."""
     of_others = re.compile(r".*:lines:|setnx:brokers$|.*:\{tests\..*:ticket:")
     return {name for name in map(str, client.scan_iter()) if not of_others.match(name)}
+
+
+def due_set(app: Celery, task: str) -> str:
+    """The name of the set that says when to look at the lines of a task, on a server that is no cluster."""
+    return due_names(lines_of(app), task, in_cluster=False)[0]
 
 
 class Journal:

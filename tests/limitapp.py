@@ -12,11 +12,13 @@ from typing import Any
 from celery import Celery
 
 from celery_setnx import Conflict, SingletonTask, current_lock
+from celery_setnx.run import sweep
 from tests.app import control, journal, make_app, wait_for_gate
 
 BROKER_DB = 7
 # A broker of its own, as the other workers of a test run do not know these tasks; nor do other apps.
 app: Celery = make_app("limitapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
+sweep.SWEEP_S = float(app.conf.get("test_sweep_s") or sweep.SWEEP_S)
 LIMIT = int(app.conf.get("test_limit") or 5)
 RATE = (int(app.conf.get("test_starts") or 10), 1)
 OPTIONS = {"key": "name", "limit": LIMIT, "lease": 600, "retry_delay": 0.05, "retry_delay_max": 0.3}
@@ -127,6 +129,8 @@ quick = {
     "skip": variant("quick_skips", retry_once, limit=2, rate=(1, 2), on_conflict="skip"),
     "held": variant("quick_held", retry_once, limit=1, rate=(1, 2), hold_on_retry=True),
 }
+often = variant("often", limit=1, rate=(1, 0.1))
+often_rests = variant("often_rests", limit=1, rate=(100, 10), at_least_for=0.2)
 paced_step = variant("paced_step", then, limit=5, rate=RATE)
 circulates = variant("circulates", circulate, on_conflict="wait")
 step = variant("step", then, on_conflict="wait")

@@ -111,10 +111,11 @@ def assert_one_at_a_time(journal: Journal) -> None:
             running = body if what == "start" else None
 
 
-def revoke(app: Any, result: Any, *workers: Worker) -> None:
-    """Revoke a call; these workers know it then."""
-    told = {"destination": [worker.node for worker in workers], "limit": len(workers)}
-    assert len(app.control.revoke(result.id, reply=True, timeout=30, **told)) == len(workers)
+def revoke(app: Any, result: Any, *workers: Worker, **stamps: str) -> None:
+    """Revoke a call, by its stamps if any are given; these workers know it then."""
+    told = {"destination": [worker.node for worker in workers], "limit": len(workers), "timeout": 30}
+    by, what = (app.control.revoke_by_stamped_headers, stamps) if stamps else (app.control.revoke, result.id)
+    assert len(by(what, reply=True, **told)) == len(workers)
 
 
 def wait_for_ends(app: Any, worker: Worker) -> None:

@@ -244,10 +244,10 @@ def test_worker_names_call_and_holder_in_log_result_and_error(tasks, worker, hol
     with holding(tasks.work, name, singleton={"lease": 600}) as first:
         said = f"tests.workerapp.work(name={name!r})"
         skipped = tasks.work.apply_async([name], singleton={"on_conflict": "skip"})
-        holder = skipped.get(timeout=60)["holder"]
-        assert holder["about"] == f"name={name!r}"
-        assert holder["description"].startswith(f"{said}[{first.id}] on ")
-        worker.wait_for_log(f"Skipped {said}[{skipped.id}]: ")
+        told = skipped.get(timeout=60)
+        assert (told["about"], told["holder"]["task_id"]) == (f"name={name!r}", first.id)
+        key = tasks.work.lock_key(name)
+        worker.wait_for_log(f"Skipped {said}[{skipped.id}]: {key} is held by {said}[{first.id}] on ")
         failed = tasks.work.apply_async([name], singleton={"on_conflict": "raise"})
         with pytest.raises(AlreadyRunning) as raised:
             failed.get(timeout=60)

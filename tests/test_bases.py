@@ -9,10 +9,13 @@ from unittest.mock import MagicMock
 import pytest
 from celery import Celery, Task, group
 from celery.canvas import chunks, xmap, xstarmap
+from celery.exceptions import Ignore, Retry
+from celery.states import FAILURE
 
 from celery_setnx import OptionError, SingletonTask, current_lock, is_skipped, singleton
 from celery_setnx.call.message import HEADER
 from celery_setnx.testing import assert_released, guarded, hold
+from tests.harness import raising
 
 pytestmark = pytest.mark.usefixtures("locks")
 
@@ -94,6 +97,96 @@ def test_call_that_is_skipped_enters_no_call_of_a_base_class(app):
     task = declare(app, Refused)
     with guarded(app), hold(task, 7):
         assert is_skipped(task.apply([7]).get())
+
+
+@pytest.fixture
+def hooked(app) -> tuple[Any, list[str]]:
+    """A task whose body raises what it is given, or returns it; and which of its hooks have been called."""
+    told: list[str] = []
+
+    def noting(hook: str) -> Any:
+        def note(self: Any, *_details: Any) -> None:
+            told.append(f"{hook} locked" if self.lock and not self.lock.lost else hook)
+            if hook == "before_start" and "unready" in self.request.args:
+                raise ZeroDivisionError
+
+        return note
+
+    def body(account: int, end: Any = None) -> Any:
+        told.append("body")
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    hooks = ("before_start", "on_success", "on_failure", "on_retry", "after_return")
+    base = type("Base", (SingletonTask,), {"abstract": True, **{hook: noting(hook) for hook in hooks}})
+    return app.task(base=base, name="hooked", shared=False, singleton={"key": "account"})(body), told
+
+
+@pytest.mark.parametrize(
+    ("end", "after"),
+    [
+        ("done", ["on_success", "after_return"]),
+        (ZeroDivisionError(), ["on_failure", "after_return"]),
+        (Retry(), ["on_retry"]),
+        (Ignore(), []),
+    ],
+    ids=["success", "failure", "retry", "ignored"],
+)
+def test_hooks_of_a_call_that_runs_are_celerys(app, hooked, end, after):
+    """`before_start` is called under the lock."""
+    task, told = hooked
+    with guarded(app):
+        task.apply([7, end])
+    assert [hook.removesuffix(" locked") for hook in told] == ["before_start", "body", *after]
+    assert told[0] == "before_start locked"
+
+
+def test_failing_before_start_fails_its_call_and_gives_the_lock_back(app, hooked):
+    """As in Celery, the hooks for failures are called."""
+    task, told = hooked
+    with guarded(app):
+        assert task.apply([7, "unready"]).state == FAILURE
+    assert [hook.removesuffix(" locked") for hook in told] == ["before_start", "on_failure", "after_return"]
+    assert_released(app)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hooks"), [("skip", []), ("retry", []), ("wait", []), ("raise", ["on_failure"])]
+)
+def test_hooks_are_not_called_for_a_call_whose_body_does_not_begin(app, hooked, policy, hooks):
+    """But for `on_failure` of a call that fails for its lock."""
+    task, told = hooked
+    task.singleton = {"key": "account", "on_conflict": policy}
+    with guarded(app), hold(task, 7):
+        task.apply([7])
+    assert told == hooks
+
+
+def test_hooks_are_not_called_for_a_call_without_a_key(app, hooked):
+    """Nobody knows its lock: it fails before that is asked for."""
+    task, told = hooked
+    task.singleton = {"key": raising(ValueError)}
+    with guarded(app):
+        assert task.apply([7]).state == FAILURE
+    assert told == ["on_failure"]
+
+
+def test_body_gets_the_arguments_that_before_start_has_changed(app):
+    """As in Celery, where the hook is given the objects that are unpacked for the body."""
+
+    def unwrap(self: Any, task_id: str, args: Any, kwargs: dict[str, Any]) -> None:
+        kwargs["tenant"] = kwargs.pop("wrapped")["tenant"]
+
+    def body(account: int, **kwargs: Any) -> Any:
+        return account, kwargs
+
+    base = type("Base", (SingletonTask,), {"abstract": True, "before_start": unwrap})
+    task = app.task(base=base, name="unwraps", shared=False, singleton={"key": "account"})(body)
+    plain = app.task(base=type("P", (Task,), {"before_start": unwrap}), name="plain", shared=False)(body)
+    with guarded(app):
+        for each in (plain, task):
+            assert each.apply([7], {"wrapped": {"tenant": "x"}}).get() == (7, {"tenant": "x"})
 
 
 def test_call_that_a_base_class_gets_later_is_under_the_lock_too(app):

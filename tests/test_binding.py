@@ -144,12 +144,27 @@ REFUSED = [
     ({"lease": 0}, {}, "lease of tasks.t must be positive"),
     ({"key": "nobody"}, {}, r"key of tasks.t names 'nobody', which is no parameter of tasks.t\(a=1, b=2\)"),
     ({"key": ["a", "nobody"]}, {}, "names 'nobody'"),
+    ({"key": "bb"}, {}, r"names 'bb', .* tasks.t\(a=1, b=2\); did you mean key='b'\?$"),
+    ({"key": ["a", "bb"]}, {}, r"names 'bb', .*; did you mean 'b'\?$"),
+    ({"key": "a.id"}, {}, r"names 'a.id', .*; did you mean key='{a.id}'\?$"),
+    ({"key": "bb.id.0"}, {}, r"did you mean key='{b.id.0}'\?$"),
+    ({"key": "a, b"}, {}, r"names 'a, b', .*; did you mean key=\['a', 'b'\]\?$"),
+    ({"key": "a,b.id"}, {}, r"did you mean key='{a},{b.id}'\?$"),
+    ({"key": "{bb.id}"}, {}, r"names 'bb', .*; did you mean 'b'\?$"),
+    ({"key": "a.__class__"}, {}, "use a parameter's name, a template in braces"),
+    ({"key": "a[0]"}, {}, "use a parameter's name, a template in braces"),
+    ({"key": ""}, {}, "use a parameter's name, a template in braces"),
+    ({"key": [7]}, {}, "names 7, which is no parameter"),
     ({"key": "x:{a"}, {}, "key template 'x:{a' of tasks.t is broken"),
     ({"key": "x:{nobody}"}, {}, "names 'nobody'"),
     ({"on_conflict": "waits"}, {}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
     # Whoever joins ends with a result that must be stored, whatever setting says that it is not.
     (JOIN, {"ignore_result": True}, IGNORED),
     (JOIN, {"conf": {"task_ignore_result": True}}, IGNORED),
+    # A skipped call would fail where its result is stored.
+    ({"skip_result": object()}, {}, "skip_result of tasks.t cannot be stored as a result .EncodeError: "),
+    ({"skip_result": print}, {}, "skip_result of tasks.t cannot be stored .* would fail; use a text, a"),
+    ({"skip_result": print}, {"conf": {"result_serializer": "yaml"}}, "with result_serializer='yaml'"),
     ({}, {"name": "odd{name}"}, "needs a scope of its own"),  # braces mark the cluster slot
     # Its worker would look after nothing that a call leaves behind.
     ({}, {"Request": OwnRequest}, "has a Request of its own .*OwnRequest.*; derive it from SingletonRequest"),
@@ -191,6 +206,28 @@ FINE = [
     {"base": of(type("Deduping", (Task,), {"abstract": True, "dedupe": True}))},  # which reads that itself
     *({"base": of(dedupe=code)} for code in (nothing, property(nothing), functools.cached_property(nothing))),
 ]
+
+
+@pytest.mark.parametrize(
+    ("skip_result", "task"),
+    [
+        ({"a": [1, None]}, {}),
+        (object(), {"conf": {"result_serializer": "pickle"}}),
+        (object(), {"conf": {"result_serializer": "one of the workers"}}),
+        (object(), {"ignore_result": True}),
+    ],
+)
+def test_skip_result_that_can_be_stored_or_never_is_is_bound(app, skip_result, task):
+    """Where the serializer is known."""
+    app.guarded(singleton={"skip_result": skip_result}, **task)
+    check(app)
+
+
+def test_skip_result_of_one_call_is_refused_where_it_is_published(app):
+    """It would travel in the message."""
+    task = app.guarded()
+    with pytest.raises(OptionError, match=r"skip_result of tasks\.t cannot be stored"):
+        task.apply_async((1,), singleton={"skip_result": object()})
 
 
 @pytest.mark.parametrize("task", FINE)

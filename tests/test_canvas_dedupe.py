@@ -116,7 +116,7 @@ def marks(locks: redis.Redis) -> set[str]:
 
 def held(locks: redis.Redis) -> set[str]:
     """The locks that are there."""
-    return set(locks.scan_iter("*}"))
+    return set(locks.scan_iter("setnx:{*}"))
 
 
 def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "start") -> list[dict[str, Any]]:

@@ -320,8 +320,15 @@ class Methodical(SingletonTask):
             "write singleton={'max_wait'",
         ),
         ({"base": SingletonTask, "once": {"keys": []}}, "has once={'keys': []}", "from-celery-once.md"),
+        (
+            {"base": SingletonTask, "once": {"keys": [], "timeout": 5, "odd": 1}},
+            "has once={",
+            "Remove it. Here keys is key, timeout is lease, which is renewed",
+        ),
+        ({"base": SingletonTask, "once": 5}, "has once=5", "Remove it. See docs/from-celery-once.md."),
+        ({"base": SingletonTask, "unique_on": "a"}, "has unique_on='a'", "Here unique_on is key. See docs/"),
+        ({"base": SingletonTask, "lock_expiry": 5}, "has lock_expiry=5", "Here lock_expiry is lease, which"),
         ({"base": SingletonTask, "unique_on": "a"}, "has unique_on='a'", "from-celery-singleton.md"),
-        ({"base": SingletonTask, "lock_expiry": 5}, "has lock_expiry=5", "from-celery-singleton.md"),
         ({"base": SingletonTask, "raise_on_duplicate": True}, "has raise_on_duplicate", "singleton.md"),
         (
             {"base": SingletonTask, "singelton": {"key": "user_id"}},
@@ -347,6 +354,19 @@ def test_what_nobody_reads_of_a_task_is_told(app, task, said, do):
     assert (found.level, found.subject) == ("warning", "unread")
     assert found.what.startswith(f"odd {said}")
     assert do in found.do
+
+
+def test_worker_says_what_nobody_reads_when_it_starts(app, caplog):
+    """What is forgotten or misplaced leaves a task without the options that it was given."""
+    add(app, "sound")
+    app.conf.setnx_lease = 30
+    for options in ({"key": "user_id"}, {"once": {"keys": []}}, {"unique_on": "a"}, {"lock_expiry": 5}):
+        name = next(iter(options))
+        app.task(name=name, base=SingletonTask, shared=False, **options)(one_name)
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    said = [record.getMessage() for record in caplog.records if "read" in record.getMessage()]
+    assert said == [f"{found.what} {found.do}" for found in problems(app) if found.subject == "unread"]
+    assert len(said) == 5
 
 
 def test_task_that_is_refused_is_told_once(app):
@@ -411,6 +431,24 @@ def test_setting_that_is_misspelt_is_an_error(source, namespace, said):
     (found,) = [found for found in problems(app) if found.subject == "options"]
     assert (found.level, said in found.what) == ("error", True)
     app.close()
+
+
+def test_option_that_is_written_as_a_setting_says_where_it_belongs(app):
+    """All tasks have it by `setnx_defaults`."""
+    app.conf.setnx_lease = 30
+    (found,) = [found for found in problems(app) if found.subject == "unread"]
+    assert found.do == "If it is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
+
+
+def test_names_of_settings_are_those_of_the_namespace(app, monkeypatch):
+    """As they are to be written in Django's settings."""
+    app.config_from_object({"CELERY_SETNX_LEASE": 30}, namespace="CELERY")
+    (found,) = [found for found in problems(app) if found.subject == "unread"]
+    assert "write CELERY_SETNX_DEFAULTS={'lease': ...}" in found.do
+    monkeypatch.setenv("SETNX_PREFX", "a")
+    app.conf.setnx_retention = 5  # it is read anew
+    (found,) = [found for found in problems(app) if found.subject == "options"]
+    assert "nobody reads it: set CELERY_SETNX_PREFIX in the app's configuration" in found.what
 
 
 @pytest.mark.parametrize("name", ["setnx_host", "setnx_quux", "setnx_lease"])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,12 @@ from click.testing import CliRunner, Result
 from rich.console import ConsoleDimensions
 
 from celery_setnx import HeldLock, SetnxLock
-from celery_setnx.cli import _picture, screen, setnx
+from celery_setnx.cli import _picture, asked, screen, setnx
 from celery_setnx.cli.describe import COLUMNS, DONE_COLUMNS, MARK_COLUMNS
 from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
-from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import (
     done_name,
     key_name,
@@ -37,6 +38,7 @@ from celery_setnx.lock.names import (
     record_name,
 )
 from celery_setnx.lock.process import identity
+from celery_setnx.lock.survey import Sighting, survey
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.options import Options
 from celery_setnx.signals import lock_released
@@ -215,6 +217,27 @@ def test_list_prints_a_table(cli):
     assert result.stderr == "2 locks under t:{...}.\n"
 
 
+def test_list_prints_its_rows_as_they_come(cli, monkeypatch):
+    """Of 100,000 locks the rows took 150 MB. All are under one heading; a column may get wider on the way."""
+    cli.hold(customer=7)
+    (seen,) = survey(cli.locks, "t")
+    keys, read, printed = [f"t:{{shop:{number:0{1 + number // 1100}}}}" for number in range(2500)], [0], []
+
+    def many(*_args: Any) -> Iterator[Sighting]:
+        for key in keys:
+            read[0] += 1
+            yield replace(seen, key=key)
+
+    monkeypatch.setattr(asked, "survey", many)
+    said = screen.say
+    monkeypatch.setattr(screen, "say", lambda *what, **how: (printed.append(read[0]), said(*what, **how)))
+    heading, *rows = ask("list").stdout.splitlines()
+    assert printed == [1000, 2000, 2500, 2500]  # and how many there are
+    assert heading.split()[0] == "TASK"
+    assert [row.split()[-1] for row in rows] == keys
+    assert len({row.index("t:{") for row in rows}) == 1
+
+
 def test_list_chooses_by_task_and_by_deadline(cli):
     """--task and --stale leave out the others; a lock of its scope is in a task's way, whoever holds it.
 
@@ -230,6 +253,21 @@ def test_list_chooses_by_task_and_by_deadline(cli):
     assert (crowd["task"], crowd["scope"]) == (TASK + "crowd_two", "throng")
     said = ask("list", "--task", TASK + "snyc", ends=0).stderr
     assert "The app has no task tests.cliapp.snyc; did you mean tests.cliapp.sync?" in said
+
+
+@pytest.mark.parametrize(("older", "listed"), [("1h", 1), ("90m", 0), ("3700", 0), ("3599s", 1), ("1d", 0)])
+def test_list_chooses_by_age(cli, locks, older, listed):
+    """A lock that somebody has had for so long: its body may hang, and is renewed all the same."""
+    key = cli.key("several")
+    assert SetnxLock(locks, key, lease=9000, limit=3).acquire().acquired
+    age(locks, key, 3600)
+    cli.hold("several", limit=3, task_id="t-2")
+    cli.hold("sync")
+    cli.park("waiting")
+    found = ask("list", "--older", older, ends=0)
+    assert found.stdout.count("\n") == (2 if listed else 0)
+    assert [row["key"] for row in ask_json("list", "--older", older)] == [key] * listed
+    assert re.match(rf"{'1 lock' if listed else 'No locks'} held for .+ or more under", found.stderr)
 
 
 @pytest.mark.parametrize(
@@ -446,10 +484,16 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["list", "--stale", "--queued"], "give one of them"),
-        (["list", "--queued", "--done"], "give one of them"),
+        (["list", "--stale", "--queued"], "each stands alone"),
+        (["list", "--queued", "--done"], "each stands alone"),
+        (["list", "--older", "1h", "--queued"], "each stands alone"),
+        (["list", "--older", "soon"], "soon is no duration: write 90s, 5m, 1h or 2d"),
+        (["list", "--older", "h"], "h is no duration"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "tests.cliapp.snyc"], "did you mean tests.cliapp.sync?"),
+        (["why", "sync", "7"], "did you mean tests.cliapp.sync?"),
+        (["why", "snyc", "7"], "did you mean tests.cliapp.sync?"),
+        (["why", "elsewhere.sync", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "a}b"], "cannot be named"),
         (["show", "tests.cliapp.plain", "7"], "has no lock"),
         (["show", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
@@ -477,6 +521,11 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         ),
         (["release", "tests.cliapp.plain", "7"], "has no lock"),
         (["release", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
+        (["show", "t:{tests.cliapp.sync"], "t:{tests.cliapp.sync is no whole key, and there is no lock of"),
+        (["show", "t:{tests.cliapp.sync:31ba40…"], "is no whole key"),
+        (["release", "t:{tests.cliapp.sync"], "is no whole key"),
+        (["why", "tests.cliapp.named", "reason=late"], "the key needs argument 'customer', which this call"),
+        (["why", "tests.cliapp.named", "7", "custmer=7"], "unexpected keyword argument 'custmer'"),
         (["watch", "--interval", "0"], "--interval"),
     ],
 )
@@ -532,13 +581,15 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     assert "  Its lease ends in " in result.stdout
     assert f"  Its process, pid {os.getpid()} on this host, is alive.\n" in result.stdout
     assert BECOMES[task] in result.stdout
+    assert "If it hangs, stop it; its prefork worker then frees the lock:\n" in result.stdout
+    assert "  celery -A APP control terminate KILL t-1\n" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("scene", "task", "answer", "says"),
     [
-        ("free", "sync", "Yes", r"nothing holds its lock\.\n  The key is t:{tests.cliapp.sync:\w+}\n$"),
-        ("free", "decorated", "Yes", r".*\n  The key is t:{tests.cliapp.decorated:"),
+        ("free", "sync", "Yes", r".*\n  The key of .*sync\(customer=7, .*\) is t:{.*:\w+}\n$"),
+        ("free", "decorated", "Yes", r".*\n  The key of tests\.cliapp\.decorated\(customer=7\) is t:{"),
         ("past its lease", "sync", "Yes", r"the holder's lease ended [\d.]+ s ago; the call takes its lock"),
         ("past its lease", "sync", "Yes", r".*\n  Held by tests.cliapp.sync\[t-1\]"),
         ("held by the dead", "sync", "Yes", "its holder is dead; a worker on this host takes the lock over"),
@@ -584,6 +635,39 @@ def test_why_json_says_the_same(cli, scene):
     assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
     assert documented_fields("why --json") == more
     assert answer["key"] == cli.key("pending")
+
+
+@pytest.mark.parametrize(
+    "call", [["7"], ["customer=7"], ["7", "late"], ["--kwargs", '{"customer": 7}']], ids=str
+)
+@pytest.mark.parametrize("command", ["why", "show", "release"])
+def test_arguments_that_the_key_does_not_name_need_not_be_given(cli, command, call):
+    """As list prints a lock; the answer says which key was asked about."""
+    held = cli.hold("named")
+    said = ask(command, TASK + "named", *call).stdout
+    assert held.key in said
+    free = ask("why", TASK + "named", "customer=8", ends=0).stdout.splitlines()[-1]
+    assert free.startswith(f"  The key of {TASK}named(customer=8) is t:{{{TASK}named:")
+    assert ask_json("why", TASK + "named", "8")["about"] == "customer=8"
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "says"),
+    [
+        ("7", ["7"], """named(customer='7') is held by .*To ask about that: '"7"'"""),
+        ("7", ["customer=7"], """named(customer='7') is held by .*To ask about that: 'customer="7"'"""),
+        (7, ['"7"'], "named(customer=7) is held by .*To ask about that: 7"),
+    ],
+)
+def test_text_that_is_held_in_place_of_a_number_is_named(cli, held, asked, says):
+    """Nobody waits for a call whose key looks the same; the other way round, too."""
+    SetnxLock(cli.locks, cli.task("named").lock_key(held), lease=600).acquire()
+    pattern = re.escape(says).replace(r"\.\*", ".*")
+    assert re.search(pattern, ask("why", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("show", TASK + "named", *asked, ends=0).stdout)
+    assert re.search(pattern, ask("release", TASK + "named", *asked, ends=1).stderr)
+    other = ask("why", TASK + "named", "8", ends=0).stdout
+    assert "But" not in other
 
 
 # release
@@ -656,6 +740,33 @@ def test_release_does_nothing_when_the_lock_has_changed(cli, monkeypatch):
     monkeypatch.setattr(click, "confirm", confirm)
     assert "has changed meanwhile" in ask("release", held.key, ends=1).stderr
     others[0].renew()
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_release_by_force_is_of_the_holder_that_was_shown(cli, monkeypatch, force):
+    """As from Python: that it renews its lease between the question and the answer does not matter."""
+    held = cli.hold() if force else cli.stale()
+
+    def confirm(_text: str) -> bool:
+        held.renew()
+        return True
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    said = ask("release", held.key, *["--force"] * force, ends=int(not force))
+    assert (f"Released {held.key}.\n" in said.stdout) is force
+    assert held.release() == ("lost" if force else "released")
+
+
+def test_remedy_of_the_doctor_for_a_foreign_value_is_done(cli, locks):
+    """The command that it prints deletes it."""
+    cli.foreign("sync")
+    (found,) = [
+        found for found in json.loads(ask("doctor", "--json").stdout) if found["subject"] == "foreign"
+    ]
+    words = shlex.split(found["do"].partition("celery setnx ")[2])
+    assert words[0] == "release"
+    ask(*words, "--yes", ends=0)
+    assert not locks.exists(cli.key())
 
 
 def test_release_of_a_free_lock_ends_with_1(cli):
@@ -739,7 +850,7 @@ def test_release_leaves_a_done_call_that_was_not_shown(cli, locks, monkeypatch):
 
     monkeypatch.setattr(click, "confirm", confirm)
     assert "has changed meanwhile" in ask("release", "--done", key, ends=1).stderr
-    assert locks.get(done_name(key)) == "t-4"
+    assert done_by(locks, key) == "t-4"
 
 
 # several permits
@@ -934,11 +1045,10 @@ def test_release_knows_a_lock_whose_name_is_like_a_permits(cli, locks):
 def test_release_says_which_permit_has_changed_meanwhile(cli, monkeypatch):
     """The others are released all the same."""
     held = cli.hold_many(ELSEWHERE, ELSEWHERE)
-    monkeypatch.setattr(click, "confirm", lambda _text: held[0].renew() is None)
+    monkeypatch.setattr(click, "confirm", lambda _text: held[0].release() == "released")
     result = ask("release", held[0].key, "--force", ends=1)
     assert f"Released {held[0].key}#1.\n" in result.stdout
     assert f"Not released: {held[0].key}#0 has changed meanwhile" in result.stderr
-    held[0].renew()
     assert held[1].release() == "lost"
 
 
@@ -1203,12 +1313,44 @@ def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
         assert ("…" in line) == (bool(cut) and (cut != ["TASK"] or row[0] == "proj.billing.settle"))
 
 
+@pytest.mark.parametrize(
+    ("room", "says"),
+    [
+        (300, ""),
+        (160, " No room for KEY: widen"),
+        (80, " No room for TASK ID, WORKER, KEY: widen"),
+    ],
+)
+def test_columns_that_a_table_has_no_room_for_are_named(room, says):
+    """They are not left out without a word."""
+    heading, *_lines = table(COLUMNS, ROWS, room)
+    assert screen.left_out(COLUMNS, heading).startswith(says)
+    assert bool(screen.left_out(COLUMNS, heading)) == bool(says)
+
+
 @pytest.mark.parametrize("room", range(10, 200, 7))
 def test_table_is_never_wider_than_its_room(room):
     """However little that is."""
     assert max(map(screen._width, table(COLUMNS, ROWS, room))) <= room
     marks = [["proj.billing.reindex", "in 1 h 9 min", str(uuid.uuid4()), "t:{proj.billing.reindex:d66aba8f}"]]
     assert max(map(screen._width, table(MARK_COLUMNS, marks, room))) <= room
+
+
+@pytest.mark.parametrize("room", [20, 40, 80])
+@pytest.mark.parametrize(
+    "text",
+    ["error    server: the memory is full, and no lock is granted any more", "  Held by one two three four"],
+)
+def test_line_is_broken_between_words(monkeypatch, room, text):
+    """Under its first column; in a pipe it stays one line."""
+    assert screen.whole_words(text) == text
+    monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda: True))
+    monkeypatch.setattr(screen, "_columns", lambda: room)
+    first, *more = screen.whole_words(text).split("\n")
+    assert " ".join([first, *map(str.strip, more)]) == text
+    indent = 9 if text.startswith("error") else 2
+    assert all(line.startswith(" " * indent) and line[indent] != " " for line in more)
+    assert all(len(line) <= room for line in [first, *more])
 
 
 def test_screen_without_width_shows_something():
@@ -1356,6 +1498,14 @@ def test_doctor_prints_findings_and_ends_with_their_code(cli):
     assert result.exit_code == (1 if "error" in levels else 0)
     assert "warning" in levels  # the server of the tests keeps nothing
     assert ask("doctor", "--strict").exit_code == 1
+
+
+def test_doctor_prints_the_acl_line_and_asks_no_server(cli, monkeypatch):
+    """To be copied into redis-cli."""
+    monkeypatch.setitem(cli.app.conf, "setnx_url", "redis://localhost:1/0")
+    result = ask("doctor", "--acl")
+    assert result.stdout.startswith("ACL SETUSER celery_setnx on >PASSWORD ~")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 # the executable, and real workers

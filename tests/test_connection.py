@@ -1,6 +1,7 @@
 """Which Redis holds the locks, how it is reached, and what a starting worker finds out about it."""
 
 import ssl
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import redis
 from celery import Celery
 
 from celery_setnx import LockRefused, OptionError, SetnxLock
-from celery_setnx.connection import SOCKET_TIMEOUT_S, client_for, lock_url
+from celery_setnx.connection import client_for, lock_url, quick_client_for
 from celery_setnx.doctor import trial
 from celery_setnx.doctor.trial import LockServerCheck
 from examples.embedded import EmbeddedServer
@@ -81,7 +82,11 @@ READ = {
     ),
     "timeouts are our own": (
         {"setnx_url": "redis://h/0?socket_timeout=100", "redis_socket_timeout": 120},
-        {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S},
+        {"socket_timeout": 2.0, "socket_connect_timeout": 2.0},
+    ),
+    "a timeout of the user's": (
+        {"setnx_url": "redis://h/0", "setnx_timeout": timedelta(seconds=5)},
+        {"socket_timeout": 5.0, "socket_connect_timeout": 5.0},
     ),
     "files of Celery's ssl options": (
         {"broker_url": "rediss://h", "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED, **TLS_FILES}},
@@ -96,6 +101,16 @@ def test_client_is_made_as_the_settings_say(conf, expected):
     read = parameters(**conf)
     assert expected.items() <= read.items()
     assert read["retry"]._retries == 1
+
+
+def test_timeout_that_changes_counts_from_the_next_command_on():
+    """As every setting of ours; a worker's event loop waits for no longer than anybody else."""
+    app = app_with(setnx_url="redis://h/0")
+    first = client_for(app)
+    app.conf.setnx_timeout = 0.25
+    clients = client_for(app), quick_client_for(app)
+    assert client_for(app) is not first
+    assert [each.connection_pool.connection_kwargs["socket_timeout"] for each in clients] == [0.25, 0.25]
 
 
 def test_unix_socket_serves_locks(tmp_path):
@@ -165,6 +180,14 @@ def test_worker_start_leaves_nothing_behind(locks, server, caplog):
     start_worker_check(app_with(setnx_url=server.url(1)))
     assert caplog.text == ""
     assert lock_keys(locks) == set()
+
+
+def test_worker_start_leaves_no_connection_behind(locks, server):
+    """In the parent of a prefork pool nobody would use those again."""
+    app = app_with(setnx_url=server.url(1), setnx_transport_options={"client_name": "check"})
+    start_worker_check(app)
+    wait_until(lambda: "check" not in [each["name"] for each in locks.client_list()], "all are closed", 10)
+    assert SetnxLock(client_for(app), "lock.later").acquire().lock.release() == "released"
 
 
 NEEDED = [

@@ -31,7 +31,7 @@ from celery_setnx.run import courier, held, sweep
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.held import HeldCouriers, give_back
 from celery_setnx.run.sweep import Sweep
-from tests.harness import server_us
+from tests.harness import due_set, server_us
 
 KEY = key_name("t", "t", "f8f76adeabacfc9bfe3d32e83b502a67")  # of a call without arguments
 CALL = Call("t", "id-1", key=KEY, since=10.0, bare=False)
@@ -144,19 +144,19 @@ def test_call_is_sent_when_its_waiting_ends(app, locks, broker):
     now = server_us(locks) / 1e6
     order = waits(app, locks, replace(ORDER, until=now + 30))
     order.send(MESSAGE, app, 500.0, now, first=True)
-    (end,) = [entry for entry in locks.zrange(lines_of(app), 0, -1) if entry]
-    assert locks.zscore(lines_of(app), end) == pytest.approx((now + 30) * 1e6, abs=1e6)
+    (end,) = locks.zrange(due_set(app, "t"), 0, -1)
+    assert locks.zscore(due_set(app, "t"), end) == pytest.approx((now + 30) * 1e6, abs=1e6)
     step = Sweep(SimpleNamespace(app=app))
     step._client = client_for(app)
     step.sweep(app)
     assert messages(app, "far") == []
-    locks.zincrby(lines_of(app), -31e6, end)
+    locks.zincrby(due_set(app, "t"), -31e6, end)
     step.sweep(app)
     (message,) = messages(app, "far")
     assert (message.headers["id"], message.headers["task"]) == ("id-1", "t")
     assert message.headers["singleton"]["copy"] != ORIGINAL
     assert locks.zrange(line_names(KEY)[0], 0, -1) == ["id-1"]
-    assert [entry for entry in locks.zrange(lines_of(app), 0, -1) if entry] == []
+    assert locks.zrange(due_set(app, "t"), 0, -1) == []
 
 
 @pytest.mark.parametrize("how", ["begun", "handed", "gone", "lingering"])
@@ -176,7 +176,7 @@ def test_call_that_does_not_wait_is_not_sent_at_its_end(app, locks, broker, how)
     step._client = client_for(app)
     assert step.sweep(app).lines == 1
     assert messages(app, "far") == []
-    assert [entry for entry in locks.zrange(lines_of(app), 0, -1) if entry] == []
+    assert locks.zrange(due_set(app, "t"), 0, -1) == []
 
 
 def test_revoked_call_that_waits_is_sent_when_its_line_is_looked_at(app, locks, monkeypatch):

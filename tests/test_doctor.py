@@ -5,6 +5,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask
+import celery_setnx
+from celery_setnx import LockForbidden, SetnxLock, SingletonTask
+from celery_setnx.beat import _recall
+from celery_setnx.connection import client_for
 from celery_setnx.doctor import server as doctor
+from celery_setnx.doctor.acl import acl_lines
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
 from celery_setnx.doctor.trial import trial_name
@@ -24,12 +29,13 @@ from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.docs.pages import DOCS, table
-from tests.harness import lock_keys, wait_until
+from tests.harness import age, lock_keys, wait_until
 from tests.test_connection import NEEDED
 from tests.topologies.servers import Sentinels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
+LUA = Path(celery_setnx.__file__).parent / "lock/lua"
 LEVELS = ["ok", "note", "warning", "error"]
 
 
@@ -159,6 +165,82 @@ def test_broker_on_the_same_database_is_told(server, locks):
     finding(app, "broker", "note")
 
 
+OCTOBER, FEBRUARY = "CVE-2025-49844", "CVE-2025-67733"
+
+
+@pytest.mark.parametrize(
+    ("version", "holes"),
+    [
+        ({"redis_version": "6.2.19"}, [OCTOBER]),
+        ({"redis_version": "6.2.20"}, []),
+        ({"redis_version": "7.0.15"}, [OCTOBER]),  # no release of this branch closes it
+        ({"redis_version": "7.2.10"}, [OCTOBER]),
+        ({"redis_version": "7.2.11"}, []),
+        ({"redis_version": "7.4.5"}, [OCTOBER]),
+        ({"redis_version": "7.4.6"}, []),
+        ({"redis_version": "8.0.3"}, [OCTOBER]),
+        ({"redis_version": "8.0.4"}, []),
+        ({"redis_version": "8.2.1"}, [OCTOBER]),
+        ({"redis_version": "8.2.2"}, []),
+        ({"redis_version": "8.4.0"}, []),
+        ({"redis_version": "10.0.0"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.6"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, []),
+        ({"redis_version": "0"}, [OCTOBER]),
+        ({"redis_version": "8.2.2-v1"}, []),
+    ],
+)
+def test_server_whose_lua_has_known_holes_is_a_warning(version, holes):
+    """By the release that closes them in its branch."""
+    found = list(doctor._holes("The lock server", version))
+    assert {one.level for one in found} <= {"warning"}
+    assert [re.search(r"CVE-\d+-\d+", one.what)[0] for one in found] == holes  # type: ignore[index]
+    assert all(".." not in " ".join(one.as_dict().values()) for one in found)
+
+
+@pytest.mark.parametrize("prefix", ["setnx", "sh*p[a]", "shop-eu"])
+def test_acl_lines_allow_what_is_needed_and_no_other_key(limited, locks, prefix):
+    """The first one what tasks and beats need; the other what operators do, too."""
+    app = app_on(limited(), setnx_prefix=prefix)
+    tasks, comment, operators = acl_lines(app)
+    assert comment.startswith("#")
+    locks.execute_command(*tasks.split())
+    client, own = client_for(app), f"{prefix}:{{beat}}"
+    assert _recall(client, entries=f"{own}:entries", seen=[("a", 1)])
+    assert levels(app)["permissions"] == "ok"
+    assert findings(app, "commands")
+    with pytest.raises(redis.ResponseError, match=r"(?i)permission|no access"):
+        client.get("shopa:{elsewhere}")
+    locks.execute_command(*operators.split())
+    assert levels(app)["permissions"] == "ok"
+    assert not findings(app, "commands")
+    assert [found.level for found in findings(app, "server")] == ["ok"]
+
+
+def test_acl_lines_name_a_user_where_the_url_has_none(server):
+    """With a password to be replaced; another's would be added to a user who has one."""
+    line, *_more = acl_lines(app_on(server.url(0)))
+    assert line.startswith("ACL SETUSER celery_setnx on >PASSWORD ~setnx:* +eval ")
+    assert "+select" not in line
+    line, *_more = acl_lines(app_on("redis+cluster://bob:pw@localhost", setnx_prefix="shop"))
+    assert line.startswith("ACL SETUSER bob ~shop:* ~setnx:brokers +eval ")
+    assert line.endswith(" +cluster|slots +command")
+
+
+def test_acl_lines_name_every_command_of_the_scripts():
+    """Those of the test kit's own are for tests."""
+    line, *_more = acl_lines(app_on("redis://localhost"))
+    texts = [path.read_text() for path in LUA.glob("*.lua") if path.name != "age.lua"]
+    called = {name.lower() for text in texts for name in re.findall(r"redis\.p?call\('(\w+)'", text)}
+    assert called - {rule[1:] for rule in line.split()} == set()
+
+
 @pytest.mark.parametrize(
     ("facts", "level"),
     [
@@ -179,6 +261,20 @@ def test_memory_that_is_nearly_full_is_a_warning(configured, own):
         used = client.info("memory")["used_memory"]
     assert not findings(configured(maxmemory=int(used * 1.5)), "memory")
     finding(configured(maxmemory=int(used * 1.04)), "memory", "warning")
+
+
+def test_server_with_hardly_room_for_more_clients_is_a_warning(configured, own):
+    """Processes that connect later are refused, and cannot lock."""
+    assert not findings(configured(), "clients")
+    with ExitStack() as stack:
+        for _ in range(45):
+            client = redis.Redis.from_url(own.url(), single_connection_client=True)
+            stack.enter_context(client).ping()
+        known = client.info("clients")["connected_clients"]
+        found = finding(
+            configured(maxclients=known + 4), "clients", "warning", what=f"of the {known + 4} that"
+        )
+    assert "Raise maxclients" in found.do
 
 
 @pytest.mark.parametrize(
@@ -287,6 +383,32 @@ def test_expired_locks_are_a_warning_that_names_the_dead_holder(app, locks):
     assert "setnx:{examined.work:aa} of examined.work[t-1] on w@elsewhere" in expired.what
 
 
+def test_run_that_may_hang_is_a_note_that_says_how_to_stop_it(app, locks):
+    """An hour is long; the lead of a beat is held for as long as the beat lives."""
+    for key, task_id, older_s in (("examined.work:aa", "t-1", 0), ("examined.work:bb", "t-2", 60)):
+        task = {
+            "task": "examined.work",
+            "task_id": task_id,
+            "host": "elsewhere",
+            "pid": 7,
+            "worker": "w@elsewhere",
+        }
+        SetnxLock(locks, f"setnx:{{{key}}}", lease=9000, info=task).acquire(token=f"{task_id}|0|ab")
+        age(locks, f"setnx:{{{key}}}", older_s)
+    SetnxLock(locks, "setnx:{celery.beat:examined}", lease=9000, info=task).acquire()
+    assert [found.level for found in findings(app, "locks")] == ["ok"]
+    pass_time(3600, app)
+    _held, old = findings(app, "locks")
+    assert (
+        old.level,
+        "or more: 2; the oldest is setnx:{examined.work:bb} of examined.work[t-2]" in old.what,
+    ) == (
+        "note",
+        True,
+    )
+    assert "celery -A APP control terminate KILL t-2" in old.do
+
+
 def test_calls_that_wait_for_their_pace_are_counted(app, locks):
     """Nothing is wrong with them; they are told from those that wait for a holder."""
     for key, rate in (("aa", (1, 60.0)), ("bb", None)):
@@ -313,7 +435,7 @@ def test_permits_are_looked_at_one_by_one(app, locks, foreign_keys):
     assert held.what == "Locks held: 1; calls that wait in line: 0."
     assert f"Locks that expired unreleased: 1; the first was {key}#0 of " in expired.what
     foreign = finding(app, "foreign", "error", what="value 'mine'")
-    assert shlex.split(foreign.do.partition(": ")[2]) == ["celery", "setnx", "release", f"{key}#3"]
+    assert shlex.split(foreign.do.partition(": ")[2]) == ["celery", "setnx", "release", "--force", f"{key}#3"]
     locks.persist(f"{key}#1:holder")
     foreign_keys.add(f"{key}#1:holder")
     finding(app, "ttl", "warning", what=f"{key}#1:holder")
@@ -346,7 +468,7 @@ def test_advice_about_a_foreign_key_can_be_pasted_into_a_shell(app, locks, forei
     foreign_keys.add(evil)
     locks.set(evil, "mine")
     advice = finding(app, "foreign", "error").do
-    assert shlex.split(advice.partition(": ")[2]) == ["celery", "setnx", "release", evil]
+    assert shlex.split(advice.partition(": ")[2]) == ["celery", "setnx", "release", "--force", evil]
 
 
 def test_key_without_a_ttl_is_a_warning(app, locks, foreign_keys):
@@ -401,8 +523,12 @@ def test_trial_of_another_is_not_reported(app, locks):
     [
         (lambda url: url.replace("redis://", "redis://nobody:wrong@"), "Check the user and the password"),
         (lambda url: f"{url}99", "the number of its database"),
+        (
+            lambda url: url.replace("redis://", "redis+cluster://").removesuffix("/1"),
+            "for a cluster and for nothing",
+        ),
     ],
-    ids=["password", "database"],
+    ids=["password", "database", "no cluster"],
 )
 def test_server_that_does_not_let_us_in_has_the_remedy_that_fits(server, change, do):
     """The URL is wrong, and the server is not down."""
@@ -420,6 +546,26 @@ def test_finding_that_has_something_to_do_is_more_than_ok(configured, replica, l
     assert {found.subject for found in examine(app) if found.level == "note"} == {
         *("broker", "replication", "visibility")
     }
+
+
+def test_node_of_a_cluster_is_no_single_server(cluster):
+    """A lock whose slot is another node's waits for whoever mends the URL, and is not lost as an error."""
+    client = client_for(app_on(f"redis://127.0.0.1:{cluster.nodes[0].port}/0"))
+    refused = []
+    for number in range(20):  # some of them are elsewhere
+        try:
+            SetnxLock(client, f"lock.{{{number}}}", lease=1).acquire()
+        except LockForbidden as error:
+            refused.append(error)
+    assert refused
+    assert {error.remedy for error in refused} == {refused[0].remedy}
+    assert "redis+cluster:// for a cluster" in refused[0].remedy
+
+
+def test_host_that_does_not_resolve_is_said_to_be():
+    """It is an outage, as the name may be a server's that is about to start; and somebody may have to act."""
+    found = finding(app_on("redis://no-such-host.invalid/0"), "connection", "error", what="does not answer")
+    assert "name does not resolve" in found.do
 
 
 def test_cluster_is_examined_node_by_node(cluster):

@@ -12,7 +12,9 @@ import redis
 from celery.exceptions import WorkerLostError
 
 from celery_setnx import DuplicateTask, OptionError, SingletonTask, check, is_skipped, send_task
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import done_name, mark_name
+from celery_setnx.lock.record import task_of, task_token
 from celery_setnx.testing import guarded, locks_on
 from tests.harness import DEADLINE_S, Journal, Worker, wait_until
 from tests.stage import Parked, wait_for_ends
@@ -48,7 +50,12 @@ def name() -> str:
 @pytest.fixture
 def counts(tasks, locks) -> Callable[..., str | None]:
     """The id of the call whose success counts for a name."""
-    return lambda name, task=tasks.daily: locks.get(done_name(task.lock_key(name)))
+
+    def id_of(name: str, task: Any = tasks.daily) -> str | None:
+        token = locks.get(done_name(task.lock_key(name)))
+        return token and task_of(token)
+
+    return id_of
 
 
 def settle(name: str) -> str:
@@ -132,6 +139,35 @@ def test_process_that_dies_before_it_stores_its_result_does_not_count(tasks, nam
     with pytest.raises(WorkerLostError):
         tasks.daily.delay(name, "deadly").get(timeout=30)
     wait_until(lambda: counts(name) is None, "it counts no more")
+    assert not tasks.daily.delay(name).deduplicated
+
+
+def test_process_that_dies_after_it_has_handed_its_lock_on_does_not_count(
+    tasks, name, journal, gates, locks, counts
+):
+    """The lock is kept for the first in line, and stays that one's: only the success is taken back."""
+    task, gate = tasks.waiting, f"gated-{name}"
+    first = journal.reached("start", task.delay(gate, "deadly"))
+    waiter = SetnxLock(locks, task.lock_key(gate), line=True)
+    assert waiter.acquire(token=task_token("other", 0, "a1"), linger=60).lock is None
+    gates(gate, 1)
+    with pytest.raises(WorkerLostError):
+        first.get(timeout=30)
+    wait_until(lambda: counts(gate, task) is None, "it counts no more")
+    assert (waiter.holder().state, waiter.holder().task_id) == ("handed", "other")
+    outcomes = [entry["outcome"] for entry in journal.entries(what="released", task_id=first.id)]
+    assert outcomes == ["released"], "its worker does not say that it has freed the lock"
+
+
+def test_release_that_comes_late_does_not_count_one_that_has_failed(
+    tasks, name, journal, locks, counts, start_worker
+):
+    """Redis was away when its body ended: its lock is given back after its result could not be stored."""
+    start_worker("tests.doneapp", queues="late", conf={"late_releases": True})
+    first = tasks.daily.apply_async([name, "unwritable"], queue="late")
+    journal.reached("released", first)
+    wait_until(lambda: counts(name) is None, "it counts no more")
+    assert not locks.exists(tasks.daily.lock_key(name))
     assert not tasks.daily.delay(name).deduplicated
 
 

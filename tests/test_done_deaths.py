@@ -14,7 +14,7 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_setnx.lock.names import done_name
+from celery_setnx.lock.marks import done_by
 from tests.bounds import bound
 from tests.harness import Journal, wait_until
 from tests.limitstage import worker_children
@@ -166,7 +166,7 @@ def test_no_second_body_within_the_window(server, start_worker, locks, journal, 
     history.check()
 
     def counts_no_more(key: str, run: Run) -> bool:
-        return bool(locks.get(done_name(key)) != run.task_id)
+        return bool(done_by(locks, key) != run.task_id)
 
     for key, run in history.standing.items():
         if run.ends == "unwritable" and run.parent not in load.killed:  # its worker lives, and takes it back

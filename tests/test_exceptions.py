@@ -21,6 +21,7 @@ from celery_setnx import (
     SetnxError,
     UnkeyableCall,
 )
+from celery_setnx.exceptions import is_misled
 from tests.test_wording import EVIL, controls
 
 HOLDER = {"task_id": "id-1", "description": "proj.t[id-1] on w (pid 1), running since now"}
@@ -69,7 +70,7 @@ def test_messages_name_task_key_holder_and_remedy():
     assert str(ALL[4]).endswith("held by an unknown holder, with no deadline.")
     assert "gave up after waiting 7.2 s (max_wait)" in str(ALL[5])
     assert "Stop what it protects" in str(ALL[6])
-    assert "Grant its user what is missing, or point setnx_url" in str(ALL[9])
+    assert "Grant its user what is missing (`celery setnx doctor --acl` prints" in str(ALL[9])
 
 
 @pytest.mark.parametrize("limit", [1, 5])
@@ -110,6 +111,24 @@ def test_message_of_ours_is_printable(error):
         ("AuthenticationError: WRONGPASS invalid username-password pair", "Check the user and the password"),
         ("AuthenticationError: HELLO must be called with the client already authenticated", "Check the user"),
         ("ResponseError: DB index is out of range", "the number of its database"),
+        (
+            "RedisClusterException: ...reachable node: HELLO must be called with",
+            "Check the user and the password",
+        ),
+        (
+            "ConnectionError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed",
+            "ssl_ca_certs",
+        ),
+        (
+            "ConnectionError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
+            "certificate is not valid for 'a'",
+            "another host's",
+        ),
+        ("ConnectionError: [SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)", "speaks no TLS"),
+        (
+            "InvalidResponse: Protocol Error: b'\\x15\\x03\\x03\\x00\\x02\\x02F'",
+            "write rediss:// for redis://",
+        ),
         ("RedisClusterException: Cluster mode is not enabled on this node", "redis+cluster:// for a cluster"),
         ("MovedError: 5061 127.0.0.1:7002", "redis+cluster:// for a cluster"),
         ("NoPermissionError: User x has no permissions to run the 'eval' command", "Grant its user"),
@@ -131,3 +150,24 @@ def test_remedy_of_a_refusal_fits_the_servers_words(reason, do):
     assert reason.removesuffix(".") in message
     assert do in message
     assert ("Grant" in message) == ("Grant" in do)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ConnectionError: Error -3 connecting to redis:6379. Temporary failure in name resolution.",
+        "ConnectionError: Error while reading from redis:6379 : (104, 'Connection reset by peer')",
+        "TimeoutError: Timeout reading from socket",
+    ],
+)
+def test_outage_that_ends_by_itself_asks_for_nothing(reason):
+    """Nobody is told to change a URL that is right."""
+    assert LockUnavailable("k", reason).remedy == ""
+    assert not is_misled(reason)
+
+
+def test_name_of_a_key_does_not_tell_what_is_wrong():
+    """A server quotes it: what is refused for good is no wrong URL."""
+    assert not is_misled(
+        "ResponseError: unknown command 'EVALSHA', with args: 'a', '1', 'setnx:{shop.moved :a}'"
+    )

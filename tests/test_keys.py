@@ -202,6 +202,8 @@ def test_key_name_is_a_parameter_never_a_constant():
     assert key("z")(1, z=1) != key("z")(1, z=2)
     with pytest.raises(OptionError, match=r"names 'constant', which is no parameter of proj.call\(a\)"):
         key("constant", lambda a: None)
+    with pytest.raises(OptionError, match=r"names 'x.id', .*; did you mean key='{x.id}'\?"):
+        key("x.id", lambda **more: None)
 
 
 def test_key_of_a_list_covers_typed_values_in_order():

@@ -127,7 +127,7 @@ def test_one_verb_per_lua_file():
     scripts = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
     assert "local function permit_for(" in scripts.pop("permits")  # which stands in front of others
     assert set(scripts) == {
-        *("acquire", "renew", "release", "hold", "free", "look", "mark", "extend", "unmark"),
+        *("acquire", "renew", "release", "hold", "free", "look", "mark", "extend", "unmark", "forget"),
         *("park", "leave", "instead", "serve", "due", "sweep", "settle", "tick", "recall", "drop", "age"),
     }
     for name, text in scripts.items():

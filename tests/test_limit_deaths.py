@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_setnx.call.wake import lines_of
 from celery_setnx.lock.names import permits_name
-from tests.harness import DEADLINE_S, Worker, age, wait_until
+from tests.harness import DEADLINE_S, Worker, age, due_set, wait_until
 from tests.limitstage import LIMIT, Bench
 
 APP = "tests.limitapp"
@@ -165,7 +164,7 @@ def test_line_hears_of_a_raised_limit_when_a_worker_looks_at_it(bench, locks, de
     waiting = [bench.parked(bench.gate, queue=bench.key) for _ in range(3)]
     assert set(bench.permits()) == {0, 1, 2}
     deploy(5, "five")
-    lines, line = lines_of(bench.tasks.app), f"{bench.task.name}\n{bench.task.lock_key(bench.key)}"
+    lines, line = due_set(bench.tasks.app, bench.task.name), bench.task.lock_key(bench.key)
 
     def are_all_held() -> bool:
         locks.zadd(lines, {line: locks.time()[0] * 1_000_000}, xx=True)  # it is due

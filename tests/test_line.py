@@ -5,6 +5,7 @@ What each script answers in every state, the model says, and tests/test_differen
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -257,6 +258,18 @@ def test_line_lives_as_long_as_the_longest_waiter(locks, line):
     park(locks, place("b", remember=5), copy=ORIGINAL, since=2.0, call="wake b")
     assert min(locks.pttl(LINE), locks.pttl(CALLS), locks.pttl(ticket_name(NAME, "a"))) > 500_000
     assert 0 < locks.pttl(ticket_name(NAME, "b")) <= 5_000
+
+
+def test_calls_with_one_task_id_leave_each_other_their_place(locks, line):
+    """The place is taken, the second and its courier are told; it leaves, and the first has its turn."""
+    first, second = (replace(place("nightly"), call_id=call_id, shared=True) for call_id in ("a", "b"))
+    assert park(locks, first, copy=ORIGINAL, since=1.0, call="first").state == "new"
+    for copy in (ORIGINAL, ""):
+        assert park(locks, second, copy=copy, since=2.0, call="second").state == "taken"
+    assert leave(locks, second, copy=ORIGINAL) == "left"
+    assert park(locks, second, since=2.0, call="second").state == "stale"
+    assert line.hand_on() == Heir("nightly", "first")
+    assert leave(locks, replace(second, call_id="c"), copy=ORIGINAL) == "left"  # it is not kept for that one
 
 
 def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(line):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
+from celery_setnx.lock.lock import _RELEASE
 from tests.harness import age, raising, server_us
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
@@ -250,6 +251,21 @@ def test_with_gives_back_what_its_own_thread_has_taken(locks):
         assert lock.holder().token == held.token
         held.renew()
     assert lock.holder() is None
+
+
+def test_with_warns_of_no_loss_if_another_has_the_lock_since_its_end(far, proxy, locks, caplog):
+    """The reply of the release is lost, and another acquires the lock before it is sent again."""
+    rival, sha = SetnxLock(locks, NAME), _RELEASE.sha.encode()
+    rival.acquire()
+    assert rival.release() == "released"  # and the server knows the script
+    with (
+        proxy.fault("drop_reply", containing=sha),
+        proxy.fault("delay", containing=sha, skip=1, meanwhile=rival.acquire),
+        SetnxLock(far(sends_again=1), NAME),
+    ):
+        assert not rival.acquire().acquired
+    assert rival.release() == "released"
+    assert caplog.text == ""
 
 
 def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatch):

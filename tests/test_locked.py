@@ -179,7 +179,7 @@ def test_locked_without_a_server_is_lock_unavailable(app, guarded):
 @pytest.mark.parametrize("glance", ["locked", "lock_key"])
 def test_call_without_a_key_is_refused(tasks, glance):
     """Arguments that do not fit the signature, or have no canonical form, are named."""
-    with pytest.raises(UnkeyableCall, match="missing a required argument: 'name'"):
+    with pytest.raises(UnkeyableCall, match="the key needs argument 'name', which this call does not"):
         getattr(tasks.work, glance)()
     with pytest.raises(UnkeyableCall, match="argument 'c' of type object"):
         getattr(tasks.everything, glance)(1, c=object())
@@ -205,3 +205,20 @@ def test_locked_works_inside_the_task_itself(declare, locks):
     assert task(1) is None
     with SetnxLock(locks, task.lock_key(1), info={"task_id": "id-1"}):
         assert task(1) == "id-1"
+
+
+def test_arguments_that_the_key_does_not_name_need_not_be_known(declare, locks):
+    """To ask about a lock; to publish the call all are needed."""
+
+    def t(account_id: int, reason: str) -> None: ...
+
+    task = declare(t, singleton={"key": "account_id"})
+    assert task.lock_key(7) == task.lock_key(account_id=7) == task.lock_key(7, "late")
+    with SetnxLock(locks, task.lock_key(7)):
+        assert task.locked(7) is not None
+        assert len(task.holders(account_id=7)) == 1
+    for call in ({"reason": "late"}, {"account_id": 7, "reson": "late"}):
+        with pytest.raises(UnkeyableCall):
+            task.lock_key(**call)
+    with pytest.raises(UnkeyableCall, match="missing a required argument: 'reason'"):
+        task.delay(7)

@@ -8,7 +8,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from celery_setnx import LockRefused, LockUnavailable, SetnxLock
-from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.lock.marks import (
+    Failure,
+    Mark,
+    Marked,
+    done_by,
+    extend_all,
+    forget_done,
+    free_all,
+    mark_all,
+)
 from celery_setnx.lock.record import task_token
 from tests.proxy import Proxy
 from tests.versions.conditions import needs_pipelines_sent_again
@@ -132,3 +141,50 @@ def test_no_marks_take_no_round_trip():
     assert mark_all(nobody, [], dedupe="until_started", lease=30) == []
     assert extend_all(nobody, [], []) is None
     assert free_all(nobody, []) is None
+
+
+def success_of(locks: Any, token: str, **lock: Any) -> SetnxLock:
+    """The lock of a run that has succeeded, and given it back."""
+    given_back = SetnxLock(locks, "k", line=True, **lock)
+    held = given_back.acquire(token=token).lock
+    assert held is not None
+    held.release(done_for=60)
+    return given_back
+
+
+def test_failure_takes_back_its_own_success_whoever_has_the_lock(locks):
+    """It names the run: another's lock, and another's success, stay."""
+    other = success_of(locks, "a|0|1a").acquire(token="b|0|2b").lock
+    assert forget_done(locks, [Failure("k", "a|0|1a", 1)]) is None
+    assert done_by(locks, "k") is None
+    assert other.release(done_for=60) == "released"
+    assert forget_done(locks, [Failure("k", "a|0|1a", 1)]) is None
+    assert done_by(locks, "k") == "b"
+
+
+def test_delivery_that_never_had_the_lock_takes_no_success_back(locks):
+    """Its message was delivered again after the call had succeeded: it expired, or its process died."""
+    success_of(locks, "a|0|1a")
+    assert forget_done(locks, [Failure("k", "a|0|2b", 1)]) is None
+    assert done_by(locks, "k") == "a"
+
+
+def test_delivery_that_ran_again_takes_back_what_the_one_before_has_noted(locks):
+    """That died before its result was stored, and its message came back: the call has failed."""
+    success_of(locks, "a|0|1a").acquire(token="a|0|2b")
+    assert forget_done(locks, [Failure("k", "a|0|2b", 1)]) is None
+    assert done_by(locks, "k") is None
+
+
+@pytest.mark.parametrize("permit", [0, 1])
+def test_release_after_the_failure_notes_no_success(locks, permit):
+    """The lock is given back as ever, under whichever permit; a run that has not failed counts."""
+    lock = SetnxLock(locks, "k", line=True, limit=2)
+    held = [lock.acquire(token=f"{task}|0|1a").lock for task in "ab"]
+    assert forget_done(locks, [Failure("k", held[permit].token, 2)]) is None
+    assert [holder.state for holder in lock.holders()].count("failed") == 1
+    assert held[permit].release(done_for=60) == "released"
+    assert done_by(locks, "k") is None
+    assert held[1 - permit].release(done_for=60) == "released"
+    assert done_by(locks, "k") == "ba"[permit]
+    assert lock.holders() == []

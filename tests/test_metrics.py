@@ -278,7 +278,7 @@ def test_held_permits_are_counted_by_scope_in_one_survey(server, locks, app, mon
     registry, reader = CollectorRegistry(), InMemoryMetricReader()
     metrics.prometheus(app, registry=registry)
     metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
-    assert read(generate_latest(registry).decode()) == {("held", "a"): 5, ("held", "b"): 1}
+    assert held(read(generate_latest(registry).decode())) == {("held", "a"): 5, ("held", "b"): 1}
     surveys: list[str] = []
 
     def counted(client: Any, prefix: str) -> Any:
@@ -292,6 +292,7 @@ def test_held_permits_are_counted_by_scope_in_one_survey(server, locks, app, mon
             (gauge.name, point.attributes["scope"]): point.value
             for gauge in gauges.metrics
             for point in gauge.data.data_points
+            if gauge.name != "celery_setnx.oldest"
         }
         assert points == {("celery_setnx.held", "a"): 5, ("celery_setnx.held", "b"): of_b}
         assert len(surveys) == of_b
@@ -305,7 +306,31 @@ def test_lock_that_a_worker_tries_as_it_starts_is_no_held_lock(server, locks, ap
         assert SetnxLock(locks, key_name("t", scope, digest(["1"]))).acquire().acquired
     registry = CollectorRegistry()
     metrics.prometheus(app, registry=registry)
-    assert read(generate_latest(registry).decode()) == {("held", "a"): 1}
+    assert held(read(generate_latest(registry).decode())) == {("held", "a"): 1}
+    assert ("oldest_seconds", TRIAL) not in read(generate_latest(registry).decode())
+
+
+def held(figures: dict[Any, Any]) -> dict[Any, Any]:
+    """How many locks are held, of all figures."""
+    return {name: count for name, count in figures.items() if name[0] != "oldest_seconds"}
+
+
+def test_age_of_the_oldest_lock_is_told_by_scope(server, locks, app):
+    """Of several the oldest; one whose deadline has passed does not count."""
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    for scope, key, since_s, lease in (("a", "1", 5000, 9000), ("a", "2", 100, 600), ("b", "1", 900, 600)):
+        name = key_name("t", scope, digest([key]))
+        assert SetnxLock(locks, name, lease=lease).acquire().acquired
+        age(locks, name, since_s)
+    registry, reader = CollectorRegistry(), InMemoryMetricReader()
+    metrics.prometheus(app, registry=registry)
+    metrics.opentelemetry(app, meter=MeterProvider([reader]).get_meter("test"), waiters=True)
+    told = {name: s for name, s in read(generate_latest(registry).decode()).items() if "oldest" in name[0]}
+    assert told.keys() == {("oldest_seconds", "a")}
+    assert 5000 <= told[("oldest_seconds", "a")] < 5600
+    (gauges,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+    (oldest,) = [gauge for gauge in gauges.metrics if gauge.name == "celery_setnx.oldest"]
+    assert (oldest.unit, len(oldest.data.data_points)) == ("s", 1)
 
 
 def test_opentelemetry_counts_every_figure(server, locks, app):

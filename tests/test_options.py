@@ -20,6 +20,14 @@ def test_defaults_are_those_of_the_table():
     [
         ({"on_conflct": "skip"}, "proj.t has an unknown option 'on_conflct'; did you mean 'on_conflict'"),
         ({"zzz": 1}, "unknown option 'zzz'; the options are key, scope"),
+        ({"unique_on": "a"}, "unknown option 'unique_on'; here that is key"),
+        ({"keys": ["a"]}, "unknown option 'keys'; here that is key"),
+        ({"timeout": 60}, "unknown option 'timeout'; here that is lease, which is renewed .* at_most_for"),
+        ({"ttl": 60}, "unknown option 'ttl'; here that is lease"),
+        ({"lock_expiry": 60}, "unknown option 'lock_expiry'; here that is lease"),
+        ({"graceful": True}, "here that is on_duplicate='return', the default .'raise' for False.$"),
+        ({"raise_on_duplicate": True}, "here that is on_duplicate='raise'"),
+        ({"unlock_before_run": True}, "here that is dedupe='until_started'"),
         ({"on_conflict": "skpi"}, "on_conflict of proj.t must be one of .* not 'skpi'; did you mean 'skip'"),
         ({"on_conflict": None}, "must be one of"),
         ({"on_redis_error": "ignore"}, "on_redis_error of proj.t must be one of 'retry', 'run', 'raise'"),
@@ -74,6 +82,7 @@ def test_callable_of_one_call_is_refused():
         ({"setnx_prefix": "a{b"}, "setnx_prefix must be a text without braces"),
         ({"setnx_same_host": "no"}, "setnx_same_host must be True or False"),
         ({"setnx_retention": -1}, "setnx_retention of the app must be positive"),
+        ({"setnx_timeout": 0}, "setnx_timeout of the app must be positive"),
         ({"setnx_defaults": {"leese": 1}}, "setnx_defaults has an .* option 'leese'; did you mean 'lease'"),
     ],
 )

@@ -7,8 +7,8 @@ import redis
 
 from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.lock.line import Found, Place, park
-from celery_setnx.lock.lock import HeldLock, Outcome
-from celery_setnx.lock.names import line_names, permits_name, starts_name
+from celery_setnx.lock.lock import AHEAD_S, HeldLock, Outcome
+from celery_setnx.lock.names import line_names, permits_name, record_name, starts_name
 from celery_setnx.lock.record import ORIGINAL, Served, Terms, task_token
 from tests.harness import lock_keys
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
@@ -301,10 +301,66 @@ def test_line_is_served_when_the_pace_allows_it(locks, clock):
     starts(locks, 10, 20, clock=clock)
     assert wait(locks, "a", 20.0).state == "new"
     served = serve(locks)
-    assert (served.heir, served.holder, served.look_in) == (None, None, 50)
+    assert (served.heir, served.holder, served.look_in) == (None, None, 50 - AHEAD_S)
     clock.set(70)
     assert serve(locks).heir.task_id == "a"
     assert of_task(locks, "a", copy="c").acquired
+
+
+def test_permit_is_handed_a_moment_ahead_of_its_start(locks, clock):
+    """The call is on its way meanwhile. If it comes early it keeps its permit, and asks again: nobody starts
+    before the pace allows it.
+    """
+    starts(locks, 10, 20, clock=clock)
+    for place, task_id in enumerate(("a", "b")):
+        wait(locks, task_id, 20.0 + place)
+    clock.set(70 - AHEAD_S - 0.001)
+    assert serve(locks).heir is None
+    clock.set(70 - AHEAD_S)
+    assert serve(locks).heir.task_id == "a"
+    handed = locks.mget(NAME, record_name(NAME))
+    for second in (70 - AHEAD_S, 70 - 0.000_001):
+        clock.set(second)
+        early = of_task(locks, "a", copy="c")
+        assert (early.acquired, early.paced, early.remaining_s) == (False, True, pytest.approx(70 - second))
+    # As if it had not come yet.
+    assert (locks.mget(NAME, record_name(NAME)), locks.zrange(LINE, 0, -1)) == (handed, ["b"])
+    clock.set(70)
+    assert of_task(locks, "a", copy="c").acquired
+    assert noted(locks)[-1] == 70
+
+
+def test_no_more_permits_are_handed_ahead_than_there_are_starts(locks, clock):
+    """Also of a rate whose period is shorter than that."""
+    about: Any = {"limit": 3, "rate": (1, 0.005)}
+    starts(locks, 10, clock=clock, **about)
+    locks.expire(STARTS, 60)  # the server's own clock goes on
+    for place, task_id in enumerate(("a", "b")):
+        wait(locks, task_id, 10.0 + place, **about)
+    assert serve(locks, **about).heir.task_id == "a"
+    assert serve(locks, **about).heir is None
+    assert of_task(locks, "a", copy="c", **about).remaining_s == 0.005
+
+
+def test_two_heirs_of_whom_one_may_start_do_not_wait_for_each_other(locks, clock):
+    """They were handed permits by one who knew another pace: each finds its start promised to the other."""
+    faster, slower = ({"limit": 2, "rate": (count, 0.005)} for count in (9, 1))
+    for place, task_id in enumerate(("a", "b")):
+        wait(locks, task_id, 10.0 + place, **faster)
+        assert serve(locks, **faster).heir.task_id == task_id
+    assert of_task(locks, "a", copy="c", **slower).paced
+    assert locks.zrange(LINE, 0, -1) == ["a"]
+    assert of_task(locks, "b", copy="c", **slower).acquired
+
+
+def test_permit_that_is_handed_too_far_ahead_is_given_back(locks, clock):
+    """By one who knew another pace: the call waits in line, and not in its slot."""
+    starts(locks, 10, clock=clock)
+    wait(locks, "a", 10.0, rate=(9, 60))
+    assert serve(locks, rate=(9, 60)).heir.task_id == "a"
+    clock.set(70 - AHEAD_S - 0.001)
+    assert not of_task(locks, "a", rate=(1, 60), copy="c").acquired
+    assert locks.zrange(LINE, 0, -1) == ["a"]
 
 
 def test_empty_line_is_not_looked_at(locks, clock):
@@ -321,7 +377,7 @@ def test_release_hands_nothing_over_past_the_pace(locks, clock):
     wait(locks, "a", 20.0)
     assert held.release() == "released"
     assert lock.heirs == []
-    assert serve(locks).look_in == 50
+    assert serve(locks).look_in == 50 - AHEAD_S
 
 
 def test_newcomer_stands_behind_a_line_that_is_paced(locks, clock):
@@ -400,7 +456,7 @@ def test_dead_holders_permit_is_handed_on_when_the_pace_allows_it(locks, clock):
     dead = start(locks)
     wait(locks, "a", 20.0)
     served = serve(locks, dead=dead.token)
-    assert (served.heir, served.look_in) == (None, 50)
+    assert (served.heir, served.look_in) == (None, 50 - AHEAD_S)
     clock.set(70)
     served = serve(locks, dead=dead.token)
     assert (served.heir.task_id, served.heir.taken_over_from.token) == ("a", dead.token)
@@ -412,4 +468,15 @@ def test_line_beside_held_permits_is_looked_at_when_a_start_leaves_the_window(lo
     clock.set(20)
     start(locks)
     wait(locks, "a", 20.0)
-    assert serve(locks).look_in == 50
+    assert serve(locks).look_in == 50 - AHEAD_S
+    clock.set(70 - AHEAD_S)  # from now on whoever releases may hand it over
+    assert serve(locks).look_in == 10
+
+
+def test_line_is_not_looked_at_for_a_start_that_is_later_than_now(locks, clock):
+    """The clock was set back: whoever releases, or the holder's deadline, lets the line go on."""
+    clock.set(100)
+    start(locks)
+    clock.set(20)
+    wait(locks, "a", 20.0)
+    assert serve(locks).look_in == 100 + LEASE - 20

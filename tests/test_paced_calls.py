@@ -58,6 +58,35 @@ def test_no_window_has_more_starts_than_the_rate(shared):
     shared.free(shared.tasks.paced)
 
 
+SELDOM_S = 60  # no test here ends in time if each start has to wait for a sweep
+
+
+@pytest.mark.parametrize(
+    ("count", "calls", "arguments"),
+    [
+        pytest.param(1, 30, (), id="one worker"),
+        pytest.param(4, 30, (), id="four workers"),
+        # Celery itself starts a process for each call, and now and then only after five seconds.
+        pytest.param(1, 8, ("--max-tasks-per-child", "1"), id="a process for each call"),
+    ],
+)
+def test_line_goes_on_at_its_pace_between_two_sweeps(bench, start_worker, count, calls, arguments):
+    """Workers that hardly ever sweep: who hears of the end of a delivery looks when the next may start."""
+    for _ in range(count):
+        start_worker(APP, concurrency=2, conf={"test_sweep_s": SELDOM_S}, arguments=arguments)
+    for task, period_s in ((bench.tasks.often, 0.1), (bench.tasks.often_rests, 0.2)):
+        results = [task.delay(f"{bench.key}{period_s}") for _ in range(calls)]
+        for result in results:
+            result.get(timeout=120)
+        ids = {result.id for result in results}
+        found = sorted(
+            start["fence"] / 1e6 for start in bench.journal.entries(what="start") if start["task_id"] in ids
+        )
+        assert len(found) == calls
+        assert most_in(found, period_s) == 1
+        print(f"a start every {(found[-1] - found[1]) / (calls - 2):.3f} s, of {period_s} s that it may be")
+
+
 # What becomes of a call that may not start yet
 
 

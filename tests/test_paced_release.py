@@ -46,7 +46,7 @@ def test_release_with_nobody_in_line_serves_none(app, locks, woken):
     assert held.release() == "released"
     let_others_start(app, "t", lock)
     assert woken == []
-    assert not locks.exists(lines_of(app))
+    assert not locks.keys(f"{lines_of(app)}*")
 
 
 def test_release_with_somebody_in_line_serves_it(app, locks, woken):

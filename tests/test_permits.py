@@ -102,6 +102,15 @@ def test_so_many_hold_it_and_the_next_is_refused(locks):
     assert tokens(locks) == {0: "one", 1: "two"}
 
 
+@pytest.mark.parametrize("limit", [3, 100])
+def test_refused_caller_is_told_of_two_holders_whatever_the_limit(locks, limit):
+    """Of the one that ends first, and of the one that has held for longest: the reply is short."""
+    held_by(locks, *(f"holder{number:03}" for number in range(limit)), limit=limit)
+    reply = lock_module._acquire(the_lock(locks, limit), "another", "", "", ())
+    assert sum(str(item).count("holder") for item in reply) == 2
+    assert len(repr(reply)) < 500
+
+
 def test_keys_of_permits_are_beside_the_lock(locks):
     """The first is the lock itself, in the format of a lock with one permit; all are in its slot."""
     held_by(locks, "one", "two")
@@ -853,3 +862,19 @@ def test_overtaken_call_that_may_not_start_yet_stands_where_it_stood(locks):
     outcome = lock.acquire(token=task_token("a", 0, "0a"), copy="a1", remember=60)
     assert (outcome.acquired, outcome.paced) == (False, True)
     assert locks.zrange(f"{NAME}:line", 0, -1, withscores=True) == [("a", 10_000_000.0)]
+
+
+@pytest.mark.parametrize("now_of", ["nobody", "the first in line", "another program"])
+def test_dead_holder_that_had_given_its_lock_back_has_ended(locks, now_of):
+    """Whoever has it now, nothing is freed, and nobody is told so."""
+    lock = SetnxLock(locks, "ended", line=True)
+    held = lock.acquire(token="a|0|1a").lock
+    if now_of == "the first in line":
+        lock.acquire(token="b|0|2b", linger=60)
+    held.release()
+    if now_of == "another program":
+        locks.set("ended", "99999999999", ex=60)
+    found = locks.get("ended")
+    assert (found is None) == (now_of == "nobody")
+    assert lock.free_dead("a|0|1a") == "ended"
+    assert locks.get("ended") == found

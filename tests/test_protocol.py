@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,6 +18,7 @@ import redis
 from celery import Celery
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis.crc import key_slot
 
 from celery_setnx import SetnxLock, SingletonTask, is_skipped, keys
 from celery_setnx.call.wake import lines_of
@@ -36,6 +38,7 @@ from tests.protocol.client import (
     ServerError,
     Sweeper,
     digest,
+    due_names,
     lines_name,
 )
 from tests.test_differential import EVERY_ANSWER
@@ -171,6 +174,18 @@ def test_lines_of_a_broker_have_the_name_of_the_page():
     app = Celery("lines", broker="redis://ann:secret@host", set_as_current=False)
     app.conf.update(setnx_prefix="t")
     assert lines_name("t", "redis://host:6379/0") == lines_of(app)
+    for task, in_cluster in product(("proj.settle", "proj.other", "ü"), (False, True)):
+        found = names.due_names(lines_of(app), task, in_cluster=in_cluster)
+        assert due_names(lines_of(app), task, in_cluster=in_cluster) == found
+
+
+def test_lines_of_all_tasks_are_in_sixteen_slots_at_most():
+    """One script each in a cluster, for any number of tasks; elsewhere one for all."""
+    tasks = [f"proj.task{number}" for number in range(1000)]
+    for in_cluster, most in (True, 16), (False, 1):
+        found = [names.due_names("t:lines:0", task, in_cluster=in_cluster) for task in tasks]
+        assert len({epoch for _, epoch in found}) == most
+        assert all(key_slot(name.encode()) == key_slot(epoch.encode()) for name, epoch in found)
 
 
 @pytest.mark.parametrize("name", ["lock.foo", "a{b}c", "{a}", "t:{x:1}", "a{}{b}", "x{y"])
@@ -508,16 +523,19 @@ def test_call_that_leaves_passes_on_what_is_handed_to_it(sweeper, locks, left):
 @pytest.mark.clock
 def test_line_that_is_due_is_claimed_by_one_who_has_the_task(wire, locks, sweeper):
     """An entry never becomes later; a claim lasts for two seconds; what has changed is not settled."""
-    epoch = sweeper.note("proj.settle", LINE, 60_000_000)
+    (name, epoch_name), epoch = (
+        due_names(sweeper.lines, "proj.settle"),
+        sweeper.note("proj.settle", LINE, 60_000_000),
+    )
     assert sweeper.claim() == (epoch, [])
     assert sweeper.note("proj.settle", LINE, 0) == epoch
     sweeper.note("proj.settle", LINE, 60_000_000)
     stranger = Sweeper(wire(), sweeper.lines, ("proj.other",))
     assert stranger.claim() == (epoch, [])
     assert sweeper.claim() == (epoch, [("proj.settle", LINE)])
-    assert locks.zscore(sweeper.lines, f"proj.settle\n{LINE}") == int(sweeper.claimed)
-    assert locks.zscore(sweeper.lines, "") == -int(epoch)
-    assert 0 < locks.pttl(sweeper.lines) <= client.LINES_MS
+    assert locks.zscore(name, LINE) == int(sweeper.claimed)
+    assert locks.get(epoch_name) == epoch
+    assert all(0 < locks.pttl(key) <= client.LINES_MS for key in (name, epoch_name))
     twin = Sweeper(wire(), sweeper.lines, ("proj.settle",))
     assert twin.claim() == (epoch, [])
     sweeper.note("proj.settle", LINE, 60_000_000)
@@ -526,7 +544,8 @@ def test_line_that_is_due_is_claimed_by_one_who_has_the_task(wire, locks, sweepe
     wait_until(lambda: sweeper.claim()[1], "it is due")
     assert sweeper.settle("proj.settle", LINE, 60_000_000) == "settled"
     assert sweeper.claim() == (epoch, [])
-    locks.zadd(sweeper.lines, {f"proj.settle\n{LINE}": 1})
+    locks.zadd(name, {LINE: 1})
+    sweeper.note("proj.settle", f"{LINE}\nother", 60_000_000)
     assert sweeper.claim() == (epoch, []), "nobody has looked at it for eight days"
 
 
@@ -689,7 +708,7 @@ def test_service_hands_out_no_more_than_the_starts_that_are_left(sweeper, wire, 
 @pytest.mark.clock
 def test_sweep_says_when_the_next_line_is_due_that_is_paced(sweeper):
     """And of no other task, whose lines may wait for the next sweep."""
-    sweeper.tasks, sweeper.paced = ("proj.settle", "proj.other"), 1
+    sweeper.tasks, sweeper.paced = ("proj.other", "proj.settle"), (2,)
     sweeper.note("proj.other", "t:{proj.other:0}", 1_900_000)
     assert sweeper.claim()[1] == []
     assert sweeper.next_us is None
@@ -903,6 +922,6 @@ def test_success_of_a_foreign_client_makes_duplicates_of_our_calls_and_back(serv
     assert producer.mark("another", "dedupe_for") == ("done", "5f1c0a")
     assert producer.mark("another", "until_done") == ("marked", "another"), "it does not ask for that"
     assert producer.not_sent("another") == "freed"
-    assert producer.failed_after_all("another") == "lost"
-    assert producer.failed_after_all("5f1c0a") == "freed"
+    assert producer.failed_after_all("5f1c0a|0|ac") == "lost", "another delivery, which has had no lock"
+    assert producer.failed_after_all("5f1c0a|0|ab") == "freed"
     assert not daily.delay(7).deduplicated

@@ -5,18 +5,22 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
-from celery import Celery, Signature
+from billiard.exceptions import WorkerLostError
+from celery import Celery, Signature, uuid
 from celery.beat import ScheduleEntry, Scheduler
+from celery.exceptions import TaskRevokedError
 from celery.schedules import schedule
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
 from celery_setnx import DuplicateTask, LockRefused, OptionError, SetnxLock, SingletonTask, log, signals
-from celery_setnx.lock.marks import GRACE_S
+from celery_setnx.call import ended
+from celery_setnx.lock.marks import GRACE_S, Mark, mark_all
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import task_token
 from celery_setnx.testing import pass_time
@@ -162,6 +166,88 @@ def test_lock_of_nobody_who_runs_is_no_duplicate(app, locks, foreign_keys, name,
     else:
         foreign_keys.add(task.lock_key("a"))
         locks.setnx(task.lock_key("a"), "99999999999")
+    assert not task.delay("a").deduplicated
+
+
+DIED = WorkerLostError("gone")
+ENDS = [("SUCCESS", None), ("FAILURE", ValueError()), ("REVOKED", TaskRevokedError())]
+GOES_ON = [("STARTED", None), ("RETRY", ValueError()), ("FAILURE", DIED), ("PENDING", None)]
+
+
+@pytest.fixture
+def older(app, locks) -> Callable[..., Any]:
+    """Has the lock server say of a call, which has a result, that it is queued, or waits for its retry."""
+
+    def note(what: str, state: str, result: Any = None, task_id: str = "") -> tuple[Any, str]:
+        task, task_id = app.tasks["done" if what == "held" else "started"], task_id or uuid()
+        key = task.lock_key("a")
+        task.backend.persistent = True
+        task.backend.store_result(task_id, result, state)
+        if what == "held":
+            held = SetnxLock(locks, key, line=True, limit=2).acquire(token=task_token(task_id, 0, "ab")).lock
+            held.hold(3600)
+        else:
+            mark_all(locks, [Mark(key, task_id)], dedupe="until_started", lease=3600)
+        return task, task_id
+
+    return note
+
+
+@pytest.mark.parametrize("what", ["queued", "held"])
+@pytest.mark.parametrize(("state", "result"), ENDS)
+def test_call_that_has_ended_makes_no_duplicates_whatever_older_data_say(
+    older, locks, queued, caplog, what, state, result
+):
+    """The lock server came back with a snapshot, in which it is still to come: its result tells."""
+    task, task_id = older(what, state, result)
+    sent = task.delay("a")
+    assert (sent.deduplicated, queued()) == (False, [sent.id])
+    assert locks.get(mark_name(task.lock_key("a"))) == sent.id
+    assert task.locked("a") is None
+    assert f"by task {task_id}, which has ended. The lock server may have come back" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["queued", "held"])
+@pytest.mark.parametrize(("state", "result"), GOES_ON)
+def test_call_that_may_be_to_come_makes_duplicates(older, queued, what, state, result):
+    """Of one whose process has died its retry may be on its way."""
+    task, task_id = older(what, state, result)
+    sent = task.delay("a")
+    assert (sent.deduplicated, sent.id, queued()) == (True, task_id, [])
+
+
+@pytest.mark.parametrize("what", ["queued", "held"])
+def test_result_of_an_id_that_may_be_given_again_tells_nothing(older, queued, what):
+    """It may be that of an earlier call, to which a user gave the same id."""
+    task, task_id = older(what, "SUCCESS", task_id="nightly")
+    assert (task.delay("a").id, queued()) == (task_id, [])
+
+
+def test_result_that_cannot_be_read_leaves_the_duplicate(older, queued, monkeypatch):
+    """Its backend is away: nobody knows better than the lock server."""
+    task, task_id = older("queued", "SUCCESS")
+    monkeypatch.setattr(type(task.backend), "get_task_meta", raising(OSError))
+    assert (task.delay("a").id, queued()) == (task_id, [])
+
+
+def test_result_backend_that_keeps_a_publisher_waiting_is_left_alone_for_a_while(older, queued, monkeypatch):
+    """It hangs once, for its own timeout: then it is not asked, until it may have mended."""
+    now, asked = [100.0], []
+    monkeypatch.setattr(ended, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    task, task_id = older("queued", "SUCCESS")
+    found = task.backend.get_task_meta
+
+    def hangs(asked_id: str) -> Any:
+        asked.append(asked_id)
+        now[0] += 120.0
+        raise OSError
+
+    monkeypatch.setattr(task.backend, "get_task_meta", hangs)
+    for _ in range(3):
+        assert (task.delay("a").id, queued()) == (task_id, [])
+    assert asked == [task_id]
+    monkeypatch.setattr(task.backend, "get_task_meta", found)
+    now[0] += 60.0
     assert not task.delay("a").deduplicated
 
 

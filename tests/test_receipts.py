@@ -77,7 +77,7 @@ def test_call_that_was_delivered_twice_runs_once(tasks, module, broker, journal,
     task = getattr(tasks, policy)
     result = twice(task.apply_async([name], link=tasks.after.s()))
     gates(name, 9)
-    module.wait_for_log(f"[{result.id}] has ended before, and was delivered again")
+    module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
     wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
     assert starts(journal, result) == [0]
     assert len(journal.wait_for("after")) == 1
@@ -92,7 +92,7 @@ def test_attempt_that_was_retried_runs_once_though_it_was_delivered_twice(
         gates(name)
         journal.wait_for("start", 2, task_id=result.id)
         gates(name)
-        module.wait_for_log(f"[{result.id}] has ended before, and was delivered again")
+        module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
         wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
         assert starts(journal, result) == [0, 1]
 

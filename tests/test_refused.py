@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from celery import Celery, Task, signature
+from celery import Celery, Task, _state, shared_task, signature
 from celery.signals import import_modules
 
 from celery_setnx import OptionError, SingletonTask, check, send_task, singleton
@@ -68,6 +68,17 @@ def test_request_that_cannot_be_imported_refuses_each_call_and_no_other_task(app
         with pytest.raises(OptionError, match=r"lost cannot be guarded \(ModuleNotFoundError"):
             lost.delay(7)
     assert fine.delay(7).id
+
+
+@pytest.mark.parametrize("declared", ["app", "shared"])
+@pytest.mark.parametrize("base", ["SingletonTask", "celery_setnx.SingletonTask"])
+def test_base_class_that_is_given_by_its_name_says_what_to_write(app, monkeypatch, declared, base):
+    """Celery would derive a class from the text: a metaclass conflict."""
+    monkeypatch.setattr(_state, "_get_active_apps", list)  # those of other tests are finalized
+    task = app.task if declared == "app" else shared_task
+    task(base=base)(settle)
+    with pytest.raises(OptionError, match=f"settle has base='{base}', a text: .* write base=SingletonTask"):
+        check(app)
 
 
 CALLS = {

@@ -11,12 +11,12 @@ import pytest
 from billiard.exceptions import WorkerLostError
 from celery import Celery
 
-from celery_setnx import SingletonTask
+from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.lock.line import leave, park
-from celery_setnx.lock.marks import Mark, free_all, mark_all
+from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.run import ends as ends_module
 from celery_setnx.run.ends import Ends, ends_of_process
 from tests.conftest import LOCK_DB
@@ -278,3 +278,27 @@ def test_event_loop_asks_for_a_revoked_call_by_its_quick_client(waiting, monkeyp
     leave(client, place, copy="x2")  # which has begun
     assert Delivered(waiting, call=call).request.revoked()
     assert asked == [quick_client_for(waiting.app)]
+
+
+def test_success_is_taken_back_though_redis_was_away_for_longer_than_the_lease(locks, proxy, caplog):
+    """Its process died after the release, and the lock needs nobody any more: the success does."""
+    app = Celery("daily", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(setnx_url=proxy.url(LOCK_DB), setnx_prefix="t", setnx_timeout=0.1)
+
+    def body() -> None: ...
+
+    options = {"key": (), "lease": 0.1, "dedupe": "until_done", "dedupe_for": 600}
+    task = app.task(body, base=SingletonTask, name="daily", shared=False, singleton=options)
+    call = Call("daily", "id-1", key="t:{daily}", bare=False)
+    request = Delivered(task, call=call).request
+    held = SetnxLock(locks, call.key, line=True).acquire(token=request._token).lock
+    held.release(done_for=600)
+    request.worker_pid = 1
+    caplog.set_level("INFO")
+    with proxy.black_hole():
+        request.free_dead()
+        wait_until(lambda: "It is not tried again" in caplog.text, "the lock is given up")
+        assert done_by(locks, call.key) == "id-1"
+    wait_until(lambda: done_by(locks, call.key) is None, "it counts no more")
+    client_for(app).close()
+    app.close()

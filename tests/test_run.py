@@ -4,7 +4,8 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -12,19 +13,30 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 
-from celery_setnx import LockLost, LockTimeout, SetnxError, SetnxLock, SingletonTask
+from celery_setnx import (
+    LockLost,
+    LockTimeout,
+    SetnxError,
+    SetnxLock,
+    SingletonTask,
+    current_lock,
+    is_skipped,
+)
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.lock import HeldLock
-from celery_setnx.lock.marks import Mark, mark_all
-from celery_setnx.lock.names import done_name, record_name
+from celery_setnx.lock.marks import Mark, done_by, mark_all
+from celery_setnx.lock.names import record_name
+from celery_setnx.lock.record import task_token
 from celery_setnx.options import Rate
 from celery_setnx.run.run import Run
+from celery_setnx.signals import lock_acquired, lock_lost, lock_released
 from tests.conftest import LOCK_DB
-from tests.harness import raising, wait_until
+from tests.harness import age, raising, wait_until
 
 KEY = "setnx:{guarded}"
 
@@ -113,6 +125,46 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks, cho
     assert SetnxLock(locks, KEY).acquire().acquired
 
 
+def test_lock_that_is_held_for_a_retry_which_has_run_is_free(task, locks):
+    """The lock server came back with older data: the other call's result tells that it has ended."""
+    other = uuid.uuid4().hex
+    SetnxLock(locks, KEY, line=True).acquire(token=task_token(other, 0, "ab")).lock.hold(3600)
+    task.backend.persistent = True
+    task.backend.mark_as_retry(other, ValueError())
+    assert is_skipped(execute(task, lambda: pytest.fail("the body ran")))
+    task.backend.mark_as_done(other, "result")
+    assert execute(task, lambda: "ran") == "ran"
+
+
+def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks, monkeypatch):
+    """Its worker asks, as a publisher does: the mark is older data, and this call is the one queued."""
+    monkeypatch.setattr(task._guard, "options", replace(task._guard.options, dedupe="until_started"))
+    task.backend.persistent = True
+    SetnxLock(locks, KEY).acquire()
+    other = Mark(KEY, uuid.uuid4().hex)
+    mark_all(locks, [other], dedupe="until_started", lease=600)
+    asking = run_of(task).asking
+    outcome = asking.ask()
+    assert asking.conflict(outcome).queued_as == other.task_id
+    task.backend.mark_as_done(other.task_id, "result")
+    assert asking.conflict(outcome).queued_as is None
+    assert locks.get(other.name) == task.request.id
+
+
+@pytest.mark.parametrize(("task_id", "runs"), [("", False), ("nightly", True)], ids=["random", "its user's"])
+def test_call_that_is_woken_after_it_has_ended_is_dropped(task, task_id, runs):
+    """The lock server came back with older data, in which it waits. A user's own id may be given again."""
+    task.backend.persistent = True
+    task.request.id = task_id or uuid.uuid4().hex
+    vars(task.request).update(Call(task.name, task.request.id, key=KEY, copy="x1", since=1.0).as_headers())
+    task.backend.mark_as_done(task.request.id, "result")
+    if runs:
+        assert execute(task, lambda: "ran") == "ran"
+        return
+    with pytest.raises(Dropped):
+        execute(task, lambda: pytest.fail("the body ran"))
+
+
 @pytest.mark.parametrize("policy", ["skip", "raise", "retry", "wait"])
 def test_repeated_delivery_of_a_finished_call_is_dropped_whatever_its_pace(
     redelivered, locks, monkeypatch, policy
@@ -188,6 +240,42 @@ def test_what_became_of_the_lock_is_told_at_the_end_at_the_latest(task, locks, c
     assert not locks.exists(KEY)
 
 
+def in_thread(ask: Callable[[], Any]) -> Any:
+    """What another thread is answered."""
+    with ThreadPoolExecutor(1, "of_the_body") as executor:
+        return executor.submit(ask).result()
+
+
+@pytest.mark.parametrize("asks", ["self.lock", "current_lock()"])
+def test_thread_of_a_body_that_asks_for_the_lock_is_warned(task, caplog, asks):
+    """It has none there; the log says so once a call, and what to do. The body has it."""
+    ask = {"self.lock": lambda: task.lock, "current_lock()": current_lock}[asks]
+
+    def body() -> Any:
+        assert [in_thread(ask), in_thread(ask)] == [None, None]
+        return task.lock.fence
+
+    assert execute(task, body)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"guarded[{task.request.id}] runs, and thread of_the_body_0 beside it asked for")
+    assert "hand it the lock that the body has, lock = self.lock" in said
+
+
+def test_other_thread_that_asks_for_a_lock_is_not_warned(task, caplog):
+    """While no body runs, or if the thread has a call of its own."""
+
+    def call_of_its_own() -> Any:
+        _task_stack.push(task)
+        try:
+            return task.lock
+        finally:
+            _task_stack.pop()
+
+    assert in_thread(lambda: task.lock) is None
+    assert execute(task, lambda: in_thread(call_of_its_own)) is None
+    assert "thread" not in caplog.text
+
+
 def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
     """While the keeper waits for a late reply the lease may end: ensure() says so, and so does the signal."""
     run = run_of(task)
@@ -243,13 +331,48 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
         wait_until(lambda: words, "it is given back")
+    assert words == ["released"]
+    assert "lost its lock" not in caplog.text
     if rival is None:
-        assert words == ["released"]
         assert run.lock.holder() is None
     else:
-        assert words[0] in ("released", "lost"), words
         rival.renew()
         rival.release()
+
+
+@pytest.mark.parametrize("is_true", [False, True], ids=["after us", "beside us"])
+@pytest.mark.parametrize("hold", [False, True], ids=["release", "hold"])
+def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, monkeypatch, hold, is_true):
+    """Not if it came after: the release's reply is lost, and another acquires before it is sent again."""
+    script = (lock_module._HOLD if hold else lock_module._RELEASE).sha.encode()
+    rival, warm = SetnxLock(locks, KEY, lease=60), SetnxLock(locks, "warm").acquire().lock
+    assert warm.hold(1) == "held_for_retry"  # the server knows the scripts
+    assert warm.release() == "held_for_retry"
+    task.app.conf.setnx_url = proxy.url(LOCK_DB)
+    run, sent = run_of(task), []
+    token = f"{task.request.id}|1|ab" if hold else None
+    monkeypatch.setattr(run, "_send", lambda signal, **_details: sent.append(signal))
+
+    def acquire() -> None:
+        assert rival.acquire(token=token).acquired
+
+    def body() -> None:
+        if is_true:
+            locks.delete(KEY, record_name(KEY))
+            acquire()
+            age(locks, KEY, 10)
+        if hold:
+            raise Retry(when=0)
+
+    meanwhile = bool if is_true else acquire
+    with (
+        proxy.fault("drop_reply", containing=script),
+        proxy.fault("delay", containing=script, skip=1, meanwhile=meanwhile),
+        suppress(Retry),
+    ):
+        run.execute(body)
+    assert rival.release() == "released"
+    assert sent == [lock_acquired, lock_lost if is_true else lock_released]
 
 
 @pytest.fixture
@@ -273,7 +396,7 @@ def counting(task, monkeypatch) -> Any:
 def test_success_counts_if_the_call_was_surely_alone(counting, locks, meanwhile, counts):
     """Not if its lock was gone, or another's, when the body ended."""
     execute(counting, lambda: meanwhile(locks))
-    assert locks.get(done_name(KEY)) == (counting.request.id if counts else None)
+    assert done_by(locks, KEY) == (counting.request.id if counts else None)
 
 
 def test_lock_that_grew_old_while_redis_was_away_is_given_back(counting, locks, monkeypatch):

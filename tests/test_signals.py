@@ -44,9 +44,9 @@ def scenes(watched, apart) -> Any:
 
 
 def lines_about(worker: Worker, call: str, key: str) -> list[str]:
-    """Level and text of each line of ours that names a call and its key; of Celery's, those that say why."""
+    """Level and text of each line that names a call and its key, ours or Celery's."""
     found = [m for m in LINE.finditer(worker.log_text()) if key in m["text"] and f"[{call}]" in m["text"]]
-    return [f"{m['level']} {m['text']}" for m in found if not re.match(r"Task \S+ succeeded in", m["text"])]
+    return [f"{m['level']} {m['text']}" for m in found]
 
 
 def sent(journal: Journal, task_id: str) -> list[str]:
@@ -166,6 +166,8 @@ def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
     ]
 
 
+ABOUT_ONE = re.compile(r"^(self|order|key|plain|before)$|\b(call|key|task_id)$")
+EVENT = re.compile(r'\bfields\(\s*"(\w+)"')
 WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
 COMES_BACK = "INFO Task {celerys} retry: {key} is held by {holder}; comes back in {s} s (wait %s)"
 SCENES = {
@@ -227,6 +229,25 @@ def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, sce
     named = {"call": f"{name}({scenes.about})[{call.id}]", "celerys": f"{name}[{call.id}]"}
     for line, words in zip(lines, expected):
         assert re.fullmatch(pattern(words, **named, key=scenes.key), line), line
+
+
+def test_every_event_of_a_record_stands_in_the_table():
+    """Those that the package names, and the one of all other lines."""
+    rows = table((DOCS / "monitoring.md").read_text(), "`setnx_event`", "level", "when")
+    named = {name for path in PACKAGE.rglob("*.py") for name in EVENT.findall(path.read_text())}
+    assert {event.strip("`") for event, *_rest in rows} == named | {"trouble"}
+
+
+def test_every_line_about_a_call_or_a_key_has_its_fields():
+    """Whatever a line says in words of a call, a task's id or a lock's key."""
+    bare = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_line = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger.")
+            if is_line and "extra" not in [keyword.arg for keyword in node.keywords]:
+                said = [ast.unparse(argument) for argument in node.args]
+                bare += [f"{path.name}:{node.lineno}" for each in said if ABOUT_ONE.search(each)]
+    assert bare == []
 
 
 def test_all_modules_log_to_one_logger():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call import wake
 from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
@@ -20,8 +20,9 @@ from celery_setnx.lock.names import key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, Served
 from celery_setnx.run import courier, sweep
 from celery_setnx.run.courier import Order
-from celery_setnx.run.sweep import Sweep, Swept
-from tests.harness import age, server_us
+from celery_setnx.run.looks import Swept
+from celery_setnx.run.sweep import Sweep
+from tests.harness import age, due_set, server_us, wait_until
 
 
 class Courier:
@@ -85,7 +86,76 @@ def test_only_lines_of_tasks_that_the_worker_has_are_swept(app, locks, swept):
         due(app, locks, key_name("t", task, ""), task)
     assert swept.sweep(app).lines == 1
     assert swept.woken == ["t"]
-    assert locks.zscore(lines_of(app), f"unknown\n{key_name('t', 'unknown', '')}") is not None
+    assert locks.zscore(due_set(app, "unknown"), key_name("t", "unknown", "")) is not None
+
+
+def test_sweep_costs_the_same_whatever_lines_of_other_tasks_are_due(app, locks, swept):
+    """Those of a task whose workers are all down held up everybody: for 100,000 the server stood still."""
+
+    def commands() -> dict[str, int]:
+        locks.config_resetstat()
+        swept.sweep(app)
+        found = locks.info("commandstats")
+        return {name: told["calls"] for name, told in found.items() if "_z" in name}
+
+    swept._unswept._next = float("inf")
+    before = commands()
+    names = [key_name("t", "unknown", f"{number:032x}") for number in range(3000)]
+    locks.zadd(due_set(app, "unknown"), dict.fromkeys(names, 1_000_000))
+    locks.expire(due_set(app, "unknown"), 60)
+    assert commands() == before == {}
+
+
+def test_worker_of_many_idle_tasks_asks_for_many_at_once(app, locks, swept):
+    """Sets that are not there cost next to nothing: with 300 tasks the others' locks need not wait for it."""
+
+    def idle() -> None: ...
+
+    for number in range(300):
+        app.task(base=SingletonTask, shared=False, name=f"idle{number}")(idle)
+    key = app.tasks["idle7"].lock_key()
+    wait(locks, key)
+    due(app, locks, key, "idle7")
+    locks.config_resetstat()
+    assert swept.sweep(app).lines == 1
+    found = locks.info("commandstats")
+    assert found["cmdstat_exists"]["calls"] < 25
+    assert found["cmdstat_zrangebyscore"]["calls"] < 25
+    assert swept.woken == ["id-1"]
+
+
+def test_lines_of_no_task_are_always_found_last(app, locks):
+    """A task with hundreds of lines that are due again and again would hold up those behind it."""
+    for task in ("t", "paced"):
+        for number in range(100):
+            due(app, locks, key_name("t", task, f"{number:032x}"), task)
+
+    def first() -> str:
+        for name in due_set(app, "t"), due_set(app, "paced"):
+            locks.zadd(name, dict.fromkeys(locks.zrange(name, 0, -1), 1_000_000))
+        return claim(locks, lines_of(app), ["t", "paced"], ["paced"]).lines[0][0]
+
+    assert {first() for _ in range(100)} == {"t", "paced"}
+
+
+def test_old_entries_of_a_task_that_no_worker_has_are_dropped_when_one_is_noted(app, locks):
+    """Nobody sweeps them, and the set would grow for ever."""
+    locks.zadd(due_set(app, "t"), {"old": 1_000_000, "young": server_us(locks) - 60_000_000})
+    due(app, locks, "new")
+    assert locks.zrange(due_set(app, "t"), 0, -1) == ["young", "new"]
+    assert locks.ttl(due_set(app, "t")) > 0
+
+
+def test_line_is_noted_and_swept_though_the_servers_memory_is_full(app, locks, swept):
+    """A full server grants nothing, but lets lines go on."""
+    key = app.tasks["t"].lock_key()
+    wait(locks, key)
+    locks.config_set("maxmemory", 1)
+    try:
+        due(app, locks, key)
+        assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
+    finally:
+        locks.config_set("maxmemory", 0)
 
 
 def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_keys):
@@ -98,7 +168,7 @@ def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_ke
         due(app, locks, key)
     swept.sweep(app)
     assert swept.woken == ["id-1"]
-    assert locks.zcard(lines_of(app)) == 3  # both, and the epoch
+    assert locks.zcard(due_set(app, "t")) == 2
 
 
 def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhile(app, locks, swept):
@@ -109,9 +179,9 @@ def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhil
     assert claimed.lines == [("t", key)]
     due(app, locks, key)
     sweep.settle(locks, lines_of(app), "t", key, claimed, within=None)
-    assert locks.zcard(lines_of(app)) == 2
+    assert locks.zcard(due_set(app, "t")) == 1
     swept.sweep(app)
-    assert locks.zcard(lines_of(app)) == 1
+    assert not locks.exists(due_set(app, "t"))
 
 
 @pytest.mark.parametrize(("told_s", "noted_s"), [(0.5, 10.0), (10.0, 0.5), (None, 0.5)])
@@ -127,7 +197,7 @@ def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, 
     due(app, locks, key, "paced")
     before = server_us(locks)
     found = swept.sweep(app)
-    at = locks.zscore(lines_of(app), f"paced\n{key}")
+    at = locks.zscore(due_set(app, "paced"), key)
     left_s, at_most_s = ((at - now) / 1e6 for now in (server_us(locks), before))
     assert left_s <= 0.5
     assert left_s - 0.001 <= found.next_s <= at_most_s + 0.001
@@ -139,7 +209,7 @@ def test_more_lines_than_one_round_takes_are_known_to_be_more(app, locks, swept)
         key = key_name("t", "t", f"{number:032x}")
         wait(locks, key, f"id-{number}")
         due(app, locks, key)
-    assert [swept.sweep(app).next_s == 0 for _ in range(2)] == [True, False]
+    assert [swept.sweep(app).are_more for _ in range(2)] == [True, False]
     # Some twice, where a round takes as long as a lock is kept for whom it wakes.
     assert set(swept.woken) == {f"id-{number}" for number in range(150)}
 
@@ -178,7 +248,39 @@ def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog)
     swept._client = client_for(app_without_server())
     while swept._turn(app):
         pass
-    assert caplog.text.count("No line is swept until this ends") == 1
+    assert caplog.text.count("Lines are not swept until this ends") == 1
+
+
+def test_lines_of_living_nodes_are_served_though_another_is_away(app, locks, swept, monkeypatch, caplog):
+    """And that one's outage is said."""
+    key = key_name("t", "t", "")
+    wait(locks, key)
+    due(app, locks, key)
+    error = LockUnavailable("t:lines:0:{7}", "TimeoutError")
+    monkeypatch.setattr(sweep, "claim", lambda *args: claim(*args)._replace(error=error))
+    swept._wait_s = 0.0
+    assert swept._turn(app)
+    assert swept.woken == ["id-1"]
+    assert "Lines are not swept until this ends" in caplog.text
+    assert swept._look(app).error is error  # which ends no timed look
+
+
+def test_lines_are_swept_though_replies_are_slow(app, locks, swept, proxy, monkeypatch):
+    """A sweep that times out waits longer the next time, and gives up soon again when replies are fast."""
+    monkeypatch.setattr(sweep, "_TIMEOUT_S", 0.05)
+    swept._timeout_s, swept._state = 0.05, []
+    app.conf.setnx_url = proxy.url(1)
+    key = key_name("t", "t", "")
+    wait(locks, key)
+    due(app, locks, key)
+
+    def turn() -> Any:
+        swept._wait_s = 0.0
+        return swept._turn(app)
+
+    with proxy.fault("delay_reply", seconds=0.12, times=1000):
+        wait_until(lambda: turn() and swept.woken == ["id-1"], "the line goes on")
+    wait_until(lambda: turn() and swept._timeout_s == 0.05, "it gives up soon again")
 
 
 def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monkeypatch):

@@ -1,14 +1,15 @@
 """A soft time limit, which may strike anywhere in a task's process: it is the body's, and nobody keeps it."""
 
+import pydoc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.task import Context
 
-from celery_setnx import SetnxLock, SingletonTask
+from celery_setnx import Conflict, SetnxLock, SingletonTask
 from celery_setnx.address import _provider
 from celery_setnx.call import arrived, delay
 from celery_setnx.call.back import Message, come_back, known_result
@@ -16,8 +17,9 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.queues import delayed_way_to
 from celery_setnx.call.wake import wake_all
 from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.lock.line import park
-from celery_setnx.lock.names import line_names
+from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.run import events
 from celery_setnx.signals import lock_woken
 from tests.conftest import LOCK_DB
@@ -143,6 +145,33 @@ def test_time_limit_is_passed_on_wherever_it_strikes(task, monkeypatch, strikes)
     """Whatever else may fail there is survived; a time limit that is kept never ends the body."""
     with pytest.raises(SoftTimeLimitExceeded):
         strikes(task, monkeypatch)
+
+
+FAILURES = {
+    "in_line": ("celery_setnx.run.park.park", SoftTimeLimitExceeded()),
+    "with_courier": ("celery_setnx.run.courier.Order.send", SoftTimeLimitExceeded()),
+    "reply_of_broker_lost": ("celery_setnx.run.courier.Order.send", OSError("no reply")),
+}
+
+
+@pytest.mark.parametrize("policy", ["wait", "join", Conflict.wait])
+@pytest.mark.parametrize(("step", "error"), FAILURES.values(), ids=FAILURES)
+def test_call_that_fails_while_it_is_parked_waits_no_more(task, locks, monkeypatch, policy, step, error):
+    """It is started neither from the line nor by its courier, also if no result is stored."""
+    monkeypatch.setattr(type(task), "singleton", {"on_conflict": policy})
+    key, done = task.lock_key(), pydoc.locate(step)
+
+    def struck(*args: Any, **details: Any) -> NoReturn:
+        done(*args, **details)
+        raise error
+
+    monkeypatch.setattr(step, struck)
+    with SetnxLock(locks, key, line=True), pytest.raises((SoftTimeLimitExceeded, LockUnavailable)):
+        task()
+    assert locks.zcard(line_names(key)[0]) == 0
+    place = Call("limited", "id-1", key=key).place(600)
+    assert park(locks, place, since=10.0, call="its courier's").state == "stale"
+    assert locks.ttl(ticket_name(key, "id-1", "")) >= 600  # as long as its courier may come
 
 
 def test_time_limit_that_strikes_while_the_next_is_woken_gives_back_what_was_handed_to_it(

@@ -314,13 +314,14 @@ def test_one_pending_call_of_a_dead_worker_runs_though_nobody_publishes(stage, j
     assert not stage.tasks.pending.delay(stage.key).deduplicated
 
 
-def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, both):
+@pytest.mark.parametrize("stamp", [False, True], ids=["by its id", "by a stamp"])
+def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, both, stamp):
     """While it waits, and within a sweep: changes that come after the revoke are no duplicates of it."""
     pending = stage.tasks.pending
     first = stage.held(task=pending)
-    second = stage.parked(task=pending)
+    second = stage.parked(task=pending, **{"stamped_headers": ["who"], "who": stage.key} if stamp else {})
     assert pending.delay(stage.key).id == second.id
-    revoke(stage.tasks.app, second, *both)
+    revoke(stage.tasks.app, second, *both, **{"who": stage.key} if stamp else {})
     wait_until(lambda: not locks.exists(mark_name(pending.lock_key(stage.key))), "its mark is gone")
     third = pending.delay(stage.key)
     assert not third.deduplicated
@@ -328,6 +329,21 @@ def test_revoked_pending_call_leaves_its_key_free_to_be_published(stage, locks, 
     stage.have_run([first, third])
     assert second.state == "REVOKED"
     assert second.id not in stage.starts()
+
+
+@pytest.mark.parametrize("held_by", ["another", "itself"])
+def test_calls_with_one_task_id_all_run(stage, held_by):
+    """Their publisher has made it up; one stands in the line, and the others ask again until it has begun."""
+    same = {"task_id": f"nightly-{stage.key}"}
+    short = {"singleton": {"retry_delay_max": 0.3}}
+    stage.held(**(same if held_by == "itself" else {}))
+    for _ in range(3):
+        stage.task.apply_async([stage.key], **same, **short)
+    stage.journal.wait_for("waiting", **same)
+    count = 4 if held_by == "itself" else 3
+    stage.journal.wait_for("postrun", count, **same)
+    stage.open()
+    wait_until(lambda: stage.starts().count(same["task_id"]) == count, "all have run")
 
 
 def test_ticket_of_a_call_that_has_begun_outlasts_its_workers(stage, locks):
@@ -533,7 +549,7 @@ def test_late_copy_of_a_call_changes_nothing(stage, journal, gates, locks, worke
         gates(f"{stage.gate}-x")
         stage.have_run([second, third])
     wake_again()
-    worker.wait_for_log(f"[{second.id}] has been started by another message")
+    worker.wait_for_log(f"[{second.id}]: this message is dropped: another message has started")
     if not has_ended:
         gates(f"{stage.gate}-x")
     stage.have_run([second, third])

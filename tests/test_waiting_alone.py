@@ -15,7 +15,7 @@ from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock,
 from celery_setnx.call.back import ComesBack, Message
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER, lines_of, wake, wake_all
+from celery_setnx.call.wake import COURIER, wake, wake_all
 from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
@@ -26,7 +26,7 @@ from celery_setnx.run import park as parking
 from celery_setnx.run.courier import Order
 from celery_setnx.run.join import holders_result
 from celery_setnx.run.park import Parked, wait_in_line
-from tests.harness import age, raising
+from tests.harness import age, due_set, raising
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
@@ -115,7 +115,7 @@ def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server
     with running(server.url(1)) as task:
         task.app.conf.update(broker_url=GONE, broker_connection_retry=False)
         wake_all(task.app, lock)
-        (due_us,) = [us for entry, us in locks.zrange(lines_of(task.app), 0, -1, withscores=True) if entry]
+        ((_, due_us),) = locks.zrange(due_set(task.app, "t"), 0, -1, withscores=True)
     assert lock.holder() is None
     assert locks.zrange(line_names(KEY)[0], 0, -1, withscores=True) == [("id-1", 10_000_000)]
     assert locks.hget(line_names(KEY)[1], "id-1").startswith("0|")

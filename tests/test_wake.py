@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
-from celery import Celery
+from celery import Celery, uuid
 from celery.exceptions import QueueNotFound, Reject
 
 from celery_setnx import SetnxLock, SingletonTask, log
@@ -22,11 +22,12 @@ from celery_setnx.call.wake import COURIER, let_the_line_go_on, lines_of, wake_a
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import PASSED_OVER, note_due, park
 from celery_setnx.lock.names import line_names
+from celery_setnx.lock.record import task_token
 from celery_setnx.run import unswept as unswept_module
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
 from celery_setnx.run.unswept import Unswept
-from tests.harness import raising
+from tests.harness import due_set, raising
 
 JSON = "application/json"
 
@@ -110,7 +111,7 @@ class Shop:
 
     def overdue(self, locks: Any, task: str = "bill", by_s: float = 60) -> None:
         """The app's workers have not looked at the line when it was due."""
-        locks.zincrby(lines_of(self.app), -(30 + by_s) * 1e6, f"{task}\n{self.key(task)}")
+        locks.zincrby(due_set(self.app, task), -(30 + by_s) * 1e6, self.key(task))
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_call_is_sent_though_a_sweeper_died_before_it_sent_it(locks, shop):
     b.step._serve = lambda *_: None  # it dies
     b.step.sweep(b.app)
     del b.step._serve
-    locks.zincrby(lines_of(b.app), -3e6, f"bill\n{b.key()}\nb1")
+    locks.zincrby(due_set(b.app, "bill"), -3e6, f"{b.key()}\nb1")
     b.step.sweep(b.app)
     assert b.sent() == ["b1"]
 
@@ -201,7 +202,7 @@ def test_call_that_has_its_place_again_is_not_sent(locks, shop):
     note_due(locks, lines_of(b.app), "bill", f"{b.key()}\nb1", within=0)
     b.step.sweep(b.app)
     assert b.sent() == []
-    assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is None
+    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is None
 
 
 def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, shop):
@@ -224,7 +225,7 @@ def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, shop):
     b.waits("b1", 10.0, text=b.packed(call, content_type="application/x-of-theirs"))
     a.serve()
     assert SetnxLock(locks, a.key()).holder().task_id == "b1"
-    assert locks.zscore(lines_of(b.app), f"bill\n{b.key()}\nb1") is not None
+    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is not None
 
 
 def test_three_permits_go_to_calls_of_two_brokers(locks, shop):
@@ -259,7 +260,7 @@ def test_call_of_another_broker_is_not_sent_while_its_lock_rests(locks, shop):
     b.waits("b1", 10.0)
     a.ends(held, at_least_for=20)
     assert (a.sent(), b.sent()) == ([], [])
-    due_us = locks.zscore(lines_of(b.app), f"bill\n{b.key()}")
+    due_us = locks.zscore(due_set(b.app, "bill"), b.key())
     assert 0 < due_us / 1e6 - locks.time()[0] <= 21
 
 
@@ -277,9 +278,9 @@ def test_call_of_a_task_that_is_not_guarded_here_is_sent_by_a_worker_where_it_is
     a.serve()
     a.step.sweep(a.app)
     assert a.sent() == []
-    entry = f"report\n{both.key('report')}\nr1"
-    assert locks.zscore(lines_of(a.app), entry) is not None
-    locks.zincrby(lines_of(a.app), -5e6, entry)
+    entry = f"{both.key('report')}\nr1"
+    assert locks.zscore(due_set(a.app, "report"), entry) is not None
+    locks.zincrby(due_set(a.app, "report"), -5e6, entry)
     both.step.sweep(both.app)
     assert both.sent() == ["r1"]
 
@@ -606,3 +607,16 @@ def test_outage_does_not_end_the_watch(monkeypatch, shop):
     monkeypatch.setattr(unswept_module, "note_lines", lambda *_: (_ for _ in ()).throw(ConnectionError()))
     with pytest.raises(ConnectionError):
         watch.look(a.app, a.step._client, None)
+
+
+def test_line_goes_on_past_a_lock_that_is_held_for_a_retry_which_has_run(server, locks):
+    """The lock server came back with older data, and nobody asks for the lock anew."""
+    shop, other = Shop(server, "older"), uuid()
+    shop.app.conf.result_backend = "cache+memory://"
+    backend = shop.app.tasks["bill"].backend
+    backend.persistent = True
+    SetnxLock(locks, shop.key(), line=True).acquire(token=task_token(other, 0, "ab")).lock.hold(3600)
+    shop.waits("w1", 1.0)
+    assert (shop.serve().heir, shop.sent()) == (None, [])
+    backend.mark_as_done(other, "result")
+    assert (shop.serve().heir.task_id, shop.sent()) == ("w1", ["w1"])

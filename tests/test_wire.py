@@ -353,3 +353,17 @@ def test_number_of_keys_stays_a_number_for_a_client_of_another_kind():
     client = SimpleNamespace(execute_command=lambda *command: list(command))
     script = Script("look")
     assert script(client, ("a", "b"), 7, "c") == ["EVALSHA", script.sha, 2, "a", "b", "7", "c"]
+
+
+def test_worker_has_one_connection_and_each_of_its_processes_one(locks, start_worker, tasks, name):
+    """What `maxclients` has to allow: the parent's sweep, and whoever runs a task."""
+
+    def connections() -> list[str]:
+        return [each["cmd"] for each in locks.client_list() if each["name"] == name]
+
+    options = {"client_name": name}
+    worker = start_worker(concurrency=1, queues=name, conf={"setnx_transport_options": options})
+    wait_until(lambda: "evalsha" in connections(), "the parent sweeps")
+    assert len(connections()) == 1, worker.log_text()
+    assert tasks.work.apply_async(("n",), queue=name).get(timeout=60) == "n"
+    assert len(connections()) == 2, worker.log_text()

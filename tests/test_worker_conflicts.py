@@ -20,7 +20,7 @@ def again(gates: Any, result: Any) -> None:
     assert result.get(timeout=60) == "gated"
 
 
-def test_auto_skips_a_plain_call(tasks, journal, holding):
+def test_auto_skips_a_plain_call(tasks, worker, journal, holding):
     """A call on its own is skipped at once, with a result that names the holder.
 
     A producer that does not know the task's class sends no key; the worker computes the same one.
@@ -31,7 +31,7 @@ def test_auto_skips_a_plain_call(tasks, journal, holding):
         assert is_skipped(result)
         assert result["holder"]["task_id"] == first.id
         assert result["task"] == tasks.work.name
-        assert first.id in result["holder"]["description"]
+        assert result["holder"]["worker"] == f"{worker.name}@test"
         journal.wait_for("postrun", task_id=second.id)
         assert journal.words(second.id) == ["conflict", "postrun"]
         by_name = tasks.app.send_task(tasks.work.name, kwargs={"name": "gated"})

@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_setnx import SingletonTask, current_lock
 from celery_setnx.lock.lock import HeldLock, Released
-from celery_setnx.lock.names import done_name
+from celery_setnx.lock.marks import done_by
 from tests.app import control, journal, make_app
 from tests.doneapp import Unwritable
 
@@ -48,9 +48,9 @@ def body(self: Any, name: str, ends: str) -> Any:
     """Journal the start, work for a moment, and end as told."""
     lock = current_lock()
     assert lock is not None
-    done = lock.client.get(done_name(lock.key))
+    done = done_by(lock.client, lock.key)
     about = {"task_id": self.request.id, "key": lock.key, "ends": ends, "parent": os.getppid()}
-    journal.write("start", done=done and done.decode(), **about)
+    journal.write("start", done=done, **about)
     time.sleep(0.002)  # the work
     if ends == "failing":
         raise ValueError(name)

@@ -43,7 +43,7 @@ from celery_setnx.call.queues import (
 from celery_setnx.configured import until_changed
 from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.wording import unstopped
 
 logger = Log("celery_setnx")
@@ -66,7 +66,8 @@ _DEATHS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
 _NO_HEADERS = frozenset(
     "args kwargs callbacks errbacks chain chord called_directly is_eager hostname properties reply_to utc "
     "correlation_id delivery_info redelivered compression eta time_limit soft_time_limit logfile loglevel "
-    f"taskset setnx_lock _setnx_run _setnx_running _protected _children {HEADER}".split()
+    "taskset setnx_lock _setnx_run _setnx_running _setnx_start _setnx_no_body _setnx_said _protected "
+    f"_children {HEADER}".split()
 )
 _PACKED = ("headers", "properties", "queue", "content_type", "broker")
 # What goes back of a message's properties as it is: AMQP's own, and the group of SQS.
@@ -278,6 +279,15 @@ def call_and_broker(text: str) -> tuple[Call, str]:
     return Call.of(str(headers.get("task")), headers), told["broker"]
 
 
+def stamps_in(text: str) -> Mapping[str, Any]:
+    """The stamps of a packed call, by which it may be revoked; none if it has none, or is no packed call."""
+    try:
+        headers = _parsed(text)["headers"]
+        return {name: headers["stamps"][name] for name in headers["stamped_headers"]}
+    except (ValueError, TypeError, LookupError):
+        return {}
+
+
 def stamped(text: str, broker: str) -> str:
     """A packed message that is to go back to this broker; the same text if it is already."""
     told = _parsed(text)
@@ -310,7 +320,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
     message = Message.of(task)
     if own and not message.may_come_back(task.app):
-        logger.warning(_DROPPED_COPY, call, reason)
+        logger.warning(_DROPPED_COPY, call, reason, extra=fields("dropped", call))
         raise Dropped(reason)
     try:
         message.send(task.app, call, countdown)
@@ -318,7 +328,9 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
         not_taken_back(task, call, error, reason)
     text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
     if own:
-        logger.info("%s waits for another delivery of itself: %s.", call, text)
+        logger.info(
+            "%s waits for another delivery of itself: %s.", call, text, extra=fields("comes_back", call)
+        )
         raise Waits(text, countdown)
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 
@@ -331,7 +343,14 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoR
     pass_on_time_limit(error)
     is_delivered_again = task.acks_late and Message.of(task).may_come_back(task.app)
     text = "%s could not be sent back to the broker (%s) while %s. It %s."
-    logger.error(text, call, error, reason, "is delivered again" if is_delivered_again else "fails")
+    logger.error(
+        text,
+        call,
+        error,
+        reason,
+        "is delivered again" if is_delivered_again else "fails",
+        extra=fields(of=call),
+    )
     if is_delivered_again:  # at once, and again and again if nobody mends that
         time.sleep(_REQUEUE_S)
         raise Reject(reason, requeue=True) from error
@@ -386,7 +405,12 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
-        logger.warning("%s goes on, though it may have ended: its result is not known (%s).", call, error)
+        logger.warning(
+            "%s goes on, though it may have ended: its result is not known (%s).",
+            call,
+            error,
+            extra=fields(of=call),
+        )
         return {}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any
 
-from celery import Task
+from celery import Task, _state
 from celery.utils.imports import symbol_by_name
 
 from celery_setnx.call.outermost import is_celerys_own
@@ -141,6 +141,18 @@ def refuse_forgotten_base(task: type[Task], name: str) -> None:
         )
 
 
+def refuse_named_base() -> None:
+    """Refuse a base class that is given by its name: Celery derives a class from the text itself."""
+    for declared in list(_state._on_app_finalizers):
+        function, options = _declaration_in(declared)
+        base = options.get("base")
+        if isinstance(base, str) and "SingletonTask" in base:
+            raise OptionError(
+                f"{options.get('name') or _shown(function)} has base={base!r}, a text: Celery takes the "
+                "class itself; write base=SingletonTask, and import that from celery_setnx"
+            )
+
+
 def is_options(value: Any) -> bool:
     """Whether this is a mapping of options of ours, and not an empty one."""
     return isinstance(value, Mapping) and bool(value) and set(value) <= set(NAMES)
@@ -154,6 +166,14 @@ def is_known(task: type[Task], attribute: str) -> bool:
 def is_code(value: Any) -> bool:
     """Whether an attribute of a class is a method, a property or the like."""
     return callable(value) or hasattr(value, "__get__")
+
+
+def _declaration_in(declared: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function and the options of a task that `@app.task` or `@shared_task` has declared for all apps."""
+    is_celerys = getattr(declared, "__module__", None) in ("celery.app", "celery.app.base")
+    held = [cell.cell_contents for cell in declared.__closure__] if is_celerys else []
+    options = next((value for value in held if isinstance(value, dict)), {})
+    return next(filter(callable, held), None), options
 
 
 def _misplaced(who: str, options: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
 from celery_setnx.arguments import Arguments, copied
+from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_unless_away
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call
@@ -25,8 +26,8 @@ from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
-from celery_setnx.lock.marks import GRACE_S, Mark, Marked, extend_all, free_all, grace_s, mark_all
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.lock.marks import GRACE_S, Mark, Marked, grace_s
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -196,6 +197,7 @@ class FanningOut:
                 self.counts.duplicates,
                 self.counts.total,
                 self.task.name,
+                extra=fields("duplicates", task=self.task.name),
             )
         if self.counts.failed:
             logger.error(
@@ -204,6 +206,7 @@ class FanningOut:
                 self.counts.total,
                 self.task.name,
                 self.counts.first_error,
+                extra=fields(task=self.task.name),
             )
 
     def _draw(self, call: Any) -> None:
@@ -263,7 +266,7 @@ class FanningOut:
 
     def _marked(self, batch: list[_Distinct], lease: float) -> list[_Distinct]:
         """Mark the keys; those that are no duplicates are to be sent."""
-        found = mark_all(
+        found = mark_unless_away(
             client_for(self.guard.app),
             [call.mark for call in batch],
             dedupe=self.guard.options.asks,
@@ -350,13 +353,13 @@ class FanningOut:
 
     def _extend(self, sent: list[_Distinct], lease: float) -> None:
         marks = [call.mark for call in sent if call.told.marked]
-        error = extend_all(client_for(self.guard.app), marks, [lease] * len(marks)) if marks else None
+        error = extend_unless_away(client_for(self.guard.app), marks, lease) if marks else None
         if error is not None:
             self._warn_once(error)
 
     def _free(self, calls: list[_Distinct]) -> None:
         marks = [call.mark for call in calls if call.told.marked]
-        error = free_all(client_for(self.guard.app), marks) if marks else None
+        error = free_unless_away(client_for(self.guard.app), marks) if marks else None
         if error is not None:
             self._warn_once(error)
 
@@ -369,6 +372,7 @@ class FanningOut:
                 self.task.name,
                 GRACE_S,
                 error,
+                extra=fields(task=self.task.name),
             )
         self.warned = True
 

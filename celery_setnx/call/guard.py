@@ -10,9 +10,11 @@ from typing import Any
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.backends.base import DisabledBackend
+from kombu.exceptions import SerializerNotInstalled
+from kombu.serialization import dumps
 from kombu.utils import json
 
-from celery_setnx.arguments import Arguments
+from celery_setnx.arguments import Arguments, pass_on_time_limit
 from celery_setnx.call.message import REPLACED, Call
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
@@ -20,8 +22,19 @@ from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import key_name, mark_name, scope_and_digest
-from celery_setnx.log import Log
-from celery_setnx.options import NAMES, OF_THE_TASK, Options, Settings, check_name, merged, plain, settings_of
+from celery_setnx.log import Log, fields
+from celery_setnx.options import (
+    NAMES,
+    OF_THE_TASK,
+    UNSET,
+    Options,
+    Settings,
+    check_name,
+    merged,
+    plain,
+    settings_of,
+)
+from celery_setnx.wording import ABOUT, shortened
 
 logger = Log("celery_setnx")
 
@@ -82,7 +95,7 @@ class Guard:
             if before is None or not before.key or not new.attempt % REPLACED:
                 raise
             text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
-            logger.warning(text, before, before.key, error)
+            logger.warning(text, before, before.key, error, extra=fields(of=before))
             key, about = before.key, before.about if shown else ""
         # A later attempt of a call stays that call; what else is published under its id is another.
         is_later = before is not None and before.attempt < new.attempt
@@ -118,7 +131,7 @@ class Guard:
         except SoftTimeLimitExceeded:  # of the task that is running
             raise
         except Exception as error:  # noqa: BLE001 - an OptionError, or whatever such values lead to
-            logger.warning("%s runs without options of its own: %s.", call, error)
+            logger.warning("%s runs without options of its own: %s.", call, error, extra=fields(of=call))
             known = {}
         return call._replace(options=known)
 
@@ -134,6 +147,14 @@ class Guard:
         else:
             digest = function.digest(*arguments)
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
+
+    def asked(self, arguments: Arguments) -> tuple[str, str]:
+        """The Redis key of a call that somebody asks about, and what it was made of.
+
+        Arguments that the key does not name may be missing.
+        """
+        digest, about = self.key_function.asked(*arguments)
+        return key_name(self.settings.prefix, self.scope_of({}), digest), about
 
     def may_have(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has the key of its arguments, as far as that can be told again.
@@ -167,13 +188,29 @@ class Guard:
         return self._checked(merged(f"a call of {self.task}", *self.layers, call))
 
     def _checked(self, options: Options) -> Options:
-        """Refuse to join a result that nobody stores."""
+        """Refuse to join a result that nobody stores, and to skip with one that cannot be stored."""
         if options.on_conflict == "join" and self.ignores_result:
             raise OptionError(
                 f"{self.task} has on_conflict='join' and ignore_result: there is no result to end with; "
                 "store it, or use on_conflict='wait'"
             )
+        if options.skip_result is not UNSET and not self.ignores_result:
+            self._check_skip_result(options.skip_result)
         return options
+
+    def _check_skip_result(self, value: Any) -> None:
+        serializer = self.app.conf.result_serializer
+        try:
+            dumps(value, serializer=serializer)  # type: ignore[no-untyped-call]
+        except SerializerNotInstalled:
+            pass  # here, where calls may only be published
+        except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+            pass_on_time_limit(error)
+            raise OptionError(
+                f"skip_result of {self.task} cannot be stored as a result "
+                f"({type(error).__name__}: {error}, with result_serializer={serializer!r}): a skipped call "
+                f"would fail; use a text, a number or None, not {shortened(repr(value), ABOUT)}"
+            ) from None
 
     def check_backend(self, options: Options) -> None:
         """Refuse to join a result that no worker can read. Not when the task is bound: Celery binds it to

@@ -15,7 +15,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery_setnx.lock.line import Place
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import is_sendable
 from celery_setnx.wording import about, shortened, titled
 
@@ -73,7 +73,7 @@ class Call(NamedTuple):
             raise
         except Exception as error:  # noqa: BLE001 - numbers, nesting, sizes, types: no list of them is complete
             text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
-            logger.warning(text, HEADER, plain, error)
+            logger.warning(text, HEADER, plain, error, extra=fields(of=plain))
             return plain
         if of != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}
@@ -120,7 +120,13 @@ class Call(NamedTuple):
 
     def place(self, remember: float) -> Place:
         """Its place in the line, which is remembered for so many seconds."""
-        return Place(self.key, self.task_id, self.attempt, remember, self.call_id)
+        shared = self.shares_id and self.call_id != ""
+        return Place(self.key, self.task_id, self.attempt, remember, self.call_id, shared)
+
+    @property
+    def shares_id(self) -> bool:
+        """Whether other calls may be given its task id, because its publisher has made that up."""
+        return _RANDOM_ID.fullmatch(self.task_id) is None
 
     @property
     def title(self) -> str:
@@ -156,6 +162,11 @@ class RunningCall:
         return running if new.attempt == running.call.attempt + 1 else None
 
 
+def has_random_id(task_id: str) -> bool:
+    """Whether a task's id is no other call's, as those that Celery makes: a user's own may be given again."""
+    return _RANDOM_ID.fullmatch(task_id) is not None
+
+
 def id_of(given: Any) -> str:
     """A task's id as keys and records can have it: a digest of one that they cannot have, or nothing.
 
@@ -182,10 +193,12 @@ def attempt_of(retries: Any, replaced: Any) -> int:
     return retries_of(replaced) * REPLACED + retries_of(retries)
 
 
+_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 _ID_AT_MOST = 1000
 _TEXT_AT_MOST = 100_000
 _COUNT_AT_MOST = 10**9
 _NAME = re.compile(r"[\w-]{0,64}", re.ASCII)
+_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
 
 def _is_text(value: Any, most: int = _TEXT_AT_MOST) -> bool:

@@ -17,8 +17,10 @@ from typing import Any
 from celery import Celery, uuid
 
 from celery_setnx.arguments import Arguments, copied
+from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_unless_away
 from celery_setnx.call.back import seconds_until, without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
@@ -33,9 +35,9 @@ from celery_setnx.exceptions import (
     SetnxError,
     UnkeyableCall,
 )
-from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, grace_s, mark_all
+from celery_setnx.lock.marks import Mark, Marked, grace_s
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
@@ -122,6 +124,8 @@ def publish(
     marked = take_mark(guard, mark, settled, lease)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
+    if marked is not None and not has_callbacks and _is_of_ended(guard, mark.key, marked):
+        marked = take_mark(guard, mark, settled, lease)
     if marked is not None and marked.stalled:
         serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
@@ -135,11 +139,17 @@ def publish(
     return _noted(_sent_marked(guard, mark, lease, send_it, at_once=at_once), deduplicated=False)
 
 
+def _is_of_ended(guard: Guard, key: str, marked: Marked) -> bool:
+    """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
+    state = marked.holder.state if marked.holder is not None else marked.state
+    return free_ended(guard.app, guard.task, key, marked.task_id, state)
+
+
 def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any], *, at_once: bool) -> Any:
     """Send a call; its mark then lasts for the lease, and ends if there was nothing to send."""
 
     def extend() -> None:
-        _complain(extend_all(client_for(guard.app), [mark], [lease]), guard, mark, "was sent")
+        _complain(extend_unless_away(client_for(guard.app), [mark], lease), guard, mark, "was sent")
 
     if not at_once:
         when_sent(mark.task_id, extend)
@@ -147,7 +157,7 @@ def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any]
         result = send()
     except BaseException:
         will_not_be_sent(mark.task_id)
-        _complain(free_all(client_for(guard.app), [mark]), guard, mark, "was not sent")
+        _complain(free_unless_away(client_for(guard.app), [mark]), guard, mark, "was not sent")
         raise
     if at_once:
         extend()
@@ -286,14 +296,15 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    client = client_for(guard.app)
-    (found,) = mark_all(client, [mark], dedupe=options.asks, lease=grace_s(lease), limit=options.limit)
+    terms: dict[str, Any] = {"dedupe": options.asks, "lease": grace_s(lease), "limit": options.limit}
+    (found,) = mark_unless_away(client_for(guard.app), [mark], **terms)
     if isinstance(found, LockUnavailable):
         say_loudly(found)
         logger.warning(
             "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s",
             guard.task,
             found.brief,
+            extra=fields(task=guard.task, key=mark.key),
         )
         return None
     if isinstance(found, LockRefused):
@@ -353,6 +364,7 @@ def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
         marked.task_id,
         told.key,
         f", held by {marked.holder}" if marked.holder else "",
+        extra=fields("duplicate", told),
     )
     call_deduplicated.send(
         sender=sender, task_id=marked.task_id, key=told.key, about=told.about, state=marked.state
@@ -375,4 +387,5 @@ def _complain(error: Exception | None, guard: Guard, mark: Mark, what: str) -> N
             what,
             mark.name,
             error,
+            extra=fields(task=guard.task, task_id=mark.task_id, key=mark.key),
         )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import redis
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -20,6 +20,7 @@ from celery import Celery
 
 from celery_setnx.call.back import Message, call_and_broker, deliverable
 from celery_setnx.call.broker import broker_of
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
@@ -33,14 +34,15 @@ from celery_setnx.lock.line import (
     call_in_line,
     leave,
     note_due,
+    score_of,
 )
 from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
-from celery_setnx.lock.scripts import REDIS_ERRORS
+from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.takeover import TakeOver, note_take_over
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
 
@@ -49,6 +51,7 @@ logger = Log("celery_setnx")
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
 
+_EARLIEST_S = 0.001  # after which a worker looks at a line again
 _LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
 _UNSENT_S = 5.0  # after which a wake-up that could not be sent is tried again
 _AT_ONCE = 10  # whom one wake-up passes over, at most
@@ -77,7 +80,13 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-            logger.warning("%s is handed to task %s, which cannot be sent: %s.", key, heir.task_id, error)
+            logger.warning(
+                "%s is handed to task %s, which cannot be sent: %s.",
+                key,
+                heir.task_id,
+                error,
+                extra=fields(task_id=heir.task_id, key=key),
+            )
             heir = _next_after(app, heir, key) if tried + 1 < _AT_ONCE else None
 
 
@@ -91,7 +100,7 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
             message.send(app, call.as_copy())
     except Exception as error:
         text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
-        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S)
+        logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
         _take_back(app, heir, call.task, call.key)
         if isinstance(error, SoftTimeLimitExceeded):
             raise
@@ -108,8 +117,14 @@ def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
             note_due(client_for(app), lines, call.task, call.key, within=heir.rest_s)
         elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
-    except (SetnxError, redis.RedisError) as error:
-        logger.info("No worker with the task and the broker %s was told to send %s: %s", broker, call, error)
+    except SetnxError as error:
+        logger.info(
+            "No worker with the task and the broker %s was told to send %s: %s",
+            broker,
+            call,
+            error,
+            extra=fields(of=call),
+        )
 
 
 def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
@@ -118,7 +133,7 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
     The lock may be handed to it still; if it has been passed over, it comes late, and stands where it stood.
     """
     line, calls = line_names(key)
-    kept, place = cast("bytes | None", client.hget(calls, task_id)), client.zscore(line, task_id)
+    kept, place = reply_to(client, "HGET", calls, task_id), score_of(client, line, task_id)
     found = re.fullmatch(rb"\d+(\+?)\|\d+\|(.*)", kept or b"", re.DOTALL)
     if found is None or (place is not None and place < PASSED_OVER and not found[1]):
         return None  # nobody takes it for one that was sent
@@ -131,7 +146,13 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
         call, message = _of_its_line(app, text)
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
-        logger.warning("Task %s is handed %s, and could not be sent: %s.", task_id, key, error)
+        logger.warning(
+            "Task %s is handed %s, and could not be sent: %s.",
+            task_id,
+            key,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
     return None
 
 
@@ -162,8 +183,11 @@ def let_the_line_go_on(
     serve = _service_of(guard, key, client or client_for(app))
     for _ in range(MOST_PERMITS):
         served = serve(away=away)
-        if served.holder is not None and _is_dead(app, served.holder):
-            served = serve(dead=served.holder.token)
+        holder = served.holder
+        if holder is not None and _is_dead(app, holder):
+            served = serve(dead=holder.token)
+        elif holder is not None and free_ended(app, task, key, holder.task_id, holder.state, client):
+            served = serve(away=away)
         wake(app, served.heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break
@@ -200,7 +224,7 @@ def place_of(app: Celery, call: Call, remember: float) -> Place:
 
 
 def lines_of(app: Celery) -> str:
-    """The Redis key of the set of all lines whose calls come from the app's broker."""
+    """What the names of all sets of lines begin with whose calls come from the app's broker."""
     return lines_name(settings_of(app).prefix, broker_of(app))
 
 
@@ -212,7 +236,9 @@ def look_within(app: Celery, task: str, key: str, within: float) -> str:
     try:
         return note_due(client_for(app), lines_of(app), task, key, within=within)
     except SetnxError as error:
-        logger.info("No worker was told to look at the line of %s: %s", key, error)
+        logger.info(
+            "No worker was told to look at the line of %s: %s", key, error, extra=fields(task=task, key=key)
+        )
         return ""
 
 
@@ -235,13 +261,18 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
             return None
         call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
-        logger.warning("Task %s has waited for long enough, and is left to its courier: %s", task_id, error)
+        logger.warning(
+            "Task %s has waited for long enough, and is left to its courier: %s",
+            task_id,
+            error,
+            extra=fields(task_id=task_id, key=key),
+        )
         return None
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
         text = "%s has waited for long enough, and could not be sent: %s. It is tried again in %g s."
-        logger.warning(text, call, error, _UNSENT_S)
+        logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None
 
@@ -250,34 +281,39 @@ def next_look(served: Served) -> float | None:
     """Seconds until somebody is to look at a line again; None if nobody waits there."""
     if not served.waits:
         return None
-    return _LOOK_S if served.look_in is None else min(max(served.look_in, _MARGIN_S), _LOOK_S)
+    return _LOOK_S if served.look_in is None else min(max(served.look_in, _EARLIEST_S), _LOOK_S)
 
 
-def report_take_over(app: Celery, call: object, key: str, dead: Holder, server_time: float) -> None:
+def report_take_over(
+    app: Celery, call: object, key: str, dead: Holder, server_time: float, extra: Mapping[str, Any]
+) -> None:
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if dead.state == "foreign":
         why = f"it ended {ended_s:.1f} s ago, and was not released."
     elif ended_s >= 0:
-        is_dead = is_surely_dead(dead.info)
+        is_dead = settings_of(app).same_host and is_surely_dead(dead.info)
         fate = "on this host is dead" if is_dead else "died, stood still, or could not reach Redis"
         why = (
             f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
         )
     else:
         why = "its process on this host is dead."
-    logger.warning("%s took over %s from %s: %s", call, key, dead, why)
+    logger.warning("%s took over %s from %s: %s", call, key, dead, why, extra=extra)
     note = TakeOver(server_time, str(call), dead.as_dict())
     try:
         note_take_over(client_for(app), key, note, settings_of(app).retention)
-    except REDIS_ERRORS as error:
-        logger.info("`celery setnx show` will not know of this take-over of %s: %s", key, error)
+    except SetnxError as error:
+        logger.info(
+            "`celery setnx show` will not know of this take-over of %s: %s", key, error, extra=fields(key=key)
+        )
 
 
 def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
     """Say that a lock was handed to the first in line because its holder has died."""
-    task = app.tasks.get(str(dead.info.get("task"))) or app.tasks[COURIER]
-    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time)
+    task = app.tasks.get(str(dead.task)) or app.tasks[COURIER]
+    told = fields("taken_over", dead, task_id=heir.task_id, key=key)
+    report_take_over(app, f"Task {heir.task_id} (first in line)", key, dead, heir.server_time, told)
     lock_taken_over.send(
         sender=task, task_id=heir.task_id, key=key, about=dead.about, fence=None, holder=dead
     )
@@ -295,7 +331,7 @@ def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     try:
         return _service_of(None, key, client_for(app))(away=heir.task_id).heir
     except SetnxError as error:
-        logger.warning("%s is handed on when its time is over: %s", key, error)
+        logger.warning("%s is handed on when its time is over: %s", key, error, extra=fields(key=key))
         return None
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
 
+_ONE_KIND = (
+    "--stale and --older list locks, and may be combined; --queued lists marks, and --done calls that have "
+    "succeeded: each stands alone"
+)
 _LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
@@ -39,12 +44,13 @@ class _Group(click.Group):
             raise
         except Exception as error:
             from celery_setnx.cli.asked import told
+            from celery_setnx.cli.screen import whole_words
             from celery_setnx.wording import printable
 
             in_one_line = error if isinstance(error, click.ClickException) else told(ctx.obj.app, error)
             if in_one_line is None:
                 raise
-            vars(in_one_line)["message"] = printable(in_one_line.message)
+            vars(in_one_line)["message"] = whole_words(printable(in_one_line.message), err=True)
             raise in_one_line from (error.__cause__ if in_one_line is error else error)
 
 
@@ -63,6 +69,20 @@ def setnx(ctx: click.Context, **_preload: Any) -> None:
     """
 
 
+class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore] # generic since click 8.3
+    """Seconds, written as `90`, `90s`, `5m`, `1h` or `2d`."""
+
+    name = "duration"
+    _units = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        number, unit = (value[:-1], value[-1:]) if value[-1:] in self._units else (value, "")
+        if not number.isdecimal():
+            self.fail(f"{value} is no duration: write 90s, 5m, 1h or 2d", param, ctx)
+        return float(number) * self._units[unit]
+
+
 def _as_json(function: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
@@ -77,11 +97,14 @@ def _of_call(function: Any) -> Any:
 @setnx.command("list")
 @click.option("--task", metavar="NAME", help="Only those of this task.")
 @click.option("--stale", is_flag=True, help="Only locks whose deadline has passed, or whose process is dead.")
+@click.option("--older", type=_Duration(), metavar="1h", help="Only locks held for longer: 90s, 5m, 1h, 2d.")
 @click.option("--queued", is_flag=True, help="Marks instead of locks: the calls that are queued.")
 @click.option("--done", is_flag=True, help="Calls that have succeeded, and count for their dedupe_for.")
 @_as_json
 @click.pass_context
-def list_(ctx: click.Context, /, task: str | None, as_json: bool, **chosen: bool) -> None:
+def list_(
+    ctx: click.Context, /, task: str | None, as_json: bool, older: float | None, **chosen: bool
+) -> None:
     """List the locks: task, state, age, deadline, process, who waits, holder.
 
     A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
@@ -89,36 +112,36 @@ def list_(ctx: click.Context, /, task: str | None, as_json: bool, **chosen: bool
     free one that is paced is when the next call may start. Whether a process is dead is known on its own
     host. Reads by SCAN, so it may run in production. A terminal gets what fits its width.
     """
-    if sum(chosen.values()) > 1:
-        raise click.UsageError(
-            "--stale is about locks, --queued about marks, --done about calls that have succeeded; "
-            "give one of them"
-        )
+    if (older is not None) + chosen["queued"] + chosen["done"] > 1 or sum(chosen.values()) > 1:
+        raise click.UsageError(_ONE_KIND)
     from celery_setnx.cli.asked import find, find_done, loaded, prefix, unknown
-    from celery_setnx.cli.describe import many, shape_of
-    from celery_setnx.cli.screen import Line, say, table, width
+    from celery_setnx.cli.describe import many, shape_of, span
+    from celery_setnx.cli.screen import Line, left_out, say, table, width
 
     app = loaded(ctx.obj.app)
     gc.freeze()  # else, of 100,000 locks, a fourth of the time is spent on cycles in what is loaded
     done, queued, stale = chosen["done"], chosen["queued"], chosen["stale"]
-    found = find_done(app, task) if done else find(app, task, stale=stale, queued=queued)
-    shape = shape_of(done=done, queued=queued)
+    found = find_done(app, task) if done else find(app, task, stale=stale, queued=queued, older_s=older)
+    shape, hidden = shape_of(done=done, queued=queued), ""
     if as_json:
         count = _print_json(map(shape.row, found))
     else:
-        rows, looks = [], []
-        for one in found:
-            rows.append(shape.cells(one))
-            looks.append(shape.style(one))
-        count = len(rows)
-        if rows:
-            heading, *lines = table(shape.columns, rows, width())
-            say(heading, *(Line(line, look) if look else line for line, look in zip(lines, looks)))
+        count, widest, said = 0, list(shape.columns), ""
+        # A thousand rows at a time: 100,000 took 150 MB. A column may get wider on the way.
+        while block := list(islice(found, 1000)):
+            rows = [shape.cells(one) for one in block]
+            heading, _, *lines = table(shape.columns, [widest, *rows], width())
+            looks = map(shape.style, block)
+            shown = [Line(line, look) if look else line for line, look in zip(lines, looks)]
+            say(*([] if heading == said else [heading]), *shown)
+            said, hidden = heading, left_out(shape.columns, heading)
+            widest = [max(column, key=len) for column in zip(widest, *rows)]
+            count += len(block)
     what = "stale lock" if stale else shape.name
     what = many(count, what) if count else f"No {what}s"
-    of = f" of {task}" if task else ""
+    of = (f" of {task}" if task else "") + (f" held for {span(older)} or more" if older else "")
     hint = f" {unknown(app, task)}" if task and not count and task not in app.tasks else ""
-    say(f"{what}{of} under {prefix(app)}:{{...}}.{hint}", err=True)
+    say(f"{what}{of} under {prefix(app)}:{{...}}.{hint}{hidden}", err=True)
 
 
 @setnx.command()
@@ -151,7 +174,7 @@ def show(
     from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
-    sighting = sight(app, target, arguments, args_json, kwargs)
+    sighting, about, instead = sight(app, target, arguments, args_json, kwargs)
     client = client_for(app)
     line = waiters(client, sighting.key, sighting.server_time)
     done = success_of(client, sighting.key)
@@ -159,7 +182,7 @@ def show(
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
-        say(*page(details, sighting))
+        say(*page(details, sighting, about), *([instead] if instead else []))
 
 
 @setnx.command()
@@ -181,23 +204,26 @@ def why(
 
     ARGS are read as `show` reads them. Exit code 0: it would run. 1: it would not.
     """
-    from celery_setnx.cli.asked import key_of, loaded, look_at, the_guard_of, unknown
+    from celery_setnx.cli.asked import loaded, sight_call, the_guard_of, unknown
     from celery_setnx.cli.describe import answer, verdict
     from celery_setnx.cli.screen import say
     from celery_setnx.connection import client_for
     from celery_setnx.lock.survey import success_of
+    from celery_setnx.wording import titled
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
-    sighting = look_at(app, key_of(app.tasks[task], arguments, args_json, kwargs))
+    sighting, about, instead = sight_call(app, app.tasks[task], arguments, args_json, kwargs)
     done = success_of(client_for(app), sighting.key)
     runs, because = verdict(the_guard_of(app.tasks[task]), sighting, done)
+    because += [instead] if instead else []
     if as_json:
-        click.echo(json.dumps(answer(runs, because, sighting, done), indent=2))
+        told = answer(runs, because, sighting, done)
+        click.echo(json.dumps({**told, "about": told["about"] or about}, indent=2))
     else:
         reason, *more = because
-        more.append(f"The key is {sighting.key}")
+        more.append(f"The key of {titled(task, sighting.about or about)} is {sighting.key}")
         say(f"{'Yes' if runs else 'No'}: {reason}", *(f"  {line}" for line in more))
     ctx.exit(0 if runs else NO)
 
@@ -245,13 +271,13 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     elif not (done or starts) and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
-        sighting = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
+        sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         if done:
             forget_done_call(app, sighting.key, yes=yes)
         elif starts:
             forget_starts_of(app, sighting, yes=yes)
         else:
-            release_lock(app, sighting, yes=yes, force=force)
+            release_lock(app, sighting, yes=yes, force=force, instead=instead)
 
 
 @setnx.command()
@@ -302,13 +328,20 @@ def check(ctx: click.Context, strict: bool, as_json: bool) -> None:
 
 @setnx.command()
 @click.option("--strict", is_flag=True, help="Warnings are errors.")
+@click.option("--acl", is_flag=True, help="Print what the locks' user must be allowed, and ask no server.")
 @_as_json
 @click.pass_context
-def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, strict: bool, acl: bool, as_json: bool) -> None:
     """Examine the lock server, the settings and the tasks.
 
     Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
     """
+    if acl:
+        from celery_setnx.doctor.acl import acl_lines
+
+        for line in acl_lines(ctx.obj.app):
+            click.echo(line)
+        return
     from celery_setnx.doctor.server import examine
 
     _report(ctx, examine, strict=strict, as_json=as_json)
@@ -365,7 +398,7 @@ def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
 
     from celery_setnx.cli.asked import find, server
     from celery_setnx.cli.describe import COLUMNS, cells, many, style, worst_first
-    from celery_setnx.cli.screen import table
+    from celery_setnx.cli.screen import left_out, table
     from celery_setnx.lock.scripts import REDIS_ERRORS
     from celery_setnx.wording import printable
 
@@ -383,4 +416,5 @@ def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
         look = style(sighting)
         picture.append(f"{line}\n", Style(color=look.get("fg"), dim=look.get("dim"), bold=False))
     count = f"{many(len(found), 'lock')}{hidden}, {time.strftime('%H:%M:%S')}. Ctrl-C ends."
+    count += left_out(COLUMNS, heading)
     return picture.append(count, Style(bold=False))

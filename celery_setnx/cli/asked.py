@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from celery import Celery, Task
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError
 
 from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
@@ -25,13 +26,12 @@ from celery_setnx.exceptions import (
     OptionError,
     SetnxError,
     UnkeyableCall,
-    remedy,
 )
-from celery_setnx.lock.scripts import REDIS_ERRORS
+from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
 from celery_setnx.options import settings_of
 from celery_setnx.task import import_tasks
-from celery_setnx.wording import sentence
+from celery_setnx.wording import sentence, titled
 
 _PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
 
@@ -40,6 +40,20 @@ class NoRedis(click.ClickException):
     """Redis does not answer, or refuses."""
 
     exit_code = 3
+
+
+class Asked(NamedTuple):
+    """What a command line asks about, and what there is of it.
+
+    Attributes:
+        sighting: What there is.
+        about: What the key was made of, if a call was named.
+        instead: If there is nothing: what there is of the call whose texts are numbers, or of the opposite.
+    """
+
+    sighting: Sighting
+    about: str = ""
+    instead: str = ""
 
 
 def imported(app: Celery) -> Celery:
@@ -73,11 +87,12 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
         return click.ClickException(text)
     if not isinstance(error, REDIS_ERRORS):
         return None
-    text = f"{server(app)}: {type(error).__name__}: {sentence(error)}"
+    known = translated(prefix(app), error)
+    text = f"{server(app)}: {sentence(known.reason)}"
     if isinstance(error, NoPermissionError):
         text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
-    elif isinstance(error, (AuthenticationError, ResponseError)):
-        text += f" {remedy(text)}"
+    else:
+        text = f"{text} {known.remedy}".rstrip()
     return NoRedis(text)
 
 
@@ -102,16 +117,46 @@ def look_at(app: Celery, key: str) -> Sighting:
 
 def sight(
     app: Celery, target: str, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None
-) -> Sighting:
+) -> Asked:
     """What there is of the lock that a command line names, by its key, or by a task and its arguments."""
     if target in app.tasks:
-        return look_at(app, key_of(app.tasks[target], arguments, args_json, kwargs_json))
+        return sight_call(app, app.tasks[target], arguments, args_json, kwargs_json)
     if arguments or args_json or kwargs_json:
         raise click.UsageError(unknown(app, target))
     sighting = look_at(app, target)
-    if "{" not in target and not any(sighting.raw):
-        raise click.UsageError(f"{unknown(app, target)} Nor is there a lock of that name.")
-    return sighting
+    is_whole = "{" in target and target.endswith("}")
+    if is_whole or any(sighting.raw):
+        return Asked(sighting)
+    if "{" in target:
+        raise click.UsageError(
+            f"{target} is no whole key, and there is no lock of that name: a key ends with a brace, as "
+            "`celery setnx list --json` has it"
+        )
+    raise click.UsageError(f"{unknown(app, target)} Nor is there a lock of that name.")
+
+
+def sight_call(
+    app: Celery, task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None
+) -> Asked:
+    """What there is of the lock of a call; if nothing, perhaps of that which was meant."""
+    given = args_json, kwargs_json
+    key, about = key_of(task, arguments, *given)
+    sighting = look_at(app, key)
+    if sighting.is_lock or sighting.mark:
+        return Asked(sighting, about)
+    otherwise = tuple(map(_otherwise, arguments))
+    try:
+        other_key, other_about = key_of(task, otherwise, *given)
+    except click.UsageError:
+        return Asked(sighting, about)
+    other = look_at(app, other_key)
+    if other_key == key or not (other.is_lock or other.mark):
+        return Asked(sighting, about)
+    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "is waited for"
+    words = " ".join(map(shlex.quote, otherwise))
+    meant = titled(task.name, other_about)
+    instead = f"But {meant} {has}: the number and the text are different keys. To ask about that: {words}"
+    return Asked(sighting, about, instead)
 
 
 def permit_of(app: Celery, target: str) -> tuple[Sighting, int] | None:
@@ -124,11 +169,15 @@ def permit_of(app: Celery, target: str) -> tuple[Sighting, int] | None:
     return (sighting, number) if sighting.has_several else None
 
 
-def find(app: Celery, task: str | None, *, stale: bool, queued: bool) -> Iterator[Sighting]:
-    """The locks, or the marks, that a command is about."""
+def find(
+    app: Celery, task: str | None, *, stale: bool, queued: bool, older_s: float | None = None
+) -> Iterator[Sighting]:
+    """The locks, or the marks, that a command is about; `older_s`: that somebody has had for so long."""
     scope = _scope(app, task)
     for sighting in survey(client_for(app), prefix(app)):
         if task is not None and sighting.scope != scope and (queued or sighting.task != task):
+            continue
+        if older_s is not None and not any((one.age_s or 0.0) >= older_s for one in sighting.of_each()):
             continue
         if sighting.mark is not None if queued else sighting.is_lock and (sighting.is_abandoned or not stale):
             yield sighting
@@ -164,8 +213,10 @@ def also_under(app: Celery, task: str) -> list[str]:
     return sorted(name for name in guarded if name != task and _scope(app, name) == _scope(app, task))
 
 
-def key_of(task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None) -> str:
-    """The Redis key of a call, as the command line names it."""
+def key_of(
+    task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None
+) -> tuple[str, str]:
+    """The Redis key of a call, as the command line names it, and what it was made of."""
     args, kwargs = _json_option("--args", args_json, list), _json_option("--kwargs", kwargs_json, dict)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -175,9 +226,7 @@ def key_of(task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs
             args.append(_value(argument))
     guard = the_guard_of(task)
     try:
-        if hasattr(task, "lock_key"):
-            return str(task.lock_key(*args, **kwargs))
-        return guard.key(Arguments.given_to(task, args, kwargs), {})
+        return guard.asked(Arguments.given_to(task, args, kwargs))
     except UnkeyableCall as error:
         raise click.UsageError(str(error)) from None
 
@@ -201,8 +250,21 @@ def _value(text: str) -> Any:
         return text
 
 
+def _otherwise(argument: str) -> str:
+    """An argument whose number is a text, or whose text is a number: what may be meant."""
+    name, equals, text = argument.partition("=")
+    if not (equals and name.isidentifier()):
+        name, equals, text = "", "", argument
+    value = _value(text)
+    if isinstance(value, str):
+        return f"{name}{equals}{value}"  # without quotes
+    return argument if isinstance(value, (list, dict)) else f"{name}{equals}{json.dumps(text)}"
+
+
 def unknown(app: Celery, name: str) -> str:
     """That the app has no such task, and which may be meant."""
-    close = difflib.get_close_matches(name, app.tasks, n=1)
+    by_last = {task.rpartition(".")[2]: task for task in sorted(app.tasks)}
+    last = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1)
+    close = difflib.get_close_matches(name, app.tasks, n=1) or [by_last[each] for each in last]
     hint = f"did you mean {close[0]}?" if close else "is its module imported?"
     return f"The app has no task {name}; {hint}"

@@ -12,9 +12,8 @@ from typing import Any
 import click
 from celery import Celery
 
-from celery_setnx.byhand import tell
-from celery_setnx.call.wake import let_the_line_go_on
-from celery_setnx.cli.asked import also_under, find, find_done, look_at, prefix, unknown
+from celery_setnx.byhand import drop_of_holder, let_others_go_on, tell
+from celery_setnx.cli.asked import also_under, find, find_done, prefix, unknown
 from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
@@ -41,7 +40,13 @@ class NotReleased(click.ClickException):
 
 
 def release_lock(
-    app: Celery, sighting: Sighting, *, yes: bool, force: bool, permit: int | None = None
+    app: Celery,
+    sighting: Sighting,
+    *,
+    yes: bool,
+    force: bool,
+    permit: int | None = None,
+    instead: str = "",
 ) -> None:
     """Show who has a lock, or one permit of it, ask, and drop what is still what was shown.
 
@@ -49,13 +54,7 @@ def release_lock(
     """
     shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
     if not shown:
-        more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
-        if done := success_of(client_for(app), sighting.key):
-            more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
-        if sighting.is_paced:
-            more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
-        name = sighting.key if permit is None else f"{sighting.key}#{permit}"
-        raise NotReleased(f"Nothing to release: {name} is free.{more}")
+        raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
         raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
     in_short = sighting.has_several and permit is None
@@ -70,7 +69,7 @@ def release_lock(
     which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
     if not yes and not click.confirm(f"Release {which}?"):
         raise NotReleased("Not released.")
-    dropped = [one for one in chosen if drop(client_for(app), one)]
+    dropped = [one for one in chosen if _dropped(app, one, force=force)]
     for one in dropped:
         say(f"Released {one.name}.")
     if dropped:
@@ -80,22 +79,30 @@ def release_lock(
             raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
 
 
+def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
+    """That nobody has a lock, and what else there is of its key."""
+    more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
+    if done := success_of(client_for(app), sighting.key):
+        more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
+    if sighting.is_paced:
+        more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
+    more += f" {instead}" if instead else ""
+    name = sighting.key if permit is None else f"{sighting.key}#{permit}"
+    return NotReleased(f"Nothing to release: {name} is free.{more}")
+
+
+def _dropped(app: Celery, seen: Sighting, *, force: bool) -> bool:
+    """Delete a lock: by force whatever its holder does, as `byhand.release`; else if nobody renewed it."""
+    return drop_of_holder(app, seen) is not None if force else drop(client_for(app), seen)
+
+
 def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:
     """Leave a trace of what was dropped, and let the line go on."""
-    key = sighting.key
     _set_up_logging(app)
     for one in dropped:
         tell(app, one, _user())
-    if _let_the_line_go_on(app, dropped[0].task, key):
+    if let_others_go_on(app, sighting):
         say("Others wait in line; the first has its turn.")
-
-
-def _let_the_line_go_on(app: Celery, task: str, key: str) -> bool:
-    """Let the line of a lock go on: whether anybody waits."""
-    if not look_at(app, key).waiting:  # else a call that comes just now would meet us
-        return False
-    let_the_line_go_on(app, task, key)
-    return True
 
 
 def _number(sighting: Sighting) -> int:
@@ -168,7 +175,7 @@ def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
     count = forget_starts(client_for(app), sighting)
     _note(app, "%d starts of %s were forgotten by hand, by %s.", count, key, _user())
     say(f"Forgot {many(count, 'start')}.")
-    if _let_the_line_go_on(app, sighting.task, key):
+    if let_others_go_on(app, sighting):
         say("Others wait in line; as many as may start have their turn.")
 
 
@@ -180,7 +187,7 @@ def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:
         raise NotReleased("Not forgotten.")
     count = 0
     for start in range(0, len(shown), _BATCH):
-        batch = [Mark(success.key, success.task_id) for success in shown[start : start + _BATCH]]
+        batch = [(success.key, success.token) for success in shown[start : start + _BATCH]]
         for forgotten in forget_each(client_for(app), batch):
             if isinstance(forgotten, Exception):
                 raise forgotten

@@ -5,6 +5,7 @@ Nothing here asks a server: what is said is what `celery_setnx.lock.survey` has 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -214,11 +215,11 @@ def all_of(
     }
 
 
-def page(details: Mapping[str, Any], sighting: Sighting) -> Iterator[str]:
-    """The lines that `celery setnx show` prints of a lock."""
+def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Iterator[str]:
+    """The lines that `celery setnx show` prints of a lock; `about`: what was asked about."""
     holder, last = sighting.holder, details["last_holder"]
     yield f"key       {sighting.key}"
-    yield f"task      {titled(sighting.task, sighting.about)}"
+    yield f"task      {titled(sighting.task, sighting.about or about)}"
     yield f"scope     {sighting.scope}"
     if holder is None:
         yield f"state     {_state(sighting)}"
@@ -399,6 +400,7 @@ def until(sighting: Sighting) -> str:
         "resting": f"It rests for {left} more (at_least_for); nobody runs.",
         "held_for_retry": f"It is kept for the holder's own retry, for {left} at most.",
         "handed": f"It is kept for the first in line, for {left} at most.",
+        "failed": f"Its holder has failed, and gives it back; in {left} at the latest it is free.",
     }.get(holder.state, f"It ends in {left}.")
 
 
@@ -454,9 +456,25 @@ def _who(sighting: Sighting, limit: int = 1) -> list[str]:
         each = sorted(sighting.of_each(), key=_ends)
         more = len(each) - _SHOWN
         others = [f"{many(more, 'more holder')}: celery setnx show."] if more > 0 else []
-        return [*map(_who_in_short, each[:_SHOWN]), *others, *line]
+        stop = _stop("one", "ID") if any(map(_may_be_stopped, each)) else []
+        return [*map(_who_in_short, each[:_SHOWN]), *others, *stop, *line]
     since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
-    return [f"Held by {holder}{since}.", until(sighting), fate(holder), *line]
+    stop = _stop("it", str(holder.task_id)) if _may_be_stopped(sighting) else []
+    return [f"Held by {holder}{since}.", until(sighting), fate(holder), *stop, *line]
+
+
+def _may_be_stopped(sighting: Sighting) -> bool:
+    """Whether a body runs under the lock, as far as is known here."""
+    is_known = sighting.holder is not None and sighting.holder.task_id is not None
+    return is_known and sighting.process in ("alive", "unknown") and not sighting.is_stale
+
+
+def _stop(which: str, task_id: str) -> list[str]:
+    """How to end a body that hangs: the command in a line of its own, to be copied."""
+    return [
+        f"If it hangs, stop {which}; its prefork worker then frees the lock:",
+        f"  celery -A APP control terminate KILL {shlex.quote(task_id)}",
+    ]
 
 
 def _who_in_short(sighting: Sighting) -> str:

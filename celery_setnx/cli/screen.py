@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from celery_setnx.wording import printable
 _GAP = "  "
 # What a narrow screen takes from, in this order, and the least of it that is worth having; 0: all or nothing.
 _GIVE_WAY = {"KEY": 0, "WORKER": 12, "TASK ID": 8, "QUEUED TASK ID": 15, "TASK": 10}
+_UNDER = re.compile(r"\s*(?:\S+\s{2,})?")  # a line's indentation and its label
 _KEEP_END = "TASK"  # of a dotted name the end says most; it is cut last, and never left out
 
 
@@ -28,12 +31,34 @@ class Line(NamedTuple):
 
 def say(*lines: str | Line, err: bool = False) -> None:
     """Print lines to stdout or stderr: what is not printable is escaped, but for our own colours."""
-    click.echo("\n".join(map(_said, lines)), err=err)
+    click.echo("\n".join(_said(line, err=err) for line in lines), err=err)
+
+
+def whole_words(text: str, *, err: bool = False) -> str:
+    """The text in lines that fit the terminal to which it goes, under its first column; a key stays whole."""
+    if not (sys.stderr if err else sys.stdout).isatty() or _width(text) <= (room := _columns()):
+        return text
+    under = _UNDER.match(text)
+    indent = " " * (under.end() if under else 0)
+    fitting = textwrap.TextWrapper(
+        room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return fitting.fill(text)
+
+
+def left_out(columns: Sequence[str], heading: str) -> str:
+    """That a table has no room for some of its columns, as its heading tells; else nothing."""
+    missing = [name for name in columns if name not in heading]
+    return f" No room for {', '.join(missing)}: widen the terminal." if missing else ""
 
 
 def width() -> int | None:
     """How wide the terminal is to which stdout goes; None if it goes elsewhere, and there is room for all."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return _columns() if sys.stdout.isatty() else None
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int | None = None) -> Iterator[str]:
@@ -83,10 +108,10 @@ def _fitted(widths: dict[str, int], room: int) -> dict[str, int]:
     return widths
 
 
-def _said(line: str | Line) -> str:
+def _said(line: str | Line, *, err: bool) -> str:
     if isinstance(line, str):
-        return printable(line)
-    text = printable(line.text)
+        return whole_words(printable(line), err=err)
+    text = whole_words(printable(line.text), err=err)
     if not line.style:
         return text
     first = len(text) if line.first is None else line.first

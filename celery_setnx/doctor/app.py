@@ -15,7 +15,7 @@ from celery.backends.base import DisabledBackend
 from celery_setnx.call.back import result_tells, results_kept_s, visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.queues import is_fanout, is_reached, own_queue
-from celery_setnx.connection import SOCKET_TIMEOUT_S, new_client
+from celery_setnx.connection import new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
@@ -24,7 +24,6 @@ from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
 
 _LONG_LEASE_S = 600.0
-_SHORT_LEASE_S = 2 * SOCKET_TIMEOUT_S  # a renewal begins after a third; one lost reply takes a timeout
 
 
 @dataclass(frozen=True)
@@ -164,12 +163,13 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
             "Then self is an argument that callers must give, and a part of the key.",
             "Add bind=True, or rename the parameter.",
         )
-    if lease < _SHORT_LEASE_S:
+    timeout_s = guard.settings.timeout
+    if lease < 2 * timeout_s:  # a renewal begins after a third; one lost reply takes a timeout
         yield warn(
             "lease",
             f"{task.name} has a lease of {lease:g} s.",
-            f"A renewal whose reply is lost takes {SOCKET_TIMEOUT_S:g} s more, and comes too late.",
-            f"Use {_SHORT_LEASE_S:g} s or more; 30 is the default.",
+            f"A renewal whose reply is lost takes {timeout_s:g} s (setnx_timeout) more, and comes too late.",
+            f"Use {2 * timeout_s:g} s or more; 30 is the default.",
         )
     if lease > _LONG_LEASE_S:
         yield warn(
@@ -255,7 +255,8 @@ def _end_findings(task: Task) -> Iterator[Finding]:
 
 
 def findings_at_start(app: Celery) -> Iterator[Finding]:
-    """What a worker says when it starts: of tasks whose calls are copied, or may run twice."""
+    """What a worker says when it starts: what nobody reads, and which tasks are copied or may run twice."""
+    yield from _unread_findings(app)
     for task, _guard in guarded_tasks(app):
         yield from _queue_findings(app, task)
         yield from _end_findings(task)

@@ -31,10 +31,11 @@ from celery_setnx.doctor.app import (
     warn,
 )
 from celery_setnx.doctor.broker import courier_findings
+from celery_setnx.doctor.holes import open_holes
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError, remedy
-from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster
-from celery_setnx.lock.survey import BATCH, survey
+from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
+from celery_setnx.lock.survey import BATCH, BEAT, Sighting, survey
 from celery_setnx.options import Settings, settings_of
 from celery_setnx.wording import sentence
 
@@ -42,6 +43,7 @@ __all__ = ["Finding", "check", "examine", "refused"]
 
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
 _NEARLY_FULL = 0.9
+_OLD_S = 3600.0  # a run that has taken so long may hang
 _TRIES_PER_CLUSTER = 1000  # names, to find one on each node
 _CLOCK_S = 1.0  # clocks that are this near each other do no harm
 
@@ -113,14 +115,18 @@ def _each_server(client: Any) -> list[tuple[str, Any]]:
 
 
 def _no_answer(who: str, error: Exception) -> Finding:
-    said = f"{type(error).__name__}: {sentence(error)}"
-    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
-        return fail("connection", f"{who} refuses us: {said}", "No guarded task can run.", remedy(said))
+    known = translated(who, error)
+    said = sentence(known.reason)
+    if isinstance(known, LockRefused):
+        is_trusted = "CERTIFICATE_VERIFY_FAILED" not in said
+        what = f"{who} {'refuses us' if is_trusted else 'is not trusted'}: {said}"
+        return fail("connection", what, "No guarded task can run.", known.remedy)
     return fail(
         "connection",
         f"{who} does not answer: {said}",
         "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
-        "Check that the server runs, and the setting's host, port and TLS.",
+        known.remedy
+        or "Check that the server runs, and the setting's host, port and TLS (rediss://, or redis://).",
     )
 
 
@@ -160,17 +166,23 @@ def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[
         )
         return
     yield _version(name, info)
+    yield from _holes(name, info)
     yield _eviction(name, info)
     yield from _memory(name, info)
+    yield from _clients(name, info)
     yield _persistence(name, info, server)
     yield _replication(name, info, server)
     if info.get("cluster_enabled"):
         yield _cluster(name, server, in_cluster=in_cluster)
 
 
-def _version(name: str, info: Mapping[str, Any]) -> Finding:
+def _product(info: Mapping[str, Any]) -> tuple[str, str]:
     product = "Valkey" if "valkey_version" in info else "Redis"
-    version = str(info.get(f"{product.lower()}_version", "0"))
+    return product, str(info.get(f"{product.lower()}_version", "0"))
+
+
+def _version(name: str, info: Mapping[str, Any]) -> Finding:
+    product, version = _product(info)
     oldest = _OLDEST[product]
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < oldest:
@@ -181,6 +193,21 @@ def _version(name: str, info: Mapping[str, Any]) -> Finding:
             f"Upgrade to {product} {oldest[0]}.{oldest[1]} or later.",
         )
     return ok("server", f"{name} is {product} {version}.")
+
+
+def _holes(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Known holes in its Lua."""
+    product, version = _product(info)
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    for hole in open_holes(product, numbers):
+        closed_in = [".".join(map(str, release)) for release in hole.closed_in[product]]
+        yield warn(
+            "security",
+            f"{name} is {product} {version}, whose Lua has known holes: {hole.names}.",
+            hole.why,
+            f"Upgrade to {', '.join(closed_in)} or later, unless whoever packages or hosts it has closed "
+            "them under this version.",
+        )
 
 
 def _eviction(name: str, info: Mapping[str, Any]) -> Finding:
@@ -204,6 +231,17 @@ def _memory(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
             f"{name} uses {used / most:.0%} of its maxmemory of {most / 2**20:.0f} MiB.",
             "A full server renews and releases locks, but grants no new one.",
             "Raise maxmemory, or give locks a server of their own: setnx_url.",
+        )
+
+
+def _clients(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
+    known, most = info.get("connected_clients", 0), info.get("maxclients", 0)
+    if most and known > _NEARLY_FULL * most:
+        yield warn(
+            "clients",
+            f"{name} has {known} connections of the {most} that it allows (maxclients).",
+            "It refuses more: a process that connects then cannot lock, and does as on_redis_error says.",
+            "Raise maxclients, and its host's limit of open files; docs/how-it-works.md: what workers need.",
         )
 
 
@@ -343,7 +381,9 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
 def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
     held = waiting = paced = marks = 0
-    dead, lapses_s = [], 0.0
+    dead: list[Sighting] = []
+    old: list[Sighting] = []
+    lapses_s = 0.0
     for seen in survey(client, own.prefix):
         if seen.scope == TRIAL:  # another's, that runs now, or was killed
             continue
@@ -356,15 +396,11 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             holder = one.holder
             if holder is not None and holder.state == "foreign" and holder.deadline is None:
                 held -= 1
-                yield fail(
-                    "foreign",
-                    f"{one.name} is held by {holder}.",
-                    f"No task {'has this permit' if seen.has_several else 'with this key will run'} before "
-                    "somebody deletes it.",
-                    f"If nobody needs it: celery setnx release {shlex.quote(one.name)}",
-                )
+                yield _foreign(one, seen)
             elif holder is not None and one.is_stale and holder.state in ("running", "held_for_retry"):
                 dead.append(one)
+            elif _is_old(one):
+                old.append(one)
     for_pace = f", {paced} of them for their pace" if paced else ""
     yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}{for_pace}.")
     if dead:
@@ -375,8 +411,42 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
             "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
         )
+    if old:
+        yield _old(old)
     if marks:
         yield _marks(marks, lapses_s)
+
+
+def _foreign(one: Sighting, seen: Sighting) -> Finding:
+    """A lock, or a permit of one, that never ends."""
+    return fail(
+        "foreign",
+        f"{one.name} is held by {one.holder}.",
+        f"No task {'has this permit' if seen.has_several else 'with this key will run'} before somebody "
+        "deletes it.",
+        f"If nobody needs it: celery setnx release --force {shlex.quote(one.name)}",
+    )
+
+
+def _is_old(seen: Sighting) -> bool:
+    """Whether one run has had a lock for so long that it may hang; a beat leads for as long as it lives."""
+    age_s = seen.age_s or 0.0
+    is_running = seen.process in ("alive", "unknown")
+    return is_running and age_s >= _OLD_S and not seen.scope.startswith(BEAT)
+
+
+def _old(old: list[Sighting]) -> Finding:
+    """Runs that have had their locks for long."""
+    oldest = max(old, key=lambda seen: seen.age_s or 0.0)
+    task_id = oldest.holder and oldest.holder.task_id
+    return note(
+        "locks",
+        f"Locks held by one run for {_OLD_S / 3600:g} h or more: {len(old)}; the oldest is {oldest.name} of "
+        f"{oldest.holder}.",
+        "A hung task keeps its lock, because its process is alive and renews it.",
+        "See `celery setnx list --older 1h`, and give the task a time_limit. To stop one that hangs: "
+        f"celery -A APP control terminate KILL {shlex.quote(task_id or 'ID')}",
+    )
 
 
 def _marks(count: int, lapses_s: float) -> Finding:

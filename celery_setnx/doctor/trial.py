@@ -18,6 +18,7 @@ from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_ins
 from celery_setnx.lock.lock import HeldLock, SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.lock.names import (
+    due_names,
     instead_name,
     line_names,
     mark_name,
@@ -30,7 +31,8 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.lock.scripts import REDIS_ERRORS, reply_of_each
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each
+from celery_setnx.lock.wire import hang_up
 from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 from celery_setnx.task import refuse
@@ -61,7 +63,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             if guard is not None:
                 guard.check_backend(guard.options)
         for found in findings_at_start(app):
-            logger.warning("%s %s %s", found.what, found.why, found.do)
+            logger.warning("%s", " ".join(filter(None, (found.what, found.why, found.do))))
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings_of(app).prefix))
@@ -78,6 +80,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         else:
             for memory in memories:
                 _warn_of_eviction(memory)
+        finally:
+            hang_up(client)  # it dials again if a mark, or a success, is to be freed
 
 
 def trial_name(prefix: str) -> str:
@@ -169,8 +173,9 @@ def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
     beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
     permits = (*permit_names(key, 1), permits_name(key), starts_name(key), _receipt_of(key))
+    due = due_names(lines, "check", in_cluster=is_cluster(client))
     with suppress(*REDIS_ERRORS):
-        for name in (key, *beside, *line_names(key), *permits, lines):
+        for name in (key, *beside, *line_names(key), *permits, *due):
             try:
                 client.delete(name)
             except redis.ResponseError:

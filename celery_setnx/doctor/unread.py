@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from celery import Celery, Task
 
 from celery_setnx.call.binding import PLAIN_WORDS, is_code, is_known, is_options
-from celery_setnx.options import NAMES, SETTINGS, unknown_settings
+from celery_setnx.options import NAMES, OF_OTHERS, SETTINGS, spelled, unknown_settings
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
 _LEFT_OVER = {
@@ -25,7 +25,7 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
     kind = type(task)
     for name, value in _own(kind):
         if name in _LEFT_OVER:
-            yield f"{name}={value!r}", f"Remove it; docs/{_LEFT_OVER[name]}.md has what to write."
+            yield f"{name}={value!r}", f"Remove it.{_here(name, value)} See docs/{_LEFT_OVER[name]}.md."
         elif is_options(value) and _is_like(name, "singleton"):
             yield f"{name}={value!r}", "Write singleton={...}."
         elif name in (PLAIN_WORDS if is_guarded else set(NAMES) - set(PLAIN_WORDS)):
@@ -43,7 +43,16 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
 def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
     """Settings that nobody reads, and that only begin as ours do; and what to do."""
     for written, plainly_meant in unknown_settings(app.conf, app.namespace):
-        if plainly_meant is None:
+        option = written.lower().rpartition("setnx_")[2]
+        if plainly_meant is None and option in NAMES:
+            defaults = (
+                spelled("setnx_defaults", app.namespace) if written != written.lower() else "setnx_defaults"
+            )
+            yield (
+                written,
+                f"If it is meant as an option of all tasks, write {defaults}={{{option!r}: ...}}.",
+            )
+        elif plainly_meant is None:
             yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, name it otherwise."
 
 
@@ -53,6 +62,13 @@ def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
     for name, value in vars(kind).items():
         if value is not None and (decorated or not is_code(value)) and not is_known(kind, name):
             yield name, value
+
+
+def _here(name: str, value: Any) -> str:
+    """What others' options are here."""
+    names = [name] if name != "once" else list(value) if isinstance(value, Mapping) else []
+    found = [f"{each} is {OF_OTHERS[each]}" for each in names if each in OF_OTHERS]
+    return f" Here {', '.join(found)}." if found else ""
 
 
 def _is_like(name: str, other: str) -> bool:

@@ -23,7 +23,7 @@ import redis
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.lock import HeldLock, renew_all
 from celery_setnx.lock.record import task_of
-from celery_setnx.log import Log, hand_lines_to, say_loudly
+from celery_setnx.log import Log, fields, hand_lines_to, say_loudly
 from celery_setnx.threads import Lasting, greenlets, is_killed
 
 try:
@@ -130,6 +130,7 @@ class Keeper:
                 _owner(watched.held, first=True),
                 watched.held.key,
                 watched.held.lease_s,
+                extra=fields(task_id=task_of(watched.held.token), key=watched.held.key),
             )
         return True
 
@@ -170,6 +171,7 @@ class Keeper:
                     _owner(watched.held),
                     watched.held.remaining_s(),
                     error.brief,
+                    extra=fields(task_id=task_of(watched.held.token), key=watched.held.key),
                 )
             watched.failing = error is not None
 
@@ -291,7 +293,11 @@ def _tell(on_lost: OnLost, held: HeldLock, reason: str) -> None:
     try:
         on_lost(held, reason)
     except Exception:
-        logger.exception("What was to be told of the loss of %s failed.", held.key)
+        logger.exception(
+            "What was to be told of the loss of %s failed.",
+            held.key,
+            extra=fields(task_id=task_of(held.token), key=held.key),
+        )
 
 
 def _ran_out(watched: _Watched, now: float) -> str:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import redis
 
+from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.lock import DAY_S
 from celery_setnx.lock.names import (
     KNOWN_LINES,
+    due_names,
     instead_name,
     line_names,
     lock_and_task_id,
@@ -28,7 +30,7 @@ from celery_setnx.lock.names import (
     ticket_name,
 )
 from celery_setnx.lock.record import ORIGINAL, PLAIN, Holder, Terms, current_holder
-from celery_setnx.lock.scripts import PermitScript, Script, replies_to, reply_to, value_of
+from celery_setnx.lock.scripts import PermitScript, Script, is_cluster, replies_to, reply_to, value_of
 
 _PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
@@ -40,7 +42,7 @@ _CLAIM_S = 2.0
 _ABSENT_S = 10.0  # a line that is due for longer has no workers
 
 CLAIMED_AT_MOST = 100
-"""Lines that one `claim` finds."""
+"""Lines that one `claim` finds; in a cluster, in each slot."""
 
 PASSED_OVER = 4_000_000_000_000_000
 """The least score of those in a line who are passed over."""
@@ -62,6 +64,7 @@ class Place:
         attempt: Number of its attempt; a later one is larger.
         remember: Seconds for which Redis remembers it unless it is asked again.
         call_id: What tells the call from others that were given the same task id. Defaults to nothing.
+        shared: Whether others may have that task id, and be told from it. Defaults to False.
         terms: On which terms calls have the lock. Defaults to None: they are not known here.
     """
 
@@ -70,6 +73,7 @@ class Place:
     attempt: int
     remember: float
     call_id: str = ""
+    shared: bool = False
     terms: Terms | None = None
 
 
@@ -79,8 +83,8 @@ class Found:
 
     Attributes:
         state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
-            it), `handed` (the lock is kept for it, and it has been woken) or `stale` (another message of it
-            has started).
+            it), `handed` (the lock is kept for it, and it has been woken), `stale` (another message of it
+            has started) or `taken` (another call with its task id waits).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
@@ -99,7 +103,7 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    argv = (*waiter, _remember_ms(place), place.terms or 0)
+    argv = (*waiter, _remember_ms(place), place.terms or 0, *_said(place))
     word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
@@ -110,8 +114,8 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
     started, in which case nothing was changed.
     """
-    argv = (place.task_id, place.attempt, copy)
-    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv, _remember_ms(place))
+    argv = (place.task_id, place.attempt, copy, _remember_ms(place), *_said(place))
+    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return str(reply[0])
 
 
@@ -187,25 +191,40 @@ def who_waits(client: redis.Redis, key: str, task_ids: Sequence[str]) -> list[st
     return [task_id for task_id, call in zip(task_ids, found) if isinstance(call, (bytes, str))]
 
 
-class Claimed(NamedTuple):
-    """The lines that a worker is to look at.
+class Slot(NamedTuple):
+    """What a sweep was told of the lines in one slot; without a cluster, of all.
 
     Attributes:
         epoch: What tells these data from those before Redis lost them.
         until_us: Until when the lines are claimed; to be given back to `settle`.
-        next_s: Seconds until another of a task that has a rate is due; None if that is not soon.
-        lines: Names of a task whose calls wait, and of their lock, or a name of one call beside it.
     """
 
     epoch: str
     until_us: str
+
+
+class Claimed(NamedTuple):
+    """The lines that a worker is to look at.
+
+    Attributes:
+        slots: The slot of each of its tasks; without those of a node of a cluster that did not answer.
+        next_s: Seconds until another of a task that has a rate is due; None if that is not soon.
+        lines: Names of a task whose calls wait, and of their lock, or a name of one call beside it.
+        are_more: True if there may be more.
+        error: Why some slots are missing; None if none is.
+    """
+
+    slots: Mapping[str, Slot]
     next_s: float | None
     lines: list[tuple[str, str]]
+    are_more: bool
+    error: LockUnavailable | LockRefused | None
 
 
 def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> str:
     """Have a worker that has the task look at a line within so many seconds: the epoch of Redis' data."""
-    return str(_DUE(client, (lines,), f"{task}\n{key}", round(within * 1e6), _LINES_MS, _new_epoch())[0])
+    names = due_names(lines, task, in_cluster=is_cluster(client))
+    return str(_DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())[0])
 
 
 def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collection[str] = ()) -> Claimed:
@@ -213,13 +232,30 @@ def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collecti
 
     `paced` are those of them that have a rate: their lines are to be looked at to the moment.
     """
-    names = (*paced, *(name for name in tasks if name not in paced))
-    argv = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch(), len(paced))
-    found = _SWEEP(client, (lines,), *argv, *names)
-    epoch, until_us, next_us, *entries = found
-    pairs = [entry.partition("\n") for entry in entries]
-    next_s = int(next_us) / 1e6 if next_us else None
-    return Claimed(epoch, until_us, next_s, [(task, key) for task, _, key in pairs])
+    names = list(tasks)
+    random.shuffle(names)  # else of many lines those of the first tasks would always be found first
+    in_slots = _in_slots(client, lines, names)
+    argv = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch())
+    asked = [
+        ((epoch, *named), (*argv, *(place for place, task in enumerate(of, 1) if task in paced)))
+        for epoch, (named, of) in in_slots.items()
+    ]
+    slots: dict[str, Slot] = {}
+    found: list[tuple[str, str]] = []
+    due_s: list[float] = []
+    are_more, error = False, None
+    for (_named, of), reply in zip(in_slots.values(), _SWEEP.many(client, asked)):
+        if not isinstance(reply, list):
+            error = reply
+            continue
+        epoch, until_us, next_us, *entries = reply
+        slots.update(dict.fromkeys(of, Slot(epoch, until_us)))
+        due_s += [int(next_us) / 1e6] if next_us else []
+        found += [(of[int(place) - 1], entry) for place, entry in zip(entries[::2], entries[1::2])]
+        are_more |= len(entries) >= 2 * CLAIMED_AT_MOST
+    if error is not None and not slots:
+        raise error
+    return Claimed(slots, min(due_s, default=None), found, are_more, error)
 
 
 def settle(
@@ -230,38 +266,63 @@ def settle(
     In how many seconds it is due: somebody else may have said something, too.
     """
     within_us = "" if within is None else round(within * 1e6)
-    _word, due_us = _SETTLE(client, (lines,), f"{task}\n{key}", claimed.until_us, within_us)
+    name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
+    _word, due_us = _SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us)
     return int(due_us) / 1e6 if due_us else None
 
 
 def ask_others(client: redis.Redis, lines: str, task: str, key: str, task_id: str) -> bool:
     """Have another worker send a call, to which the lock is handed; False if none has looked at its line."""
-    line, call = f"{task}\n{key}", f"{task}\n{key}\n{task_id}"
-    line_us, call_us = client.zscore(lines, line), client.zscore(lines, call)
-    note_due(client, lines, task, f"{key}\n{task_id}", within=0.0)
-    now_us = client.zscore(lines, call)
+    name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
+    call = f"{key}\n{task_id}"
+    line_us, call_us = score_of(client, name, key), score_of(client, name, call)
+    note_due(client, lines, task, call, within=0.0)
+    now_us = score_of(client, name, call)
     if call_us is not None:
         return False  # it was asked before, and nobody has come
     return now_us is None or line_us is None or not _is_overdue(line_us, now_us)
 
 
+def score_of(client: redis.Redis, name: str, member: str) -> float | None:
+    """The score of a member of a sorted set; None if it is none."""
+    found = reply_to(client, "ZSCORE", name, member)
+    return None if found is None else float(found)
+
+
 def note_lines(client: redis.Redis, prefix: str, broker: str) -> None:
     """Note that workers of a broker sweep lines under a prefix."""
-    note_due(client, KNOWN_LINES, prefix, broker, within=0.0)
+    _DUE(client, (KNOWN_LINES,), f"{prefix}\n{broker}", 0, _LINES_MS, "")
 
 
 def known_lines(client: redis.Redis) -> list[tuple[str, str]]:
     """The prefixes and brokers that have been noted in the last eight days."""
     entries = [_text(entry).partition("\n") for entry in reply_to(client, "ZRANGE", KNOWN_LINES, "0", "-1")]
-    return [(prefix, broker) for prefix, _, broker in entries if prefix]
+    return [(prefix, broker) for prefix, _, broker in entries]
 
 
 def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
-    """The locks, ten at most, for which calls wait in lines that nobody has looked at when they were due."""
-    until_us = int(claimed.until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
-    entries = reply_to(client, "ZREVRANGEBYSCORE", lines, str(until_us), "0", "LIMIT", "0", "10")
-    keys = {lock_and_task_id(_text(entry).partition("\n")[2])[0] for entry in entries}
+    """Locks that calls of these tasks wait for, in lines that nobody has looked at when they were due."""
+    keys: set[str] = set()
+    for named, of in _in_slots(client, lines, claimed.slots).values():
+        if not reply_to(client, "EXISTS", *named):
+            continue
+        for name, task in zip(named, of):
+            until_us = int(claimed.slots[task].until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
+            entries = reply_to(client, "ZREVRANGEBYSCORE", name, str(until_us), "0", "LIMIT", "0", "10")
+            keys.update(lock_and_task_id(_text(entry))[0] for entry in entries)
     return [key for key in sorted(keys) if reply_to(client, "ZCOUNT", line_names(key)[0], "-inf", "+inf")]
+
+
+def _in_slots(client: Any, lines: str, tasks: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """By the name of a slot's epoch the names of the sets of some tasks' lines there, and those tasks."""
+    in_cluster = is_cluster(client)
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for task in tasks:
+        name, epoch = due_names(lines, task, in_cluster=in_cluster)
+        named, of = found.setdefault(epoch, ([], []))
+        named.append(name)
+        of.append(task)
+    return found
 
 
 def _is_overdue(due_us: float, now_us: float) -> bool:
@@ -280,6 +341,11 @@ def _keys(place: Place) -> tuple[str, ...]:
     """The keys that a verb of the line is about, but for those of other permits."""
     ticket = ticket_name(place.key, place.task_id, place.call_id)
     return (place.key, record_name(place.key), *line_names(place.key), ticket, permits_name(place.key))
+
+
+def _said(place: Place) -> tuple[int, ...]:
+    """What a verb is told, besides, of a call whose task id others may have."""
+    return (1,) if place.shared else ()
 
 
 def _remember_ms(place: Place) -> int:

@@ -53,7 +53,7 @@ from celery_setnx.lock.record import (
     task_of,
 )
 from celery_setnx.lock.scripts import PermitScript, Script, reply_to
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 DAY_S = 86_400.0
@@ -62,6 +62,9 @@ _REMEMBER_RELEASE_MS = 60_000
 
 HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
+
+AHEAD_S = 0.02
+"""Seconds before its start at which a call may be handed a permit (lua/permits.lua): it asks again then."""
 
 _HAND_OVER_US = round(HAND_OVER_S * US)
 _NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False)  # what acquire.lua is told of a call that has not waited
@@ -165,6 +168,7 @@ class HeldLock:
         self._since_us = since_us
         self._valid_until = valid_until
         self._ahead_s = ahead_s
+        self._given_back_at: float | None = None  # by the clock, for the first time
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
@@ -223,8 +227,9 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * US) if at_least_for else 0
+        asked_at = self._asked_at()
         reply = self._lock._release(self.token, self.permit, rest_until, mark_for, done_for)
-        return reply[0]  # type: ignore[no-any-return]
+        return self._lock._given_back(reply, asked_at, self._valid_until, "released")
 
     def take_start_back(self) -> None:
         """Have the acquisition count as no start, because nothing has begun under it."""
@@ -245,14 +250,26 @@ class HeldLock:
             LockUnavailable: Redis did not answer; the running lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        lock = self._lock
+        lock, asked_at = self._lock, self._asked_at()
         keys, retention_ms = lock._permit_keys(self.permit), lock._retention_ms
-        return _HOLD(self.client, keys, self.token, _us(lease), retention_ms)[0]  # type: ignore[no-any-return]
+        reply = _HOLD(self.client, keys, self.token, _us(lease), retention_ms)
+        return lock._given_back(reply, asked_at, self._valid_until, "held_for_retry")
+
+    def _asked_at(self) -> float:
+        """When it was given back for the first time, by the clock."""
+        if self._given_back_at is None:
+            self._given_back_at = self._lock.clock()
+        return self._given_back_at
 
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
         if word == "repaired":
-            logger.warning("A classic client had overwritten %s by %r; repaired.", self.key, reply[3])
+            logger.warning(
+                "A classic client had overwritten %s by %r; repaired.",
+                self.key,
+                reply[3],
+                extra=fields(task_id=task_of(self.token), key=self.key),
+            )
         if word in ("renewed", "repaired"):
             self._valid_until = self._lock._valid_until(before, deadline_us - now_us)
             self._ahead_s = now_us / US - self._lock.clock()
@@ -332,10 +349,11 @@ class SetnxLock:
         self._wakes = line or mark is not None  # else nobody does to whom the lock would be handed
         self.line = line_names(name) if self._wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
+        self._until = 0.0  # by the clock, for which that was acquired
         self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
-        self._entered: dict[int, list[tuple[str, int]]] = {}
+        self._entered: dict[int, list[tuple[str, int, float]]] = {}
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
@@ -471,7 +489,7 @@ class SetnxLock:
         """
         if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        return self._release(self.token, self._permit)[0]  # type: ignore[no-any-return]
+        return self._give_back(self.token, self._permit, self._until)
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -487,10 +505,13 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        word, *found = self._release_any(token)
-        if word in ("released", "repaired") and (not found or found[1] is not None):
-            return "freed"
-        return "lost" if word == "lost" else "ended"
+        for permit, (_value, record) in enumerate(self._look(with_waiters=False)[2]):
+            if record is not None and record.startswith(f"{token}\n"):
+                had_it = record.split("\n")[3] in ("running", "failed")
+                word = self._release(token, permit)[0]
+                if word != "lost":
+                    return "freed" if had_it and word != "gone" else "ended"
+        return "lost"
 
     def free_held(self, task_id: str) -> bool:
         """Free the lock if it is held for a retry of a task that will not come.
@@ -564,21 +585,29 @@ class SetnxLock:
             raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s, self.limit)
         # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
         held = outcome.lock
-        self._entered.setdefault(threading.get_ident(), []).append((held.token, held.permit))
+        self._entered.setdefault(threading.get_ident(), []).append(
+            (held.token, held.permit, held._valid_until)
+        )
         return held
 
     def __exit__(self, *_exc: object) -> None:
-        tokens = self._entered.get(threading.get_ident())
+        entered = self._entered.get(threading.get_ident())
         try:
-            word = self._release(*tokens.pop())[0] if tokens else self.release()
+            word = self._give_back(*entered.pop()) if entered else self.release()
         except SetnxError as error:
-            logger.warning("%s It was not released; its lease of %g s ends it.", error, self.lease_s)
+            logger.warning(
+                "%s It was not released; its lease of %g s ends it.",
+                error,
+                self.lease_s,
+                extra=fields(key=self.name),
+            )
         else:
             if word in ("gone", "lost"):
                 logger.warning(
                     "The lock %s was %s before it was released: its body may not have run alone.",
                     self.name,
                     word,
+                    extra=fields("lost", key=self.name),
                 )
 
     def _acquire_once(self, token: str, dead: str, call_id: str, waiter: tuple[Any, ...]) -> Outcome:
@@ -642,7 +671,7 @@ class SetnxLock:
             held.take_start_back()
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.token, self._permit = token, told.permit
+        self.token, self._permit, self._until = token, told.permit, held._valid_until
         return held
 
     def _valid_until(self, before: float, remaining_us: int) -> float:
@@ -663,6 +692,22 @@ class SetnxLock:
         now_us, waiting, count, *found = _LOOK(self.client, self.name, keys, self.terms)
         end = 2 * int(count)
         return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
+
+    def _give_back(self, token: str, permit: int, valid_until: float) -> Released:
+        asked_at = self.clock()
+        return self._given_back(self._release(token, permit), asked_at, valid_until, "released")
+
+    def _given_back(
+        self, reply: Sequence[Any], asked_at: float, valid_until: float, as_asked: Released
+    ) -> Released:
+        """What became of a lock, by the reply to what gives it back, which was first asked for at a time.
+
+        It was not lost if another has it only since then: it was given back, and the reply to that was lost.
+        """
+        word: Released = reply[0]
+        since_us = reply[4] if word == "lost" and len(reply) > 4 and asked_at < valid_until else None
+        is_after = since_us and int(since_us) > int(reply[1]) - (self.clock() - asked_at) * US
+        return as_asked if is_after else word
 
     def _release_any(self, token: str) -> list[Any]:
         """Release whichever permit is the token's."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import done_name, line_names, mark_name, other_permits, record_name
-from celery_setnx.lock.record import Holder, parse_holder
+from celery_setnx.lock.record import Holder, parse_holder, task_of
 from celery_setnx.lock.scripts import Script, value_of
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
 
-_MARK, _EXTEND, _UNMARK = Script("mark"), Script("extend"), Script("unmark")
+_MARK, _EXTEND, _UNMARK, _FORGET = Script("mark"), Script("extend"), Script("unmark"), Script("forget")
 
 
 def grace_s(lease: float) -> float:
@@ -87,17 +87,38 @@ def mark_all(
 
 def done_by(client: redis.Redis, key: str) -> str | None:
     """Id of the task that has succeeded with this key, while that counts; None if none has."""
-    return value_of(client, done_name(key))
+    token = value_of(client, done_name(key))
+    return token and (task_of(token) or token)
 
 
-def forget_done(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
-    """Let the successes of tasks no longer count, where they do; the first error."""
-    return _first_error(forget_each(client, marks))
+class Failure(NamedTuple):
+    """A run that has failed after its body, though its release may have noted a success, or may do so still.
+
+    Attributes:
+        key: The lock's Redis key.
+        token: The run's.
+        limit: How many permits the lock has.
+    """
+
+    key: str
+    token: str
+    limit: int
 
 
-def forget_each(client: redis.Redis, marks: Sequence[Mark]) -> list[bool | LockUnavailable | LockRefused]:
-    """The same: for each whether it counted until now, or why Redis did not say."""
-    replies = _UNMARK.many(client, [((done_name(mark.key),), (mark.task_id,)) for mark in marks])
+def forget_done(client: redis.Redis, failures: Sequence[Failure]) -> LockUnavailable | LockRefused | None:
+    """Let the successes of runs no longer count, whoever has their locks by now; the first error."""
+    calls = []
+    for key, token, limit in failures:
+        records = other_permits(key, limit)[1::2]
+        calls.append(((done_name(key), record_name(key), *records), (token,)))
+    return _first_error(_FORGET.many(client, calls))
+
+
+def forget_each(
+    client: redis.Redis, successes: Sequence[tuple[str, str]]
+) -> list[bool | LockUnavailable | LockRefused]:
+    """Forget by hand that runs, by key and token, have succeeded: for each whether it counted until now."""
+    replies = _UNMARK.many(client, [((done_name(key),), (token,)) for key, token in successes])
     return [reply[0] == "freed" if isinstance(reply, list) else reply for reply in replies]
 
 
@@ -112,6 +133,11 @@ def extend_all(
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
     """Free many marks, where they are their tasks' still; the first error: the others lapse by themselves."""
     return _first_error(_UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks]))
+
+
+def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
+    """Free a mark; False if it is not its task's any more."""
+    return bool(_UNMARK(client, (mark.name,), mark.task_id)[0] == "freed")
 
 
 def _marked(reply: list[Any]) -> Marked:

@@ -1,4 +1,4 @@
-"""The names of the keys in Redis: those beside a lock, in its cluster slot, and the set of all lines."""
+"""The names of the keys in Redis: those beside a lock, in its cluster slot, and the sets of due lines."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ KNOWN_LINES = "setnx:brokers"
 """The name of the set of all prefixes and brokers whose workers have swept lines."""
 
 
+_LINES_SLOTS = 16
+
 END = "\n"
 """What a task id begins with, among the lines, if it is the end of that call's waiting."""
 
@@ -108,8 +110,18 @@ def receipt_name(prefix: str, task: str, task_id: str, call_id: str, attempt: in
 
 
 def lines_name(prefix: str, broker: str) -> str:
-    """The name of the set of all lines whose calls come from one broker, by that one's name."""
+    """What the names of all sets of lines begin with whose calls come from one broker, by that one's name."""
     return f"{prefix}:lines:{blake2b(broker.encode(), digest_size=8).hexdigest()}"
+
+
+def due_names(lines: str, task: str, *, in_cluster: bool) -> tuple[str, str]:
+    """The names of the set of a task's lines, and of the epoch, in the same slot.
+
+    One script sees to all tasks of a slot: of a cluster they share 16, elsewhere there is one.
+    """
+    slot = blake2b(task.encode(), digest_size=1).digest()[0] % _LINES_SLOTS if in_cluster else 0
+    epoch = f"{lines}:{{{slot}}}"
+    return f"{epoch}:{task}", epoch
 
 
 def take_over_name(lock_name: str) -> str:

@@ -121,8 +121,8 @@ class Holder:
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
         state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
-            woken; `foreign`: a lock that no program of ours has set; or `paced`: nobody has it, and no call
-            may start before the deadline.
+            woken; `failed`: its run has failed, and is about to give it back; `foreign`: a lock that no
+            program of ours has set; or `paced`: nobody has it, and no call may start before the deadline.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: What the holder says of itself: task, about, task_id, worker, host, pid.
         value: The lock's value in Redis.
@@ -146,6 +146,25 @@ class Holder:
     def task_id(self) -> str | None:
         """The holding task's id, or None if no task holds the lock."""
         return self.info.get("task_id")
+
+    @property
+    def task(self) -> str | None:
+        """The holding task's name, or None if the holder has not said it."""
+        return self._said("task")
+
+    @property
+    def worker(self) -> str | None:
+        """The node name of the worker whose process it is, such as `w1@host`; None if it has not said it."""
+        return self._said("worker")
+
+    @property
+    def host(self) -> str | None:
+        """The host of its process, or None if it has not said it."""
+        return self._said("host")
+
+    def _said(self, name: str) -> str | None:
+        said = self.info.get(name)
+        return said if isinstance(said, str) else None
 
     @property
     def about(self) -> str:

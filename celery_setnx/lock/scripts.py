@@ -25,7 +25,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from celery_setnx.exceptions import LockForbidden, LockRefused, LockUnavailable
+from celery_setnx.exceptions import LockForbidden, LockRefused, LockUnavailable, is_misled
 from celery_setnx.lock.names import other_permits, starts_name
 from celery_setnx.lock.record import PLAIN, Terms
 from celery_setnx.lock.wire import ask, ask_many
@@ -41,7 +41,7 @@ _TEMPORARY = re.compile(
 # What an administrator allows, or sets right.
 _FORBIDDEN_ERRORS = (AuthenticationError, AuthorizationError, NoPermissionError)
 _FORBIDDEN = re.compile(
-    r"\b(?:NOAUTH|WRONGPASS|NOPERM) |Client sent AUTH|ACL failure in script|"
+    r"\bNOPERM |ACL failure in script|"
     r"can't (?:run this command|access at least one)"
 )
 
@@ -211,6 +211,16 @@ def reply_of_each(client: Any, *command: str) -> list[Any]:
         return ask_each()  # the client has asked meanwhile which primaries there are now
 
 
+def node_of(client: Any, key: str) -> str:
+    """The node of a cluster that has a key; nothing if it is not known, or there is none. Asks nobody."""
+    if not is_cluster(client) or getattr(client, "is_unused", False):
+        return ""
+    try:
+        return str(client.get_node_from_key(key).name)
+    except (AttributeError, *REDIS_ERRORS):
+        return ""
+
+
 def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
     """The nodes of a cluster, each with the places of the calls that it is to answer."""
     nodes: dict[str, tuple[Any, list[int]]] = {}
@@ -224,18 +234,35 @@ def _by_node(client: Any, calls: Sequence[Call]) -> list[tuple[Any, list[int]]]:
 
 
 def translated(name: str, error: Exception) -> LockUnavailable | LockRefused:
-    """A server's error about a key as an error of ours."""
+    """A server's error about a key as an error of ours, with its cause."""
+    ours = _ours_of(name, error)
+    ours.__cause__ = error
+    return ours
+
+
+def _ours_of(name: str, error: Exception) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
-    if "Cluster mode is not enabled" in text:
-        return LockRefused(name, f"{text}, or the user may not do CLUSTER SLOTS")
     if str(error).startswith("FOREIGNRECORD"):  # whose key may be called anything
         return LockRefused(name, text)
-    if isinstance(error, _FORBIDDEN_ERRORS) or _FORBIDDEN.search(str(error)):
+    if "Cluster mode is not enabled" in text:
+        text += ", or the user may not do CLUSTER SLOTS"
+    if handshake := _handshake_of(error):
+        text += f" ({handshake})"
+    if isinstance(error, _FORBIDDEN_ERRORS) or _FORBIDDEN.search(str(error)) or is_misled(text):
         return LockForbidden(name, text)
     temporary = not isinstance(error, ResponseError) or isinstance(error, _TEMPORARY_ERRORS)
     return (
         LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)
     )
+
+
+def _handshake_of(error: BaseException | None) -> str:
+    """That it was TLS that got no answer, which redis-py says no more; else nothing."""
+    while error is not None:
+        if isinstance(error, OSError) and "handshake" in str(error):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _in_text(arguments: tuple[Any, ...]) -> list[str | bytes]:

@@ -24,7 +24,7 @@ from celery_setnx.lock.names import (
     starts_name,
 )
 from celery_setnx.lock.process import fate_of
-from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, parse_holder, parse_permits
+from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, parse_holder, parse_permits, task_of
 from celery_setnx.lock.scripts import Script, is_cluster, reply_of_each, reply_to
 
 BATCH = 1000
@@ -32,6 +32,9 @@ BATCH = 1000
 
 COMMANDS = ("SCAN", "TIME", "GET", "MGET", "TYPE", "PTTL", "ZCOUNT", "ZRANGEBYSCORE")
 """What a user who looks at locks must be allowed to do."""
+
+BEAT = "celery.beat:"
+"""What the scope of a beat's lead begins with: a lock that is held for as long as the beat lives."""
 
 NOT_TEXT = "(not a string)"
 """Stands for a lock's value that is no string: a foreign program's list, hash, or the like."""
@@ -103,7 +106,7 @@ class Sighting:
     @property
     def task(self) -> str:
         """The task that the record names; the scope, where none does."""
-        return str((self.holder and self.holder.info.get("task")) or self.scope)
+        return str((self.holder and self.holder.task) or self.scope)
 
     @property
     def about(self) -> str:
@@ -203,14 +206,19 @@ class Success:
     Attributes:
         key: The lock's Redis key.
         scope: The name the key lives under: the task's, unless tasks share one.
-        task_id: Id of the task that has succeeded.
+        token: That of the run that has succeeded.
         counts_for_s: Seconds for which it counts still.
     """
 
     key: str
     scope: str
-    task_id: str
+    token: str
     counts_for_s: float
+
+    @property
+    def task_id(self) -> str:
+        """Id of the task that has succeeded."""
+        return task_of(self.token) or self.token
 
 
 def survey(client: Any, prefix: str) -> Iterator[Sighting]:
@@ -332,9 +340,9 @@ def _successes(client: Any, keys: Sequence[str]) -> Iterator[Success]:
     names = [done_name(key) for key in keys]
     answers = _ask(client, [(verb, name) for name in names for verb in ("MGET", "PTTL")])
     for key, values, ttl_ms in zip(keys, answers[::2], answers[1::2]):
-        (task_id,) = _checked(values)
-        if task_id is not None:
-            yield Success(key, scope_and_digest(key)[0], _text(task_id), max(0, _int(ttl_ms)) / 1000)
+        (token,) = _checked(values)
+        if token is not None:
+            yield Success(key, scope_and_digest(key)[0], _text(token), max(0, _int(ttl_ms)) / 1000)
 
 
 class _Beside(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from celery_setnx.lock.names import take_over_name
+from celery_setnx.lock.scripts import reply_to
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class TakeOver:
 def note_take_over(client: Any, key: str, take_over: TakeOver, keep_s: float) -> None:
     """Leave a note of a take-over, for who looks at the lock later. It is news, and decides nothing."""
     if keep_s >= 0.001:
-        client.set(take_over_name(key), json.dumps(asdict(take_over)), px=int(keep_s * 1000))
+        note = json.dumps(asdict(take_over))
+        reply_to(client, "SET", take_over_name(key), note, "PX", str(int(keep_s * 1000)))
 
 
 def last_take_over(client: Any, key: str) -> TakeOver | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
@@ -51,6 +51,18 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
         for command in commands:
             pipe.execute_command(*_with_count(command))
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
+
+
+def hang_up(client: Any) -> None:
+    """Close the connections of a client that nobody uses now. Whoever asks it later dials again."""
+    is_cluster = hasattr(type(client), "get_nodes")
+    for each in [node.redis_connection for node in client.get_nodes()] if is_cluster else [client]:
+        if each is None:  # of a node that was not asked yet
+            continue
+        wire = _wire_of(each)
+        if wire is not None:
+            wire.hang_up()
+        _close_idle(each)
 
 
 class Wire:
@@ -106,6 +118,12 @@ class Wire:
         self._idle.append(connection)
         return replies
 
+    def hang_up(self) -> None:
+        """Close the connections that lie idle; a parent's are left alone."""
+        with suppress(IndexError):
+            while self._pid == os.getpid():  # each is taken first: another thread may take one, too
+                self._idle.pop().disconnect()
+
     def _again(
         self, connection: Any, error: Exception, idle: bool, packed: Any, read: Callable[[], Any]
     ) -> Any:
@@ -143,9 +161,7 @@ class Wire:
     def _hang_up(self, connection: Any) -> None:
         """Close a connection that failed, and the idle ones: they led to the same server."""
         connection.disconnect()
-        idle, self._idle = self._idle, []
-        for other in idle:
-            other.disconnect()
+        self.hang_up()
 
 
 @contextmanager

@@ -16,17 +16,18 @@ from celery.app.task import Context
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import NONCE, come_back, tells_redelivery
+from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, retries_of
 from celery_setnx.call.wake import leave_line, let_others_start, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.lock import HAND_OVER_S, HeldLock, Outcome
+from celery_setnx.lock.lock import AHEAD_S, HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result, joined_by
 
@@ -49,6 +50,8 @@ _LINGER_POLL_S = 0.0005
 def info_of(call: Call, worker: str | None) -> str:
     """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
+    if call.shares_id and call.call_id:
+        said = f'{said[:-1]},"call":"{call.call_id}"}}'
     return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
 
 
@@ -72,7 +75,7 @@ class Asking:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
         self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-        self.has_parked = False  # whether it was about to be parked when its turn came
+        self.has_parked = False  # whether it was about to be parked when its turn came, or it failed
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
@@ -113,6 +116,16 @@ class Asking:
         since = self.lingers_since or self.call.since or outcome.server_time
         return Conflict(self.task, self.call._replace(since=since), self.options, outcome, queued_as)
 
+    def frees_held(self, outcome: Outcome) -> bool:
+        """Whether what stands in its way is held for a retry of a call that has ended, and is free by now."""
+        holder = outcome.holder
+        is_others = holder is not None and holder.task_id != self.call.task_id
+        return is_others and self._frees(cast("Holder", holder).state, cast("Holder", holder).task_id)
+
+    def _frees(self, state: str, task_id: str | None) -> bool:
+        """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
+        return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
+
     def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
         """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
         give_up = None
@@ -125,7 +138,12 @@ class Asking:
                     raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
-                    logger.warning("%s runs unguarded (on_redis_error='run'). %s", self.call, error.brief)
+                    logger.warning(
+                        "%s runs unguarded (on_redis_error='run'). %s",
+                        self.call,
+                        error.brief,
+                        extra=fields("unguarded", self.call),
+                    )
                     return unguarded
                 if self.options.on_redis_error == "raise":
                     raise
@@ -170,7 +188,9 @@ class Asking:
         try:
             leave_line(self.task.app, self.call, BEGUN_S if is_one_of_many else _LINGER_S)
         except SetnxError as unheard:
-            logger.warning("%s has ended, and has not left the line: %s", self.call, unheard)
+            logger.warning(
+                "%s has ended, and has not left the line: %s", self.call, unheard, extra=fields(of=self.call)
+            )
 
     def waited_s(self, outcome: Outcome) -> float:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
@@ -198,21 +218,33 @@ class Asking:
         return outcome
 
     def _linger(self) -> Outcome | None:
-        if not self.options.may_wait or policy_of(self.options, self.request) != "wait":
-            return self._acquire()
-        outcome = self._acquire(linger=_YOUNG_S)
+        waits = self.options.may_wait and policy_of(self.options, self.request) == "wait"
+        stands = waits and not self.call.shares_id  # else its place in the line may be another call's
+        linger_s = _YOUNG_S if stands else 0.0
+        outcome = self._acquire(linger=linger_s)
         if outcome is None or outcome.holder is None:
             return outcome
-        self.lingers_since = since = self.call.since or outcome.server_time
+        since = None
+        if stands:
+            self.lingers_since = since = self.call.since or outcome.server_time
         give_up = self.lock.clock() + _LINGER_S
-        if outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0:
-            return outcome
-        while outcome is not None and self._is_young(outcome.holder, outcome.server_time):
+        parks_now = not stands or outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
+        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=parks_now)):
             if self.lock.clock() > give_up:
                 break
-            time.sleep(_LINGER_POLL_S * max(1, outcome.waiters))
-            outcome = self._acquire(linger=_YOUNG_S, since=since)
+            time.sleep(pause_s)
+            outcome = self._acquire(linger=linger_s, since=since)
         return outcome
+
+    def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
+        """Seconds after which the call asks again in its pool slot; 0 if it does not."""
+        is_woken = self.call.copy != ORIGINAL or self.has_parked
+        if outcome.paced and is_woken:  # it may have been handed its permit ahead of its start
+            remaining_s = outcome.remaining_s or 0.0
+            return remaining_s if remaining_s <= AHEAD_S else 0.0
+        if parks_now or not self._is_young(outcome.holder, outcome.server_time):
+            return 0.0
+        return _LINGER_POLL_S * max(1, outcome.waiters)
 
     def _is_young(self, holder: Holder | None, server_time: float) -> bool:
         """True if another call has had the lock, or was woken for it, since a moment ago."""
@@ -248,6 +280,8 @@ class Asking:
         options, mark = self.options, Mark(self.lock.name, self.call.task_id)
         dedupe, client = "until_started", self.lock.client
         (found,) = mark_all(client, [mark], dedupe=dedupe, lease=options.queue_lease, limit=options.limit)
+        if isinstance(found, Marked) and self._frees(found.state, found.task_id):
+            return self._queued_as(holder)
         if isinstance(found, Marked) and found.is_duplicate:
             return found.task_id
         if isinstance(found, Marked):  # else it is not known, and it waits all the same

@@ -14,16 +14,18 @@ from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.lock import Outcome
-from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.lock.record import ORIGINAL, Holder
+from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
-from celery_setnx.run.park import may_stand_in_line, wait_in_line
+from celery_setnx.run.park import PlaceTaken, may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
 logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
+_OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline")
+"""What the result of a skipped call says of the holder."""
 
 
 def is_skipped(result: Any) -> bool:
@@ -103,8 +105,8 @@ class Conflict:
         because = self.reason
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
-        logger.info("Skipped %s: %s.", self.call, because)
-        return _skip_result(self.call, self.options, self.holder.as_dict())
+        logger.info("Skipped %s: %s.", self.call, because, extra=fields("skipped", self.call))
+        return _skip_result(self.task, self.call, self.options, _briefly(self.holder))
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker; its own retries are not used up.
@@ -148,7 +150,12 @@ class Conflict:
             self._come_back(self._backoff())
         if not may_stand_in_line(self.task, self.call):
             self.retry()
-        wait_in_line(self.task, self.call, self.options, self.outcome)
+        try:
+            wait_in_line(self.task, self.call, self.options, self.outcome)
+        except PlaceTaken:
+            reason = f"another call with its task id waits already, and {self.reason}"
+            call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
+            come_back(self.task, call, self._backoff(), reason)
 
     def fail(self) -> NoReturn:
         """Fail the task.
@@ -186,7 +193,7 @@ class Conflict:
 def resolve(conflict: Conflict) -> Any:
     """Apply the policy to a conflict: the task's result, or the exception that ends this attempt."""
     request = conflict.task.request
-    own = conflict.holder.task_id == conflict.call.task_id
+    own = _is_own(conflict.call, conflict.holder)
     policy = policy_of(conflict.options, request)
     if own:
         policy = "wait"
@@ -205,7 +212,7 @@ def resolve(conflict: Conflict) -> Any:
     )
     if conflict.holder.state == "foreign" and conflict.remaining_s is None:
         text = "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
-        logger.error(text, conflict.key, conflict.holder.value)
+        logger.error(text, conflict.key, conflict.holder.value, extra=fields(of=conflict.call))
     if own:
         conflict.wait_for_own()
     if callable(policy):
@@ -219,18 +226,36 @@ def resolve(conflict: Conflict) -> Any:
     return conflict.fail()
 
 
+def _is_own(call: Call, holder: Holder) -> bool:
+    """Whether a call has met itself, another delivery or attempt; not another call with its task id."""
+    others = holder.info.get("call")
+    is_another = call.shares_id and others and call.call_id and others != call.call_id
+    is_first = not call.attempt and not call.redelivered  # a replace() is another call, and still the same
+    return holder.task_id == call.task_id and not (is_another and is_first)
+
+
 def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
-    logger.info("Skipped %s: the same call has succeeded already, as task %s (key %s).", call, done, call.key)
+    text = "Skipped %s: the same call has succeeded already, as task %s (key %s)."
+    logger.info(text, call, done, call.key, extra=fields("skipped", call))
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
-    return _skip_result(call, options, {"task_id": done, "state": "done"})
+    return _skip_result(task, call, options, {"task_id": done, "state": "done"})
 
 
-def _skip_result(call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
+def _briefly(holder: Holder) -> dict[str, Any]:
+    """Who was in the way, for a result: short, as monitors and Celery's log show it."""
+    told = {name: getattr(holder, name) for name in _OF_HOLDER}
+    if holder.state == "foreign":
+        told["value"] = holder.value
+    return {name: value for name, value in told.items() if value}
+
+
+def _skip_result(task: Task, call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
     """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
+    say_alone(task.request)
     if options.skip_result is not UNSET:
         return options.skip_result
-    told = {"task": call.task, "about": call.about, "key": call.key}  # monitors show the beginning
+    told = {"task": call.task, "about": call.about, "key": call.key}
     return {"celery_setnx": _SKIPPED, **told, "holder": holder}
 
 

@@ -25,7 +25,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from celery_setnx.call.back import Message, deliverable, known_result, stamped
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.delay import declared, waits_in_broker
-from celery_setnx.call.message import Call, is_time
+from celery_setnx.call.message import Call, has_random_id, is_time
 from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
@@ -43,7 +43,7 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import BEGUN_S, Found, Place, has_begun_s, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import LONGEST_S
 
 logger = Log("celery_setnx")
@@ -238,6 +238,8 @@ def _began_before(order: Order, place: Place, found: Found, client: Any) -> bool
 
 
 def _has_ended(app: Celery, call: Call) -> bool:
+    if not has_random_id(call.task_id):  # the result may be that of another call with its id
+        return False
     return known_result(app.backend, call.task_id, call).get("status") in READY_STATES
 
 
@@ -262,7 +264,7 @@ def _visit(courier: Task, key: str, told: Mapping[str, Any]) -> None:
         _end(courier, key, told, error)
         return
     except ContentDisallowed as error:  # a deploy may allow it
-        logger.warning("The courier of %s comes back later: %s", order, error)
+        logger.warning("The courier of %s comes back later: %s", order, error, extra=fields(of=order.call))
         left: tuple[Order, float, float] | None = (order, _PACE_S, 0.0)
     except NoWayBack as error:  # another may mend it
         left = _later(order, error)
@@ -288,7 +290,7 @@ def _left(app: Celery, order: Order) -> tuple[Order, float, float] | None:
 
 
 def _later(order: Order, error: Exception) -> tuple[Order, float, float]:
-    logger.warning("The courier of %s comes back later: %s", order, error)
+    logger.warning("The courier of %s comes back later: %s", order, error, extra=fields(of=order.call))
     return order, random.uniform(5.0, 30.0), 0.0
 
 
@@ -299,9 +301,15 @@ def _end(courier: Task, key: str, told: Any, error: Exception) -> None:
         call, message = Message.unpacked(courier.app, text if isinstance(text, str) else "")
     except (ValueError, DecodeError, ContentDisallowed):  # whatever there is in the place of a call
         said = "A courier of %s comes no more, and the call that it looks after is lost, if it has one: %s"
-        logger.error(said, key, error)
+        logger.error(said, key, error, extra=fields(key=key))
         return
-    logger.error("The courier of %s (key %s) comes no more, and the call is sent: %s", call, key, error)
+    logger.error(
+        "The courier of %s (key %s) comes no more, and the call is sent: %s",
+        call,
+        key,
+        error,
+        extra=fields(of=call),
+    )
     try:
         message.send(courier.app, call.as_copy())
     except Exception as refusal:
@@ -317,7 +325,12 @@ def _look_after(app: Celery, order: Order) -> tuple[Order, float, float] | None:
         say_loudly(error)
         raise
     except LockRefused as error:
-        logger.error("%s can wait no longer, and is sent to say so itself: %s", order, error)
+        logger.error(
+            "%s can wait no longer, and is sent to say so itself: %s",
+            order,
+            error,
+            extra=fields(of=order.call),
+        )
         send_again(app, order)
         return None
     if back is None:

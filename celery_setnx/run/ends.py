@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from celery import Celery
@@ -21,13 +21,14 @@ from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.marks import Mark, forget_done, free_all
+from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
+T = TypeVar("T")
 
 LOOK_S = 0.2
 KEEP_S = 60.0
@@ -43,9 +44,14 @@ class Ended(NamedTuple):
 
     app: Celery
     call: Call
-    may_wait: bool  # in line
-    is_sent_again: bool  # as the task's own retry, which has its mark
-    may_count: bool  # as a success, which it is not
+    may_wait: bool = False  # in line
+    is_sent_again: bool = False  # as the task's own retry, which has its mark
+    failure: Failure | None = None  # of its run, which may count as a success
+
+    @property
+    def is_anything_left(self) -> bool:
+        """Whether there is anything to free, or to take back."""
+        return self.has_mark or self.has_place or self.failure is not None
 
     @property
     def has_place(self) -> bool:
@@ -88,20 +94,17 @@ class Ends:
         if request in self._running:
             self._kept[request] = time.monotonic() + KEEP_S
 
-    def forget(
-        self,
-        app: Celery,
-        call: Call,
-        *,
-        may_wait: bool = False,
-        is_sent_again: bool = False,
-        may_count: bool = False,
-    ) -> None:
-        """Free what a call has that ended, soon: its mark, its place, and what counts it as a success."""
-        ended = Ended(app, call, may_wait, is_sent_again, may_count)
-        if not (ended.has_mark or ended.has_place or ended.may_count):
-            return
-        if self._has_room(len(self._ended) + self._at_work, call):
+    def forget(self, app: Celery, call: Call, *, may_wait: bool = False, is_sent_again: bool = False) -> None:
+        """Free what a call has that ended, soon: its mark and its place."""
+        self._note(Ended(app, call, may_wait, is_sent_again))
+
+    def take_back(self, app: Celery, call: Call, failure: Failure) -> None:
+        """Have a call that has failed count as no success, soon."""
+        bare = Call(call.task, call.task_id, call.attempt, call.key)  # its mark may be its retry's by now
+        self._note(Ended(app, bare, failure=failure))
+
+    def _note(self, ended: Ended) -> None:
+        if ended.is_anything_left and self._has_room(len(self._ended) + self._at_work, ended.call):
             self._ended.append(ended)
             self._look_soon(has_ended=True)
 
@@ -115,7 +118,7 @@ class Ends:
         if count < AT_MOST:
             return True
         text = "%s has ended, and its mark of %s is not freed: %d others wait for that. It lapses by itself."
-        logger.warning(text, call, call.key, count)
+        logger.warning(text, call, call.key, count, extra=fields(of=call))
         return False
 
     def _look_soon(self, *, has_ended: bool = False) -> None:
@@ -206,7 +209,7 @@ class Ends:
             self._ended.append(ended)
         except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
             text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %r"
-            logger.warning(text, ended.call, error)
+            logger.warning(text, ended.call, error, extra=fields(of=ended.call))
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
@@ -228,21 +231,20 @@ def _attempt_before_runs(request: Any) -> bool:
 def _forget(batch: list[Ended]) -> None:
     """Free the marks and places of some calls; only what Redis cannot do now is raised."""
     marks: dict[Celery, list[Mark]] = {}
-    counted: dict[Celery, list[Mark]] = {}
+    failures: dict[Celery, list[Failure]] = {}
     for ended in batch:
         if ended.has_place and _leave(ended) == "stale":
             continue  # another message has started it, and what there is may be that one's
-        mark = Mark(ended.call.key, ended.call.task_id)
         if ended.has_mark:
-            marks.setdefault(ended.app, []).append(mark)
-        if ended.may_count:
-            counted.setdefault(ended.app, []).append(mark)
+            marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
+        if ended.failure is not None:
+            failures.setdefault(ended.app, []).append(ended.failure)
     _free(marks, free_all)
-    _free(counted, forget_done)
+    _free(failures, forget_done)
 
 
-def _free(marks: Mapping[Celery, list[Mark]], free: Callable[[Any, list[Mark]], Exception | None]) -> None:
-    for app, of_app in marks.items():
+def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Exception | None]) -> None:
+    for app, of_app in what.items():
         with between_forks:
             error = free(client_for(app), of_app)
         if isinstance(error, LockUnavailable):
@@ -258,7 +260,13 @@ def _leave(ended: Ended) -> str:
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
-        logger.warning("%s has ended, and has not left the line of %s: %s", ended.call, ended.call.key, error)
+        logger.warning(
+            "%s has ended, and has not left the line of %s: %s",
+            ended.call,
+            ended.call.key,
+            error,
+            extra=fields(of=ended.call),
+        )
         return ""
 
 

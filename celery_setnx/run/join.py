@@ -15,7 +15,7 @@ from celery_setnx.call.wake import leave_line, let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import runs_instead
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import UNSET, Options
 from celery_setnx.run.park import remember_s
 
@@ -27,7 +27,7 @@ _ASKED_AT_MOST = 7  # 6.4 s in all
 
 def joined_by(task: Task, holder: Holder, call: Call) -> str | None:
     """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
-    is_other = holder.task_id != call.task_id and holder.info.get("task") == task.name
+    is_other = holder.task_id != call.task_id and holder.task == task.name
     return holder.task_id if is_other and holder.state in ("running", "held_for_retry") else call.join
 
 
@@ -64,7 +64,9 @@ def holders_result(
         come_back(task, call._replace(asked=asked + 1), countdown, reason)
     if leave_line(task.app, call) == "stale":
         raise Dropped("another message has started this call")
-    logger.info("%s ends with the result of %s, which it has waited for.", call, joined)
+    logger.info(
+        "%s ends with the result of %s, which it has waited for.", call, joined, extra=fields("joined", call)
+    )
     if state == FAILURE:
         raise meta["result"]
     return meta["result"]

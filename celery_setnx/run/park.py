@@ -42,7 +42,7 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.line import Found, park
 from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
@@ -55,6 +55,10 @@ _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 
 class Parked(Waits):
     """A call waits in line: its delivery has ended, and it is woken when its turn has come."""
+
+
+class PlaceTaken(Exception):
+    """Another call with the same task id stands in the line: this one is to ask again."""
 
 
 class ItsTurn(Exception):
@@ -81,7 +85,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     """Park the running call: it is woken when its turn has come.
 
     Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with `Dropped` if another message has
-    started the call; or, if the broker takes no courier, as `not_taken_back`.
+    started the call; with `PlaceTaken`; or, if the broker takes no courier, as `not_taken_back`.
     """
     parking = _Parking(task, call, options, outcome)
     if not parking.message.queue:
@@ -94,6 +98,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
         parking.go_without_place(error)
     if found.state == "stale":
         raise Dropped("another message has started this call")
+    if found.state == "taken":
+        raise PlaceTaken
     parking.note_holder(found)
     # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
     if parking.is_parked_first or (parking.has_courier and found.state == "new"):
@@ -154,7 +160,9 @@ class _Parking:
             pause = min(self.countdown, self.options.retry_delay_max)
             reason = f"its place in line is not known ({error})"
             come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
-        logger.warning("%s waits, and only its courier knows: %s", self.call, error)
+        logger.warning(
+            "%s waits, and only its courier knows: %s", self.call, error, extra=fields(of=self.call)
+        )
         say_loudly(error)
         if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
             raise error  # which is what its courier has sent it for
@@ -173,7 +181,9 @@ class _Parking:
     def wait(self, found: Found) -> NoReturn:
         """End the delivery, and see to a lock that nobody is going to release."""
         call = self.call
-        logger.info("%s waits in line, at place %d: %s.", call, found.place, self.reason)
+        logger.info(
+            "%s waits in line, at place %d: %s.", call, found.place, self.reason, extra=fields("waits", call)
+        )
         lock_waiting.send(
             sender=self.task,
             task_id=call.task_id,

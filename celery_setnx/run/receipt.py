@@ -6,7 +6,6 @@ parent writes the receipt, once Celery has reported the end, and before it ackno
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import suppress
 
@@ -20,17 +19,16 @@ from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.names import receipt_name
 from celery_setnx.lock.receipt import write_receipt
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 
 _SILENCE_S = 10.0
-_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
 
 def receipt_of(guard: Guard, call: Call) -> str | None:
     """The name of an attempt's receipt; None if nothing tells its call from a later one with its task id."""
-    if not call.call_id and not _RANDOM_ID.fullmatch(call.task_id):
+    if not call.call_id and call.shares_id:
         return None
     return receipt_name(guard.settings.prefix, call.task, call.task_id, call.call_id, call.attempt)
 
@@ -75,7 +73,7 @@ class Receipts:
     def _complain(self, call: Call, why: str) -> None:
         text = "The receipt of %s was not written. If its message is delivered again, the call runs again. %s"
         with suppress(Exception):  # whatever a handler of the app's raises
-            logger.warning(text, call, why)
+            logger.warning(text, call, why, extra=fields(of=call))
 
 
 def receipts_of(app: Celery) -> Receipts:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
+from celery._state import _task_stack
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry
 from celery.result import result_from_tuple
@@ -29,17 +32,17 @@ from celery_setnx.call.back import (
     tells_redelivery,
 )
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call, RunningCall
+from celery_setnx.call.message import Call, RunningCall, has_random_id
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import LockTimeout, SetnxError
+from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.log import Log
+from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S, UNSET
 from celery_setnx.run.acquire import Asking
 from celery_setnx.run.conflict import resolve, resolve_done
@@ -63,9 +66,33 @@ _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
 
 
+_runs: dict[int, Run] = {}
+"""The runs of this process that go on, by their own ids."""
+
+
 def lock_of(task: Task) -> HeldLock | None:
     """The lock that the task's running call holds, or None where it is not guarded."""
-    return getattr(task.request, "setnx_lock", None)
+    request = task.request_stack.top
+    if request is None:
+        warn_of_thread(task)
+    return getattr(request, "setnx_lock", None)
+
+
+def warn_of_thread(task: Task | None) -> None:
+    """Say, once a call of the task, or of any, that a thread which has none has asked for its lock.
+
+    Mostly the body has started that thread, and what it does is not fenced. It is no error: another thread of
+    the process may call the body directly.
+    """
+    if _task_stack.top is not None:  # it has a call, if of another task
+        return
+    untold = [run for run in list(_runs.values()) if not run.is_told and (task is None or run.task is task)]
+    for run in untold:
+        run.is_told = True
+    if untold:
+        text = "%s runs, and thread %s beside it asked for its lock. That is None there, and what the thread "
+        text += "does is not fenced: hand it the lock that the body has, lock = self.lock."
+        logger.warning(text, untold[0], threading.current_thread().name)
 
 
 def is_running(request: Context) -> bool:
@@ -92,6 +119,7 @@ class Run:
         self.acquired_at = 0.0
         self.has_begun = self.has_succeeded = False  # its body
         self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+        self.is_told = False  # that another thread has asked for its lock
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -112,15 +140,15 @@ class Run:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """The body's result, or what becomes of the conflict."""
-        self.request._setnx_run = self
+        self.request._setnx_run = _runs[id(self)] = self
         try:
             return self._execute(body)
         finally:  # a body that the same request runs next has a lock of its own
             del self.request._setnx_run
+            _runs.pop(id(self), None)
 
     def _execute(self, body: Callable[[], Any]) -> Any:
-        held, stale = None, False
-        fate, asking = _Fate(), self.asking
+        held, stale, fate, asking = None, False, _Fate(), self.asking
         try:
             if self._joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
                 return result
@@ -131,14 +159,18 @@ class Run:
                     return body()
                 held, stale = outcome.lock, outcome.stale
                 if stale:
-                    logger.info("%s has been started by another message; this one is dropped.", self)
-                    raise Dropped("another message has started this call")
+                    raise self._dropped("another message has started this call")
+                if held is None and asking.frees_held(outcome):
+                    continue
                 if held is None:
                     if self._may_have_ended(outcome) and (result := self._result_before()) is not UNSET:
                         return result
-                    with suppress(ItsTurn):
+                    try:
                         return resolve(asking.conflict(outcome))
-                    asking.has_parked = True
+                    except (ItsTurn, SoftTimeLimitExceeded, LockUnavailable) as error:
+                        asking.has_parked = True  # or it may have: then a call that fails stands in line
+                        if not isinstance(error, ItsTurn):
+                            raise
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held)) is not UNSET:
@@ -247,10 +279,19 @@ class Run:
         waited_s = self.asking.waited_s(outcome)
         self.keeper.watch(held, self._lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
-            report_take_over(self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time)
+            told = fields("taken_over", self.call)
+            report_take_over(
+                self.task.app, self, held.key, outcome.taken_over_from, outcome.server_time, told
+            )
             self._send(lock_taken_over, fence=held.fence, holder=outcome.taken_over_from)
         if self.call.copy != ORIGINAL:
-            logger.info("%s has its turn: it waited %.1f s for %s.", self, waited_s, held.key)
+            logger.info(
+                "%s has its turn: it waited %.1f s for %s.",
+                self,
+                waited_s,
+                held.key,
+                extra=fields("woken", self.call),
+            )
             self._send(lock_woken, waited_s=waited_s)
         self._send(lock_acquired, fence=held.fence, waited_s=waited_s)
 
@@ -261,6 +302,7 @@ class Run:
             self,
             f"was that of {marked_by}" if marked_by else "was gone",
             self.lock.name,
+            extra=fields("lapsed", self.call),
         )
         self._send(uniqueness_lapsed, marked_by=marked_by)
 
@@ -283,9 +325,14 @@ class Run:
             return self._count_again(stored)
         receipt = receipt_of(self.guard, self.call) if self.asking.may_be_second else None
         if receipt and self.asking.patiently(partial(has_receipt, self.lock.client, receipt), False):
-            logger.info("%s has ended before, and was delivered again; this delivery is dropped.", self)
-            raise Dropped("it has ended before")  # and a chord has counted it before its end was reported
+            # Before its end was reported, a chord has counted it.
+            raise self._dropped("it has ended before")
         return UNSET
+
+    def _dropped(self, reason: str) -> Dropped:
+        """What ends a message that is not to run, once that is said."""
+        logger.info("%s: this message is dropped: %s.", self, reason, extra=fields("dropped", self.call))
+        return Dropped(reason)
 
     def _look_once_more(self, outcome: Outcome) -> None:
         """Have a delivery that has waited for another of its own come back once before it runs.
@@ -304,9 +351,11 @@ class Run:
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """What is stored of this call, if it is another delivery of one that has succeeded."""
-        # A message that has waited may have a twin that was delivered again, if it is acknowledged late.
-        has_waited = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
-        has_twin = has_waited and self.task.acks_late
+        # A message that has waited may have a twin that was delivered again, if it is acknowledged late. One
+        # that was woken has one if the lock server came back with older data, in which it waits.
+        is_woken = self.call.copy != ORIGINAL
+        has_waited = is_woken or self.asking.has_parked or self.asking.lingers_since
+        has_twin = has_waited and (self.task.acks_late or (is_woken and has_random_id(self.call.task_id)))
         if not (self.call.redelivered or has_twin):
             return None
         stored = known_result(self.task.backend, self.request.id, self)
@@ -319,9 +368,12 @@ class Run:
         for other calls, nor where a member that is counted twice would be two.
         """
         if not (self.request.chord and counts_once(self.task.backend)):
-            logger.info("%s has succeeded before, and was delivered again; this delivery is dropped.", self)
-            raise Dropped("it has succeeded before")
-        logger.info("%s has succeeded before, and is counted again for its chord.", self)
+            raise self._dropped("it has succeeded before")
+        logger.info(
+            "%s has succeeded before, and is counted again for its chord.",
+            self,
+            extra=fields("dropped", self.call),
+        )
         self.request.chain = self.request.callbacks = None
         children = stored.get("children") or ()
         self.request._children = [result_from_tuple(child, self.task.app) for child in children]
@@ -342,7 +394,7 @@ class Run:
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             text = "%s has ended, but its lock %s was not released: %s "
             text += "That is tried again until its lease of %g s ends it."
-            logger.warning(text, self, held.key, error, held.lease_s)
+            logger.warning(text, self, held.key, error, held.lease_s, extra=fields(of=self.call))
 
             def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
                 self._tell_end(held, self._give_back(held, back_in, hold=hold), held_s)
@@ -359,7 +411,12 @@ class Run:
         if word in ("gone", "lost"):
             return
         if word == "repaired":
-            logger.warning("%s: a classic client had overwritten %s while we held it.", self, held.key)
+            logger.warning(
+                "%s: a classic client had overwritten %s while we held it.",
+                self,
+                held.key,
+                extra=fields(of=self.call),
+            )
         if getattr(self.request, "setnx_lock", None) is held:  # else no body has had it
             self._send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
 
@@ -384,13 +441,20 @@ class Run:
         except Exception as error:  # noqa: BLE001 - see below
             # A greenlet that is killed while it reads may get an event meant for that read once more, here
             # (eventlet). What was given back may be given back again.
-            logger.info("%s gives its lock %s back once more, after %r", self, held.key, error)
+            logger.info(
+                "%s gives its lock %s back once more, after %r",
+                self,
+                held.key,
+                error,
+                extra=fields(of=self.call),
+            )
             return give_back()
 
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
         """A call that goes on waiting keeps its place; one that ended without the lock does not."""
         self.asking.wake_heirs()  # acquired too late to rely on, and given back
-        is_in_line = self.asking.lingers_since or (not goes_on and self.call.copy != ORIGINAL)
+        may_be_in_line = self.call.copy != ORIGINAL or self.asking.has_parked
+        is_in_line = self.asking.lingers_since or (not goes_on and may_be_in_line)
         if is_in_line and not parked:
             self.asking.leave()
 
@@ -404,7 +468,12 @@ class Run:
         else:
             error = extend_all(self.lock.client, [mark], [back_in + self.options.queue_lease])
         if error is not None:
-            logger.warning("%s: its mark was left as it is, and lapses by itself. %s", self, error)
+            logger.warning(
+                "%s: its mark was left as it is, and lapses by itself. %s",
+                self,
+                error,
+                extra=fields(of=self.call),
+            )
 
     def _free_mark(self) -> None:
         """The body begins, as with the acquisition of any other delivery."""
@@ -419,6 +488,7 @@ class Run:
             self,
             held.key,
             reason,
+            extra=fields("lost", self.call),
         )
         if self.call.copy != ORIGINAL:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.

@@ -2,7 +2,8 @@
 
 Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
 and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
-keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds.
+keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. Lines of
+tasks with a rate are looked at to the moment, too (see `looks`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import redis
 from celery import Celery, bootsteps
+from celery.utils.functional import maybe_list
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
+from celery.worker.state import revoked_stamps
 
+from celery_setnx.call.back import stamps_in
 from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
@@ -36,11 +40,13 @@ from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import CLAIMED_AT_MOST, Claimed, claim, settle, who_waits
+from celery_setnx.lock.line import Claimed, Slot, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
-from celery_setnx.log import Log, say_loudly
+from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.options import settings_of
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
+from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
 from celery_setnx.run.unswept import Unswept
 from celery_setnx.threads import Lasting
 
@@ -49,17 +55,9 @@ logger = Log("celery_setnx")
 SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
-_EARLIEST_S = 0.01  # after which a worker sweeps again
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
 _REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
-_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep
-
-
-class Swept(NamedTuple):
-    """What came of a sweep: how many lines were due, and in how many seconds one is that cannot wait."""
-
-    lines: int
-    next_s: float | None
+_TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
 class CourierRequest(Request):  # type: ignore[misc]
@@ -85,6 +83,11 @@ class CourierRequest(Request):  # type: ignore[misc]
         """Whether its call stands in line as one of the broker that has delivered this courier."""
         return self.order.stamped(self.app) is self.order
 
+    @cached_property
+    def stamps_of_call(self) -> Mapping[str, Any]:
+        """The stamps of its call, by which that may be revoked."""
+        return stamps_in(self.order.message)
+
 
 _held: WeakSet[CourierRequest] = WeakSet()
 
@@ -101,6 +104,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
         self._fails = False
+        self._timeout_s = _TIMEOUT_S
         self._worker = worker
         self._has_declared = False  # the queues of couriers
         self._revoked: dict[str, float] = {}
@@ -108,6 +112,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._stamped: WeakSet[CourierRequest] = WeakSet()
         self._unswept = Unswept()
+        self._looks = TimedLooks(partial(self._look, worker.app))
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -124,10 +129,20 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         _sweeping.add(self)
 
     def _see_to_client(self, app: Celery) -> None:
-        """A client of its own, which gives up soon; another one if the settings have changed."""
+        """A client of its own, which gives up soon; another if the settings have changed, or its timeout."""
         state = configured(app)
         if state is not self._state:
-            self._client, self._state = new_client(app, _TIMEOUT_S), state
+            self._client, self._state = new_client(app, self._timeout_s), state
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s != self._timeout_s:
+            self._timeout_s, self._state = timeout_s, []
+
+    def _wait_longer_after(self, error: BaseException) -> None:
+        """Wait longer for replies from the next sweep on, if one took longer than a fork should wait."""
+        if isinstance(error.__cause__, redis.TimeoutError):
+            most_s = max(settings_of(self._worker.app).timeout, _TIMEOUT_S)
+            self._set_timeout(min(2 * self._timeout_s, most_s))
 
     def ensure(self) -> None:
         """See to it that it sweeps; where no thread can be started, it is tried at the next delivery."""
@@ -141,9 +156,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
         self._stopped.set()
+        self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
-        while self._thread is not None and self._thread.runs and time.monotonic() < give_up:
-            time.sleep(_EARLIEST_S)
+        threads = (self._looks, self._thread)  # one may be about to send a call to which it has handed a lock
+        while any(thread and thread.runs for thread in threads) and time.monotonic() < give_up:
+            time.sleep(EARLIEST_S)
 
     terminate = stop
 
@@ -153,53 +170,67 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
-        is_early, next_s = time.monotonic() < self._usual_at, None
+        began, has_more = time.monotonic(), False
+        is_early = began < self._usual_at
         try:
             self._see_to_client(app)
             swept = self.sweep(app, is_early=is_early)
-            # When the next is due; but whoever came for one that another has looked at waits as usual.
-            next_s = swept.next_s if swept.lines or not is_early else None
+            has_more = swept.are_more
+            self._looks.within(swept.next_s)
+            if swept.error is not None:  # the lines of the other nodes were looked at
+                raise swept.error
             self._fails = False
+            if time.monotonic() - began < _TIMEOUT_S:
+                self._set_timeout(_TIMEOUT_S)
         except SetnxError as error:
             say_loudly(error)
+            self._wait_longer_after(error)
             if not self._fails:  # it is said once
-                logger.warning("No line is swept until this ends, tried every %g s: %s", SWEEP_S, error)
+                logger.warning("Lines are not swept until this ends, tried every %g s: %s", SWEEP_S, error)
             self._fails = True
         except Exception:
             logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)
         now = time.monotonic()
         if not is_early:
             self._usual_at = now + SWEEP_S * random.uniform(0.8, 1.0)
-        self._wait_s = max(0.0, self._usual_at - now)
-        if next_s is not None:
-            self._wait_s = min(self._wait_s, max(next_s, _EARLIEST_S))
+        self._wait_s = EARLIEST_S if has_more else max(0.0, self._usual_at - now)
         return True
 
-    def sweep(self, app: Celery, *, is_early: bool = False) -> Swept:
-        """Look at every line that is due; unless it comes early for one, after the couriers here too."""
+    def _look(self, app: Celery) -> Swept:
+        """Look at the lines of tasks with a rate that are due: others may keep who looks at them waiting."""
+        return self.sweep(app, is_early=True, only_paced=True)
+
+    def look_soon(self, app: Celery) -> None:
+        """A delivery of a task with a rate has ended: look when its line is due."""
+        if app is self._worker.app and self._thread is not None:
+            self._looks.soon()
+
+    def sweep(self, app: Celery, *, is_early: bool = False, only_paced: bool = False) -> Swept:
+        """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
+        tasks = list(paced) if only_paced else tasks
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
         revoked = self._revoked_lately() if claimed.lines else []
-        for task, entry in claimed.lines:
+        # Those first that are to be looked at to the moment.
+        for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
             with between_forks:
                 within = self._serve(app, lines, task, entry, claimed, revoked)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
             if request not in self._left:
-                self._look_after(app, request, claimed.epoch)
+                self._look_after(app, request, claimed.slots.get(request.order.call.task))
         if couriers:
             self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
             with between_forks:
                 self._unswept.look(app, self._client, claimed)
-        if len(claimed.lines) >= CLAIMED_AT_MOST:
-            due.append(0.0)
-        return Swept(len(claimed.lines), min((next_s for next_s in due if next_s is not None), default=None))
+        next_s = min((next_s for next_s in due if next_s is not None), default=None)
+        return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
     def _serve(
         self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
@@ -217,7 +248,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
-            logger.info("The line of %s was not served, and is in %g s: %s", key, _AGAIN_S, error)
+            self._wait_longer_after(error)
+            logger.info(
+                "The line of %s was not served, and is in %g s: %s",
+                key,
+                _AGAIN_S,
+                error,
+                extra=fields(task=task, key=key),
+            )
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
 
@@ -229,11 +267,12 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in given if task_id}
         return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
-    def _look_after(self, app: Celery, request: CourierRequest, epoch: str) -> None:
+    def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
         order = request.order
         try:
             is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
+            is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
                 with between_forks:
                     if put_back(app, order, wait_s=0.0) is not None:
@@ -243,15 +282,15 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
                 self._stamped.add(request)
-            elif order.epoch != epoch and self._is_time_to_put_back(request, epoch):
+            elif slot and order.epoch != slot.epoch and self._is_time_to_put_back(request, slot.epoch):
                 with between_forks:
                     put_back(app, order, wait_s=0.0)
-                self._anew[request] = epoch, float("inf")
+                self._anew[request] = slot.epoch, float("inf")
         except LockUnavailable:
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
             self._left.add(request)
-            logger.warning("%s is left to its courier: %s", order, error)
+            logger.warning("%s is left to its courier: %s", order, error, extra=fields(of=order.call))
 
     def _is_time_to_put_back(self, request: CourierRequest, epoch: str) -> bool:
         """Once, half a lease after a loss: a holder may say first that it is there still."""
@@ -269,6 +308,21 @@ def see_to_sweeps() -> None:
     """See to it that the workers of this process sweep."""
     for sweep in list(_sweeping):
         sweep.ensure()
+
+
+def look_soon(app: Celery) -> None:
+    """Have the workers of an app in this process look at their paced lines: a delivery has ended."""
+    for sweep in list(_sweeping):
+        sweep.look_soon(app)
+
+
+def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:
+    """Whether a call with these stamps is revoked, as its worker will find."""
+    return any(
+        value in (maybe_list(revoked_stamps.get(name)) or ())
+        for name, values in stamps.items()
+        for value in maybe_list(values) or ()
+    )
 
 
 def _declare_queues(app: Celery) -> None:

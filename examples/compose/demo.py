@@ -81,7 +81,7 @@ class ComposeDemo(Demo):
         holder = result["holder"] if is_skipped(result) else {}
         self.check(
             "the skipped call names the other container",
-            (holder.get("worker"), holder.get("host")) == (self.alpha.node, "alpha"),
+            holder.get("worker") == self.alpha.node,
             f"held by {holder.get('worker')}",
         )
         self.check(

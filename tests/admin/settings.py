@@ -3,5 +3,4 @@
 from shop.settings import *  # noqa: F403
 
 CELERY_IMPORTS = ["tests.admin.tasks"]
-ALLOWED_HOSTS = ["127.0.0.1"]
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]  # the default takes long on purpose

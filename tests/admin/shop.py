@@ -109,7 +109,7 @@ class Shop:
             select username, object_id, change_message from django_admin_log
             join auth_user on auth_user.id = user_id
             join django_content_type on django_content_type.id = content_type_id
-            where app_label = 'locks' order by action_time
+            where app_label = 'setnx_locks' order by action_time
         """
         with sqlite3.connect(self.database) as connection:
             return connection.execute(asked).fetchall()

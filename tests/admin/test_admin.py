@@ -6,7 +6,7 @@ from celery_setnx import SetnxLock
 
 pytestmark = pytest.mark.timeout(600)  # a browser, a worker and a web server start before the first
 
-LOCKS = "/admin/locks/lock/"
+LOCKS = "/admin/setnx_locks/lock/"
 SETTLE = "orders.tasks.settle(name='ann')"
 MODEL = "//tr[contains(@class, 'model-lock')]//a[.='Locks']"
 EVIL = "<script>document.title = 'taken'</script>"

@@ -78,6 +78,7 @@ COMMANDS: list[Run | Elsewhere] = [
     ),
     Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
     Run(_APP + "doctor", 0, "The lock server answers"),
+    Run(_APP + "doctor --acl", 0, r"ACL SETUSER celery_setnx on >PASSWORD ~\S+:\* \+eval"),
     Run(_APP + "check", 0, "their options go together"),
     Run(_APP + "list", 0, "No locks"),
     Run(_APP + "list --queued", 0, "No marks"),
@@ -85,7 +86,7 @@ COMMANDS: list[Run | Elsewhere] = [
     # On the pages some of these are held, or marked: tests/test_cli.py has those.
     Run(_APP + r"show \w+\.sync 42", 0, "state +free"),
     Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A|remind 42)", 0, "Yes"),
-    Run(_APP + r"release (setnx:\S+|KEY)", 1, "Nothing to release"),
+    Run(_APP + r"release (setnx:\S+|KEY|shop\.sync 42 --force)", 1, "Nothing to release"),
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
     Run(_APP + r"release --done (--task )?shop\.remind( 42)?", 1, "Nothing to forget"),
     Run(_APP + r"release --starts shop\.notify partner", 1, "Nothing to forget"),

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from tests.model import lines
 from tests.model.injected import EPOCH, SECOND, set_clock
-from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call
+from tests.model.line import AWAY, waiter, waiting, with_call, with_place, without_call, without_ticket
 from tests.model.lines import Lines
 from tests.model.lock import Lock
-from tests.model.pace import MOST_STARTS
+from tests.model.pace import MOST_STARTS, Pace
 from tests.model.permits import at, limit_of
 from tests.model.store import (
     MS,
@@ -27,18 +27,30 @@ from tests.model.store import (
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
 DONE, STARTS = "{lock.foo}:done", "{lock.foo}:starts"
-LINE, CALLS, LINES = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
+LINE, CALLS, LINES_EPOCH = "{lock.foo}:line", "{lock.foo}:calls", "{lock.foo}:lines"
 OPERATIONS = 40
 TOKENS = ("one", "a|0|1f", "a|0|2F", "a|1|3a", "a|1|3b", "b|b|0|4", "|0|5")
 TASK_IDS = ("", "a", "b|b")
+LINES = {task: f"{LINES_EPOCH}:{task}" for task in TASK_IDS}
 TICKETS = {task: f"{{lock.foo}}:ticket:{task}" for task in TASK_IDS}
 PAIR, WAITING = (LOCK, RECORD), (LINE, CALLS)
 PERMITS, NO_TICKET = "{lock.foo}:permits", "{lock.foo}:ticket:nobody"
 PAIRS = (PAIR, *((f"{{lock.foo}}#{number}", f"{{lock.foo}}#{number}:holder") for number in (1, 2)))
 OTHERS = tuple(name for pair in PAIRS[1:] for name in pair)
-KEYS = (*PAIR, MARK, *WAITING, LINES, *TICKETS.values(), PERMITS, *OTHERS, DONE, STARTS)
+KEYS = (
+    *PAIR,
+    MARK,
+    *WAITING,
+    LINES_EPOCH,
+    *LINES.values(),
+    *TICKETS.values(),
+    PERMITS,
+    *OTHERS,
+    DONE,
+    STARTS,
+)
 CROWD = {f"gone{number}": number for number in range(11)}  # calls that wanted to ask again, and have not
-SWEPT = ("a\nlock.foo", "a\n{lock.foo}", "b|b\nlock.foo", "\nlock.foo")
+SWEPT = (("a", "lock.foo"), ("a", "{lock.foo}"), ("b|b", "lock.foo"), ("", "lock.foo"))
 COPIES = ("-", "x1", "y2")
 LEASES = (1, 1_500, 100_000, SECOND, 1_234_567, 3 * SECOND)
 HOUR, LONG = 3_600 * SECOND, 4_000 * SECOND
@@ -51,8 +63,8 @@ BARE = {"copy": "-", "remember": 0, "linger": 0, "since": 0, "attempt": 0}  # of
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 VERBS = (
     "acquire " * 6 + "renew " * 5 + "release " * 5 + "hold " * 3 + "free " * 2 + "look " + "mark " * 5
-    + "extend " * 2 + "unmark " * 2 + "park " * 5 + "leave " * 2 + "advance " * 9 + "foreign " * 4
-    + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
+    + "extend " * 2 + "unmark " * 2 + "forget " * 2 + "park " * 5 + "leave " * 2 + "advance " * 9
+    + "foreign " * 4 + "serve " * 4 + "due " * 2 + "sweep " * 2 + "settle "
 ).split()  # fmt: skip
 # What is rare in a state, or ends it at once, comes more often in it.
 WHEN_HELD = ("free", "foreign", "acquire", "acquire", "advance") * 6
@@ -118,15 +130,16 @@ return table.concat(seen, '\\n')
 def sight_of(store: Store, swept: Lines, now: int) -> str:
     """What SEES is to say of the keys: an expiry that the server counts by its own clock as what is left."""
     value, expiry, record, record_expiry, mark, line, calls, tickets, others, known, done, starts = store
-    dues = [("", -swept.epoch)] if swept.epoch is not None else []
-    dues += [(name, moment) for moment, name in swept.due]
+    leases = dict(swept.leases)
+    dues = {task: " ".join(f"{name} {moment}" for moment, name in swept.of(task)) for task in LINES}
     found: list[tuple[str, object, object]] = [
         (LOCK, value, expiry),
         (RECORD, record, _expires(record, record_expiry)),
         (MARK, mark and mark.task_id, mark and mark.expiry and f"in {mark.expiry - now // MS}"),
         (LINE, " ".join(f"{task} {since}" for since, task in line.places) or None, _left(line.lease)),
         (CALLS, " ".join(sorted(map("=".join, calls.fields))) or None, _left(calls.lease)),
-        (LINES, " ".join(f"{name} {score}" for name, score in dues) or None, _left(swept.lease)),
+        (LINES_EPOCH, swept.epoch, _left(swept.epoch_lease)),
+        *((LINES[task], due or None, _left(leases.get(task, -1))) for task, due in dues.items()),
         *((TICKETS[task], ticket.text, f"in {ticket.lease}") for task, ticket in tickets),
         (PERMITS, known and known.text, known and f"in {known.lease}"),
     ]
@@ -185,7 +198,7 @@ class Case:
         self.model = Lock()
         self.store = Store()
         self.lines = Lines()
-        self.claimed: tuple[str, str] | None = None
+        self.claimed: tuple[str, str, str] | None = None
         self.now = EPOCH + self.random.randrange(10 * SECOND)
         self.last = TOKENS[0]
         self.has_several = self.random.random() < 0.5
@@ -359,6 +372,7 @@ class Case:
             call=choose(("call", "call again")),
             remember=choose(MARK_LEASES_MS),
             terms=self.terms(0, 1, 2, 3) if self.has_several else choose("01"),
+            shared=self.shared(),
         )
 
     def serve(self) -> Step:
@@ -385,42 +399,51 @@ class Case:
     def due(self) -> Step:
         """By a call that is about to wait, or by its courier."""
         within = self.random.choice((0, 1, SECOND, 30 * SECOND))
-        return self.swept("due", entry=self.random.choice(SWEPT), within=within, **self.of_lines())
+        task, entry = self.random.choice(SWEPT)
+        keys = (LINES[task], LINES_EPOCH)
+        return self.swept("due", keys, task=task, entry=entry, within=within, **self.of_lines())
 
     def sweep(self) -> Step:
         """By a worker."""
         tasks = tuple(task for task in TASK_IDS if self.random.random() < 0.7)
-        interval, paced = self.random.choice((0, 2 * SECOND)), self.random.randrange(len(tasks) + 1)
-        step = self.swept("sweep", interval=interval, **self.of_lines(), paced=paced, tasks=tasks)
-        _, until, _, *entries = step.reply or ()
-        if entries:
-            self.claimed = self.random.choice(entries), until
+        interval = self.random.choice((0, 2 * SECOND))
+        paced = tuple(number for number in range(1, len(tasks) + 1) if self.random.random() < 0.5)
+        keys = (LINES_EPOCH, *map(LINES.__getitem__, tasks))
+        step = self.swept("sweep", keys, interval=interval, **self.of_lines(), paced=paced, tasks=tasks)
+        _, until, _, *found = step.reply or ()
+        if found:
+            number, entry = self.random.choice(list(zip(found[::2], found[1::2])))
+            self.claimed = tasks[int(number) - 1], entry, until
         return step
 
     def settle(self) -> Step:
         """By a worker that has served a line."""
-        (entry, claimed), self.claimed = self.claimed or (SWEPT[0], "7"), None
-        entry = self.random.choice((entry, entry, entry, SWEPT[0]))
+        (task, entry, claimed), self.claimed = self.claimed or (*SWEPT[0], "7"), None
+        task, entry = self.random.choice((*[(task, entry)] * 3, SWEPT[0]))
         within = self.random.choice((None, None, 0, SECOND, 30 * SECOND))
-        return self.swept("settle", entry=entry, claimed=claimed, within=within)
+        return self.swept("settle", (LINES[task],), task=task, entry=entry, claimed=claimed, within=within)
 
     def of_lines(self) -> dict[str, int]:
         """How long the set is to last, and an epoch for it."""
         return {"remember": self.random.choice(MARK_LEASES_MS), "epoch": self.random.randrange(1, 2**48)}
 
-    def swept(self, verb: str, **sent: Any) -> Step:
+    def swept(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
         """A call of a script of the lines."""
-        arguments = ["" if value is None else value for value in sent.values()]
-        if verb == "sweep":
-            arguments[-1:] = sent["tasks"]
         self.lines, reply = getattr(lines, verb)(self.lines, self.now, **sent)
-        command = ("EVALSHA", self.shas[verb], 1, LINES, *arguments)
+        paced = sent.pop("paced", ())
+        told = ["" if value is None else value for name, value in sent.items() if not name.startswith("task")]
+        arguments = [*told, *paced]
+        command = ("EVALSHA", self.shas[verb], len(keys), *keys, *arguments)
         return Step(f"{verb} {arguments}", [command], reply, self.sight)
 
     def leave(self) -> Step:
         """By a message that will not run, or by one of a call that has begun."""
         copy, remember = self.random.choice(COPIES), self.random.choice(MARK_LEASES_MS)
-        return self.waits("leave", copy=copy, remember=remember)
+        return self.waits("leave", copy=copy, remember=remember, shared=self.shared())
+
+    def shared(self) -> str:
+        """Whether other calls may have the task id."""
+        return "0001"[self.now // 7 % 4]
 
     def waits(self, verb: str, **sent: Any) -> Step:
         """By some task; often the one for which the lock is kept."""
@@ -428,7 +451,12 @@ class Case:
         task, attempt = self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
         more, count = self.several()
         keys = (*PAIR, *WAITING, TICKETS[task], PERMITS, *more)
-        return self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
+        before = []
+        if sent["shared"] == "1" and self.now // 28 % 2:  # by another call with that id, which has no ticket
+            self.store = without_ticket(self.store, task)
+            before = [("DEL", TICKETS[task])]
+        step = self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
+        return step._replace(commands=before + step.commands)
 
     def mark(self) -> Step:
         """By the publisher of a new call, or of one that is marked or runs."""
@@ -444,10 +472,15 @@ class Case:
         return self.script("extend", (MARK,), task_id=self.task_id(), lease=lease)
 
     def unmark(self) -> Step:
-        """By the mark's publisher, by a worker whose task has failed after all, or by anybody else."""
+        """By the mark's publisher, by hand, or by anybody else."""
         if self.store.done is not None and self.random.random() < 0.3:
-            return self.script("unmark", (DONE,), task_id=self.task_id())
+            return self.script("unmark", (DONE,), task_id=self.token())
         return self.script("unmark", (MARK,), task_id=self.task_id())
+
+    def forget(self) -> Step:
+        """By a worker whose task has failed after all, or by anybody else."""
+        more, count = self.several()
+        return self.script("forget", (DONE, RECORD, *more[1::2]), token=self.token(), **count)
 
     def advance(self) -> Step:
         """The clock, by a random amount or exactly to a boundary; what expires by then is deleted."""
@@ -460,8 +493,11 @@ class Case:
         moments += [ms * MS for ms in (before.expiry, before.record_expiry) if ms is not None]
         moments += [int(call[1:]) for _, call in before.calls.fields if call.startswith("@")] * 8
         moments += [until - AWAY for until, _ in before.line.places if until >= AWAY] * 4
-        moments += [at + period for at, *_ in before.starts.times[-3:] for period in PERIODS]
-        for moment, _ in self.lines.due[:1]:
+        for period in PERIODS:
+            moments += [
+                at + period - ahead for at, *_ in before.starts.times[-3:] for ahead in (0, Pace.ahead)
+            ]
+        for _, moment, _ in self.lines.due[:1]:
             moments += [moment, moment + MARK_LEASES_MS[0] * MS]
         moment = self.random.choice(moments) + self.random.choice((-1, 0, 0, 1))
         self.now = min(max(self.now, moment), self.now + 100 * SECOND)
@@ -587,7 +623,8 @@ class Case:
         mark, holder = self.store.mark, task_of(self.seen.holder.token)[0]
         known = [mark.task_id] * 4 if mark is not None and mark.task_id != NOT_A_STRING else []
         done = self.store.done
-        known += [done.task_id] * 2 if done is not None and done.task_id != NOT_A_STRING else []
+        if done is not None and done.task_id != NOT_A_STRING:
+            known += [task_of(done.task_id)[0] or done.task_id] * 2
         return self.random.choice((holder or "", task_of(self.last)[0] or "", *known, *TASK_IDS))
 
     def script(self, verb: str, keys: tuple[str, ...], **sent: Any) -> Step:
@@ -603,7 +640,7 @@ class Case:
             sent["line"] = LINE in keys
         if verb == "release":
             sent["with_permits"] = PERMITS in keys
-        what_it_is = "forget_done" if keys == (DONE,) else verb
+        what_it_is = "forget_by_hand" if keys == (DONE,) else {"forget": "forget_done"}.get(verb, verb)
         self.store, reply = getattr(self.model, what_it_is)(self.store, self.now, **sent)
         return Step(what, [command], reply, self.sight)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.model.explorer import DEAD, DONE, TICK, Client, Move, Program, State, World
 from tests.model.permits import at, highest_in, permit_in
-from tests.model.store import MS, SECOND, Answer, Start, Store
+from tests.model.store import MS, SECOND, Answer, Start, Store, task_of
 
 RETENTION_MS = 1_000
 REMEMBER_MS = 1_000
@@ -380,6 +380,7 @@ class Counted(Call):
     _: KW_ONLY
     window: int  # how long a success counts
     is_bare: bool = False  # nobody asks when it is published
+    is_late: bool = False  # its release may come after its failure was seen
     until_done: bool = True
 
     def __post_init__(self) -> None:
@@ -411,7 +412,7 @@ class Counted(Call):
 
     def sees_another(self, state: State) -> bool:
         """Whether another's success counts: asked under the lock."""
-        return state.store.done is not None and state.store.done.task_id != self.task
+        return state.store.done is not None and task_of(state.store.done.task_id)[0] != self.task
 
     def _when_inside(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         for move in super()._when_inside(me, index, state, world):
@@ -425,14 +426,29 @@ class Counted(Call):
             me = me._replace(counts_until=state.now + self.window)
         after = Client("storing", counts_until=me.counts_until) if me.word == "well" else DONE
         yield from self.answers(me, after, state, store, "release", self.token(me, index), reply)
+        if self.is_late and me.word == "well":  # tried again later, by a thread that knows of no result
+            yield Move(me._replace(at="late"), state.store)
+
+    def _when_late(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        for move in self._when_leaving(me._replace(at="leaving"), index, state, world):
+            if move.client.at == "storing":
+                yield move._replace(client=Client("failing"))
+        store, reply = world.run("forget_done", state, token=self.token(me, index))
+        taken_back = me._replace(at="taken_back", counts_until=0)
+        yield Move(taken_back, store, "forget_done", self.token(me, index), reply)
+
+    def _when_taken_back(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
+        store, reply = self.release(me, index, state, world)
+        yield from self.answers(me, Client("failed"), state, store, "release", self.token(me, index), reply)
 
     def _when_storing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         yield Move(Client("done", counts_until=me.counts_until), state.store)
         yield Move(Client("failing"), state.store)  # its result cannot be stored
 
     def _when_failing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.run("forget_done", state, task_id=self.task)
-        yield from self.answers(me, Client("failed"), state, store, "forget_done", self.task, reply)
+        token = self.token(me, index)
+        store, reply = world.run("forget_done", state, token=token)
+        yield from self.answers(me, Client("failed"), state, store, "forget_done", token, reply)
 
     def _when_failed(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         yield from ()
@@ -447,8 +463,9 @@ class ParentOfCounted(Parent):
         child = world.programs[self.child]
         assert isinstance(child, Counted)
         if me.at == "forgetting":
-            store, reply = world.run("forget_done", state, task_id=child.task)
-            yield Move(Client("forgotten"), store, "forget_done", child.task, reply)
+            token = child.token(Client(), self.child)
+            store, reply = world.run("forget_done", state, token=token)
+            yield Move(Client("forgotten"), store, "forget_done", token, reply)
         elif me.at != "forgotten":
             for move in super().moves(me, index, state, world):
                 yield move._replace(client=Client("forgetting")) if move.client is DONE else move

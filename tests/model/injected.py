@@ -23,6 +23,7 @@ SCRIPTS = {
     "mark": (marks, "_MARK"),
     "extend": (marks, "_EXTEND"),
     "unmark": (marks, "_UNMARK"),
+    "forget": (marks, "_FORGET"),
     "serve": (lock, "_SERVE"),
     "park": (line, "_PARK"),
     "leave": (line, "_LEAVE"),
@@ -30,7 +31,7 @@ SCRIPTS = {
     "sweep": (line, "_SWEEP"),
     "settle": (line, "_SETTLE"),
 }
-TIMELESS = ("extend", "unmark", "leave")  # what they find is not past: Redis expires it
+TIMELESS = ("extend", "unmark", "forget", "leave")  # what they find is not past: Redis expires it
 
 
 def with_test_clock(text: str, reads: int = 1) -> str:

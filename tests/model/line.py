@@ -84,6 +84,11 @@ def with_ticket(store: Store, task: str, text: str, lease: int) -> Store:
     return store._replace(tickets=tuple(sorted(tickets.items())))
 
 
+def without_ticket(store: Store, task: str) -> Store:
+    """The keys without a task's ticket."""
+    return store._replace(tickets=tuple(found for found in store.tickets if found[0] != task))
+
+
 class Waiting(Pace):
     """What a lock does for those who wait for it: `serve`, `park` and `leave`."""
 
@@ -249,7 +254,7 @@ class Waiting(Pace):
 
     def served_till(self, store: Store, terms: str, choice: Choice, now: int) -> int:
         """Until when nobody is handed a permit, as no start is left; 0 if one is."""
-        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now)
+        return self.paced_till(store, terms, choice.handed - (choice.rank == 1), now, self.ahead)
 
     def rank_of_lapsed(self) -> int | None:
         """How well a permit fits that was handed to a call in vain: it is served before one that is free."""
@@ -288,7 +293,7 @@ class Waiting(Pace):
             if choice and choice.next and self.looks_at_others(word):
                 look = min(look, choice.next) if look else choice.next
             if choice and waiting(after):
-                room = paced or next_room(after, terms, now)
+                room = paced or next_room(after, terms, now, self.ahead)
                 look = min(look or room, room) if room else look
                 if choice.spare > 0 and not paced:
                     look = now
@@ -350,6 +355,7 @@ class Waiting(Pace):
         call: str,
         remember: int,
         terms: str = "0",
+        shared: str = "0",
         count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
@@ -366,7 +372,8 @@ class Waiting(Pace):
             choice = self.choose(store, now, count, limit, fits)
             number = choice.number
             store = noted(store, max(limit, choice.top), terms, remember)
-        after, reply = self._park_one(at(store, number), now, task, attempt, copy, since, call, remember)
+        about = (task, attempt, copy, since, call, remember)
+        after, reply = self._park_one(at(store, number), now, *about, is_shared=shared == "1")
         return at(after, number), reply
 
     def _park_one(
@@ -379,6 +386,8 @@ class Waiting(Pace):
         since: int,
         call: str,
         remember: int,
+        *,
+        is_shared: bool,
     ) -> Answer:
         record = store.record
         ticket = dict(store.tickets).get(task)
@@ -394,6 +403,8 @@ class Waiting(Pace):
                 shorter = min(ticket.lease, remember)
                 return answer("stale", with_ticket(store, task, ticket.text, shorter))
             return answer("stale", store)
+        if is_shared and self.is_anothers(store, task, ticket):
+            return answer("taken", store)
         vain = self.vain_of(store, task, ticket, attempt)
         after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
@@ -409,6 +420,10 @@ class Waiting(Pace):
             after = with_place(after, task, since, remember)
         had_begun = ticket is not None and ticket.attempt == attempt and ticket.begun_by != ""
         return answer("new" if ticket is None or had_begun else "parked", after)
+
+    def is_anothers(self, store: Store, task: str, ticket: Ticket | None) -> bool:
+        """Whether a place is that of another call with the same task id."""
+        return ticket is None and waiter(store, task) is not None
 
     def has_turn(self, *, is_courier: bool, is_known: bool) -> bool:
         """Whether a lock that is kept for a call is its own, though an attempt before left with its place."""
@@ -445,6 +460,7 @@ class Waiting(Pace):
         attempt: int,
         copy: str,
         remember: int,
+        shared: str = "0",
         count: int = 1,
     ) -> Answer:
         """lua/leave.lua."""
@@ -461,6 +477,8 @@ class Waiting(Pace):
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale",)
         store = at(store, number)
+        if shared == "1" and self.is_anothers(store, task, ticket):
+            return at(with_ticket(store, task, f"{attempt}|{copy}|0", remember), number), ("left",)
         text = f"{attempt}|{copy}|{self.vain_of(store, task, ticket, attempt)}"
         after = with_ticket(without_call(without_place(store, task), task), task, text, remember)
         is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)

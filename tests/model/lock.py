@@ -33,6 +33,7 @@ from tests.model.permits import (
 from tests.model.store import (
     LINGERS_MS,
     MS,
+    NOBODY,
     NOT_A_STRING,
     NUMBER,
     SECOND,
@@ -189,7 +190,8 @@ class Lock(Waiting):
         till = self.paced_till(store, terms, others, now)
         if till:
             store = self.starts_kept(store, terms, now)
-        return (self.handed_back(store, now) if till and choice.rank == 2 else store), till
+        gives_back = choice.rank == 2 and self.paced_till(store, terms, others, now, self.ahead)
+        return (self.handed_back(store, now) if gives_back else store), till
 
     def is_redelivered(self, record: Record, dead: str) -> bool:
         """Whether the death of a permit's holder is proved: what asks for its own then is another start."""
@@ -299,8 +301,9 @@ class Lock(Waiting):
                 after = self.overtaken(after, heir)
             after = self.lasts_as_calls(after)
         if line and task is not None:
-            vain = self.vain_of(after, task, ticket, attempt)
+            vain = "0"
             if ticket is not None or task == heir or waiters != "0":
+                vain = self.vain_of(after, task, ticket, attempt)
                 after = without_call(without_place(after, task), task)
             after = self.begun(after, task, f"{attempt}|{copy}|{vain}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
@@ -368,16 +371,20 @@ class Lock(Waiting):
         keeps = with_permits and after.record != before.record and after.holder.deadline > 0
         if keeps:
             after = lasting(after, after.holder.deadline - now, remember)
-        if done_for > 0 and after.record != before.record:
+        may_count = self.may_count(before.holder)
+        if done_for > 0 and after.record != before.record and may_count:
             after = self.succeeded(after, now, token, done_for, reply[0])
         return at(after, permit), reply
 
+    def may_count(self, record: Record) -> bool:
+        """Whether the run of a lock that is given back has not failed meanwhile."""
+        return record.state != "failed"
+
     def succeeded(self, store: Store, now: int, token: str, done_for: int, word: str) -> Store:
         """The keys when the task of a lock that was released had succeeded: noted if it was surely alone."""
-        task_id = task_of(token)[0]
-        if task_id is None or word not in ("released", "resting", "repaired"):
+        if task_of(token)[0] is None or word not in ("released", "resting", "repaired"):
             return store
-        return store._replace(done=self.mark_of(task_id, now, done_for))
+        return store._replace(done=self.mark_of(token, now, done_for))
 
     def _release_one(
         self,
@@ -400,8 +407,9 @@ class Lock(Waiting):
             return word, str(now), value, heir, call
 
         if record.token != token:
-            return store, (*answer("lost"), False)
-        if record.state != "running":
+            since = None if record is NOBODY else str(record.since)
+            return store, ("lost", str(now), value, None, since, False)
+        if record.state not in ("running", "failed"):
             handed = record.state == "handed"  # answered as the first time
             word = "released" if handed else record.state
             return store, (*answer(word, self.heir_of(record)), False)
@@ -451,11 +459,11 @@ class Lock(Waiting):
         return (lasting(after, lease, retention) if held else after), reply
 
     def _hold_one(self, store: Store, now: int, token: str, lease: int, retention: int) -> Answer:
-        if (store.holder.token, store.holder.state) == (token, "handed"):
-            return store, ("handed", str(now), store.value)
+        if store.holder.token == token and store.holder.state in ("handed", "failed"):
+            return store, (store.holder.state, str(now), store.value)
         freed, reply = self.release(store, now, token=token, remember=0)
         if reply[0] not in ("released", "repaired") or freed is store:
-            return store, reply[:3]
+            return store, reply[:5] if reply[0] == "lost" and store.holder.token != token else reply[:3]
         record = store.holder._replace(deadline=now + lease, state="held_for_retry")
         return self.kept(store, record, retention), ("held_for_retry", *reply[1:3])
 
@@ -501,8 +509,11 @@ class Lock(Waiting):
         done = store.done if dedupe == "dedupe_for" else None
         if done is not None and done.task_id == NOT_A_STRING:
             return store, WRONGTYPE
-        if done is not None and not self.may_mark(done, task_id):
-            return store, ("done", done.task_id, str(now), None, None)
+        if done is not None:
+            of = task_of(done.task_id)[0]
+            done = done if of is None else done._replace(task_id=of)
+            if not self.may_mark(done, task_id):
+                return store, ("done", done.task_id, str(now), None, None)
         after = store._replace(mark=self.longer(mark, self.mark_of(task_id, now, lease)))
         return after, ("marked", task_id, str(now), None, None)
 
@@ -547,9 +558,40 @@ class Lock(Waiting):
         """lua/unmark.lua."""
         return self._unset(store, "mark", task_id)
 
-    def forget_done(self, store: Store, now: int, *, task_id: str) -> Answer:
+    def forget_by_hand(self, store: Store, now: int, *, task_id: str) -> Answer:
         """lua/unmark.lua, of the note that a task has succeeded."""
         return self._unset(store, "done", task_id)
+
+    def forget_done(self, store: Store, now: int, *, token: str, count: int = 1) -> Answer:
+        """lua/forget.lua."""
+        done = store.done
+        if done is not None and done.task_id == NOT_A_STRING:
+            return store, WRONGTYPE
+        is_its_own = done is not None and self.is_success_of(done, token)
+        for number in range(count):
+            permit = at(store, number)
+            if permit.holder.token != token:
+                continue
+            is_its_own = is_its_own or (done is not None and self.is_earlier(done, token))
+            if permit.holder.state == "running":
+                failed = permit.record._replace(state=self.state_of_failed())
+                store = at(permit._replace(record=failed), number)
+        if not is_its_own:
+            return store, ("lost",)
+        return store._replace(done=None), ("freed",)
+
+    def is_success_of(self, done: Mark, token: str) -> bool:
+        """Whether a success is that of a run."""
+        return done.task_id == token
+
+    def is_earlier(self, done: Mark, token: str) -> bool:
+        """Whether a success is that of an earlier delivery of a token's task."""
+        task, _ = task_of(token)
+        return task is not None and task_of(done.task_id)[0] == task
+
+    def state_of_failed(self) -> str:
+        """The state of a record whose run has failed before it gives its lock back."""
+        return "failed"
 
     def _unset(self, store: Store, name: str, task_id: str) -> Answer:
         of: Mark | None = getattr(store, name)

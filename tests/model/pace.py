@@ -17,15 +17,21 @@ class Pace:
         """The keys when these are the starts that are known."""
         return store._replace(starts=Starts(times, store.starts.expiry) if times else Starts())
 
-    def paced_till(self, store: Store, terms: str, handed: int, now: int) -> int:
-        """When one more may start, at the earliest; 0 if it may now. Who is handed a permit is about to."""
+    ahead = 20_000
+    """How long before its start a call may be handed a permit."""
+
+    def paced_till(self, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
+        """When one more may start, at the earliest, or so much ahead of that; 0 if it may now.
+
+        Who is handed a permit is about to.
+        """
         count, period = pace_of(terms)
         if not count:
             return 0
         left = count - handed
         place = max(left, 1)
         times = [start for start in store.starts.times if start[0] <= now]  # else the clock was set back
-        till = times[-place][0] + period if len(times) >= place else 0
+        till = times[-place][0] + period - ahead if len(times) >= place else 0
         if left < 1:
             till = max(till, now + min(period, SECOND))
         return till if till > now else 0

@@ -85,9 +85,9 @@ def pace_of(terms: str) -> tuple[int, int]:
     return int(count or 0), int(period or 0)
 
 
-def next_room(store: Store, terms: str, now: int) -> int:
-    """When the first of the starts that count now will count no more; 0 if there is none."""
-    period = pace_of(terms)[1]
+def next_room(store: Store, terms: str, now: int, ahead: int) -> int:
+    """When to look, ahead of when the first of the starts that count now will not; 0 if there is none."""
+    period = pace_of(terms)[1] - ahead
     return next((at + period for at, *_ in store.starts.times if now - period < at <= now), 0)
 
 

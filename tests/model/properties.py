@@ -7,7 +7,7 @@ from tests.model.clients import RETENTION_MS, Call, Counted, Ours, is_dead
 from tests.model.explorer import DEAD, INSIDE, TICK, Client, Event, Result, State, World, caused_by, grant_in
 from tests.model.lock import Lock
 from tests.model.permits import at, highest_in, permit_in, permits_of
-from tests.model.store import MS, NUMBER, Permit, Record, Store, purge, seconds, task_of
+from tests.model.store import MS, NUMBER, Mark, Permit, Record, Store, purge, seconds, task_of
 
 EXECUTES = INSIDE | {"sent", "answered", "leaving"}  # sent: the reply of its acquire was lost
 
@@ -104,7 +104,8 @@ def _frees(event: Event, after: State, old: Store, new: Store) -> bool:
     record = old.holder
     if old.value is None or not NUMBER.fullmatch(old.value):
         return True
-    if record.token != event.token or record.state != "running" or after.now >= record.deadline:
+    is_held = record.state in ("running", "failed") and after.now < record.deadline
+    if record.token != event.token or not is_held:
         return True
     return new.value is None or new.holder.state == event.reply[0]
 
@@ -211,9 +212,9 @@ def no_ghost_success(world: World, before: State, event: Event, after: State) ->
         return True
     note = before.store.done
     for program, client in zip(world.programs, before.clients):
-        if isinstance(program, Counted) and note is not None and program.task == note.task_id:
+        if isinstance(program, Counted) and note is not None and _is_of(note, program.task):
             # A key lives to the end of its last millisecond.
-            counts = client.counts_until >= before.now and client.at in ("leaving", "storing", "done")
+            counts = client.counts_until >= before.now and client.at in ("leaving", "late", "storing", "done")
             return counts or client == DEAD or client.at == "failing"
     return False
 
@@ -225,18 +226,22 @@ def failure_frees(world: World, before: State, event: Event, after: State) -> bo
         task = getattr(program, "task", None)
         if client.at == "forgotten":
             task = getattr(world.programs[getattr(program, "child", -1)], "task", None)
-        elif client.at != "failed":
+        elif client.at not in ("failed", "taken_back"):
             continue
-        if note is not None and note.task_id == task:
+        if note is not None and _is_of(note, task):
             return False
     return True
+
+
+def _is_of(success: Mark, task: str | None) -> bool:
+    return task_of(success.task_id)[0] == task
 
 
 @caused_by("forget_done")
 def others_success_kept(world: World, before: State, event: Event, after: State) -> bool:
     """Only the call that has succeeded takes that back."""
     note = before.store.done
-    return note == after.store.done or (note is not None and note.task_id == event.token)
+    return note == after.store.done or (note is not None and _is_of(note, task_of(event.token)[0]))
 
 
 @caused_by("acquire")

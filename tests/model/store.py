@@ -30,8 +30,8 @@ NOBODY = Record("", 0, 0, "", 0)
 
 
 class Mark(NamedTuple):
-    """A queued call, or one that has succeeded: its task id, and the millisecond at which the key expires
-    (None: never).
+    """A queued call, or one that has succeeded: its task id (of that one its token), and the millisecond at
+    which the key expires (None: never).
 
     The task id is NOT_A_STRING if a foreign program made a list of the key.
     """

@@ -87,6 +87,7 @@ WINDOWS = {
     "none that anybody asks": (counted("a", is_bare=True), counted("b", is_bare=True, tries=1)),
     "skipped on conflict": (counted("a"), counted("b", skips=True)),
     "the lock rests": (counted("a", at_least_for=2), counted("b", is_bare=True, tries=1)),
+    "released late": (counted("a", is_late=True), counted("b", is_bare=True, tries=1)),
     "its worker lives": (counted("a", publishes=1), counted("b", publishes=1), ParentOfCounted(0)),
 }
 

@@ -171,7 +171,7 @@ def of_two(tasks: str, kind: type[Ours] = Ours, **options: Any) -> list[Ours]:
 def windows(kind: type[Counted] = Counted, **of_b: Any) -> list[Counted]:
     """Two calls with one key whose success counts for a while."""
     about = {"queue_lease": 2, "lease": 3, "window": 2}
-    return [kind("a", **about), kind("b", **about, **of_b)]
+    return [kind("a", **about, is_late=of_b.pop("is_late", False)), kind("b", **about, **of_b)]
 
 
 class NotesAfterRelease(Counted):
@@ -184,7 +184,7 @@ class NotesAfterRelease(Counted):
         yield Move(Client("noting", counts_until=state.now + self.window), state.store)
 
     def _when_noting(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        done = Mark(self.task, me.counts_until // MS)
+        done = Mark(self.token(me, index), me.counts_until // MS)
         yield Move(Client("done", counts_until=me.counts_until), state.store._replace(done=done), "note")
 
 
@@ -327,9 +327,9 @@ MUTANTS = {
         succeeded=lambda lock, store, now, token, ms, word: Lock.succeeded(
             lock, store, now, token, ms // 4, word)),
     "success noted for ever": mutant("success_lasts", *windows(), ticks=2,
-        succeeded=lambda lock, store, now, token, ms, word: store._replace(done=Mark("a", None))),
+        succeeded=lambda lock, store, now, token, ms, word: store._replace(done=Mark("a|0|a0", None))),
     "another's success taken back": mutant("others_success_kept", *windows(is_bare=True), ticks=4,
-        may_unmark=lambda *_: True),
+        is_success_of=lambda *_: True),
     "success noted after the release": mutant("success_lasts", *windows(NotesAfterRelease), ticks=2),
     "second body before the note": mutant("no_second_body", *windows(NotesAfterRelease), ticks=2),
     "bare call that does not ask": mutant("no_second_body",
@@ -340,6 +340,12 @@ MUTANTS = {
         *windows(AsksBeforeItsLock, is_bare=True), ticks=2),
     "failure after the release that is not taken back": mutant("failure_frees", *windows(LeavesItsSuccess),
         ticks=2),
+    "success noted after it was taken back": mutant("failure_frees", *windows(is_bare=True, is_late=True),
+        ticks=2, may_count=lambda *_: True),
+    "failure that says nothing to its release": mutant("failure_frees", *windows(is_bare=True, is_late=True),
+        ticks=2, state_of_failed=lambda *_: "running"),
+    "failure that keeps its release from freeing the lock": mutant("no_false_loss",
+        *windows(is_bare=True, is_late=True), ticks=2, state_of_failed=lambda *_: "lost"),
     "death after the release that is not taken back": mutant("failure_frees", *windows()[:1],
         LeavesTheDead(0), ticks=2, crashes=1),
     "mark freed by the waiting": mutant("mark_lasts", *calls(False, FreesWhileItWaits), ticks=2),

@@ -115,23 +115,23 @@ def no_more_than_twice(world: World, before: State, event: Any, after: State) ->
     return all(later - at >= 2 * TICK for at, later in zip(after.bodies, after.bodies[2:]))
 
 
-def early(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+def early(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
     """A tick before it may."""
-    return Pace.paced_till(lock, store, terms, handed, now + TICK)
+    return Pace.paced_till(lock, store, terms, handed, now + TICK, ahead)
 
 
-def late(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+def late(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
     """A tick after it may."""
-    till = Pace.paced_till(lock, store, terms, handed, now)
+    till = Pace.paced_till(lock, store, terms, handed, now, ahead)
     return till and till + TICK
 
 
-def one_too_many(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+def one_too_many(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
     """One start more than there are."""
-    return Pace.paced_till(lock, store, terms, handed - 1, now)
+    return Pace.paced_till(lock, store, terms, handed - 1, now, ahead)
 
 
-def for_ever(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+def for_ever(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
     """Whatever has started counts."""
     return now + TICK if len(store.starts.times) >= pace_of(terms)[0] else 0
 
@@ -272,9 +272,9 @@ def test_paced_call_asks_again_when_time_has_passed(name):
     assert not spinning(SPINS[name](), passes, is_paced)
 
 
-def ignores_the_handed(lock: Pace, store: Store, terms: str, handed: int, now: int) -> int:
+def ignores_the_handed(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
     """Who is handed a permit is not counted."""
-    return Pace.paced_till(lock, store, terms, 0, now)
+    return Pace.paced_till(lock, store, terms, 0, now, ahead)
 
 
 LOST = "all_end"

@@ -69,6 +69,18 @@ def test_figure_of_the_dashboard_is_what_happened(prometheus, panel, count):
     wait_until(lambda: prometheus.query(query.within("2s", WINDOW)) == [({}, count)], f"{panel}: {count}")
 
 
+def test_dashboard_says_how_old_the_oldest_lock_is(prometheus):
+    """Seconds that pass while it is held."""
+    (query,) = queries("Oldest lock")
+
+    def age_s() -> float:
+        ((_labels, seconds),) = prometheus.query(query.within("2s", WINDOW))
+        return seconds
+
+    before = wait_until(age_s, "an age")
+    wait_until(lambda: age_s() > before, "a later age")
+
+
 @pytest.mark.parametrize(("name", "says"), list(HAPPENED.items()))
 def test_alert_fires_for_what_happened(prometheus, name, says):
     """The first event of its kind is enough, and the alert names the task."""

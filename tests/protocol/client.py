@@ -194,8 +194,14 @@ def beside(lock: str, what: str) -> str:
 
 
 def lines_name(prefix: str, broker: str) -> str:
-    """The name of the set of the lines of a broker, by its name."""
+    """What the names of the sets of the lines of a broker begin with, by its name."""
     return f"{prefix}:lines:{hashlib.blake2b(broker.encode(), digest_size=8).hexdigest()}"
+
+
+def due_names(lines: str, task: str, *, in_cluster: bool = False) -> tuple[str, str]:
+    """The names of the set of a task's lines, and of the epoch of its slot."""
+    slot = hashlib.blake2b(task.encode(), digest_size=1).digest()[0] % 16 if in_cluster else 0
+    return f"{lines}:{{{slot}}}:{task}", f"{lines}:{{{slot}}}"
 
 
 def _with_length(letter: str, content: bytes) -> bytes:
@@ -411,24 +417,26 @@ class Sweeper:
     """Who lets lines go on, and can send the calls of these tasks: serve, due, sweep and settle."""
 
     server: Server
-    lines: str  # the name of the broker's lines
+    lines: str  # what the names of the sets of the broker's lines begin with
     tasks: tuple[str, ...]
     lease_us: int = 30_000_000
-    paced: int = 0  # how many of the tasks, the first, have a rate
+    paced: tuple[int, ...] = ()  # the numbers, from 1, of those tasks that have a rate
     claimed: str = ""  # until when its lines are claimed, as the last sweep has answered
     next_us: int | None = None  # and when the next that cannot wait is due
 
     def note(self, task: str, lock: str, within_us: int) -> str:
         """The epoch."""
-        arguments = (f"{task}\n{lock}", within_us, LINES_MS, 5)
-        return str(self.server.run("due", (self.lines,), *arguments)[0])
+        arguments = (lock, within_us, LINES_MS, 5)
+        return str(self.server.run("due", due_names(self.lines, task), *arguments)[0])
 
     def claim(self) -> tuple[str, list[tuple[str, str]]]:
         """The epoch, and the lines that are due: task and lock of each."""
-        arguments = (2_000_000, LINES_MS, 7, self.paced, *self.tasks)
-        epoch, self.claimed, next_us, *entries = self.server.run("sweep", (self.lines,), *arguments)
+        _, epoch_name = due_names(self.lines, "")
+        keys = (epoch_name, *(due_names(self.lines, task)[0] for task in self.tasks))
+        reply = self.server.run("sweep", keys, 2_000_000, LINES_MS, 7, *self.paced)
+        epoch, self.claimed, next_us, *entries = reply
         self.next_us = int(next_us) if next_us else None
-        return epoch, [(task, lock) for task, lock in (entry.split("\n", 1) for entry in entries)]
+        return epoch, [(self.tasks[int(n) - 1], lock) for n, lock in zip(entries[::2], entries[1::2])]
 
     def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:
         """Hand the lock to the first in line."""
@@ -442,8 +450,8 @@ class Sweeper:
     def settle(self, task: str, lock: str, within_us: int | None) -> str:
         """The word."""
         within = "" if within_us is None else within_us
-        arguments = (f"{task}\n{lock}", self.claimed, within)
-        return str(self.server.run("settle", (self.lines,), *arguments)[0])
+        keys = (due_names(self.lines, task)[0],)
+        return str(self.server.run("settle", keys, lock, self.claimed, within)[0])
 
 
 @dataclass
@@ -492,9 +500,9 @@ class Producer:
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
 
-    def failed_after_all(self, task_id: str) -> str:
+    def failed_after_all(self, token: str) -> str:
         """The word: a call whose success was noted has failed, and counts no more."""
-        (word,) = self._server.run("unmark", (self._beside("done"),), task_id)
+        (word,) = self._server.run("forget", (self._beside("done"), record_name(self._lock)), token)
         return str(word)
 
     def _beside(self, what: str) -> str:

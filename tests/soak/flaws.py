@@ -31,7 +31,7 @@ from celery_setnx.run import join as join_module
 from celery_setnx.run import park as park_module
 from celery_setnx.run.sweep import Sweep
 
-_FREE_IF_OURS = "if h_token ~= token then return {'lost', now, value} end"
+_FREE_IF_OURS = "if h_token ~= token then return lost() end"
 _ALIVE = "\n  if now < h_deadline then"
 _LATER_COPY = "t_copy ~= '' and t_copy ~= copy then"
 _FENCE = "math.max(h_fence + 1, now)"

@@ -15,9 +15,11 @@ from celery_setnx import LockUnavailable, SetnxLock
 from celery_setnx.arguments import Arguments
 from celery_setnx.connection import client_for
 from celery_setnx.lock.keeper import Keeper
+from celery_setnx.lock.line import claim, note_due, settle
 from celery_setnx.lock.marks import Mark, done_by, extend_all, free_all, mark_all
-from celery_setnx.lock.names import mark_name, record_name
+from celery_setnx.lock.names import due_names, mark_name, record_name
 from celery_setnx.lock.survey import forget_starts, survey
+from celery_setnx.lock.wire import hang_up
 from tests.harness import wait_until
 from tests.topologies.contract import each_key_runs_once, lock_lives_and_ends, runs_under_its_lock
 from tests.topologies.servers import Cluster, Server
@@ -71,6 +73,35 @@ def test_pace_is_kept_on_the_cluster(client):
     for key in keys:
         assert forget_starts(client, seen[key]) == 2
         assert SetnxLock(client, key, rate=(2, 60)).acquire().lock.release() == "released"
+
+
+def test_lines_of_many_tasks_are_swept_on_the_cluster(client, cluster):
+    """One script for each of 16 slots, on all nodes; each line is claimed once, and settled where it is."""
+    tasks, lines = [f"task{number}" for number in range(100)], "t:lines:0"
+    epochs = {task: note_due(client, lines, task, f"t:{{{task}}}", within=0.0) for task in tasks}
+    assert len(set(epochs.values())) == 16
+    assert all(list(node.client().scan_iter(f"{lines}:*")) for node in cluster.nodes)
+    claimed = claim(client, lines, tasks, tasks[:50])
+    assert sorted(claimed.lines) == sorted((task, f"t:{{{task}}}") for task in tasks)
+    assert {task: slot.epoch for task, slot in claimed.slots.items()} == epochs
+    assert claim(client, lines, tasks).lines == []
+    for task, key in claimed.lines:
+        assert settle(client, lines, task, key, claimed, within=None) is None
+    assert not any(client.exists(due_names(lines, task, in_cluster=True)[0]) for task in tasks)
+
+
+def test_dead_node_does_not_keep_lines_of_others_from_being_swept(client, cluster, fail):
+    """Theirs are found; that not all were looked at is said."""
+    tasks, lines = [f"task{number}" for number in range(100)], "t:lines:0"
+    for task in tasks:
+        note_due(client, lines, task, f"t:{{{task}}}", within=0.0)
+    node = cluster.nodes[1]
+    gone = {task for task in tasks if cluster.serves(node, due_names(lines, task, in_cluster=True)[0])}
+    assert 0 < len(gone) < 100
+    fail("kill", node)
+    claimed = claim(client, lines, tasks)
+    assert {task for task, _ in claimed.lines} == set(tasks) - gone == set(claimed.slots)
+    assert isinstance(claimed.error, LockUnavailable)
 
 
 def test_success_is_found_on_the_cluster(client):
@@ -294,6 +325,22 @@ def test_worker_starts_without_its_cluster(work_with):
     """A warning, no refusal, as with any lock server that is down."""
     worker = work_with(setnx_url=NOWHERE).worker
     worker.wait_for_log("Until it answers, tasks do as their on_redis_error says")
+
+
+def test_connections_to_all_nodes_are_closed_after_the_check(tasks_of, settings, cluster):
+    """A parent of processes does not use them again; if it does, it connects again."""
+    client = client_for(tasks_of(**settings, setnx_transport_options={"client_name": "check"}).app)
+
+    def connections() -> int:
+        return sum(each["name"] == "check" for node in cluster.nodes for each in node.client().client_list())
+
+    marks = [Mark(f"t:{{mark:{number}}}", f"id{number}") for number in range(50)]
+    mark_all(client, marks, dedupe="until_done", lease=10)
+    client.info("memory", target_nodes="primaries")
+    assert connections() >= 3
+    hang_up(client)
+    wait_until(lambda: connections() == 0, "all are closed", 10)
+    assert free_all(client, marks) is None
 
 
 def test_worker_start_warns_of_a_node_that_evicts(work_with, settings, cluster):

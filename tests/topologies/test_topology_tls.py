@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from celery_setnx import LockUnavailable, OptionError
+from celery_setnx import LockForbidden, LockUnavailable, OptionError
 from tests.topologies.contract import runs_under_its_lock
 
 
@@ -38,6 +38,30 @@ def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
     own = {name: value for name, value in certificates.items() if name != "ssl_ca_certs"}
     tasks = tasks_of(setnx_url=url_of("127.0.0.1", ssl_cert_reqs="none", **own))
     assert tasks.work.locked("a") is None
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "remedy"),
+    [
+        ("localhost", {"ssl_ca_certs": "wrong-ca.pem"}, "Name the CA that signed the server's certificate"),
+        ("127.0.0.1", {}, "write the name that it has as the host"),
+    ],
+    ids=["another CA", "another name"],
+)
+def test_certificate_that_does_not_verify_is_no_outage(tasks_of, url_of, certificates, host, own, remedy):
+    """Waiting does not help: the error says what to change. Calls wait for it all the same."""
+    files = {**certificates, **own}
+    files["ssl_ca_certs"] = str(Path(certificates["ssl_ca_certs"]).parent / files["ssl_ca_certs"])
+    with pytest.raises(LockForbidden, match="Redis is not trusted with the lock") as refused:
+        tasks_of(setnx_url=url_of(host, **files)).work.locked("a")
+    assert remedy in refused.value.remedy
+
+
+def test_tls_with_a_port_that_speaks_none_is_said_to_be(tasks_of, server):
+    """The server waits for a command, so there is a timeout: of the handshake."""
+    tasks = tasks_of(setnx_url=server.url(1).replace("redis://", "rediss://"), setnx_timeout=0.2)
+    with pytest.raises(LockUnavailable, match="its port may speak no TLS"):
+        tasks.work.locked("a")
 
 
 @pytest.mark.parametrize(

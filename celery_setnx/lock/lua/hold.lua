@@ -4,7 +4,7 @@
 -- ARGV  1 token
 --       2 lease       microseconds from now until the lock may be taken over
 --       3 retention   milliseconds that both keys outlive the deadline
--- Returns {word, now us, lock value}
+-- Returns {word, now us, lock value}, or as release.lua if another has it
 --       held_for_retry | gone | lost: as release.lua, and nothing is changed
 
 local token, lease, retention = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -18,7 +18,8 @@ if type(value) == 'table' then value = '(not a string)' end
 local h_token, h_deadline, fence, state, rest = string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(.*)$')
 local function answer(word) return {word, int(now), value} end
 
-if h_token ~= token then return answer('lost') end
+local function lost() return {'lost', int(now), value, false, string.match(rest or '', '^%d+') or false} end
+if h_token ~= token then return lost() end
 if state ~= 'running' then return answer(state) end
 if not value then return answer('gone') end
 local ours = value == int(math.ceil(tonumber(h_deadline) / 1000000))

@@ -5,6 +5,7 @@
 --       2 attempt    number of the attempt that leaves (see park.lua)
 --       3 copy       the message that leaves
 --       4 remember   milliseconds for which it is remembered
+--       5 shared     '1' = other calls may have this task id, and have its place if this one has no ticket (optional)
 -- Returns {word}
 --       left | handed (the lock is kept for it: serve.lua passes it on)
 --       stale (another message has started this attempt: nothing is changed) | more (as acquire.lua)
@@ -25,9 +26,11 @@ if ticket then
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then return {'stale'} end
   if later == 0 then vain = t_vain end
 end
-vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or vain
-redis.call('ZREM', KEYS[3], task) -- allowed when memory is full, and after a write SET is too
-redis.call('HDEL', KEYS[4], task)
+local kept = redis.call('HGET', KEYS[4], task) or ''
+local is_anothers = ARGV[5] == '1' and not ticket and string.match(kept, '^%d')
+if not is_anothers then vain = string.match(kept, '^%d+') or vain end
+redis.call('ZREM', KEYS[3], is_anothers and '' or task) -- allowed when memory is full, and after a write SET is too
+redis.call('HDEL', KEYS[4], is_anothers and '' or task)
 redis.call('SET', KEYS[5], int(attempt) .. '|' .. copy .. '|' .. vain, 'PX', int(remember))
 local heir = string.match(redis.call('GET', KEYS[2]) or '', '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$')
-return {redis.call('EXISTS', KEYS[1]) > 0 and heir == task and 'handed' or 'left'}
+return {redis.call('EXISTS', KEYS[1]) > 0 and heir == task and not is_anothers and 'handed' or 'left'}

@@ -3,7 +3,7 @@
 -- KEYS  1 lock, 2 record (see acquire.lua)
 --       3 mark     id of the task that is queued with this key
 --       4 line     (see acquire.lua)
---       5 done     id of the task that has succeeded with this key, while that counts (see release.lua)
+--       5 done     token of the task that has succeeded with this key, while that counts (see release.lua)
 --       6... the other permits' locks
 -- ARGV  1 task id
 --       2 lease    milliseconds
@@ -40,6 +40,7 @@ if queued or dedupe ~= 'until_started' then
   end
 end
 local done = dedupe == 'dedupe_for' and redis.call('GET', KEYS[5])
+done = done and (string.match(done, '^(.*)|%d+|%x+$') or done)
 if done and done ~= task_id then return {'done', done, int(now), false, false} end
 -- Our own mark is there if this was sent twice; it may last for longer by now.
 if redis.call('PTTL', KEYS[3]) < lease then redis.call('SET', KEYS[3], task_id, 'PX', int(lease)) end

@@ -9,9 +9,11 @@
 --       5 call       what it is woken with
 --       6 remember   milliseconds for which all this is remembered
 --       7 terms      as acquire.lua; '0' if they are not known
+--       8 shared     '1' = other calls may have this task id (optional)
 -- Returns {word, now us, lock value, record, place}; with several permits, of one of them: a free one if there is any
 --       parked (it waited already) | new (it did not, or this message had started it) | handed (the lock is kept for it, or was and is nobody's)
 --       stale (another message has started this attempt: its place is not changed) | more (as acquire.lua)
+--       taken (another call with this task id waits: nothing is changed)
 
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local remember = tonumber(ARGV[6])
@@ -56,6 +58,7 @@ if ticket then
   if later == 0 then vain = t_vain end
 end
 local kept = redis.call('HGET', KEYS[4], task) or ''
+if ARGV[8] == '1' and not ticket and string.match(kept, '^%d') then return answer('taken') end
 local function keep()
   redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call)
   outlive(KEYS[4])

@@ -22,16 +22,20 @@ end
 -- Whom a lock is kept for, if its record says that it is handed to anybody.
 local function heir_in(record) return string.match(record, '^[^\n]*\n%d+\n%d+\nhanded\n%d+\n(.*)$') end
 
--- When one more may start under these terms, at the earliest: 0 if it may now. Who is handed a permit is about to.
+-- How long (us) before its start a call may be handed a permit: it is on its way meanwhile, and waits for the rest.
+local AHEAD = 20000
+
+-- When one more may start under these terms, at the earliest, or so much `ahead` of that: 0 if it may now. Who is handed
+-- a permit is about to.
 -- `<name>:starts` is a sorted set of `us#permit#fence`, by the time (us) at which each start was. Later ones than now are
 -- none: the clock was set back. Nothing is written for who may start: else a server whose memory is full gave a permit.
-local function paced_till(key, terms, handed, now)
+local function paced_till(key, terms, handed, now, ahead)
   local count, period = string.match(terms, ':(%d+)/(%d+)$')
   if not count then return 0 end
   local left = tonumber(count) - handed
   local place = int(math.max(left, 1) - 1)
   local _, at = unpack(redis.call('ZREVRANGEBYSCORE', key, int(now), '-inf', 'WITHSCORES', 'LIMIT', place, 1))
-  local till = at and tonumber(at) + tonumber(period) or 0
+  local till = at and tonumber(at) + tonumber(period) - ahead or 0
   if left < 1 then till = math.max(till, now + math.min(tonumber(period), 1000000)) end -- or later, if they come
   if till <= now then return 0 end
   local ms = math.ceil(tonumber(period) / 1000) -- they are kept for as long as who asks needs them
@@ -39,13 +43,13 @@ local function paced_till(key, terms, handed, now)
   return till
 end
 
--- When the first of the starts that count now will count no more: 0 if there is none.
+-- When to look again, ahead of when the first of the starts that count now will count no more: 0 if there is none.
 local function next_room(key, terms, now)
   local period = tonumber(string.match(terms, '/(%d+)$') or 0)
   if period == 0 then return 0 end
-  local within = {'(' .. int(now - period), int(now), 'WITHSCORES', 'LIMIT', 0, 1}
+  local within = {'(' .. int(now - period + AHEAD), int(now), 'WITHSCORES', 'LIMIT', 0, 1}
   local _, at = unpack(redis.call('ZRANGEBYSCORE', key, unpack(within)))
-  return at and tonumber(at) + period or 0
+  return at and tonumber(at) + period - AHEAD or 0
 end
 
 -- Those are kept that the longest of several periods may ask for, if it has asked within itself; but no more than any
@@ -96,8 +100,8 @@ local function hand_back(record, heir)
 end
 
 -- When a call may start under the permit that was chosen for it, at the earliest; 0 if it may now, or may not have it.
--- Refused, it gives back what it was handed. Woken late, it takes the start of another that is handed a permit: else two
--- would wait for each other for ever.
+-- Refused, it gives back what it was handed, unless it has come ahead of its start. Woken late, it takes the start of
+-- another that is handed a permit: else two would wait for each other for ever.
 local function paced_for(key, terms, permit, record, call, now)
   local task, retries, dead, woken = unpack(call, 1, 4)
   local token, deadline, state = string.match(record or '', '^([^\n]*)\n(%d+)\n%d+\n([%l_]+)\n')
@@ -107,8 +111,8 @@ local function paced_for(key, terms, permit, record, call, now)
   if permit.rank == 9 or permit.rank == 1 and not is_retry and not is_dead then return 0 end
   local is_handed = state == 'handed' and now < tonumber(deadline)
   local others = is_handed and permit.handed - 1 or woken and math.max(permit.handed - 1, 0) or permit.handed
-  local till = paced_till(key, terms, others, now)
-  if till > 0 and permit.rank == 2 then hand_back(record, task) end
+  local till = paced_till(key, terms, others, now, 0)
+  if permit.rank == 2 and paced_till(key, terms, others, now, AHEAD) > 0 then hand_back(record, task) end
   return till
 end
 

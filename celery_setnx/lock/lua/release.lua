@@ -8,9 +8,10 @@
 --       3 remember    milliseconds for which the release is remembered (and a locked key outlives its deadline)
 --       4 mark again  milliseconds: the task has sent its retry, and is queued again; '0' = it has not
 --       5 hand over   microseconds for which the lock is kept for the first in line; '' = it is not handed over
---       6 done for    milliseconds for which it is remembered that the task has succeeded; '0' = it has not
+--       6 done for    milliseconds for which it is remembered that the task has succeeded; '0' = it has not. Nothing
+--                     is if the run has failed meanwhile (see forget.lua)
 -- Returns {word, now us (false where no time matters), lock value} and, if the lock has an heir, {..., heir, call};
---       the text 'released' if it has just been, and nobody waits
+--       or if another has it {..., false, since when (us)}; the text 'released' if it has just been, and nobody waits
 --       released | resting | repaired (released, though a classic loser had overwritten the value) | gone | lost
 --       heir: the task that is first in line, to be woken with its call: now, or when the rest is over; none if
 --       nobody waits, or the first asks again by itself, or its wake-up is on its way
@@ -35,9 +36,10 @@ local function answer(word, heir)
   return {word, now, value, heir, call or false}
 end
 
-if h_token ~= token then return {'lost', now, value} end
+local function lost() return {'lost', clock(), value, false, string.match(rest or '', '^%d+') or false} end
+if h_token ~= token then return lost() end
 if state == 'handed' then return answer('released', string.match(rest, '^%d+\n(.*)$')) end
-if state ~= 'running' then return {state, now, value} end -- resent: as the first time
+if state ~= 'running' and state ~= 'failed' then return {state, now, value} end -- resent: as the first time
 local heir = false
 local gone = {} -- those who have not asked again in time
 local line = {KEYS[3], '-inf', '(4000000000000000', 'LIMIT', 0, 10}
@@ -84,8 +86,9 @@ local task_id = string.match(token, '^(.*)|%d+|%x+$')
 if again ~= '0' then -- unless another call has been marked meanwhile
   if task_id then redis.call('SET', KEYS[5], task_id, 'NX', 'PX', again) end
 end
-if KEYS[7] and ARGV[6] ~= '0' and word ~= 'gone' and task_id then -- if gone, it may not have been alone
-  redis.call('SET', KEYS[7], task_id, 'PX', ARGV[6])
+local was_alone = word ~= 'gone' -- as far as that is known
+if KEYS[7] and ARGV[6] ~= '0' and state == 'running' and was_alone and task_id then
+  redis.call('SET', KEYS[7], token, 'PX', ARGV[6])
 end
 if heir then return answer(word, heir) end
 local leaves_line = KEYS[3] and not hand_over and redis.call('EXISTS', KEYS[3]) == 1

@@ -40,7 +40,7 @@ if KEYS[6] then
     end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
-  paced = paced_till(KEYS[6], terms, permit.handed - (permit.rank == 1 and 1 or 0), now)
+  paced = paced_till(KEYS[6], terms, permit.handed - (permit.rank == 1 and 1 or 0), now, AHEAD)
 end
 local record = redis.call('GET', KEYS[2])
 local value = redis.pcall('GET', KEYS[1])

@@ -1,7 +1,7 @@
 -- Say when it is time to look at a line again, or that nobody waits there any more.
 --
 -- KEYS  1 lines    (see due.lua)
--- ARGV  1 entry    task and lock
+-- ARGV  1 entry    the lock
 --       2 claimed  until when it was (us; see sweep.lua)
 --       3 within   microseconds from now at which to look again; '' = nobody waits
 -- Returns {word, microseconds until the line is due ('' if it is not there)}

@@ -1,39 +1,40 @@
 -- Claim the lines that it is time to look at: for a moment nobody else does.
 --
--- KEYS  1 lines     (see due.lua)
+-- KEYS  1 epoch, 2... lines: the sets of the sweeper's tasks (see due.lua)
 -- ARGV  1 for       microseconds for which they are claimed
 --       2 remember  milliseconds for which all this is remembered
 --       3 epoch     of these data, if they have none
---       4 paced     how many of the tasks have a rate: those are the first
---       5... tasks whose calls the sweeper can send
+--       4... paced  numbers, from 1, of those sets whose tasks have a rate
 -- Returns {epoch, claimed until us, microseconds until the next line of a paced task is due ('' if that is not soon),
---       entry...}: a hundred at most
+--       number of the set, entry...}: a hundred entries at most
 
-local interval, remember, epoch = tonumber(ARGV[1]), ARGV[2], ARGV[3]
+local interval, remember, epoch, is_paced = tonumber(ARGV[1]), ARGV[2], ARGV[3], {}
+for place = 4, #ARGV do is_paced[tonumber(ARGV[place]) + 1] = true end
 local function int(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local claimed, tasks, from = int(now + interval), {}, 0
-local paced = 4 + tonumber(ARGV[4])
-for place = 5, #ARGV do tasks[ARGV[place]] = place <= paced and 1 or 0 end
-redis.call('ZADD', KEYS[1], 'NX', '-' .. epoch, '')
-redis.call('PEXPIRE', KEYS[1], remember)
--- Nobody has a task of theirs, for longer than its calls are remembered.
-local lost = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now - remember * 1000), 'LIMIT', 0, 1000)
-if lost[1] then redis.call('ZREM', KEYS[1], unpack(lost)) end
-local found = {string.sub(redis.call('ZSCORE', KEYS[1], ''), 2), claimed, ''}
-local soon = {KEYS[1], '(' .. int(now), claimed, 'WITHSCORES', 'LIMIT', 0, 200}
-soon = paced > 4 and redis.call('ZRANGEBYSCORE', unpack(soon)) or {}
-for place = #soon - 1, 1, -2 do -- the first of them at last
-  if tasks[string.match(soon[place], '^[^\n]*')] == 1 then found[3] = int(tonumber(soon[place + 1]) - now) end
-end
-repeat
-  local due = redis.call('ZRANGEBYSCORE', KEYS[1], '0', int(now), 'LIMIT', from, 1000)
-  from = from + #due
-  for _, entry in ipairs(due) do
-    if tasks[string.match(entry, '^[^\n]*')] and #found < 103 then found[#found + 1] = entry end
+local claimed, room, next_due = int(now + interval), 100, math.huge
+-- Allowed when memory is full, and after a write SET and ZADD are too.
+if redis.call('PEXPIRE', KEYS[1], remember) == 0 then redis.call('SET', KEYS[1], epoch, 'PX', remember) end
+local found = {redis.call('GET', KEYS[1]), claimed, ''}
+for first = 2, #KEYS, 16 do -- most tasks have no lines: many are asked for at once
+  local last = math.min(first + 15, #KEYS)
+  local are_any = redis.call('EXISTS', unpack(KEYS, first, last)) > 0
+  for place = first, are_any and last or 0 do
+    if is_paced[place] then
+      local soon =
+        redis.call('ZRANGEBYSCORE', KEYS[place], '(' .. int(now), claimed, 'WITHSCORES', 'LIMIT', 0, 1)
+      if soon[2] then next_due = math.min(next_due, tonumber(soon[2])) end
+    end
+    local due = room > 0 and redis.call('ZRANGEBYSCORE', KEYS[place], '0', int(now), 'LIMIT', 0, room) or {}
+    for _, entry in ipairs(due) do
+      redis.call('ZADD', KEYS[place], claimed, entry)
+      found[#found + 1], found[#found + 2] = int(place - 1), entry
+    end
+    if due[1] then redis.call('PEXPIRE', KEYS[place], remember) end
+    room = room - #due
   end
-until #due < 1000 or #found >= 103
-for place = 4, #found do redis.call('ZADD', KEYS[1], claimed, found[place]) end
+end
+if next_due < math.huge then found[3] = int(next_due - now) end
 return found

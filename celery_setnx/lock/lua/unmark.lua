@@ -1,5 +1,5 @@
--- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped. Or forget the
--- success of a task that has failed after all.
+-- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped. Or forget by hand
+-- that a task has succeeded: then the run's token stands for the task id.
 --
 -- KEYS  1 mark (see mark.lua), or done (see release.lua)
 -- ARGV  1 task id

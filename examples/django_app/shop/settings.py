@@ -24,7 +24,7 @@ TIME_ZONE = "UTC"
 USE_TZ = True
 
 SECRET_KEY = "an example keeps no secrets"
-ALLOWED_HOSTS = ["localhost", "testserver"]
+ALLOWED_HOSTS = ["localhost", "127.0.0.1", "[::1]", "testserver"]
 ROOT_URLCONF = "shop.urls"
 STATIC_URL = "static/"
 INSTALLED_APPS = [
@@ -35,7 +35,7 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.staticfiles",
     "celery_setnx.django",  # its system check
-    "locks",
+    "celery_setnx.django.locks",  # its page in the admin
     "orders",
 ]
 MIDDLEWARE = [

@@ -1,10 +1,18 @@
+"""The permissions to see locks, and to release one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
 from django.db import migrations, models
 
 
-class Migration(migrations.Migration):
+class Migration(migrations.Migration):  # type: ignore[misc]
+    """Of a model without a table."""
+
     initial = True
-    dependencies = []
-    operations = [
+    dependencies: ClassVar[list[Any]] = []
+    operations: ClassVar[list[Any]] = [
         migrations.CreateModel(
             "Lock",
             [("key", models.TextField(primary_key=True, serialize=False))],

@@ -3,15 +3,17 @@
 from django.db import models
 
 
-class Lock(models.Model):
+class Lock(models.Model):  # type: ignore[misc]
     """A lock of a task, by its key in Redis."""
 
     key = models.TextField(primary_key=True)
 
     class Meta:
+        """No table, and permissions."""
+
         managed = False
         default_permissions = ["view"]
         permissions = [("release_lock", "Can release lock")]
 
     def __str__(self) -> str:
-        return self.key
+        return str(self.key)

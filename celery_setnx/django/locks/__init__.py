@@ -1,0 +1,1 @@
+"""The page "Locks" of Django's admin, an app to install; see docs/django.md."""

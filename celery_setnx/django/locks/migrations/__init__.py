@@ -1,0 +1,1 @@
+"""Makes no table: only the permissions."""

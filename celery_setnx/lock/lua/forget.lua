@@ -1,0 +1,26 @@
+-- Take back that a task has succeeded: it has failed after that, or has died before its result was stored. A release of
+-- this run that is still to come notes nothing.
+--
+-- KEYS  1 done (see release.lua), 2 record (see acquire.lua), 3... the other permits' records
+-- ARGV  1 token    of the run that has failed
+-- Returns {word}
+--       freed
+--       lost (no success of this run counts)
+
+local token = ARGV[1]
+local function task_of(text) return string.match(text or '', '^(.*)|%d+|%x+$') end
+
+local done = redis.call('GET', KEYS[1])
+local is_its_own = done == token
+for place = 2, #KEYS do
+  local record = redis.call('GET', KEYS[place])
+  local h_token, numbers, state, rest = string.match(record or '', '^([^\n]*)(\n%d+\n%d+\n)([%l_]+)(\n.*)$')
+  if h_token == token then
+    -- It had the lock after whichever delivery of the same task has succeeded before.
+    is_its_own = is_its_own or done and task_of(done) ~= nil and task_of(done) == task_of(token)
+    if state == 'running' then redis.call('SET', KEYS[place], token .. numbers .. 'failed' .. rest, 'KEEPTTL') end
+  end
+end
+if not is_its_own then return {'lost'} end
+redis.call('DEL', KEYS[1])
+return {'freed'}

@@ -1,0 +1,113 @@
+"""When to look at the lines of tasks with a rate between two sweeps: when their next start is near.
+
+Which lines are due, and what is done with them, is the sweep's business.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from celery_setnx.exceptions import SetnxError
+from celery_setnx.log import Log
+from celery_setnx.threads import Lasting
+
+logger = Log("celery_setnx")
+
+EARLIEST_S = 0.01
+"""Seconds between two looks, at least."""
+
+_SOON_S = 2.0  # what is due later is left to the sweeps
+_AGAIN_S = 2.0  # after a look that has failed; that Redis is away is the sweep's to say
+
+
+class Swept(NamedTuple):
+    """What came of a look, or a sweep.
+
+    Attributes:
+        lines: How many lines were due.
+        next_s: In how many seconds one is that cannot wait; None if none is.
+        are_more: True if more may be due by now.
+        error: Why the lines on a node of a cluster were not looked at; None if all were.
+    """
+
+    lines: int
+    next_s: float | None
+    are_more: bool = False
+    error: SetnxError | None = None
+
+
+class TimedLooks:
+    """A thread that looks when the next start of a line is allowed.
+
+    A call notes when that is while its delivery ends, in a process that may end with it; so the parent asks
+    Redis at the end of each delivery. Many may ask for one line, and one of them finds it due: the others
+    stop. Who has handed a lock over goes on while the next start is near; and so does the worker that runs
+    the call, as its end is one of a delivery.
+    """
+
+    def __init__(self, look: Callable[[], Swept]) -> None:
+        self._look = look
+        self._due_at = math.inf
+        self._earliest_at = 0.0
+        self._has_ended = False  # a delivery, and what it has noted is not known
+        self._changed, self._stopped = threading.Event(), threading.Event()
+        self._thread = Lasting("celery_setnx-looks", self._turn)
+
+    def soon(self) -> None:
+        """Look now, and then for as long as a line is due soon: a delivery has ended."""
+        self._has_ended = True
+        self._wake()
+
+    def within(self, seconds: float | None) -> None:
+        """Look in so many seconds at the latest, if that is soon; None if there is no need."""
+        if seconds is None or seconds > _SOON_S:
+            return
+        self._due_at = min(self._due_at, time.monotonic() + seconds)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        if not self._thread.runs and not self._stopped.is_set():
+            try:
+                self._thread.ensure()
+            except RuntimeError as error:
+                logger.info("Lines of tasks with a rate are left to the sweep: %s", error)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.runs
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+        self._changed.set()
+
+    def _left_s(self) -> float:
+        """Seconds until the next look."""
+        return 0.0 if self._has_ended else max(self._due_at - time.monotonic(), 0.0)
+
+    def _turn(self) -> bool:
+        left_s = self._left_s()
+        self._changed.wait(left_s if left_s < math.inf else None)
+        self._changed.clear()  # first: what is said from now on is heard in the next turn
+        if self._left_s() > 0.0:
+            return not self._stopped.is_set()
+        if self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0)):
+            return False
+        has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
+        pause_s = _AGAIN_S
+        try:
+            swept = self._look()
+            pause_s = EARLIEST_S
+            if swept.lines or has_ended:
+                self.within(0.0 if swept.are_more else swept.next_s)
+        except SetnxError as error:
+            logger.debug("No line is looked at between two sweeps: %s", error)
+        finally:
+            self._earliest_at = time.monotonic() + pause_s
+        return True

@@ -1,1 +1,0 @@
-"""The page "Locks" of the admin. Copy this directory into a project; see docs/django.md."""

@@ -1,0 +1,322 @@
+"""Timed looks: a line with a rate goes on at its pace though no worker sweeps.
+
+In the simulation the scripts are real, and no time passes but the test's: how long things take is said here.
+"""
+
+import heapq
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+
+from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx.call import wake
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import let_others_start, lines_of
+from celery_setnx.configured import configured
+from celery_setnx.connection import client_for
+from celery_setnx.lock.line import Place, note_due, park
+from celery_setnx.lock.lock import AHEAD_S
+from celery_setnx.lock.names import starts_name
+from celery_setnx.lock.record import ORIGINAL, Terms, task_token
+from celery_setnx.run import looks
+from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.run import Run
+from celery_setnx.run.sweep import Sweep
+from celery_setnx.signals import lock_conflict
+from tests.conftest import LOCK_DB
+from tests.harness import wait_until
+from tests.model.injected import CLOCK_KEY, ServerClock
+
+# When to look
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time, which passes when somebody waits for it."""
+    now = [100.0]
+    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def stepped(look: Callable[[], Swept], now: list[float]) -> TimedLooks:
+    """Looks whose thread is the test."""
+    timed = TimedLooks(look)
+
+    def wait(seconds: float | None) -> bool:
+        now[0] += math.inf if seconds is None else seconds
+        return False
+
+    timed._changed = SimpleNamespace(set=lambda: None, clear=lambda: None, wait=wait)  # type: ignore[assignment]
+    timed._stopped = SimpleNamespace(is_set=lambda: False, wait=wait)  # type: ignore[assignment]
+    timed._thread = SimpleNamespace(runs=True)  # type: ignore[assignment]
+    return timed
+
+
+def looked_at(now: list[float], *said: Swept, within: float | None = None) -> list[float]:
+    """When somebody looks until nobody does any more, and what he is told; a delivery has just ended, unless
+    a sweep says when to look.
+    """
+    replies, at = iter(said), []
+    began = now[0]
+
+    def look() -> Swept:
+        at.append(round(now[0] - began, 6))
+        return next(replies, Swept(0, None))
+
+    timed = stepped(look, now)
+    if within is None:
+        timed.soon()
+    else:
+        timed.within(within)
+    while timed._left_s() < math.inf:
+        timed._turn()
+    return at
+
+
+def test_look_follows_the_end_of_a_delivery_and_then_the_time_that_redis_says(now):
+    """Nothing was due at the end; then a line was served, and is due again."""
+    assert looked_at(now, Swept(0, 0.3), Swept(1, 0.5), Swept(1, None)) == [0, 0.3, 0.8]
+
+
+def test_worker_that_comes_for_a_line_at_which_another_has_looked_stops(now):
+    """Else all workers would look at each start of a line."""
+    assert looked_at(now, Swept(0, 0.3), Swept(0, 1.9)) == [0, 0.3]
+
+
+def test_look_follows_when_a_sweep_says(now):
+    """Where nobody comes any more, and all wait."""
+    assert looked_at(now, Swept(1, None), within=1.5) == [1.5]
+
+
+def test_looks_are_no_closer_than_a_moment(now):
+    """However often deliveries end, and whatever Redis says."""
+    assert looked_at(now, Swept(1, 0.0), Swept(1, 0.001)) == [0, EARLIEST_S, 2 * EARLIEST_S]
+
+
+def test_look_that_fails_is_left_to_the_sweep(now):
+    """And for two seconds no look follows, whose deliveries end meanwhile."""
+    looked: list[float] = []
+
+    def look() -> Swept:
+        looked.append(now[0])
+        raise LockUnavailable("k", "away")
+
+    timed = stepped(look, now)
+    for _ in range(2):
+        timed.soon()
+        timed._turn()
+        assert timed._left_s() == math.inf
+    assert looked == [100.0, 102.0]
+
+
+def test_thread_looks_when_it_is_told_and_ends_when_it_is_told():
+    """It starts with the first that it is told."""
+    looked = threading.Event()
+
+    def look() -> Swept:
+        looked.set()
+        return Swept(0, None)
+
+    timed = TimedLooks(look)
+    assert not timed._thread.runs
+    timed.soon()
+    assert looked.wait(30)
+    timed.stop()
+    wait_until(lambda: not timed._thread.runs, "the thread ends")
+    timed.soon()
+    assert not timed._thread.runs
+
+
+# The pace
+
+WAKE_S = 0.006  # a wake-up is on its way, until its call asks for its lock
+TOLD_S = 0.004  # a delivery has ended, until the worker's parent knows
+BODY_S = 0.002
+
+
+@pytest.fixture
+def app(server, locks) -> Celery:
+    """An app with a task whose rate a test chooses."""
+    app = Celery("looked", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
+    app.finalize()
+    return app
+
+
+class Workers:
+    """Workers of one line, which never sweep; calls are woken in turn by one after the other."""
+
+    def __init__(self, app: Celery, locks: Any, clock: ServerClock, now: list[float], count: int) -> None:
+        self.app, self.locks, self.clock, self.now = app, locks, clock, now
+        self.task = app.tasks["t"]
+        self.key = self.task.lock_key()
+        self.starts: list[int] = []  # us
+        self.count_of_looks = 0
+        self._to_come: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self.steps = [self._step() for _ in range(count)]
+
+    def _step(self) -> Sweep:
+        step = Sweep(SimpleNamespace(app=self.app))
+        step._client, step._state = client_for(self.app), configured(self.app)
+        step._looks._thread = SimpleNamespace(runs=True)  # type: ignore[assignment]
+        look = step._looks._look
+
+        def counted() -> Swept:
+            self.count_of_looks += 1
+            return look()
+
+        step._looks._look = counted
+        return step
+
+    def lock(self) -> SetnxLock:
+        """The task's lock, as one of its calls has it."""
+        options = self.task._guard.options
+        about: Any = {"limit": options.limit, "rate": options.rate}
+        return SetnxLock(self.locks, self.key, lease=60, line=True, **about)
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        """So much later something happens."""
+        heapq.heappush(self._to_come, (self.now[0] + seconds, next(self._number), what))
+
+    def ask(self, task_id: str, worker: Sweep) -> None:
+        """A call asks for its lock; ahead of its start once more, in its slot."""
+        lock = self.lock()
+        outcome = lock.acquire(token=task_token(task_id, 0, "0a"), copy="c")
+        if outcome.lock is None:
+            assert outcome.paced
+            assert outcome.remaining_s is not None
+            assert outcome.remaining_s <= AHEAD_S
+            self.after(outcome.remaining_s, lambda: self.ask(task_id, worker))
+            return
+        held = outcome.lock
+        self.starts.append(held.fence)
+
+        def end() -> None:
+            held.release(at_least_for=self.task._guard.options.at_least_for)
+            let_others_start(self.app, "t", lock)
+            self.after(TOLD_S, worker._looks.soon)
+
+        self.after(BODY_S, end)
+
+    def woken(self, heir: Any) -> None:
+        """A call is sent, to the next of the workers."""
+        if heir is not None:
+            worker = self.steps[len(self.starts) % len(self.steps)]
+            self.after(WAKE_S, lambda: self.ask(heir.task_id, worker))
+
+    def run(self, count: int) -> None:
+        """Let time pass until so many calls have started."""
+        while len(self.starts) < count:
+            timed = min(self.steps, key=lambda step: step._looks._left_s())._looks
+            looks_at = max(self.now[0] + timed._left_s(), timed._earliest_at)
+            comes_at = self._to_come[0][0] if self._to_come else math.inf
+            assert min(looks_at, comes_at) < math.inf, f"nobody looks, and {len(self.starts)} have started"
+            self.now[0] = max(self.now[0], min(looks_at, comes_at))
+            self.clock.set(self.now[0])
+            if comes_at <= looks_at:
+                heapq.heappop(self._to_come)[2]()
+            else:
+                timed._turn()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("options", "starts", "period_s"),
+    [
+        pytest.param({"rate": (1, 0.1)}, 1, 0.1, id="ten a second"),
+        pytest.param({"rate": (1, 0.05)}, 1, 0.05, id="twenty a second"),
+        pytest.param({"rate": (1, 1)}, 1, 1.0, id="one a second"),
+        pytest.param({"rate": (10, 1), "limit": 5}, 10, 1.0, id="ten in a second"),
+        pytest.param({"rate": (100, 10), "at_least_for": 0.5}, 1, 0.5, id="at_least_for"),
+    ],
+)
+def test_line_goes_on_at_its_pace_without_a_sweep(
+    app, locks, foreign_keys, monkeypatch, now, count, options, starts, period_s
+):
+    """At 95 % of it, and never above; and nobody polls."""
+
+    @app.task(base=SingletonTask, shared=False, name="t", singleton={"lease": 60, **options})
+    def t() -> None: ...
+
+    foreign_keys.add(CLOCK_KEY)
+    clock = ServerClock(locks, monkeypatch)
+    clock.set(now[0])
+    workers = Workers(app, locks, clock, now, count)
+    monkeypatch.setattr(wake, "wake", lambda _app, heir, _key: workers.woken(heir))
+    locks.zadd(starts_name(workers.key), {"0#0#0": 0})
+    locks.expire(starts_name(workers.key), 600)  # the server's own clock goes on
+    terms = Terms(options.get("limit", 1), *options["rate"])
+    calls = [f"id-{number:03}" for number in range(61)]
+    for place, task_id in enumerate(calls):
+        park(
+            locks,
+            Place(workers.key, task_id, 0, 600, terms=terms),
+            copy=ORIGINAL,
+            since=1.0 + place,
+            call="c",
+        )
+    note_due(locks, lines_of(app), "t", workers.key, within=0.0)
+    workers.steps[0]._looks.soon()  # the last that has parked
+    workers.run(len(calls))
+    found, period_us = workers.starts, round(period_s * 1e6)
+    assert all(later - at >= period_us for at, later in zip(found, found[starts:]))
+    pace = (len(calls) - 1) // starts * period_us / (found[-1] - found[0])
+    looks_per_call = workers.count_of_looks / len(calls)
+    print(f"{pace:.1%} of the pace, {looks_per_call:.1f} looks per call")
+    assert pace >= 0.95
+    assert looks_per_call <= 5
+
+
+def ahead() -> None:
+    """Nothing."""
+
+
+def waits_first(conflict: Any) -> Any:
+    """A policy of one's own, which a call that has waited must not meet again for its own permit."""
+    return conflict.skip() if conflict.waits else conflict.wait()
+
+
+@pytest.mark.parametrize("policy", ["auto", waits_first], ids=["auto", "callable"])
+@pytest.mark.parametrize(
+    "task_id", ["2c5a0a9e-8d3e-4a0c-9d0e-5a4a8f6f2b11", "nightly"], ids=["random", "own"]
+)
+def test_call_that_is_woken_ahead_of_its_start_waits_for_it_in_its_slot(server, locks, policy, task_id):
+    """It meets no conflict, whatever its policy is, and whoever gave it its id."""
+    app = Celery("ahead", broker="memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+    options = {"rate": (1, 1), "on_conflict": policy, "lease": 60}
+    task = app.task(base=SingletonTask, shared=False, name="ahead", singleton=options)(ahead)
+    key, (seconds, us) = task.lock_key(), locks.time()
+    last_us = seconds * 1_000_000 + us - 985_000  # the next start is allowed in 15 ms
+    locks.zadd(starts_name(key), {f"{last_us}#0#1": last_us})
+    locks.expire(starts_name(key), 60)
+    call = Call("ahead", task_id, 0, key, copy="c1", waits=1, since=last_us / 1e6, bare=False)
+    place = replace(call.place(600), terms=Terms(1, 1, 1))
+    park(locks, place, copy="-x", since=1.0, call="c")
+    assert SetnxLock(locks, key, lease=60, line=True, rate=(1, 1.0)).serve(knows_terms=True).heir is not None
+    context = Context(
+        id=task_id, task="ahead", args=[], kwargs={}, called_directly=False, **call.as_headers()
+    )
+    met: list[Any] = []
+
+    def meets(**told: Any) -> None:
+        met.append(told)
+
+    lock_conflict.connect(meets)
+    task.request_stack.push(context)
+    try:
+        assert Run(task, task._guard, context, (), {}).execute(lambda: "ran") == "ran"
+    finally:
+        task.request_stack.pop()
+        lock_conflict.disconnect(meets)
+    assert met == []
+    assert locks.zcard(starts_name(key)) == 2
