@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ LOCK_DB = 1
 
 
 def ask_for_results() -> None:
-    """Have `AsyncResult.get` ask for what it was not told, and a forgotten result do nothing.
+    """Have `AsyncResult.get` ask for what it was not told, and say the task's state when it gives up.
 
-    Before Celery 5.7 two results of one id share a waiter, and the end of a forgotten one, amid garbage
-    collection, uses the connection that another is reading: a result that has arrived may never reach the
-    one who waits. On a dead server that end tries for 20 s.
+    It waits for a message on a channel, and Redis does not promise that one arrives. Before Celery 5.7 two
+    results of one id share a waiter, and the end of a forgotten one, amid garbage collection, uses the
+    connection that another is reading; on a dead server that end tries for 20 s.
     """
     get = AsyncResult.get
 
@@ -44,14 +44,14 @@ def ask_for_results() -> None:
                 return get(self, timeout=0.5, **options)
             except TimeoutError:
                 if not self.ready() and time.monotonic() > give_up:
-                    raise
+                    raise TimeoutError(f"{self.id} is {self.state} after {timeout or 60} s") from None
 
     AsyncResult.get = ask
-    del AsyncResult.__del__
+    if LOSES_RESULTS:
+        del AsyncResult.__del__
 
 
-if LOSES_RESULTS:
-    ask_for_results()
+ask_for_results()
 
 
 CLOCK_RERUNS = 2
@@ -249,12 +249,28 @@ def _workers(server, logs) -> Iterator[Callable[..., Worker]]:
 
     def start(app: str = "tests.workerapp", **options: Any) -> Worker:
         started.append(Worker(logs, app, **options))
+        _started.append(started[-1])
         return started[-1]
 
     yield start
     for worker in started:
+        _started.remove(worker)
         if worker.process.poll() is None:
             worker.kill()
+
+
+_started: list[Worker] = []
+"""The workers of this run, of its module and of its test."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows how the logs of its workers end."""
+    report = yield
+    if report.failed:
+        for worker in _started[-3:]:
+            report.sections.append((f"end of {worker.log}", "\n".join(worker.log_text().splitlines()[-40:])))
+    return report
 
 
 start_worker = pytest.fixture(_workers)  # a test's own, to be killed or shut down
@@ -265,6 +281,7 @@ module_worker = pytest.fixture(scope="module")(_workers)  # not to be killed by 
 def worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes that lives for the whole run. Not to be killed."""
     worker = Worker(logs, concurrency=4, queues="celery,first", conf={"include": ["tests.waitapp"]})
+    _started.insert(0, worker)
     yield worker
     worker.stop()
 

@@ -1,6 +1,6 @@
 """The topologies, workers whose locks live there, and a table at the end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Topology, tests passed, failover median and maximum; and what the tests have noted."""
     lines = failover_table(terminalreporter, topology_of)
     write(terminalreporter, "topologies", [*lines, *(line for _, line in recorded(terminalreporter, "note"))])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test with a RabbitMQ of our own that fails shows what is in its queues."""
+    report = yield
+    broker = getattr(item, "funcargs", {}).get("rabbitmq")
+    if report.failed and broker and broker.is_own and broker.answers():
+        report.sections.append(("queues", broker.queues()))
+    return report
 
 
 @pytest.fixture

@@ -136,6 +136,10 @@ class RabbitMQ:
         with self.connection() as connection:
             return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
+    def queues(self) -> str:
+        """The queues, and how many messages of each are ready, and are with a consumer."""
+        return self._ctl("list_queues", "name", "messages_ready", "messages_unacknowledged", "state").decode()
+
     def delaying(self, queue: str) -> list[str]:
         """The queues in which couriers for another one wait."""
         listed = self._ctl("list_queues", "name").decode().splitlines()
