@@ -25,7 +25,6 @@ from celery.worker.state import revoked as revoked_tasks
 from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
-from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
@@ -47,6 +46,7 @@ from celery_setnx.options import settings_of
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.unswept import Unswept
 from celery_setnx.threads import Lasting
 
@@ -56,7 +56,6 @@ SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
-_REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
@@ -107,7 +106,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._timeout_s = _TIMEOUT_S
         self._worker = worker
         self._has_declared = False  # the queues of couriers
-        self._revoked: dict[str, float] = {}
+        self._revoked = RevokedLately()
         self._held = HeldCouriers()
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._stamped: WeakSet[CourierRequest] = WeakSet()
@@ -214,11 +213,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
-        revoked = self._revoked_lately() if claimed.lines else []
         # Those first that are to be looked at to the moment.
         for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
             with between_forks:
-                within = self._serve(app, lines, task, entry, claimed, revoked)
+                within = self._serve(app, lines, task, entry, claimed)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -232,9 +230,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         next_s = min((next_s for next_s in due if next_s is not None), default=None)
         return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
-    def _serve(
-        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
-    ) -> float | None:
+    def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
         try:
@@ -243,7 +239,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             elif task_id:  # another worker could not
                 within = send_from_line(app, key, task_id, self._client)
             else:
-                for waiting_id in who_waits(self._client, key, revoked):
+                for waiting_id in who_waits(self._client, key, self._revoked.to_ask(key)):
                     end_wait(app, key, waiting_id, self._client)
                 within = next_look(let_the_line_go_on(app, task, key, client=self._client))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
@@ -258,14 +254,6 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             )
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
-
-    def _revoked_lately(self) -> list[str]:
-        """Ids of tasks that this worker was told to revoke since every line was looked at."""
-        now = time.monotonic()
-        with suppress(RuntimeError):  # changed by the main thread meanwhile
-            given = [id_of(task_id) for task_id in revoked_tasks]  # any: who may revoke may name anything
-            self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in given if task_id}
-        return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
     def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
