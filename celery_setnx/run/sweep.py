@@ -3,7 +3,8 @@
 Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
 and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
 keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. Lines of
-tasks with a rate are looked at to the moment, too (see `looks`).
+tasks with a rate are looked at to the moment, too (see `looks`); for a result backend, or a receiver of a
+take-over's signal, no look waits, but the next sweep does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from celery_setnx.call.back import stamps_in
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
+    Later,
     end_wait,
     known_guard,
     let_the_line_go_on,
@@ -112,6 +114,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._stamped: WeakSet[CourierRequest] = WeakSet()
         self._unswept = Unswept()
         self._looks = TimedLooks(partial(self._look, worker.app))
+        self._left_by_looks: Later = {}
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -158,8 +161,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
         threads = (self._looks, self._thread)  # one may be about to send a call to which it has handed a lock
-        while any(thread and thread.runs for thread in threads) and time.monotonic() < give_up:
+        while (still_run := any(thread and thread.runs for thread in threads)) and time.monotonic() < give_up:
             time.sleep(EARLIEST_S)
+        if not still_run:
+            self._do_what_looks_left()
 
     terminate = stop
 
@@ -169,6 +174,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
+        self._do_what_looks_left()
         began, has_more = time.monotonic(), False
         is_early = began < self._usual_at
         try:
@@ -199,6 +205,18 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Look at the lines of tasks with a rate that are due: others may keep who looks at them waiting."""
         return self.sweep(app, is_early=True, only_paced=True)
 
+    def _do_what_looks_left(self) -> None:
+        """Ask the result backends, and tell of the take-overs, for which no look waits."""
+        while self._left_by_looks:
+            (key, _task_id), do = self._left_by_looks.popitem()
+            try:
+                with between_forks:
+                    do()
+            except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
+                say_loudly(error)
+                text = "The line of %s was not served after a look, and is when it is due again: %s"
+                logger.info(text, key, error, extra=fields(key=key))
+
     def look_soon(self, app: Celery) -> None:
         """A delivery of a task with a rate has ended: look when its line is due."""
         if app is self._worker.app and self._thread is not None:
@@ -209,14 +227,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
-        tasks = list(paced) if only_paced else tasks
+        tasks, later = (list(paced), self._left_by_looks) if only_paced else (tasks, None)
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
         # Those first that are to be looked at to the moment.
         for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
             with between_forks:
-                within = self._serve(app, lines, task, entry, claimed)
+                within = self._serve(app, lines, task, entry, claimed, later)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -230,7 +248,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         next_s = min((next_s for next_s in due if next_s is not None), default=None)
         return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
-    def _serve(self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed) -> float | None:
+    def _serve(
+        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, later: Later | None
+    ) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
         try:
@@ -241,7 +261,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             else:
                 for waiting_id in who_waits(self._client, key, self._revoked.to_ask(key)):
                     end_wait(app, key, waiting_id, self._client)
-                within = next_look(let_the_line_go_on(app, task, key, client=self._client))
+                within = next_look(let_the_line_go_on(app, task, key, client=self._client, later=later))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             self._wait_longer_after(error)
