@@ -218,7 +218,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 logger.info(text, key, error, extra=fields(key=key))
 
     def look_soon(self, app: Celery) -> None:
-        """A delivery of a task with a rate has ended: look when its line is due."""
+        """Look at the lines of tasks with a rate, one of which may be due soon."""
         if app is self._worker.app and self._thread is not None:
             self._looks.soon()
 
@@ -318,9 +318,13 @@ def see_to_sweeps() -> None:
         sweep.ensure()
 
 
-def look_soon(app: Celery) -> None:
-    """Have the workers of an app in this process look at their paced lines: a delivery has ended."""
-    for sweep in list(_sweeping):
+def look_soon(app: Celery, task: str) -> None:
+    """Have the workers of an app in this process look at their paced lines, if the task's are.
+
+    A delivery of it has ended, or what a call had was freed: its line may be due soon.
+    """
+    guard = known_guard(app, task)
+    for sweep in list(_sweeping) if guard is not None and guard.options.rate else ():
         sweep.look_soon(app)
 
 
