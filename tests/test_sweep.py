@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 
-from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call import wake
 from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
@@ -17,7 +18,7 @@ from celery_setnx.call.wake import lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import Place, claim, note_due, park, who_waits
-from celery_setnx.lock.names import key_name, line_names
+from celery_setnx.lock.names import end_name, key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, Served
 from celery_setnx.run import courier, revoked, sweep
 from celery_setnx.run.courier import Order
@@ -158,6 +159,33 @@ def test_line_is_noted_and_swept_though_the_servers_memory_is_full(app, locks, s
         assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
     finally:
         locks.config_set("maxmemory", 0)
+
+
+def test_all_lines_are_looked_at_again_though_the_servers_memory_is_full(app, locks, swept):
+    """Also those of locks that are held: to note when needs no memory that is not there."""
+    keys = [key_name("t", "t", digit * 32) for digit in "012"]
+    for key in keys:
+        SetnxLock(locks, key, line=True, lease=600).acquire()
+        wait(locks, key)
+        due(app, locks, key)
+    locks.config_set("maxmemory", 1)
+    try:
+        assert swept.sweep(app).lines == 3
+    finally:
+        locks.config_set("maxmemory", 0)
+    assert len(swept.woken) == 3
+    now = server_us(locks)
+    assert all(locks.zscore(due_set(app, "t"), key) - now > 20_000_000 for key in keys)
+    assert locks.pttl(due_set(app, "t")) > 0
+
+
+def test_server_that_forbids_to_expire_keys_is_left_without_lines(app, locks, limited):
+    """Nothing is noted that would stay for ever."""
+    client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
+        note_due(client, lines_of(app), "t", "t:{t}", within=0.0)
+    assert not locks.exists(due_set(app, "t"))
+    client.close()
 
 
 def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_keys):
@@ -451,6 +479,23 @@ def test_line_that_is_looked_at_ten_times_a_second_is_asked_about_revoked_calls_
         ended.clear()
     assert sorted(found) == [(0, "id-1"), (20, "id-1"), (20, "id-2")]
     assert told.gathered == 2
+
+
+@pytest.mark.parametrize("task", ["t", "paced"])
+def test_lines_in_which_nobody_waits_leave_nothing_behind(app, locks, swept, monkeypatch, now, task):
+    """Neither on the server nor in the worker, which may see 100,000 keys."""
+    monkeypatch.setattr(revoked, "revoked_tasks", {"id-1"})
+    keys = [key_name("t", task, f"{number:032x}") for number in range(250)]
+    for key in keys:
+        due(app, locks, key, task)
+        due(app, locks, end_name(key, "id-2"), task)
+    while (swept._look(app) if task == "paced" else swept.sweep(app)).lines:
+        pass
+    assert not locks.exists(due_set(app, task))
+    assert swept._left_by_looks == {}
+    now[0] += 2
+    swept._revoked.to_ask("another")
+    assert swept._revoked._asked == {"another"}
 
 
 def test_lines_are_forgotten_that_were_asked_about_revoked_calls(monkeypatch, now):
