@@ -62,8 +62,7 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
         if not failed:
             self._has_returned = True
         self._write_receipt(_error_of(retval) if failed else None)
-        if self._guard is not None and self._guard.options.rate:  # its line may be due soon
-            look_soon(self.app)
+        look_soon(self.app, self.task.name)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note
@@ -201,6 +200,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(self._token)
             let_others_start(self.app, self.task.name, lock)
+            look_soon(self.app, self.task.name)
             if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
                 self._forget()
             return word == "freed"
@@ -233,6 +233,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             freed = lock.free_held(self.call.task_id)
             if freed:
                 let_the_line_go_on(self.app, self.task.name, lock.name)
+                look_soon(self.app, self.task.name)
             return freed
 
         self._free(free, "was revoked or has expired before its retry")

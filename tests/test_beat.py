@@ -466,6 +466,31 @@ def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int
     return sent
 
 
+def test_schedule_goes_on_though_the_servers_memory_is_full(locks):
+    """A leader keeps its lead then, and its entries are known already; or there are few."""
+    held, entries = SetnxLock(locks, "t:{full}").acquire().lock, "t:{full}:entries"
+    _recall(locks, entries=entries, seen=[("a", 5)])
+    locks.config_set("maxmemory", 1)
+    try:
+        told = _tick(held, entries=entries, entry="a", before=5, run=9, missed=0)
+        found = _recall(locks, entries=entries, seen=[("a", 1), ("b", 7)])
+    finally:
+        locks.config_set("maxmemory", 0)
+    assert (told, found) == (["ticked", "9", "1"], ["9 1 0", "7 0 0"])
+
+
+def test_server_that_forbids_to_expire_keys_is_left_without_entries(locks, limited):
+    """Nothing is remembered that would stay for ever."""
+    client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
+    held, entries = SetnxLock(client, "t:{forbidden}").acquire().lock, "t:{forbidden}:entries"
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
+        _recall(client, entries=entries, seen=[("a", 5)])
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
+        _tick(held, entries=entries, entry="a", before=5, run=9, missed=0)
+    assert not locks.exists(entries)
+    client.close()
+
+
 def test_no_interleaving_of_two_leaders_meets_a_due_time_twice(locks):
     """The frozen leader's ticks, resent ones too, among the steps of the one that takes over from it."""
     for number, order in enumerate(sorted({*itertools.permutations("AAABBBB")})):

@@ -27,7 +27,7 @@ from celery_setnx.lock import line
 from celery_setnx.lock.line import BEGUN_S, Begun, Place, have_begun, leave, park
 from celery_setnx.lock.names import end_name, key_name, line_names, ticket_name
 from celery_setnx.lock.record import ORIGINAL
-from celery_setnx.run import courier, held, sweep
+from celery_setnx.run import courier, held, revoked
 from celery_setnx.run.courier import Order, put_back
 from celery_setnx.run.held import HeldCouriers, give_back
 from celery_setnx.run.sweep import Sweep
@@ -182,7 +182,7 @@ def test_call_that_does_not_wait_is_not_sent_at_its_end(app, locks, broker, how)
 def test_revoked_call_that_waits_is_sent_when_its_line_is_looked_at(app, locks, monkeypatch):
     """Also where no worker holds its courier; its worker throws it away, and it leaves the line by that."""
     order = waits(app, locks)
-    monkeypatch.setattr(sweep, "revoked_tasks", {"id-1", "another"})
+    monkeypatch.setattr(revoked, "revoked_tasks", {"id-1", "another"})
     line.note_due(locks, lines_of(app), "t", KEY, within=0.0)
     step = Sweep(SimpleNamespace(app=app))
     step._client = client_for(app)

@@ -373,6 +373,8 @@ def test_line_goes_on_when_memory_is_full():
         client.config_set("maxmemory", "1")
         assert line.hand_on() == A
         assert line.visit("b", 20.0).state == "parked"
+        sooner = Place(NAME, "b", 0, 30.0)  # than what is there ends
+        assert park(client, sooner, copy="b2", since=20.0, call="wake b").state == "parked"
         assert leave(client, place("c"), copy="c1") == "left"
         assert line.members() == ["b"]
         assert all(client.pttl(key) > 0 for key in client.scan_iter())

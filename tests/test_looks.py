@@ -17,7 +17,7 @@ from celery import Celery
 from celery.app.task import Context
 
 from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
-from celery_setnx.call import wake
+from celery_setnx.call import ended, wake
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import let_others_start, lines_of
 from celery_setnx.configured import configured
@@ -30,9 +30,9 @@ from celery_setnx.run import looks
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
 from celery_setnx.run.run import Run
 from celery_setnx.run.sweep import Sweep
-from celery_setnx.signals import lock_conflict
+from celery_setnx.signals import lock_conflict, lock_taken_over
 from tests.conftest import LOCK_DB
-from tests.harness import wait_until
+from tests.harness import age, raising, wait_until
 from tests.model.injected import CLOCK_KEY, ServerClock
 
 # When to look
@@ -133,6 +133,125 @@ def test_thread_looks_when_it_is_told_and_ends_when_it_is_told():
     wait_until(lambda: not timed._thread.runs, "the thread ends")
     timed.soon()
     assert not timed._thread.runs
+
+
+# What a look leaves to the sweep
+
+
+class Bills:
+    """A worker with a task that has a rate, whose lock others have; a look and a sweep are calls."""
+
+    def __init__(self, server: Any, locks: Any) -> None:
+        self.app = app = Celery("bills", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+        options = {"rate": (1000, 1), "lease": 60}
+        self.task = app.task(base=SingletonTask, shared=False, name="bill", singleton=options)(ahead)
+        app.finalize()
+        self.step = Sweep(SimpleNamespace(app=app))
+        self.step._client, self.step._state = client_for(app), configured(app)
+        self.step._wait_s = 0.0
+        self.locks, self.key = locks, self.task.lock_key()
+
+    def wait(self, *task_ids: str) -> None:
+        """Calls wait in line."""
+        for place, task_id in enumerate(task_ids, 1):
+            terms = self.task._guard.options.terms
+            park(
+                self.locks,
+                Place(self.key, task_id, 0, 600, terms=terms),
+                copy=ORIGINAL,
+                since=place,
+                call="c",
+            )
+
+    def hold(self, task_id: str) -> Any:
+        """A call has the lock."""
+        lock = SetnxLock(self.locks, self.key, lease=60, line=True, rate=(1000, 1.0))
+        return lock.acquire(token=task_token(task_id, 0, "0a")).lock
+
+    def due(self) -> None:
+        """It is time to look at the line."""
+        note_due(self.locks, lines_of(self.app), "bill", self.key, within=0.0)
+
+    def look(self) -> Swept:
+        """A look finds the line due."""
+        self.due()
+        return self.step._look(self.app)
+
+
+@pytest.fixture
+def bills(server, locks, monkeypatch) -> Bills:
+    """A worker whose wake-ups are noted."""
+    bills = Bills(server, locks)
+    bills.woken = []
+    monkeypatch.setattr(wake, "wake", lambda _app, heir, _key: bills.woken.append(heir and heir.task_id))
+    return bills
+
+
+def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):
+    """The lock is held for a retry which may have run: the backend may be slow, and looks go on meanwhile."""
+    asked: list[str] = []
+
+    def has_ended(_app: Celery, _name: str, task_id: str) -> bool:
+        asked.append(task_id)
+        return True
+
+    monkeypatch.setattr(ended, "_has_ended", has_ended)
+    bills.hold("retried").hold(3600)
+    bills.wait("id-1")
+    for _ in range(3):
+        assert bills.look().lines == 1
+    assert (asked, bills.woken) == ([], [None] * 3)
+    assert bills.step._turn(bills.app)
+    assert (asked, bills.woken) == (["retried"], [None] * 3 + ["id-1"])
+    bills.step._wait_s = 0.0
+    assert bills.step._turn(bills.app)
+    assert asked == ["retried"]
+
+
+def test_receivers_of_a_take_over_run_in_no_look(bills, monkeypatch):
+    """Whoever hears of it may take his time: a look leaves that call to the sweep, and hands on the next."""
+    monkeypatch.undo()
+    told: list[Any] = []
+    monkeypatch.setattr(wake, "_send", lambda _app, heir, *_call: told.append(heir.task_id))
+    monkeypatch.setattr(wake, "_from_line", lambda _text, _id, _key: (Call("bill", "id-1"), ""))
+    monkeypatch.setattr(wake, "_of_its_line", lambda _app, _text: ())
+
+    def hears(task_id: str, **_told: Any) -> None:
+        told.append(("taken over for", task_id))
+
+    lock_taken_over.connect(hears)
+    try:
+        bills.hold("dead")
+        bills.wait("id-1")
+        age(bills.locks, bills.key, 61)
+        bills.look()
+        assert told == []
+        bills.step._turn(bills.app)
+    finally:
+        lock_taken_over.disconnect(hears)
+    assert told == [("taken over for", "id-1"), "id-1"]
+
+
+def test_worker_that_stops_does_what_a_look_has_left(bills):
+    """Else that call would wait until its permit is passed on."""
+    bills.hold("dead")
+    bills.wait("id-1")
+    age(bills.locks, bills.key, 61)
+    bills.look()
+    assert bills.woken == []
+    bills.step.stop(None)
+    assert bills.woken == ["id-1"]
+
+
+def test_what_a_look_has_left_stops_no_sweep(bills, caplog):
+    """The lock server may be away, or whatever it is."""
+    caplog.set_level("INFO")
+    bills.step._left_by_looks["t:{other}", ""] = raising(LockUnavailable("t:{other}", "away"))
+    bills.due()
+    assert bills.step._turn(bills.app)
+    assert "The line of t:{other} was not served after a look" in caplog.text
+    assert bills.woken == [None]
 
 
 # The pace

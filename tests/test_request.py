@@ -14,14 +14,18 @@ from celery import Celery
 from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
+from celery_setnx.call.wake import place_of
 from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.lock.line import leave, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
+from celery_setnx.lock.names import starts_name
+from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.run import ends as ends_module
+from celery_setnx.run import sweep as sweep_module
 from celery_setnx.run.ends import Ends, ends_of_process
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered, info_of
-from tests.harness import raising, wait_until
+from tests.harness import due_set, raising, server_us, wait_until
 
 MANY = 3000
 
@@ -302,3 +306,87 @@ def test_success_is_taken_back_though_redis_was_away_for_longer_than_the_lease(l
     wait_until(lambda: done_by(locks, call.key) is None, "it counts no more")
     client_for(app).close()
     app.close()
+
+
+class Swept:
+    """A worker of the process that sweeps: what its looks would find, each time one is asked for."""
+
+    def __init__(self, monkeypatch: Any, look: Any) -> None:
+        self.looks: list[Any] = []
+        self._look = look
+        monkeypatch.setattr(sweep_module, "_sweeping", {self})
+
+    def ensure(self) -> None:
+        """It sweeps."""
+
+    def look_soon(self, _app: Celery) -> None:
+        self.looks.append(self._look())
+
+
+@pytest.fixture
+def paced(server, locks) -> Any:
+    """A task of which two may run at a time, and each start counts for long."""
+    app = Celery("paced", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+
+    def body() -> None: ...
+
+    options = {"key": (), "limit": 2, "rate": (2, 60)}
+    yield app.task(body, base=SingletonTask, name="paced", shared=False, singleton=options)
+    client_for(app).close()
+    app.close()
+
+
+def waits(paced: Any, locks: Any, task_id: str = "waits") -> Call:
+    """A call in the line of the task's lock."""
+    call = Call("paced", task_id, key=paced.lock_key(), copy="x1", bare=False)
+    park(locks, place_of(paced.app, call, 600), copy=ORIGINAL, since=1.0, call="message")
+    return call
+
+
+def is_noted(paced: Any, locks: Any) -> bool:
+    """Whether it is known when to look at the line."""
+    return locks.zscore(due_set(paced.app, "paced"), paced.lock_key()) is not None
+
+
+@pytest.mark.parametrize("rate", [True, False], ids=["with a rate", "without"])
+def test_death_asks_for_a_look_as_the_end_of_a_delivery_does(paced, waiting, locks, monkeypatch, rate):
+    """Once the permit is freed and the line is noted as due: else that is found with the next sweep only."""
+    task = paced if rate else waiting
+    swept = Swept(monkeypatch, lambda: (len(task.holders()), is_noted(paced, locks)))
+    request = Delivered(task).request
+    guard = task._guard
+    for token in (request._token, "another|0|0a"):
+        lock = guard.lock(request.call, request._arguments)
+        assert lock.acquire(token=token).acquired or not rate
+    waits(paced, locks)
+    request.worker_pid = 1
+    request.free_dead()
+    assert swept.looks == ([(1, True)] if rate else [])
+
+
+def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
+    """Its permit is free from now on."""
+    swept = Swept(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
+    request = Delivered(paced).request
+    for token in (request._token, "another|0|0a"):
+        held = paced._guard.lock(request.call, request._arguments).acquire(token=token).lock
+        if token == request._token:
+            held.hold(600)
+    waits(paced, locks)
+    request.free_held()
+    assert swept.looks == [(1, True)]
+
+
+def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, monkeypatch):
+    """The permit that was kept for it goes to the next, or its line is noted as due."""
+    swept = Swept(monkeypatch, lambda: is_noted(paced, locks))
+    lock = paced._guard.lock(Delivered(paced).request.call, Delivered(paced).request._arguments)
+    first, _second = waits(paced, locks, "id-1"), waits(paced, locks, "id-2")
+    assert lock.serve(knows_terms=True).heir.task_id == "id-1"
+    locks.zadd(starts_name(lock.name), {f"{server_us(locks)}#{n}#1": server_us(locks) for n in (1, 2)})
+    locks.expire(starts_name(lock.name), 60)
+    ends = Ends()
+    ends.forget(paced.app, first, may_wait=True)
+    wait_until(lambda: swept.looks, "a look is asked for")
+    assert swept.looks == [True]

@@ -1,13 +1,15 @@
 """What a worker's sweep does, without the worker: each round is a call."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 
-from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
+from celery_setnx import LockRefused, LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call import wake
 from celery_setnx.call.back import Message
 from celery_setnx.call.broker import broker_of
@@ -15,12 +17,13 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import Place, claim, note_due, park
-from celery_setnx.lock.names import key_name, line_names
+from celery_setnx.lock.line import Place, claim, note_due, park, who_waits
+from celery_setnx.lock.names import end_name, key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, Served
-from celery_setnx.run import courier, sweep
+from celery_setnx.run import courier, revoked, sweep
 from celery_setnx.run.courier import Order
 from celery_setnx.run.looks import Swept
+from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.sweep import Sweep
 from tests.harness import age, due_set, server_us, wait_until
 
@@ -156,6 +159,33 @@ def test_line_is_noted_and_swept_though_the_servers_memory_is_full(app, locks, s
         assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
     finally:
         locks.config_set("maxmemory", 0)
+
+
+def test_all_lines_are_looked_at_again_though_the_servers_memory_is_full(app, locks, swept):
+    """Also those of locks that are held: to note when needs no memory that is not there."""
+    keys = [key_name("t", "t", digit * 32) for digit in "012"]
+    for key in keys:
+        SetnxLock(locks, key, line=True, lease=600).acquire()
+        wait(locks, key)
+        due(app, locks, key)
+    locks.config_set("maxmemory", 1)
+    try:
+        assert swept.sweep(app).lines == 3
+    finally:
+        locks.config_set("maxmemory", 0)
+    assert len(swept.woken) == 3
+    now = server_us(locks)
+    assert all(locks.zscore(due_set(app, "t"), key) - now > 20_000_000 for key in keys)
+    assert locks.pttl(due_set(app, "t")) > 0
+
+
+def test_server_that_forbids_to_expire_keys_is_left_without_lines(app, locks, limited):
+    """Nothing is noted that would stay for ever."""
+    client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
+    with pytest.raises(LockRefused, match=r"(?i)pexpire"):
+        note_due(client, lines_of(app), "t", "t:{t}", within=0.0)
+    assert not locks.exists(due_set(app, "t"))
+    client.close()
 
 
 def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_keys):
@@ -327,7 +357,7 @@ def test_dead_holder_is_taken_over_by_the_first_in_line(app, locks, swept):
 @pytest.mark.parametrize("odd", [None, True, "\ud800", 7])
 def test_odd_id_among_the_revoked_stops_no_line(app, locks, swept, monkeypatch, odd):
     """Whoever may revoke may name anything, and a message without an id that has expired is revoked too."""
-    monkeypatch.setattr(sweep, "revoked_tasks", {odd})
+    monkeypatch.setattr(revoked, "revoked_tasks", {odd})
     key = app.tasks["t"].lock_key()
     wait(locks, key)
     due(app, locks, key)
@@ -346,15 +376,136 @@ def test_sweep_goes_where_the_settings_say_though_they_have_come_late(app, swept
     assert swept._client.connection_pool.connection_kwargs["db"] == 2
 
 
-def test_revoked_calls_are_gathered_once_for_all_lines(app, locks, swept, monkeypatch):
+class Revoked(set[str]):
+    """The revoked ids of a worker, which counts how often they are gathered."""
+
+    gathered = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.gathered += 1
+        return super().__iter__()
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time of those who ask about revoked calls."""
+    now = [100.0]
+    monkeypatch.setattr(revoked, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def ended(monkeypatch) -> list[str]:
+    """The ids of the calls whose waiting a sweep ends."""
+    ended: list[str] = []
+    monkeypatch.setattr(sweep, "end_wait", lambda _app, _key, task_id, _client: ended.append(task_id))
+    return ended
+
+
+def test_revoked_calls_are_gathered_once_for_all_lines(app, locks, swept, monkeypatch, now, ended):
     """There may be thousands of them, and hundreds of lines."""
-    gathered = []
-    monkeypatch.setattr(swept, "_revoked_lately", lambda: gathered.append(1) or ["id-1"])
+    told = Revoked({"id-1"})
+    monkeypatch.setattr(revoked, "revoked_tasks", told)
     for digit in "01":
         key = key_name("t", "t", digit * 32)
         wait(locks, key)
         due(app, locks, key)
-    ended = []
-    monkeypatch.setattr(sweep, "end_wait", lambda _app, key, task_id, _client: ended.append(task_id))
     assert swept.sweep(app).lines == 2
-    assert (gathered, ended) == ([1], ["id-1"] * 2)
+    assert (told.gathered, ended) == (1, ["id-1"] * 2)
+
+
+@pytest.mark.parametrize(("waiting", "asks"), [(3, {"zcount": 1, "zrange": 1}), (0, {"zcount": 1})])
+def test_revoked_calls_cost_the_server_what_waits_in_the_line(
+    app, locks, swept, monkeypatch, ended, waiting, asks
+):
+    """And not a question for each id: a worker keeps 50,000 of them."""
+    key = app.tasks["t"].lock_key()
+    told = {f"revoked-{number}" for number in range(10_000)}
+    monkeypatch.setattr(revoked, "revoked_tasks", told)
+    for number in range(waiting):
+        wait(locks, key, f"revoked-{number}" if number else "another")
+    before = bytes_to(locks)
+    locks.config_resetstat()
+    assert set(who_waits(swept._client, key, told)) == {f"revoked-{number}" for number in range(1, waiting)}
+    found = locks.info("commandstats")
+    assert {name: found[f"cmdstat_{name}"]["calls"] for name in asks} == asks
+    assert not {"cmdstat_hget", "cmdstat_hmget"} & found.keys()
+    due(app, locks, key)
+    assert swept.sweep(app).lines == 1
+    assert set(ended) == {f"revoked-{number}" for number in range(1, waiting)}
+    assert bytes_to(locks) - before < 20_000  # with all scripts; it was a megabyte
+
+
+def bytes_to(locks: Any) -> int:
+    """Bytes that clients have sent to the server."""
+    return int(locks.info("stats")["total_net_input_bytes"])
+
+
+def test_one_revoked_call_costs_one_question_however_long_the_line_is(locks):
+    """Nobody reads a line of thousands for it."""
+    line, calls = line_names("t:{t}")
+    names = [f"id-{number}" for number in range(3000)]
+    locks.zadd(line, dict.fromkeys(names, 10))
+    locks.hset(calls, mapping=dict.fromkeys(names, "0|10|c"))
+    for name in (line, calls):
+        locks.expire(name, 60)
+    locks.config_resetstat()
+    assert who_waits(locks, "t:{t}", {"id-2999", "gone"}) == ["id-2999"]
+    found = locks.info("commandstats")
+    assert found["cmdstat_hget"]["calls"] == 2
+    assert "cmdstat_zrange" not in found
+    assert set(who_waits(locks, "t:{t}", {*names[::2], "gone"})) == set(names[::2])
+    assert locks.info("commandstats")["cmdstat_zrange"]["calls"] == 3
+
+
+def test_line_that_is_looked_at_ten_times_a_second_is_asked_about_revoked_calls_every_two(
+    app, locks, swept, monkeypatch, now, ended
+):
+    """One that was revoked meanwhile ends in the next round, and every other line is asked in its own."""
+    told = Revoked({"id-1"})
+    monkeypatch.setattr(revoked, "revoked_tasks", told)
+    key = app.tasks["paced"].lock_key()
+    SetnxLock(locks, key, line=True, lease=600).acquire()
+    for number in (1, 2, 3):
+        wait(locks, key, f"id-{number}")
+    found = []
+    for number in range(40):
+        now[0] = 100.0 + number / 10
+        if number == 5:
+            told.add("id-2")
+        due(app, locks, key, "paced")
+        swept._look(app)
+        found += [(number, task_id) for task_id in ended]
+        ended.clear()
+    assert sorted(found) == [(0, "id-1"), (20, "id-1"), (20, "id-2")]
+    assert told.gathered == 2
+
+
+@pytest.mark.parametrize("task", ["t", "paced"])
+def test_lines_in_which_nobody_waits_leave_nothing_behind(app, locks, swept, monkeypatch, now, task):
+    """Neither on the server nor in the worker, which may see 100,000 keys."""
+    monkeypatch.setattr(revoked, "revoked_tasks", {"id-1"})
+    keys = [key_name("t", task, f"{number:032x}") for number in range(250)]
+    for key in keys:
+        due(app, locks, key, task)
+        due(app, locks, end_name(key, "id-2"), task)
+    while (swept._look(app) if task == "paced" else swept.sweep(app)).lines:
+        pass
+    assert not locks.exists(due_set(app, task))
+    assert swept._left_by_looks == {}
+    now[0] += 2
+    swept._revoked.to_ask("another")
+    assert swept._revoked._asked == {"another"}
+
+
+def test_lines_are_forgotten_that_were_asked_about_revoked_calls(monkeypatch, now):
+    """A worker may see 100,000 keys in an hour; and none is known where nothing is revoked."""
+    told = {"id-1"}
+    monkeypatch.setattr(revoked, "revoked_tasks", told)
+    lately, known = RevokedLately(), []
+    for number in range(100_000):
+        now[0] += 0.01
+        lately.to_ask(f"t:{{t:{number:032x}}}")
+        known.append(len(lately._asked))
+    assert 0 < max(known) <= 201
+    assert known[-1] == 0

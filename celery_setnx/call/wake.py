@@ -48,6 +48,9 @@ from celery_setnx.signals import lock_taken_over
 
 logger = Log("celery_setnx")
 
+Later = dict[tuple[str, str], Callable[[], object]]
+"""What is left to be done elsewhere, by the lock's key and the id of a task that is to be woken."""
+
 COURIER = "celery_setnx.courier"
 """Name of the task that looks after a parked call."""
 
@@ -171,13 +174,19 @@ def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
 
 
 def let_the_line_go_on(
-    app: Celery, task: str, key: str, away: str = "", client: redis.Redis | None = None
+    app: Celery,
+    task: str,
+    key: str,
+    away: str = "",
+    client: redis.Redis | None = None,
+    later: Later | None = None,
 ) -> Served:
     """Hand a lock that nobody living has to the first in line, and wake that one.
 
     `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
     lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, with a
-    client of its own, says that itself.
+    client of its own, says that itself. With `later`, what may be slow is left there: to ask a result
+    backend, and to wake after a take-over, as receivers of its signal hear of it first.
     """
     guard = known_guard(app, task)
     serve = _service_of(guard, key, client or client_for(app))
@@ -186,9 +195,16 @@ def let_the_line_go_on(
         holder = served.holder
         if holder is not None and _is_dead(app, holder):
             served = serve(dead=holder.token)
+        elif holder is not None and later is not None:
+            if holder.state == "held_for_retry":
+                later[key, ""] = partial(let_the_line_go_on, app, task, key)
         elif holder is not None and free_ended(app, task, key, holder.task_id, holder.state, client):
             served = serve(away=away)
-        wake(app, served.heir, key)
+        heir = served.heir
+        if heir is not None and heir.taken_over_from is not None and later is not None:
+            later[key, heir.task_id] = partial(wake, app, heir, key)
+        else:
+            wake(app, heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break
     if client is None and guard is not None and guard.options.rate and served.heir is None:

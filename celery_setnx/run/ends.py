@@ -25,6 +25,7 @@ from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.run.sweep import look_soon
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
@@ -256,7 +257,7 @@ def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Excepti
 def _leave(ended: Ended) -> str:
     try:
         with between_forks:
-            return leave_line(ended.app, ended.call)
+            word = leave_line(ended.app, ended.call)
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
@@ -268,6 +269,8 @@ def _leave(ended: Ended) -> str:
             extra=fields(of=ended.call),
         )
         return ""
+    look_soon(ended.app, ended.call.task)
+    return word
 
 
 def _survive(free: Callable[[], object]) -> None:

@@ -3,7 +3,8 @@
 Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
 and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
 keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. Lines of
-tasks with a rate are looked at to the moment, too (see `looks`).
+tasks with a rate are looked at to the moment, too (see `looks`); for a result backend, or a receiver of a
+take-over's signal, no look waits, but the next sweep does.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from celery.worker.state import revoked as revoked_tasks
 from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
-from celery_setnx.call.message import id_of
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
+    Later,
     end_wait,
     known_guard,
     let_the_line_go_on,
@@ -47,6 +48,7 @@ from celery_setnx.options import settings_of
 from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.unswept import Unswept
 from celery_setnx.threads import Lasting
 
@@ -56,7 +58,6 @@ SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
-_REVOKED_S = 2 * _AGAIN_S  # every line that somebody waits in is looked at every half a minute
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
@@ -107,12 +108,13 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._timeout_s = _TIMEOUT_S
         self._worker = worker
         self._has_declared = False  # the queues of couriers
-        self._revoked: dict[str, float] = {}
+        self._revoked = RevokedLately()
         self._held = HeldCouriers()
         self._left: WeakSet[CourierRequest] = WeakSet()
         self._stamped: WeakSet[CourierRequest] = WeakSet()
         self._unswept = Unswept()
         self._looks = TimedLooks(partial(self._look, worker.app))
+        self._left_by_looks: Later = {}
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -159,8 +161,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
         threads = (self._looks, self._thread)  # one may be about to send a call to which it has handed a lock
-        while any(thread and thread.runs for thread in threads) and time.monotonic() < give_up:
+        while (still_run := any(thread and thread.runs for thread in threads)) and time.monotonic() < give_up:
             time.sleep(EARLIEST_S)
+        if not still_run:
+            self._do_what_looks_left()
 
     terminate = stop
 
@@ -170,6 +174,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             _declare_queues(app)
         if self._stopped.wait(self._wait_s):
             return False
+        self._do_what_looks_left()
         began, has_more = time.monotonic(), False
         is_early = began < self._usual_at
         try:
@@ -200,8 +205,20 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Look at the lines of tasks with a rate that are due: others may keep who looks at them waiting."""
         return self.sweep(app, is_early=True, only_paced=True)
 
+    def _do_what_looks_left(self) -> None:
+        """Ask the result backends, and tell of the take-overs, for which no look waits."""
+        while self._left_by_looks:
+            (key, _task_id), do = self._left_by_looks.popitem()
+            try:
+                with between_forks:
+                    do()
+            except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
+                say_loudly(error)
+                text = "The line of %s was not served after a look, and is when it is due again: %s"
+                logger.info(text, key, error, extra=fields(key=key))
+
     def look_soon(self, app: Celery) -> None:
-        """A delivery of a task with a rate has ended: look when its line is due."""
+        """Look at the lines of tasks with a rate, one of which may be due soon."""
         if app is self._worker.app and self._thread is not None:
             self._looks.soon()
 
@@ -210,15 +227,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
-        tasks = list(paced) if only_paced else tasks
+        tasks, later = (list(paced), self._left_by_looks) if only_paced else (tasks, None)
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
-        revoked = self._revoked_lately() if claimed.lines else []
         # Those first that are to be looked at to the moment.
         for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
             with between_forks:
-                within = self._serve(app, lines, task, entry, claimed, revoked)
+                within = self._serve(app, lines, task, entry, claimed, later)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -233,7 +249,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
     def _serve(
-        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, revoked: list[str]
+        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, later: Later | None
     ) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
@@ -243,9 +259,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             elif task_id:  # another worker could not
                 within = send_from_line(app, key, task_id, self._client)
             else:
-                for waiting_id in who_waits(self._client, key, revoked):
+                for waiting_id in who_waits(self._client, key, self._revoked.to_ask(key)):
                     end_wait(app, key, waiting_id, self._client)
-                within = next_look(let_the_line_go_on(app, task, key, client=self._client))
+                within = next_look(let_the_line_go_on(app, task, key, client=self._client, later=later))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             self._wait_longer_after(error)
@@ -258,14 +274,6 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             )
             within = _AGAIN_S
         return settle(self._client, lines, task, entry, claimed, within=within)
-
-    def _revoked_lately(self) -> list[str]:
-        """Ids of tasks that this worker was told to revoke since every line was looked at."""
-        now = time.monotonic()
-        with suppress(RuntimeError):  # changed by the main thread meanwhile
-            given = [id_of(task_id) for task_id in revoked_tasks]  # any: who may revoke may name anything
-            self._revoked = {task_id: self._revoked.get(task_id, now) for task_id in given if task_id}
-        return [task_id for task_id, seen in self._revoked.items() if now - seen < _REVOKED_S]
 
     def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
@@ -310,9 +318,13 @@ def see_to_sweeps() -> None:
         sweep.ensure()
 
 
-def look_soon(app: Celery) -> None:
-    """Have the workers of an app in this process look at their paced lines: a delivery has ended."""
-    for sweep in list(_sweeping):
+def look_soon(app: Celery, task: str) -> None:
+    """Have the workers of an app in this process look at their paced lines, if the task's are.
+
+    A delivery of it has ended, or what a call had was freed: its line may be due soon.
+    """
+    guard = known_guard(app, task)
+    for sweep in list(_sweeping) if guard is not None and guard.options.rate else ():
         sweep.look_soon(app)
 
 

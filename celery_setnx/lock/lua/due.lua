@@ -19,6 +19,7 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], '0', int(now - remember * 1000))
 local due, known = now + within, redis.call('ZSCORE', KEYS[1], entry)
 -- Never as it was: who has looked meanwhile sees that it is not to be forgotten.
 if known then due = math.min(due, tonumber(known) - 1) end
+redis.call('PEXPIRE', KEYS[1], ARGV[3]) -- before it is written, too: where it is forbidden nothing stays for ever
 redis.call('ZADD', KEYS[1], int(due), entry)
 redis.call('PEXPIRE', KEYS[1], remember)
 if not KEYS[2] then return {''} end

@@ -27,11 +27,12 @@ local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local found = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, 6))
 local highest = math.min(tonumber(string.match(found[3] or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
 if highest > 1 + math.max(0, #KEYS - 6) / 2 then return {'more', int(highest)} end
+redis.call('ZREM', KEYS[3], '') -- nothing: allowed when memory is full, and after a write SET and HSET are too
 if KEYS[7] then
   local terms = ARGV[7] ~= '0' and ARGV[7] or terms_in(found[3])
   local limit = limit_of(terms)
   local permit = permit_for(found, 7, limit, now, function(_, _, of) return heir_in(of) == task and 1 end)
-  outlive(KEYS[6]) -- first: this is allowed when memory is full, and after a write SET is too
+  outlive(KEYS[6])
   note_permits(KEYS[6], found[3], math.max(limit, permit.top), terms, remember)
 end
 local record = redis.call('GET', KEYS[2])

@@ -11,6 +11,8 @@ local function int(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local found, wanted = {}, {}
+-- First, too: where it is forbidden nothing stays for ever; and it is allowed when memory is full, and HSETNX after it.
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
 for place = 2, #ARGV, 2 do
   local entry, seen = ARGV[place], tonumber(ARGV[place + 1])
   wanted[entry] = true

@@ -22,5 +22,6 @@ end
 -- Whoever has noted it knew only that it was claimed, and that by then it is due.
 local due = within ~= '' and now + tonumber(within) or tonumber(known)
 if is_changed then due = math.min(due, tonumber(known)) end
+redis.call('ZREM', KEYS[1], '') -- nothing: allowed when memory is full, and after a write ZADD is too
 redis.call('ZADD', KEYS[1], int(due), entry)
 return {is_changed and 'changed' or 'settled', int(math.max(0, due - now))}

@@ -30,6 +30,7 @@ if leader ~= token or state ~= 'running' or now >= tonumber(deadline) then retur
 if last == run then return answer('ticked') end
 if last > before then return answer('done') end
 last, runs = run, runs + 1
+redis.call('PEXPIRE', KEYS[2], remember) -- first, too: see recall.lua
 redis.call('HSET', KEYS[2], name, table.concat({int(last), int(runs), int(skipped + missed)}, ' '))
 redis.call('PEXPIRE', KEYS[2], remember)
 return answer('ticked')
