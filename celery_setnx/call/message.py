@@ -148,16 +148,23 @@ class RunningCall:
     call: Call
     retry: Call | None = None
 
+    def __str__(self) -> str:
+        return str(self.call)
+
     def stand_on(self, request: Any) -> None:
         """Be found by what the body publishes."""
         request._setnx_running = self
 
     @classmethod
+    def on(cls, request: Any) -> RunningCall | None:
+        """The call that stands on a request; None if none does, whatever came in its message."""
+        running = getattr(request, "_setnx_running", None)
+        return running if isinstance(running, cls) else None
+
+    @classmethod
     def of(cls, task: Any, new: Call) -> RunningCall | None:
         """The call of which another that is to be published is the retry; None if it is none's."""
-        running: RunningCall | None = (
-            getattr(task.request_stack.top, "_setnx_running", None) if task else None
-        )
+        running = cls.on(task.request_stack.top) if task else None
         if running is None or running.call.task_id != new.task_id:
             return None
         return running if new.attempt == running.call.attempt + 1 else None

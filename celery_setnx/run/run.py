@@ -75,7 +75,8 @@ def lock_of(task: Task) -> HeldLock | None:
     request = task.request_stack.top
     if request is None:
         warn_of_thread(task)
-    return getattr(request, "setnx_lock", None)
+    held = getattr(request, "setnx_lock", None)
+    return held if isinstance(held, HeldLock) else None
 
 
 def warn_of_thread(task: Task | None) -> None:
@@ -97,7 +98,7 @@ def warn_of_thread(task: Task | None) -> None:
 
 def is_running(request: Context) -> bool:
     """Whether a guarded run of this request goes on: what it calls of the task's runs under its lock."""
-    return "_setnx_run" in vars(request)
+    return isinstance(vars(request).get("_setnx_run"), Run)
 
 
 class _Fate(NamedTuple):
