@@ -184,7 +184,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
                 self._is_closed = True  # though a second signal strikes
                 super().close()
         finally:
-            self._give_back()
+            self._resign()
 
     def _undisturbed(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do what the scheduler must not be closed under; an exit that may not be raised is noted."""
@@ -261,11 +261,11 @@ class HotStandby(Scheduler):  # type: ignore[misc]
         try:
             self._recall()
         except BaseException:
-            self._give_back()
+            self._resign()
             raise
         self._leads_by = held
 
-    def _give_back(self) -> None:
+    def _resign(self) -> None:
         if self._lock.token is not None:
             try:
                 self._lock.release()

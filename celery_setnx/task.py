@@ -34,7 +34,7 @@ from celery_setnx.call.binding import (
 )
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
 from celery_setnx.call.guard import DECORATED, Guard, decorated
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import Call, RunningCall
 from celery_setnx.call.outermost import is_celerys_own, is_from_celery, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
@@ -59,6 +59,9 @@ _REFUSAL = "_setnx_refusal"
 
 _IMPORTED = "_setnx_imported"
 """The attribute of an app whose tasks somebody has had imported."""
+
+_LEFT_BEHIND = ("setnx_lock", "_setnx_running", "_setnx_no_body", "_setnx_said")
+"""What a delivery leaves on its request. Another may have that request, or a message made of it."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -448,8 +451,12 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     if request is None or request.called_directly:
         _refuse_loop_over(task._get_app(), lambda looped: looped is task)
         return following(*args, **kwargs)
+    if is_running(request):
+        return following(*args, **kwargs)
+    for name in _LEFT_BEHIND:
+        vars(request).pop(name, None)
     guard = task._settled()
-    if guard is None or not _is_guarded(guard.app, request) or is_running(request):
+    if guard is None or not _is_guarded(guard.app, request):
         return following(*args, **kwargs)
     request._setnx_no_body = True
     run = Run(task, guard, request, args, kwargs)
@@ -457,10 +464,9 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
 
     def body() -> Any:
-        del request._setnx_no_body
+        vars(request).pop("_setnx_no_body", None)
         begin = vars(request).pop("_setnx_start", None)
-        begins_with = begin and begin(args, kwargs)
-        given, named = begins_with or (args, kwargs)
+        given, named = begin(args, kwargs) if isinstance(begin, partial) else (args, kwargs)
         return has_run(task.name, following(*given, **named))
 
     return run.execute(body)
@@ -491,6 +497,26 @@ def _begin(before_start: Callable[[], Any], told: Any, named: Any, *given: Any) 
     return (told, named) if is_changed else given
 
 
+def _as_retry_is_sent(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What stands before `on_retry`: if that raised, Celery would store FAILURE for a call that goes on.
+
+    Then its mark, and the lock that is held for its retry, would be free. An eager call shows the error.
+    """
+    request = task.request_stack.top
+    try:
+        return _if_body_began(following, task, args, kwargs)
+    except MemoryError:
+        raise  # it ends the process
+    except Exception:
+        running = RunningCall.on(request)
+        if running is None or request.is_eager:
+            raise
+        text = "on_retry of %s (key %s) has raised. Its retry is on its way all the same and keeps both lock "
+        text += "and mark, and the result stays RETRY. Mend the hook."
+        logger.exception(text, running, running.call.key, extra=fields(of=running.call))
+        return None
+
+
 def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What stands before those hooks that end what `before_start` has begun, and before `on_success`."""
     request = task.request_stack.top
@@ -501,7 +527,8 @@ def _if_body_began(following: Callable[..., Any], task: Any, args: tuple[Any, ..
 # Not `on_failure`: a call that fails for its lock has failed.
 _HOOKS = {
     "before_start": _as_body_begins,
-    **dict.fromkeys(("on_success", "on_retry", "after_return"), _if_body_began),
+    "on_retry": _as_retry_is_sent,
+    **dict.fromkeys(("on_success", "after_return"), _if_body_began),
 }
 
 

@@ -14,7 +14,7 @@ from celery.states import FAILURE
 
 from celery_setnx import OptionError, SingletonTask, current_lock, is_skipped, singleton
 from celery_setnx.call.message import HEADER
-from celery_setnx.testing import assert_released, guarded, hold
+from celery_setnx.testing import assert_released, guarded, hold, singleton_disabled
 from tests.harness import raising
 
 pytestmark = pytest.mark.usefixtures("locks")
@@ -170,6 +170,53 @@ def test_hooks_are_not_called_for_a_call_without_a_key(app, hooked):
     with guarded(app):
         assert task.apply([7]).state == FAILURE
     assert told == ["on_failure"]
+
+
+@pytest.fixture
+def request_of(hooked) -> Iterator[Any]:
+    """Has the hooked task called by one request, whatever is on it."""
+    task, _told = hooked
+
+    def push(**more: Any) -> None:
+        task.push_request(id="id-1", args=[7], kwargs={}, is_eager=True, called_directly=False, **more)
+
+    yield push
+    task.pop_request()
+
+
+@pytest.mark.parametrize("before", ["skipped", "ran"])
+def test_request_that_is_used_again_has_nothing_of_the_delivery_before(app, hooked, request_of, before):
+    """Neither its lock, nor that its body did not begin: a call that is not guarded has its hooks."""
+    task, told = hooked
+    request_of()
+    with guarded(app):
+        if before == "ran":
+            assert task(7, "done") == "done"
+        else:
+            with hold(task, 7):
+                assert is_skipped(task(7, "done"))
+    told.clear()
+    with singleton_disabled(app):
+        assert task(7, "done") == "done"
+        assert task.lock is None
+        task.on_success("done", "id-1", [7], {})
+    assert told == ["body", "on_success"]
+
+
+def test_header_by_the_name_of_what_is_ours_is_a_header(app, hooked, request_of):
+    """As of a client that sends on all that its own request has: the call is guarded, and has its hooks."""
+    task, told = hooked
+    ours = ("_setnx_run", "_setnx_running", "_setnx_start", "_setnx_no_body", "_setnx_said", "setnx_lock")
+    request_of(**dict.fromkeys(ours, True))
+    assert task.lock is None
+    with guarded(app):
+        with hold(task, 7):
+            assert is_skipped(task(7, "done"))
+        assert task(7, "done") == "done"
+        task.on_success("done", "id-1", [7], {})
+        assert task.apply_async([8], task_id="id-1", retries=1, queue="bases-on").id == "id-1"
+    assert told == ["body", "on_success locked"]
+    assert_released(app)
 
 
 def test_body_gets_the_arguments_that_before_start_has_changed(app):

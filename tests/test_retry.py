@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import build_tracer
+from celery.exceptions import Reject
 
 from celery_setnx import SingletonTask
 from celery_setnx.call.message import HEADER
@@ -111,6 +113,12 @@ def returned(self: Any, payload: Any) -> Any:
 
 
 AGAIN = {"autoretry_for": (ConnectionError,), "default_retry_delay": 0}
+
+
+def again(self: Any, payload: Any) -> Any:
+    """Retries itself as it is."""
+    if not self.request.retries:
+        raise self.retry(countdown=0)
 
 
 def under_another_id(self: Any, payload: Any) -> Any:
@@ -293,3 +301,28 @@ def test_replaced_call_gives_its_key_back(make, queue, locks):
     assert_nothing_is_left(locks, task.lock_key({"to": 7}))
     assert queue.run().state == "SUCCESS"
     assert_nothing_is_left(locks, task.lock_key({"to": 8}))
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("hook"), SoftTimeLimitExceeded(), Reject("hook", requeue=True)], ids=repr
+)
+def test_on_retry_that_raises_takes_nothing_from_the_retry(make, queue, locks, caplog, error):
+    """Celery would store FAILURE, and the next call would free the lock that is held for the retry."""
+
+    class Failing(SingletonTask):
+        abstract = True
+
+        def on_retry(self, *_details: Any) -> None:
+            raise error
+
+    task = make(again, base=Failing, singleton={**HOLD, "key": "payload"})
+    task.delay(7)
+    first = queue.run()
+    assert first.state == "RETRY"
+    assert task.locked(7).state == "held_for_retry"
+    (said,) = [record for record in caplog.records if "on_retry" in record.getMessage()]
+    call = f"retried(payload=7)[{first.id}] (key {task.lock_key(7)})"
+    assert said.getMessage().startswith(f"on_retry of {call} has raised.")
+    assert said.exc_info[1] is error
+    assert queue.run().state == "SUCCESS"
+    assert_nothing_is_left(locks, task.lock_key(7))

@@ -318,13 +318,13 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
     SetnxLock(locks, "warm").acquire().lock.release()  # the server knows the script
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run = run_of(task)
-    words, give_back = [], run._give_back
+    words, give_back = [], run._release_or_hold
 
     def noting(*details: Any, **options: Any) -> str:
         words.append(give_back(*details, **options))
         return str(words[-1])
 
-    monkeypatch.setattr(run, "_give_back", noting)
+    monkeypatch.setattr(run, "_release_or_hold", noting)
     action = {"command": "cut_before", "reply": "drop_reply"}[lost]
     with proxy.fault(action, containing=lock_module._RELEASE.sha.encode(), times=4):
         assert run.execute(lambda: "done") == "done"

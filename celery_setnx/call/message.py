@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from billiard.exceptions import SoftTimeLimitExceeded
 
@@ -147,16 +148,23 @@ class RunningCall:
     call: Call
     retry: Call | None = None
 
+    def __str__(self) -> str:
+        return str(self.call)
+
     def stand_on(self, request: Any) -> None:
         """Be found by what the body publishes."""
         request._setnx_running = self
 
     @classmethod
+    def on(cls, request: Any) -> RunningCall | None:
+        """The call that stands on a request; None if none does, whatever came in its message."""
+        running = getattr(request, "_setnx_running", None)
+        return running if isinstance(running, cls) else None
+
+    @classmethod
     def of(cls, task: Any, new: Call) -> RunningCall | None:
         """The call of which another that is to be published is the retry; None if it is none's."""
-        running: RunningCall | None = (
-            getattr(task.request_stack.top, "_setnx_running", None) if task else None
-        )
+        running = cls.on(task.request_stack.top) if task else None
         if running is None or running.call.task_id != new.task_id:
             return None
         return running if new.attempt == running.call.attempt + 1 else None
@@ -168,17 +176,21 @@ def has_random_id(task_id: str) -> bool:
 
 
 def id_of(given: Any) -> str:
-    """A task's id as keys and records can have it: a digest of one that they cannot have, or nothing.
+    """A task's id as keys and records can have it: a digest of a text that they cannot have.
 
-    A client of another make may send any; to Celery the task has the id that it came with.
+    A client of another make may send any; to Celery the task has the id that it came with. What is no text,
+    number or UUID counts as none: how deep a list can be written depends on the stack, and a worker's parent
+    and its child would disagree.
     """
-    try:
-        text = str(given or "")
-        if _is_text(text, _ID_AT_MOST) and "\n" not in text:
-            return text
-        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    except (ValueError, TypeError, RecursionError):  # it has no words
+    if not isinstance(given, (str, int, float, UUID)) or not given:
         return ""
+    try:
+        text = str(given)
+    except ValueError:  # a number of thousands of digits
+        return ""
+    if _is_text(text, _ID_AT_MOST) and "\n" not in text:
+        return text
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def retries_of(given: Any) -> int:
@@ -198,7 +210,6 @@ _ID_AT_MOST = 1000
 _TEXT_AT_MOST = 100_000
 _COUNT_AT_MOST = 10**9
 _NAME = re.compile(r"[\w-]{0,64}", re.ASCII)
-_RANDOM_ID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}")
 
 
 def _is_text(value: Any, most: int = _TEXT_AT_MOST) -> bool:

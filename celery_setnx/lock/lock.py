@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import redis
@@ -168,7 +169,7 @@ class HeldLock:
         self._since_us = since_us
         self._valid_until = valid_until
         self._ahead_s = ahead_s
-        self._given_back_at: float | None = None  # by the clock, for the first time
+        self._first_ended_at: float | None = None  # by the clock: the server may be asked again to end it
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
@@ -227,9 +228,8 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         rest_until = self._since_us + int(at_least_for * US) if at_least_for else 0
-        asked_at = self._asked_at()
-        reply = self._lock._release(self.token, self.permit, rest_until, mark_for, done_for)
-        return self._lock._given_back(reply, asked_at, self._valid_until, "released")
+        release = partial(self._lock._release, self.token, self.permit, rest_until, mark_for, done_for)
+        return self._end(release, "released")
 
     def take_start_back(self) -> None:
         """Have the acquisition count as no start, because nothing has begun under it."""
@@ -250,16 +250,15 @@ class HeldLock:
             LockUnavailable: Redis did not answer; the running lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        lock, asked_at = self._lock, self._asked_at()
-        keys, retention_ms = lock._permit_keys(self.permit), lock._retention_ms
-        reply = _HOLD(self.client, keys, self.token, _us(lease), retention_ms)
-        return lock._given_back(reply, asked_at, self._valid_until, "held_for_retry")
+        keys, retention_ms = self._lock._permit_keys(self.permit), self._lock._retention_ms
+        hold = partial(_HOLD, self.client, keys, self.token, _us(lease), retention_ms)
+        return self._end(hold, "held_for_retry")
 
-    def _asked_at(self) -> float:
-        """When it was given back for the first time, by the clock."""
-        if self._given_back_at is None:
-            self._given_back_at = self._lock.clock()
-        return self._given_back_at
+    def _end(self, ask: Callable[[], Sequence[Any]], word: Released) -> Released:
+        """Have the server end it; the word of its reply, or this one if only that reply is late."""
+        if self._first_ended_at is None:
+            self._first_ended_at = self._lock.clock()
+        return self._lock._word_of(ask(), self._first_ended_at, self._valid_until, word)
 
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
@@ -353,7 +352,7 @@ class SetnxLock:
         self.heirs: list[Heir] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
-        self._entered: dict[int, list[tuple[str, int, float]]] = {}
+        self._entered: dict[int, list[HeldLock]] = {}
         if not 0 < self.lease_s < _FOREVER_S:
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
@@ -489,7 +488,8 @@ class SetnxLock:
         """
         if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        return self._give_back(self.token, self._permit, self._until)
+        asked_at = self.clock()
+        return self._word_of(self._release(self.token, self._permit), asked_at, self._until, "released")
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -585,15 +585,13 @@ class SetnxLock:
             raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s, self.limit)
         # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
         held = outcome.lock
-        self._entered.setdefault(threading.get_ident(), []).append(
-            (held.token, held.permit, held._valid_until)
-        )
+        self._entered.setdefault(threading.get_ident(), []).append(held)
         return held
 
     def __exit__(self, *_exc: object) -> None:
         entered = self._entered.get(threading.get_ident())
         try:
-            word = self._give_back(*entered.pop()) if entered else self.release()
+            word = entered.pop().release() if entered else self.release()
         except SetnxError as error:
             logger.warning(
                 "%s It was not released; its lease of %g s ends it.",
@@ -693,14 +691,10 @@ class SetnxLock:
         end = 2 * int(count)
         return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
 
-    def _give_back(self, token: str, permit: int, valid_until: float) -> Released:
-        asked_at = self.clock()
-        return self._given_back(self._release(token, permit), asked_at, valid_until, "released")
-
-    def _given_back(
+    def _word_of(
         self, reply: Sequence[Any], asked_at: float, valid_until: float, as_asked: Released
     ) -> Released:
-        """What became of a lock, by the reply to what gives it back, which was first asked for at a time.
+        """What became of a lock, by the reply to what ends it, which was first asked for at a time.
 
         It was not lost if another has it only since then: it was given back, and the reply to that was lost.
         """

@@ -75,7 +75,8 @@ def lock_of(task: Task) -> HeldLock | None:
     request = task.request_stack.top
     if request is None:
         warn_of_thread(task)
-    return getattr(request, "setnx_lock", None)
+    held = getattr(request, "setnx_lock", None)
+    return held if isinstance(held, HeldLock) else None
 
 
 def warn_of_thread(task: Task | None) -> None:
@@ -97,7 +98,7 @@ def warn_of_thread(task: Task | None) -> None:
 
 def is_running(request: Context) -> bool:
     """Whether a guarded run of this request goes on: what it calls of the task's runs under its lock."""
-    return "_setnx_run" in vars(request)
+    return isinstance(vars(request).get("_setnx_run"), Run)
 
 
 class _Fate(NamedTuple):
@@ -312,7 +313,7 @@ class Run:
         What paces it may be its own first start. And by its policy it would end once more, or wait.
         """
         holder = outcome.holder
-        own_runs = holder is not None and holder.task_id == self.request.id and holder.state == "running"
+        own_runs = holder is not None and holder.task_id == self.call.task_id and holder.state == "running"
         return outcome.paced or (self.asking.may_be_second and not own_runs)
 
     def _result_before(self) -> Any:
@@ -390,14 +391,14 @@ class Run:
             self._lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
             watched = False
         try:
-            word = self._give_back(held, back_in, hold=hold)
+            word = self._release_or_hold(held, back_in, hold=hold)
         except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
             text = "%s has ended, but its lock %s was not released: %s "
             text += "That is tried again until its lease of %g s ends it."
             logger.warning(text, self, held.key, error, held.lease_s, extra=fields(of=self.call))
 
             def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
-                self._tell_end(held, self._give_back(held, back_in, hold=hold), held_s)
+                self._tell_end(held, self._release_or_hold(held, back_in, hold=hold), held_s)
 
             self.keeper.try_again(again, self.lock.clock() + held.lease_s)
             return
@@ -420,13 +421,13 @@ class Run:
         if getattr(self.request, "setnx_lock", None) is held:  # else no body has had it
             self._send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
 
-    def _give_back(self, held: HeldLock, back_in: float | None, *, hold: bool) -> Released:
+    def _release_or_hold(self, held: HeldLock, back_in: float | None, *, hold: bool) -> Released:
         """Release the lock, or hold it for the retry that was sent."""
         again_s = 0.0 if back_in is None else back_in + self.options.queue_lease
         mark_for = again_s if self.options.dedupe == "until_done" else 0.0
         done_for = self.options.dedupe_for or 0.0 if self.has_succeeded else 0.0
 
-        def give_back() -> Released:
+        def release_or_hold() -> Released:
             if hold:
                 return held.hold(again_s)
             if not self.has_begun:
@@ -435,7 +436,7 @@ class Run:
             return held.release(at_least_for=rest, mark_for=mark_for, done_for=done_for)
 
         try:
-            return give_back()
+            return release_or_hold()
         except SetnxError:
             raise
         except Exception as error:  # noqa: BLE001 - see below
@@ -448,7 +449,7 @@ class Run:
                 error,
                 extra=fields(of=self.call),
             )
-            return give_back()
+            return release_or_hold()
 
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
         """A call that goes on waiting keeps its place; one that ended without the lock does not."""
