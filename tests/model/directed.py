@@ -23,7 +23,21 @@ from tests.model.cases import (
     Step,
 )
 from tests.model.injected import EPOCH, set_clock
-from tests.model.store import MS, SECOND, Calls, Known, Line, Mark, Permit, Record, Store, Ticket, seconds
+from tests.model.store import (
+    MS,
+    NOT_A_STRING,
+    SECOND,
+    Calls,
+    Known,
+    Line,
+    Mark,
+    Permit,
+    Record,
+    Starts,
+    Store,
+    Ticket,
+    seconds,
+)
 
 NOW = EPOCH + 10 * SECOND
 NO_PERMIT = Permit()
@@ -44,8 +58,9 @@ class Directed(NamedTuple):
         yield case.plain("start", [("DEL", *KEYS), *set_clock(NOW)])
         case.store = self.store
         yield case.plain("found", list(_commands(self.store)))
-        count = 1 + sum(bool({*pair} & {*self.keys}) for pair in PAIRS[1:])
+        count = 1 + sum(bool({*pair} & {*self.keys[2:]}) for pair in PAIRS[1:])
         several = {"count": count} if count > 1 or STARTS in self.keys else {}
+        case.focus = [*PAIRS, self.keys[:2]].index(self.keys[:2]) % len(PAIRS)
         yield case.script(self.verb, self.keys, **self.sent, **several)
 
 
@@ -54,7 +69,9 @@ def _commands(store: Store) -> Iterator[tuple[Any, ...]]:
     for names, permit in zip(PAIRS, (store[:4], *store.others)):
         for name, text, expiry in zip(names, permit[::2], permit[1::2]):
             if text is not None:
-                yield ("SET", name, text, *(() if expiry is None else ("PXAT", expiry)))
+                yield ("RPUSH", name, "x") if text == NOT_A_STRING else ("SET", name, text)
+            if expiry is not None:
+                yield ("PEXPIREAT", name, expiry)
     for name, mark in ((MARK, store.mark), (DONE, store.done)):
         if mark is not None:
             yield ("SET", name, mark.task_id, "PX", (mark.expiry or 0) - NOW // MS)
@@ -132,6 +149,7 @@ def _serves(**told: Any) -> dict[str, Any]:
 
 
 LOCK_OF_TASK = (*PAIR, *WAITING, MARK, TICKETS["a"], PERMITS)
+TWO = Known("2 2", REMEMBER_MS)
 SEVERAL = (STARTS, *OTHERS)
 TO_SERVE = (*PAIR, *WAITING, PERMITS)
 TO_PARK = (*PAIR, *WAITING, TICKETS["a"], PERMITS)
@@ -243,19 +261,6 @@ DIRECTED = (
     ),
     # The wake-up of the first in line is on its way all the same.
     Directed("serve", TO_SERVE, _store(line=((5, "a"),), calls=(("a", "0+|5|call"),)), _serves()),
-    # A permit beyond the limit was handed over in vain: nobody has it.
-    Directed(
-        "serve",
-        (*TO_SERVE, *SEVERAL),
-        _store(
-            _permit("one", SECOND),
-            line=((5, "b|b"),),
-            calls=(("a", "0|5|call"), ("b|b", "0|5|call")),
-            others=(_permit("c", 0, "handed", "a"),),
-            known=Known("2 1", REMEMBER_MS),
-        ),
-        _serves(),
-    ),
     # What is handed to it ends now: its start is kept for it no more, and another's is.
     Directed(
         "acquire",
@@ -266,5 +271,108 @@ DIRECTED = (
             known=Known("2 2:1/3000000", REMEMBER_MS),
         ),
         _call(terms="2:1/3000000"),
+    ),
+    # Classic: its second is over just now.
+    Directed(
+        "serve", TO_SERVE, _store(Permit(seconds(NOW - SECOND)), ((5, "a"),), (("a", "0|5|call"),)), _serves()
+    ),
+    # Handed in vain: to one that was to ask by itself; to one for the fortieth time.
+    Directed(
+        "serve", TO_SERVE, _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", f"@{NOW}"),)), _serves()
+    ),
+    Directed(
+        "serve", TO_SERVE, _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", "40|5|call"),)), _serves()
+    ),
+    # Another permit is free beside that which was handed over in vain, and is gone.
+    Directed(
+        "serve",
+        (*TO_SERVE, *SEVERAL),
+        _store(calls=(("a", "0|5|call"),), others=(_permit("c", 0, "handed", "a", None),), known=TWO),
+        _serves(terms="2"),
+    ),
+    # Another program has made a list of that.
+    Directed(
+        "serve",
+        (*TO_SERVE, *SEVERAL),
+        _store(calls=(("a", "0|5|call"),), others=(_permit("c", 0, "handed", "a", NOT_A_STRING),), known=TWO),
+        _serves(terms="2"),
+    ),
+    # That is beyond the limit: nobody has it, and the one that is free is one of those that there are.
+    Directed(
+        "serve",
+        (*TO_SERVE, *SEVERAL),
+        _store(
+            line=((5, "b|b"),),
+            calls=(("a", "0|5|call"), ("b|b", "0|5|call")),
+            others=(_permit("c", 0, "handed", "a"),),
+            known=Known("2 1", REMEMBER_MS),
+        ),
+        _serves(),
+    ),
+    # What is handed to another: to one that was woken late; to one that was not.
+    *(
+        Directed(
+            "acquire",
+            (*LOCK_OF_TASK, *SEVERAL),
+            _store(
+                _permit("one", 5), ticket=ticket, others=(_permit("c", SECOND, "handed", "b|b"),), known=TWO
+            ),
+            _call(copy="x1", terms="2"),
+        )
+        for ticket in ("0||0", "")
+    ),
+    # Its own has lapsed, beside one that is free: another call waits; it does itself.
+    *(
+        Directed(
+            "acquire",
+            (*LOCK_OF_TASK, *SEVERAL),
+            _store(line=line, others=(_permit("a|0|2F", 0),), known=TWO),
+            _call(terms="2"),
+        )
+        for line in (((5, "b|b"),), ((5, "a"),))
+    ),
+    # One whose holder has died: it is held; it has lapsed, and so has another.
+    *(
+        Directed(
+            "acquire",
+            (*LOCK_OF_TASK, *SEVERAL),
+            _store(_permit("one", left), others=(_permit("c", left // 2),), known=TWO),
+            _call(dead="one", terms="2"),
+        )
+        for left in (SECOND, 0)
+    ),
+    # What is known of the permits lasts as long as one that is kept.
+    *(
+        Directed(
+            verb,
+            (*PAIRS[1], PERMITS),
+            _store(others=(_permit("a|0|1f", SECOND),), known=TWO),
+            {"token": "a|0|1f", "lease": SECOND, "retention": 2 * REMEMBER_MS},
+        )
+        for verb in ("renew", "hold")
+    ),
+    # It may not start yet: what is known of the starts lasts long enough; it would last for ever.
+    *(
+        Directed(
+            "acquire",
+            (*LOCK_OF_TASK, *SEVERAL),
+            _store(known=TWO, starts=Starts(((NOW - 1, 0, 7),), expiry)),
+            _call(terms=f"2:1/{period}"),
+        )
+        for period, expiry in ((3 * SECOND, NOW // MS + 4_500), (1_234, None))
+    ),
+    # A start is just now.
+    Directed(
+        "serve",
+        (*TO_SERVE, *SEVERAL),
+        _store(
+            _permit("one", 5 * SECOND),
+            line=((5, "a"),),
+            calls=(("a", "0|5|call"),),
+            others=(_permit("c", 5 * SECOND),),
+            known=TWO,
+            starts=Starts(((NOW, 0, 7),), NOW // MS + REMEMBER_MS),
+        ),
+        _serves(terms="2:2/3000000"),
     ),
 )
