@@ -23,6 +23,7 @@ from tests.model.cases import (
     Step,
 )
 from tests.model.injected import EPOCH, set_clock
+from tests.model.pace import Pace
 from tests.model.store import (
     MS,
     NOT_A_STRING,
@@ -361,18 +362,21 @@ DIRECTED = (
         )
         for period, expiry in ((3 * SECOND, NOW // MS + 4_500), (1_234, None))
     ),
-    # A start is just now.
-    Directed(
-        "serve",
-        (*TO_SERVE, *SEVERAL),
-        _store(
-            _permit("one", 5 * SECOND),
-            line=((5, "a"),),
-            calls=(("a", "0|5|call"),),
-            others=(_permit("c", 5 * SECOND),),
-            known=TWO,
-            starts=Starts(((NOW, 0, 7),), NOW // MS + REMEMBER_MS),
-        ),
-        _serves(terms="2:2/3000000"),
+    # A start is just now; another counts no more just now, ahead of when it really does not.
+    *(
+        Directed(
+            "serve",
+            (*TO_SERVE, *SEVERAL),
+            _store(
+                _permit("one", 5 * SECOND),
+                line=((5, "a"),),
+                calls=(("a", "0|5|call"),),
+                others=(_permit("c", 5 * SECOND),),
+                known=TWO,
+                starts=Starts(((at, 0, 7),), NOW // MS + REMEMBER_MS),
+            ),
+            _serves(terms="2:2/3000000"),
+        )
+        for at in (NOW, NOW - 3 * SECOND + Pace.ahead)
     ),
 )
