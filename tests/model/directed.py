@@ -7,6 +7,7 @@ from tests.model.cases import (
     BARE,
     CALLS,
     DONE,
+    HOUR,
     KEYS,
     LINE,
     MARK,
@@ -23,7 +24,7 @@ from tests.model.cases import (
     Step,
 )
 from tests.model.injected import EPOCH, set_clock
-from tests.model.pace import Pace
+from tests.model.pace import MOST_STARTS, Pace
 from tests.model.store import (
     MS,
     NOT_A_STRING,
@@ -61,7 +62,7 @@ class Directed(NamedTuple):
         yield case.plain("found", list(_commands(self.store)))
         count = 1 + sum(bool({*pair} & {*self.keys[2:]}) for pair in PAIRS[1:])
         several = {"count": count} if count > 1 or STARTS in self.keys else {}
-        case.focus = [*PAIRS, self.keys[:2]].index(self.keys[:2]) % len(PAIRS)
+        case.focus = PAIRS.index(self.keys[:2]) if self.keys[:2] in PAIRS else 0
         yield case.script(self.verb, self.keys, **self.sent, **several)
 
 
@@ -123,37 +124,39 @@ def _mark(task_id: str) -> Mark:
     return Mark(task_id, NOW // MS + REMEMBER_MS)
 
 
-def _call(**asked: Any) -> dict[str, Any]:
-    """What an acquire is told by a call of the task `a`, or by another."""
-    return {"token": "a|0|1f", "lease": 1_500, "retention": 1_000, "info": "{}", "dead": "", **BARE, **asked}
+# What a script is told by a call of the task `a`, or by another; with terms, of several permits.
+def _acquire(store: Store, **asked: Any) -> Directed:
+    keys = (*PAIR, *WAITING, MARK, TICKETS["a"], PERMITS, *(SEVERAL if "terms" in asked else ()))
+    call = {"token": "a|0|1f", "lease": 1_500, "retention": 1_000, "info": "{}", "dead": "", **BARE}
+    return Directed("acquire", keys, store, {**call, **asked})
 
 
-def _leaves(**told: Any) -> dict[str, Any]:
-    return {"task": "a", "attempt": 0, "copy": "x1", "remember": REMEMBER_MS, "shared": "0", **told}
+def _serve(store: Store, **told: Any) -> Directed:
+    keys = (*PAIR, *WAITING, PERMITS, *(SEVERAL if "terms" in told else ()))
+    service = {"token": "served", "hand_over": SECOND, "remember": REMEMBER_MS, "lease": 1_500}
+    rest = {"dead": "", "away": "", "unsent": "", "terms": "1"}
+    return Directed("serve", keys, store, {**service, **rest, **told})
 
 
-def _parks(**told: Any) -> dict[str, Any]:
-    call = {
-        "task": "a",
-        "attempt": 0,
-        "copy": "x1",
-        "since": NOW - 5,
-        "call": "call",
-        "remember": REMEMBER_MS,
-    }
-    return {**call, "terms": "1", "shared": "0", **told}
+def _park(store: Store, **told: Any) -> Directed:
+    call = {"task": "a", "attempt": 0, "copy": "x1", "since": NOW - 5, "call": "call"}
+    rest = {"remember": REMEMBER_MS, "terms": "1", "shared": "0"}
+    return Directed("park", TO_PARK, store, {**call, **rest, **told})
 
 
-def _serves(**told: Any) -> dict[str, Any]:
-    told = {"lease": 1_500, "dead": "", "away": "", "unsent": "", "terms": "1", **told}
-    return {"token": "served", "hand_over": SECOND, "remember": REMEMBER_MS, **told}
+def _leave(store: Store, **told: Any) -> Directed:
+    message = {"task": "a", "attempt": 0, "copy": "x1", "remember": REMEMBER_MS, "shared": "0"}
+    return Directed("leave", TO_PARK, store, {**message, **told})
 
 
-LOCK_OF_TASK = (*PAIR, *WAITING, MARK, TICKETS["a"], PERMITS)
-TWO = Known("2 2", REMEMBER_MS)
 SEVERAL = (STARTS, *OTHERS)
-TO_SERVE = (*PAIR, *WAITING, PERMITS)
 TO_PARK = (*PAIR, *WAITING, TICKETS["a"], PERMITS)
+TWO = Known("2 2", REMEMBER_MS)
+ONE_START = Starts(((NOW - 1, 0, 7),), NOW // MS + REMEMBER_MS)
+FREES_IT = {
+    "token": "a|0|1f", "rest_until": 0, "remember": REMEMBER_MS, "again": 0, "hand_over": 1, "done_for": 0
+}  # fmt: skip
+QUEUES = {"task_id": "a", "lease": REMEMBER_MS, "dedupe": "until_started"}
 
 DIRECTED = (
     # A success and a run that are both no task's are not of the same task.
@@ -167,178 +170,114 @@ DIRECTED = (
         "release",
         (*PAIR, *WAITING, MARK, PERMITS, DONE),
         _store(_permit("a|0|1f", SECOND)),
-        {
-            "token": "a|0|1f",
-            "rest_until": 0,
-            "remember": REMEMBER_MS,
-            "again": 0,
-            "hand_over": 1,
-            "done_for": 0,
-        },
+        FREES_IT,
     ),
     # Kept for one that asks again by itself: until it has.
     Directed(
         "release",
         (*PAIR, *WAITING),
         _store(_permit("a|0|1f", SECOND), line=((5, "b|b"),), calls=(("b|b", f"@{NOW + 1_000}"),)),
-        {
-            "token": "a|0|1f",
-            "rest_until": 0,
-            "remember": REMEMBER_MS,
-            "again": 0,
-            "hand_over": 1,
-            "done_for": 0,
-        },
+        FREES_IT,
     ),
     # It starts, and was woken in vain before, though nothing is kept of its call.
-    Directed("acquire", LOCK_OF_TASK, _store(ticket="0||2"), _call(copy="x1", remember=REMEMBER_MS)),
+    _acquire(_store(ticket="0||2"), copy="x1", remember=REMEMBER_MS),
     # The holder has died, and others wait.
-    Directed(
-        "acquire",
-        LOCK_OF_TASK,
-        _store(_permit("one", SECOND), line=((5, "b|b"),), calls=(("b|b", "0|5|call"),)),
-        _call(dead="one"),
-    ),
+    _acquire(_store(_permit("one", SECOND), line=((5, "b|b"),), calls=(("b|b", "0|5|call"),)), dead="one"),
     # Handed in vain: to one that was to ask by itself; to one for the fortieth time.
-    Directed(
-        "acquire",
-        LOCK_OF_TASK,
-        _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", f"@{NOW}"),)),
-        _call(),
-    ),
-    Directed(
-        "acquire",
-        LOCK_OF_TASK,
-        _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", "40|5|call"),)),
-        _call(),
-    ),
+    _acquire(_store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", f"@{NOW}"),))),
+    _acquire(_store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", "40|5|call"),))),
     # Another call with its id may wait: this one wants to ask again; that one waits.
-    Directed("leave", TO_PARK, _store(line=((5, "a"),), calls=(("a", f"@{NOW + 5}"),)), _leaves(shared="1")),
-    Directed("leave", TO_PARK, _store(line=((5, "a"),), calls=(("a", "2|5|call"),)), _leaves(shared="1")),
+    _leave(_store(line=((5, "a"),), calls=(("a", f"@{NOW + 5}"),)), shared="1"),
+    _leave(_store(line=((5, "a"),), calls=(("a", "2|5|call"),)), shared="1"),
     # It was woken in vain before: this attempt; the one before.
-    Directed("leave", TO_PARK, _store(ticket="0||2"), _leaves()),
-    Directed("leave", TO_PARK, _store(ticket="0||2"), _leaves(attempt=1)),
-    Directed("park", TO_PARK, _store(ticket="0||2"), _parks()),
-    Directed("park", TO_PARK, _store(ticket="0||2"), _parks(attempt=1)),
+    _leave(_store(ticket="0||2")),
+    _leave(_store(ticket="0||2"), attempt=1),
+    _park(_store(ticket="0||2")),
+    _park(_store(ticket="0||2"), attempt=1),
     # A call that has begun was woken in vain before: a message of it may come late.
-    Directed("park", TO_PARK, _store(ticket="0|x1|2"), _parks(copy="")),
+    _park(_store(ticket="0|x1|2"), copy=""),
     # The lock that was kept for it is gone.
-    Directed(
-        "park",
-        TO_PARK,
-        _store(_permit("c", SECOND, "handed", "a", value=None), calls=(("a", "0|5|call"),)),
-        _parks(),
-    ),
+    _park(_store(_permit("c", SECOND, "handed", "a", value=None), calls=(("a", "0|5|call"),))),
     # The lock is kept for it, and nothing of its call: its courier puts it back.
-    Directed("park", TO_PARK, _store(_permit("c", SECOND, "handed", "a")), _parks(copy="")),
+    _park(_store(_permit("c", SECOND, "handed", "a")), copy=""),
     # It was kept for it, and another program has changed the value: its courier asks, or its message does.
-    Directed(
-        "park",
-        TO_PARK,
+    _park(
         _store(_permit("c", 0, "handed", "a", value=seconds(NOW + SECOND)), calls=(("a", "0|5|call"),)),
-        _parks(copy=""),
+        copy="",
     ),
-    Directed(
-        "park",
-        TO_PARK,
-        _store(_permit("c", 0, "handed", "a", value=seconds(NOW + SECOND)), calls=(("a", "0|5|call"),)),
-        _parks(),
-    ),
+    _park(_store(_permit("c", 0, "handed", "a", value=seconds(NOW + SECOND)), calls=(("a", "0|5|call"),))),
     # It stands in line, and nothing is kept of its call; and the other way around.
-    Directed("park", TO_PARK, _store(line=((5, "a"),)), _parks(copy="")),
-    Directed("park", TO_PARK, _store(calls=(("a", "0|5|call"),)), _parks(copy="")),
+    _park(_store(line=((5, "a"),)), copy=""),
+    _park(_store(calls=(("a", "0|5|call"),)), copy=""),
     # Queued, and others wait for a lock that is nobody's: its value is gone; its deadline is now.
     Directed(
         "mark",
         (*PAIR, MARK, LINE, DONE),
         _store(_permit("one", SECOND, value=None), line=((5, "b|b"),), mark=_mark("b|b")),
-        {"task_id": "a", "lease": REMEMBER_MS, "dedupe": "until_started"},
+        QUEUES,
     ),
     Directed(
         "mark",
         (*PAIR, MARK, LINE, DONE),
         _store(_permit("one", 0), line=((5, "b|b"),), mark=_mark("b|b")),
-        {"task_id": "a", "lease": REMEMBER_MS, "dedupe": "until_started"},
+        QUEUES,
     ),
     # The wake-up of the first in line is on its way all the same.
-    Directed("serve", TO_SERVE, _store(line=((5, "a"),), calls=(("a", "0+|5|call"),)), _serves()),
+    _serve(_store(line=((5, "a"),), calls=(("a", "0+|5|call"),))),
     # What is handed to it ends now: its start is kept for it no more, and another's is.
-    Directed(
-        "acquire",
-        (*LOCK_OF_TASK, *SEVERAL),
+    _acquire(
         _store(
             _permit("c", 0, "handed", "a"),
             others=(_permit("d", SECOND, "handed", "b|b"),),
             known=Known("2 2:1/3000000", REMEMBER_MS),
         ),
-        _call(terms="2:1/3000000"),
+        terms="2:1/3000000",
     ),
     # Classic: its second is over just now.
-    Directed(
-        "serve", TO_SERVE, _store(Permit(seconds(NOW - SECOND)), ((5, "a"),), (("a", "0|5|call"),)), _serves()
-    ),
+    _serve(_store(Permit(seconds(NOW - SECOND)), ((5, "a"),), (("a", "0|5|call"),))),
     # Handed in vain: to one that was to ask by itself; to one for the fortieth time.
-    Directed(
-        "serve", TO_SERVE, _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", f"@{NOW}"),)), _serves()
-    ),
-    Directed(
-        "serve", TO_SERVE, _store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", "40|5|call"),)), _serves()
-    ),
+    _serve(_store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", f"@{NOW}"),))),
+    _serve(_store(_permit("c", 0, "handed", "b|b"), calls=(("b|b", "40|5|call"),))),
     # Another permit is free beside that which was handed over in vain, and is gone.
-    Directed(
-        "serve",
-        (*TO_SERVE, *SEVERAL),
+    _serve(
         _store(calls=(("a", "0|5|call"),), others=(_permit("c", 0, "handed", "a", None),), known=TWO),
-        _serves(terms="2"),
+        terms="2",
     ),
     # Another program has made a list of that.
-    Directed(
-        "serve",
-        (*TO_SERVE, *SEVERAL),
+    _serve(
         _store(calls=(("a", "0|5|call"),), others=(_permit("c", 0, "handed", "a", NOT_A_STRING),), known=TWO),
-        _serves(terms="2"),
+        terms="2",
     ),
     # That is beyond the limit: nobody has it, and the one that is free is one of those that there are.
-    Directed(
-        "serve",
-        (*TO_SERVE, *SEVERAL),
+    _serve(
         _store(
             line=((5, "b|b"),),
             calls=(("a", "0|5|call"), ("b|b", "0|5|call")),
             others=(_permit("c", 0, "handed", "a"),),
             known=Known("2 1", REMEMBER_MS),
         ),
-        _serves(),
+        terms="1",
     ),
     # What is handed to another: to one that was woken late; to one that was not.
     *(
-        Directed(
-            "acquire",
-            (*LOCK_OF_TASK, *SEVERAL),
+        _acquire(
             _store(
                 _permit("one", 5), ticket=ticket, others=(_permit("c", SECOND, "handed", "b|b"),), known=TWO
             ),
-            _call(copy="x1", terms="2"),
+            copy="x1",
+            terms="2",
         )
         for ticket in ("0||0", "")
     ),
     # Its own has lapsed, beside one that is free: another call waits; it does itself.
     *(
-        Directed(
-            "acquire",
-            (*LOCK_OF_TASK, *SEVERAL),
-            _store(line=line, others=(_permit("a|0|2F", 0),), known=TWO),
-            _call(terms="2"),
-        )
+        _acquire(_store(line=line, others=(_permit("a|0|2F", 0),), known=TWO), terms="2")
         for line in (((5, "b|b"),), ((5, "a"),))
     ),
     # One whose holder has died: it is held; it has lapsed, and so has another.
     *(
-        Directed(
-            "acquire",
-            (*LOCK_OF_TASK, *SEVERAL),
-            _store(_permit("one", left), others=(_permit("c", left // 2),), known=TWO),
-            _call(dead="one", terms="2"),
+        _acquire(
+            _store(_permit("one", left), others=(_permit("c", left // 2),), known=TWO), dead="one", terms="2"
         )
         for left in (SECOND, 0)
     ),
@@ -354,19 +293,12 @@ DIRECTED = (
     ),
     # It may not start yet: what is known of the starts lasts long enough; it would last for ever.
     *(
-        Directed(
-            "acquire",
-            (*LOCK_OF_TASK, *SEVERAL),
-            _store(known=TWO, starts=Starts(((NOW - 1, 0, 7),), expiry)),
-            _call(terms=f"2:1/{period}"),
-        )
+        _acquire(_store(known=TWO, starts=Starts(((NOW - 1, 0, 7),), expiry)), terms=f"2:1/{period}")
         for period, expiry in ((3 * SECOND, NOW // MS + 4_500), (1_234, None))
     ),
     # A start is just now; another counts no more just now, ahead of when it really does not.
     *(
-        Directed(
-            "serve",
-            (*TO_SERVE, *SEVERAL),
+        _serve(
             _store(
                 _permit("one", 5 * SECOND),
                 line=((5, "a"),),
@@ -375,8 +307,84 @@ DIRECTED = (
                 known=TWO,
                 starts=Starts(((at, 0, 7),), NOW // MS + REMEMBER_MS),
             ),
-            _serves(terms="2:2/3000000"),
+            terms="2:2/3000000",
         )
         for at in (NOW, NOW - 3 * SECOND + Pace.ahead)
+    ),
+    # Held for its retry, which may not start yet: a little longer; no more than an hour past the start.
+    *(
+        _acquire(
+            _store(_permit("a|0|1f", left, "held_for_retry"), known=TWO, starts=ONE_START),
+            token="a|1|1f",
+            terms="2:1/3000000",
+        )
+        for left in (SECOND, HOUR + SECOND)
+    ),
+    # More starts than are kept.
+    _acquire(
+        _store(
+            known=TWO, starts=Starts(tuple((NOW - 5_000 + at, 0, 7) for at in range(MOST_STARTS + 5)), None)
+        ),
+        terms="2:2000/3000000",
+    ),
+    # No start is left for its own, which was held for its retry and has lapsed; nor for one woken late.
+    *(
+        _acquire(
+            _store(permit, ticket=ticket, known=TWO, starts=ONE_START),
+            token="a|1|1f",
+            copy="x1",
+            terms="2:1/3000000",
+        )
+        for permit, ticket in ((_permit("a|0|1f", 0, "held_for_retry"), ""), (NO_PERMIT, "0||0"))
+    ),
+    # One is, for what is handed to it: its value is gone.
+    _acquire(
+        _store(_permit("c", SECOND, "handed", "a", value=None), known=TWO, starts=ONE_START),
+        terms="2:1/3000000",
+    ),
+    # What is handed to it may start soon, so that it keeps it; or a microsecond later, and gives it back.
+    *(
+        _acquire(
+            _store(
+                _permit("c", SECOND, "handed", "a"),
+                calls=calls,
+                known=TWO,
+                starts=Starts(((NOW - 3 * SECOND + ahead, 0, 7),), NOW // MS + REMEMBER_MS),
+            ),
+            terms="2:1/3000000",
+        )
+        for ahead, calls in (
+            (Pace.ahead, ()),
+            (Pace.ahead + 1, ()),
+            (Pace.ahead + 1, (("a", "0|5|call"),)),
+        )
+    ),
+    # Held for a retry: another delivery of that attempt comes; a token of no task, when that has lapsed.
+    _acquire(
+        _store(_permit("a|0|1f", SECOND, "held_for_retry"), known=TWO, starts=ONE_START),
+        dead="a|0|1f",
+        terms="2:1/3000000",
+    ),
+    _acquire(_store(_permit("a|0|1f", 0, "held_for_retry")), token="one", terms="2:1/3000000"),
+    # Woken late, it takes the start of another, to which a permit is handed.
+    _acquire(
+        _store(ticket="0||0", others=(_permit("c", SECOND, "handed", "b|b"),), known=TWO),
+        copy="x1",
+        terms="2:1/3000000",
+    ),
+    # A start is left: that of a call that cannot come; not that of one which may come; one that is soon.
+    *(
+        _serve(
+            _store(
+                permit, line=((5, "a"),), calls=(("a", "0|5|call"),), others=others, known=TWO, starts=starts
+            ),
+            away="b|b" if permit.value else "",
+            terms="2:1/3000000",
+        )
+        for permit, others, starts in (
+            (_permit("c", SECOND, "handed", "b|b"), (), Starts()),
+            (NO_PERMIT, (_permit("c", SECOND, "handed", "b|b"),), Starts()),
+            (NO_PERMIT, (), Starts(((NOW - 3 * SECOND + Pace.ahead, 0, 7),), NOW // MS + REMEMBER_MS)),
+        )
     ),
 )
