@@ -347,17 +347,13 @@ DIRECTED = (
         _acquire(
             _store(
                 _permit("c", SECOND, "handed", "a"),
-                calls=calls,
+                calls=(("a", "0|5|call"),),
                 known=TWO,
                 starts=Starts(((NOW - 3 * SECOND + ahead, 0, 7),), NOW // MS + REMEMBER_MS),
             ),
             terms="2:1/3000000",
         )
-        for ahead, calls in (
-            (Pace.ahead, ()),
-            (Pace.ahead + 1, ()),
-            (Pace.ahead + 1, (("a", "0|5|call"),)),
-        )
+        for ahead in (Pace.ahead, Pace.ahead + 1)
     ),
     # Held for a retry: another delivery of that attempt comes; a token of no task, when that has lapsed.
     _acquire(
