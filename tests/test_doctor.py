@@ -165,35 +165,44 @@ def test_broker_on_the_same_database_is_told(server, locks):
     finding(app, "broker", "note")
 
 
-OCTOBER, FEBRUARY = "CVE-2025-49844", "CVE-2025-67733"
+OCTOBER, FEBRUARY, MAY = "CVE-2025-49844", "CVE-2025-67733", "CVE-2026-23631"
 
 
 @pytest.mark.parametrize(
     ("version", "holes"),
     [
         ({"redis_version": "6.2.19"}, [OCTOBER]),
-        ({"redis_version": "6.2.20"}, []),
-        ({"redis_version": "7.0.15"}, [OCTOBER]),  # no release of this branch closes it
-        ({"redis_version": "7.2.10"}, [OCTOBER]),
-        ({"redis_version": "7.2.11"}, []),
-        ({"redis_version": "7.4.5"}, [OCTOBER]),
-        ({"redis_version": "7.4.6"}, []),
-        ({"redis_version": "8.0.3"}, [OCTOBER]),
-        ({"redis_version": "8.0.4"}, []),
-        ({"redis_version": "8.2.1"}, [OCTOBER]),
-        ({"redis_version": "8.2.2"}, []),
-        ({"redis_version": "8.4.0"}, []),
+        ({"redis_version": "6.2.20"}, []),  # nothing before 7.0 ever had the hole of May
+        ({"redis_version": "7.0.15"}, [OCTOBER, MAY]),  # no release of this branch closes them
+        ({"redis_version": "7.2.10"}, [OCTOBER, MAY]),
+        ({"redis_version": "7.2.11"}, [MAY]),
+        ({"redis_version": "7.2.14"}, []),
+        ({"redis_version": "7.4.5"}, [OCTOBER, MAY]),
+        ({"redis_version": "7.4.8"}, [MAY]),
+        ({"redis_version": "7.4.9"}, []),
+        ({"redis_version": "8.0.3"}, [OCTOBER, MAY]),
+        ({"redis_version": "8.0.6"}, [MAY]),
+        ({"redis_version": "8.2.1"}, [OCTOBER, MAY]),
+        ({"redis_version": "8.2.5"}, [MAY]),
+        ({"redis_version": "8.2.6"}, []),
+        ({"redis_version": "8.4.2"}, [MAY]),
+        ({"redis_version": "8.4.3"}, []),
+        ({"redis_version": "8.6.2"}, [MAY]),
+        ({"redis_version": "8.6.3"}, []),
         ({"redis_version": "10.0.0"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "8.1.6"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, [MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.13"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.9"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.7"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.4"}, []),
         ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, []),
         ({"redis_version": "0"}, [OCTOBER]),
-        ({"redis_version": "8.2.2-v1"}, []),
+        ({"redis_version": "8.2.6-v1"}, []),
     ],
 )
 def test_server_whose_lua_has_known_holes_is_a_warning(version, holes):
