@@ -242,6 +242,59 @@ def test_acl_lines_name_a_user_where_the_url_has_none(server):
     assert line.endswith(" +cluster|slots +command")
 
 
+class Provider(redis.CredentialProvider):
+    """One that logs in as Eve."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return "eve", "pw"
+
+
+class Nameless(redis.CredentialProvider):
+    """One that has a password alone."""
+
+    def get_credentials(self) -> tuple[str]:
+        return ("pw",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "user"),
+    [
+        ({"setnx_url": "redis://h", "setnx_transport_options": {"username": "bob", "password": "pw"}}, "bob"),
+        ({"setnx_url": "redis://ann:pw@h", "setnx_transport_options": {"username": "bob"}}, "ann"),
+        (
+            {
+                "setnx_url": "sentinel://h",
+                "setnx_transport_options": {
+                    "username": "bob",
+                    "master_name": "m",
+                    "sentinel_kwargs": {"username": "of_sentinels"},
+                },
+            },
+            "bob",
+        ),
+        ({"setnx_url": "redis://h", "setnx_transport_options": {"credential_provider": Provider}}, "eve"),
+        (
+            {"setnx_url": "redis://h", "setnx_transport_options": {"credential_provider": Nameless}},
+            "celery_setnx on >PASSWORD",
+        ),
+        ({"result_backend": "redis://h", "redis_username": "bob", "redis_password": "pw"}, "bob"),
+        ({"result_backend": "redis://h", "result_backend_transport_options": {"username": "bob"}}, "bob"),
+        ({"broker_url": "redis://h", "broker_transport_options": {"username": "bob"}}, "bob"),
+        (
+            {"broker_url": "h", "broker_transport": "redis", "broker_user": "bob", "broker_password": "pw"},
+            "bob",
+        ),
+    ],
+)
+def test_acl_lines_name_the_user_who_logs_in(settings, user):
+    """Whichever setting names it, as for the client that the locks have."""
+    app = Celery("named", set_as_current=False)
+    app.conf.update(settings)
+    line, _comment, more = acl_lines(app)
+    assert line.startswith(f"ACL SETUSER {user} ~")
+    assert more.startswith(f"ACL SETUSER {user.split()[0]} +")
+
+
 def test_acl_lines_name_every_command_of_the_scripts():
     """Those of the test kit's own are for tests."""
     line, *_more = acl_lines(app_on("redis://localhost"))
