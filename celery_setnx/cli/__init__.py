@@ -256,6 +256,13 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
             "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with "
             "--starts the former"
         )
+    if force and (queued or done or starts):
+        raise click.UsageError("--force is for a lock that may be held: leave it out for all else")
+    names_call = any(given.values())
+    if task is not None and names_call:
+        raise click.UsageError(
+            f"--task is about all calls of {task}; for one of them give TASK and its ARGS instead"
+        )
     from celery_setnx.cli.asked import loaded, permit_of, sight
     from celery_setnx.cli.byhand import (
         forget_done_call,
@@ -268,7 +275,7 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     app = loaded(ctx.obj.app)
     if target is None:
         (forget_done_of if done else free_marks)(app, str(task), yes=yes)
-    elif not (done or starts) and (found := permit_of(app, target)):
+    elif not (done or starts or names_call) and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
@@ -336,6 +343,8 @@ def doctor(ctx: click.Context, strict: bool, acl: bool, as_json: bool) -> None:
 
     Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
     """
+    if acl and (as_json or strict):
+        raise click.UsageError("--acl prints lines to copy, and examines nothing: give it alone")
     if acl:
         from celery_setnx.doctor.acl import acl_lines
 
