@@ -762,9 +762,9 @@ def test_release_asks_and_leaves_a_log_line_and_a_signal(cli, locks, caplog):
 @pytest.mark.parametrize(
     ("scene", "says"),
     [
-        ("held", "--force releases it all the same"),  # its process is alive
-        ("held elsewhere", "--force releases it all the same"),  # its process cannot be looked at
-        ("foreign", "--force releases it all the same"),
+        ("held", "Stop it first, or use --force."),  # its process is alive
+        ("held elsewhere", "Stop it first, or use --force."),  # its process cannot be looked at
+        ("foreign", "Stop it first, or use --force."),
         # The process that has sent a retry may have ended: its lock is not abandoned.
         ("held for a retry of the dead", "It is kept for the holder's own retry"),
     ],
@@ -858,6 +858,7 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     assert result.stderr == "Nothing to free: no call of tests.cliapp.pending is marked as queued.\n"
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
+    assert "1 mark of tests.cliapp.crowd_two was freed by hand" in caplog.text
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
 
 
@@ -1062,7 +1063,7 @@ def test_release_of_permits_that_live_needs_force(cli, locks):
     """Then all are released, each as it was shown."""
     held = cli.hold_many(identity(), ELSEWHERE)
     refused = ask("release", held[0].key, "--yes", ends=1)
-    assert "none of them is known to be abandoned. --force releases all of them" in refused.stderr
+    assert "all holders may still be running. Stop them first, or use --force" in refused.stderr
     result = ask("release", held[0].key, "--force", answer="y\n", ends=0)
     assert "Release all of them? [y/N]" in result.stdout
     assert [one.release() for one in held] == ["lost", "lost"]
@@ -1075,7 +1076,7 @@ def test_release_takes_the_name_of_one_permit(cli, permit):
     """A permit is a lock with a name: nothing else is shown, or touched."""
     held = cli.hold_many(ELSEWHERE, ELSEWHERE)
     name = f"{held[0].key}#{permit}"
-    assert "it is not known to be abandoned" in ask("release", name, "--yes", ends=1).stderr
+    assert "its holder may still be running" in ask("release", name, "--yes", ends=1).stderr
     result = ask("release", name, "--yes", "--force", ends=0)
     assert f"{name} is held by tests.cliapp.several[t-{permit}]" in result.stdout
     assert f"t-{1 - permit}" not in result.stdout
@@ -1621,7 +1622,7 @@ def test_commands_see_what_a_worker_does(tasks, journal, holding, locks):
         assert why.stdout.startswith("No: its lock is held.\n")
         assert f"Held by tests.workerapp.work(name='gated-cli')[{result.id}]" in why.stdout
         refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
-        assert "Not released: it is not known to be abandoned." in refused.stderr
+        assert "Not released: its holder may still be running." in refused.stderr
         forced = wait_until(lambda: release_by_hand(start["key"]), "a look that no renewal has overtaken")
         assert f"Released {start['key']}." in forced.stdout
         assert "was released by hand" in forced.stderr

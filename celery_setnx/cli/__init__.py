@@ -50,7 +50,9 @@ class _Group(click.Group):
             in_one_line = error if isinstance(error, click.ClickException) else told(ctx.obj.app, error)
             if in_one_line is None:
                 raise
-            vars(in_one_line)["message"] = whole_words(printable(in_one_line.message), err=True)
+            label = getattr(in_one_line, "label", "Error: ")
+            message = whole_words(printable(in_one_line.message), err=True, after=label)
+            vars(in_one_line)["message"] = message
             raise in_one_line from (error.__cause__ if in_one_line is error else error)
 
 
@@ -105,7 +107,7 @@ def _of_call(function: Any) -> Any:
 def list_(
     ctx: click.Context, /, task: str | None, as_json: bool, older: float | None, **chosen: bool
 ) -> None:
-    """List the locks: task, state, age, deadline, process, who waits, holder.
+    """List the locks, and who has them.
 
     A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
     says how many are held ("3/5"), and the row is the holder's that needs a look first. The deadline of a
@@ -239,7 +241,7 @@ def why(
 @click.option("--force", is_flag=True, help="Release even what a living process may hold.")
 @click.pass_context
 def release(ctx: click.Context, /, target: str | None, task: str | None, **given: Any) -> None:
-    """Release a lock by hand, free the marks of a task, or forget successes or starts.
+    """Release a lock by hand, or forget marks, successes or starts.
 
     The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
     permits those are released that are abandoned; KEY#3 names permit 3 alone.
@@ -425,5 +427,6 @@ def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
         look = style(sighting)
         picture.append(f"{line}\n", Style(color=look.get("fg"), dim=look.get("dim"), bold=False))
     count = f"{many(len(found), 'lock')}{hidden}, {time.strftime('%H:%M:%S')}. Ctrl-C ends."
-    count += left_out(COLUMNS, heading)
+    if hint := left_out(COLUMNS, heading):
+        count += hint if len(count + hint) <= size.width else f"\n{hint.lstrip()}"
     return picture.append(count, Style(bold=False))
