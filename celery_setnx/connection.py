@@ -96,6 +96,13 @@ def new_client(app: Celery, timeout_s: float | None = None) -> redis.Redis:
     return client
 
 
+def lock_address(app: Celery) -> Address:
+    """How the clients of the app's locks connect, whichever settings say so."""
+    url, setting = lock_url(app)
+    with _usable(setting, url):
+        return _address(app, url, setting)
+
+
 def lock_url(app: Celery) -> tuple[str, str]:
     """The URL of the Redis that holds the app's locks, and the setting it comes from.
 
@@ -304,17 +311,22 @@ def _as_named(app: Celery, url: str, setting: str) -> Address:
     return Address(hosts, {**(tls if params.get("ssl") and isinstance(tls, dict) else {}), **params})
 
 
-def _client(app: Celery, url: str, setting: str, timeout_s: float) -> Any:
-    options, scheme = transport_options(app, setting), scheme_of(url)
-    if setting == "setnx_url" or scheme.endswith("+cluster"):
+def _address(app: Celery, url: str, setting: str) -> Address:
+    """How to connect: as the URL and Celery's settings beside it say, and then the transport options."""
+    if setting == "setnx_url" or scheme_of(url).endswith("+cluster"):
         hosts, params = _as_named(app, url, setting)
     else:
         hosts, params = _as_backend(app, url) if setting == "result_backend" else _as_broker(app, url)
     read = options_of if setting == "setnx_url" else connection_options
     said = {name: value for name, value in params.items() if value is not None}
-    params = connecting({**read(options, _TRANSPORT_OPTIONS[setting]), **said}, setting)
+    options = read(transport_options(app, setting), _TRANSPORT_OPTIONS[setting])
+    return Address(hosts, connecting({**options, **said}, setting))
+
+
+def _client(app: Celery, url: str, setting: str, timeout_s: float) -> Any:
+    (hosts, params), scheme = _address(app, url, setting), scheme_of(url)
     if scheme == "sentinel":
-        return _sentinel_client(hosts, params, options, setting, timeout_s)
+        return _sentinel_client(hosts, params, transport_options(app, setting), setting, timeout_s)
     if scheme.endswith("+cluster"):
         return _cluster_client(hosts, params, timeout_s)
     return _single_client(hosts[0], params, timeout_s)

@@ -177,6 +177,23 @@ def test_what_does_not_go_together_is_told(app, subject, options, conf, said):
     assert said in f"{found.what} {found.why}"
 
 
+@pytest.mark.parametrize("backend", ["redis://127.0.0.1:1/0/0", "nowhere://a"])
+def test_result_backend_that_cannot_be_made_ends_no_check(app, backend):
+    """Celery says so when a worker starts; the tasks are looked at all the same."""
+    app.conf.update(result_backend=backend, result_expires=86_400)
+    add(app, **DAILY)
+    assert "tasks" in {found.subject for found in check(app)}
+
+
+def test_join_with_a_result_backend_that_cannot_be_made_is_refused(app):
+    """In one finding, as without a backend that is read by all."""
+    app.conf.result_backend = "redis://127.0.0.1:1/0/0"
+    add(app, on_conflict="join")
+    (found,) = (found for found in problems(app) if found.subject == "join")
+    assert found.level == "error"
+    assert "result_backend cannot be used (ValueError)" in found.what
+
+
 @pytest.mark.parametrize(
     ("task", "conf"),
     [({"ignore_result": True}, {}), ({}, {"task_ignore_result": True}), ({}, {"result_backend": None})],

@@ -512,6 +512,11 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["release", "--starts", "--task", "a"], "give a KEY"),
         (["release", "--starts", "--done", "t:{a}"], "give a KEY"),
         (["release", "--starts", "--queued", "--task", "a"], "give a KEY"),
+        (["release", "--starts", "--force", "t:{a}"], "--force is for a lock that may be held"),
+        (["release", "--done", "--task", "a", "--args", "[7]"], "--task is about all calls of a; for one of"),
+        (["release", "t:{a}#2", "7"], "t:{a}#2 is a key: give no ARGS"),
+        (["show", "t:{a}", "7"], "t:{a} is a key: give no ARGS"),
+        (["doctor", "--acl", "--strict"], "--acl prints lines to copy, and examines nothing: give it alone"),
         (["release", "--done", "tests.cliapp.dayly", "7"], "did you mean tests.cliapp.daily?"),
         # What is neither a task nor a lock is no lock that is free.
         (["release", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
@@ -532,6 +537,54 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
 def test_wrong_usage_is_told_and_ends_with_2(cli, command, says):
     """One message that says what to give instead."""
     assert says in ask(*command, ends=2).stderr
+
+
+SYNC, DAILY = f"{TASK}sync", f"{TASK}daily"
+GIVEN = {
+    "--task": [DAILY],
+    "--older": ["1h"],
+    "--args": ["[7]"],
+    "--kwargs": ['{"customer": 7}'],
+    "--interval": ["1"],
+}
+FITTING = [
+    (("list",), "--task --stale --older --queued --done --json"),
+    (("list", "--stale"), "--task --older --json"),
+    (("list", "--older", "1h"), "--task --stale --json"),
+    (("list", "--queued"), "--task --json"),
+    (("list", "--done"), "--task --json"),
+    (("show", "t:{a}"), "--json"),
+    (("show", SYNC), "--args --kwargs --json"),
+    (("why", SYNC), "--args --kwargs --json"),
+    (("release", "t:{a}"), "--yes --force --starts --done"),
+    (("release", "t:{several}#2"), "--yes --force"),
+    (("release", SYNC), "--args --kwargs --yes --force --starts --done"),
+    (("release", SYNC, "--done"), "--args --kwargs --yes"),
+    (("release", SYNC, "--starts"), "--args --kwargs --yes"),
+    (("release", "--queued", "--task", DAILY), "--yes"),
+    (("release", "--done", "--task", DAILY), "--yes"),
+    (("check",), "--strict --json"),
+    (("doctor",), "--strict --json --acl"),
+    (("doctor", "--acl"), ""),
+]
+"""What may be added to a line: each option that does something there."""
+
+
+@pytest.mark.parametrize(("line", "fitting"), FITTING, ids=str)
+def test_option_that_would_do_nothing_is_refused(cli, locks, line, fitting):
+    """None is ignored in silence: whoever gives it means something by it."""
+    assert SetnxLock(locks, "t:{several}", limit=3).acquire().acquired
+    for option in sorted(options_of(setnx.commands[line[0]]) - {"--help"} - set(line)):
+        result = ask(*line, option, *GIVEN.get(option, []), answer="n")
+        is_refused = result.exit_code == 2 and "missing a required argument" not in result.stderr
+        assert is_refused == (option not in fitting.split()), (option, result.output)
+
+
+def test_each_command_and_option_is_known_to_fit_somewhere():
+    """A new one is to be thought of; of the live table both may be given."""
+    for name in setnx.commands.keys() - {"watch"}:
+        known = " ".join(f"{' '.join(line)} {fitting}" for line, fitting in FITTING if line[0] == name)
+        assert options_of(setnx.commands[name]) - {"--help"} <= named_options(known)
 
 
 # why
@@ -709,9 +762,9 @@ def test_release_asks_and_leaves_a_log_line_and_a_signal(cli, locks, caplog):
 @pytest.mark.parametrize(
     ("scene", "says"),
     [
-        ("held", "--force releases it all the same"),  # its process is alive
-        ("held elsewhere", "--force releases it all the same"),  # its process cannot be looked at
-        ("foreign", "--force releases it all the same"),
+        ("held", "Stop it first, or use --force."),  # its process is alive
+        ("held elsewhere", "Stop it first, or use --force."),  # its process cannot be looked at
+        ("foreign", "Stop it first, or use --force."),
         # The process that has sent a retry may have ended: its lock is not abandoned.
         ("held for a retry of the dead", "It is kept for the holder's own retry"),
     ],
@@ -805,6 +858,7 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     assert result.stderr == "Nothing to free: no call of tests.cliapp.pending is marked as queued.\n"
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
+    assert "1 mark of tests.cliapp.crowd_two was freed by hand" in caplog.text
     assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
 
 
@@ -812,7 +866,7 @@ def test_release_of_done_calls_forgets_those_of_the_task(cli, locks, caplog):
     """All of them, and nobody else's; who shares the scope is said. Where there are none the code is 1."""
     keys = [cli.succeed("daily", customer) for customer in range(3)]
     other = cli.succeed("crowd_daily")
-    command = ("release", "--done", "--task", TASK + "daily")
+    command = ("release", "--done", "--task", DAILY)
     refused = ask(*command, answer="n\n", ends=1)
     assert refused.stderr == "Not forgotten.\n"
     assert locks.exists(*map(done_name, keys)) == 3
@@ -1009,7 +1063,7 @@ def test_release_of_permits_that_live_needs_force(cli, locks):
     """Then all are released, each as it was shown."""
     held = cli.hold_many(identity(), ELSEWHERE)
     refused = ask("release", held[0].key, "--yes", ends=1)
-    assert "none of them is known to be abandoned. --force releases all of them" in refused.stderr
+    assert "all holders may still be running. Stop them first, or use --force" in refused.stderr
     result = ask("release", held[0].key, "--force", answer="y\n", ends=0)
     assert "Release all of them? [y/N]" in result.stdout
     assert [one.release() for one in held] == ["lost", "lost"]
@@ -1022,7 +1076,7 @@ def test_release_takes_the_name_of_one_permit(cli, permit):
     """A permit is a lock with a name: nothing else is shown, or touched."""
     held = cli.hold_many(ELSEWHERE, ELSEWHERE)
     name = f"{held[0].key}#{permit}"
-    assert "it is not known to be abandoned" in ask("release", name, "--yes", ends=1).stderr
+    assert "its holder may still be running" in ask("release", name, "--yes", ends=1).stderr
     result = ask("release", name, "--yes", "--force", ends=0)
     assert f"{name} is held by tests.cliapp.several[t-{permit}]" in result.stdout
     assert f"t-{1 - permit}" not in result.stdout
@@ -1568,7 +1622,7 @@ def test_commands_see_what_a_worker_does(tasks, journal, holding, locks):
         assert why.stdout.startswith("No: its lock is held.\n")
         assert f"Held by tests.workerapp.work(name='gated-cli')[{result.id}]" in why.stdout
         refused = ask("release", start["key"], "--yes", app="tests.workerapp", ends=1)
-        assert "Not released: it is not known to be abandoned." in refused.stderr
+        assert "Not released: its holder may still be running." in refused.stderr
         forced = wait_until(lambda: release_by_hand(start["key"]), "a look that no renewal has overtaken")
         assert f"Released {start['key']}." in forced.stdout
         assert "was released by hand" in forced.stderr

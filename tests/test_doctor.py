@@ -165,35 +165,44 @@ def test_broker_on_the_same_database_is_told(server, locks):
     finding(app, "broker", "note")
 
 
-OCTOBER, FEBRUARY = "CVE-2025-49844", "CVE-2025-67733"
+OCTOBER, FEBRUARY, MAY = "CVE-2025-49844", "CVE-2025-67733", "CVE-2026-23631"
 
 
 @pytest.mark.parametrize(
     ("version", "holes"),
     [
         ({"redis_version": "6.2.19"}, [OCTOBER]),
-        ({"redis_version": "6.2.20"}, []),
-        ({"redis_version": "7.0.15"}, [OCTOBER]),  # no release of this branch closes it
-        ({"redis_version": "7.2.10"}, [OCTOBER]),
-        ({"redis_version": "7.2.11"}, []),
-        ({"redis_version": "7.4.5"}, [OCTOBER]),
-        ({"redis_version": "7.4.6"}, []),
-        ({"redis_version": "8.0.3"}, [OCTOBER]),
-        ({"redis_version": "8.0.4"}, []),
-        ({"redis_version": "8.2.1"}, [OCTOBER]),
-        ({"redis_version": "8.2.2"}, []),
-        ({"redis_version": "8.4.0"}, []),
+        ({"redis_version": "6.2.20"}, []),  # nothing before 7.0 ever had the hole of May
+        ({"redis_version": "7.0.15"}, [OCTOBER, MAY]),  # no release of this branch closes them
+        ({"redis_version": "7.2.10"}, [OCTOBER, MAY]),
+        ({"redis_version": "7.2.11"}, [MAY]),
+        ({"redis_version": "7.2.14"}, []),
+        ({"redis_version": "7.4.5"}, [OCTOBER, MAY]),
+        ({"redis_version": "7.4.8"}, [MAY]),
+        ({"redis_version": "7.4.9"}, []),
+        ({"redis_version": "8.0.3"}, [OCTOBER, MAY]),
+        ({"redis_version": "8.0.6"}, [MAY]),
+        ({"redis_version": "8.2.1"}, [OCTOBER, MAY]),
+        ({"redis_version": "8.2.5"}, [MAY]),
+        ({"redis_version": "8.2.6"}, []),
+        ({"redis_version": "8.4.2"}, [MAY]),
+        ({"redis_version": "8.4.3"}, []),
+        ({"redis_version": "8.6.2"}, [MAY]),
+        ({"redis_version": "8.6.3"}, []),
         ({"redis_version": "10.0.0"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY]),
-        ({"redis_version": "7.2.4", "valkey_version": "8.1.6"}, []),
-        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.10"}, [OCTOBER, FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.11"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.12"}, [MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.13"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.6"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.9"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.3"}, [OCTOBER, FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.7"}, []),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, [FEBRUARY, MAY]),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.4"}, []),
         ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, []),
         ({"redis_version": "0"}, [OCTOBER]),
-        ({"redis_version": "8.2.2-v1"}, []),
+        ({"redis_version": "8.2.6-v1"}, []),
     ],
 )
 def test_server_whose_lua_has_known_holes_is_a_warning(version, holes):
@@ -231,6 +240,59 @@ def test_acl_lines_name_a_user_where_the_url_has_none(server):
     line, *_more = acl_lines(app_on("redis+cluster://bob:pw@localhost", setnx_prefix="shop"))
     assert line.startswith("ACL SETUSER bob ~shop:* ~setnx:brokers +eval ")
     assert line.endswith(" +cluster|slots +command")
+
+
+class Provider(redis.CredentialProvider):
+    """One that logs in as Eve."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return "eve", "pw"
+
+
+class Nameless(redis.CredentialProvider):
+    """One that has a password alone."""
+
+    def get_credentials(self) -> tuple[str]:
+        return ("pw",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "user"),
+    [
+        ({"setnx_url": "redis://h", "setnx_transport_options": {"username": "bob", "password": "pw"}}, "bob"),
+        ({"setnx_url": "redis://ann:pw@h", "setnx_transport_options": {"username": "bob"}}, "ann"),
+        (
+            {
+                "setnx_url": "sentinel://h",
+                "setnx_transport_options": {
+                    "username": "bob",
+                    "master_name": "m",
+                    "sentinel_kwargs": {"username": "of_sentinels"},
+                },
+            },
+            "bob",
+        ),
+        ({"setnx_url": "redis://h", "setnx_transport_options": {"credential_provider": Provider}}, "eve"),
+        (
+            {"setnx_url": "redis://h", "setnx_transport_options": {"credential_provider": Nameless}},
+            "celery_setnx on >PASSWORD",
+        ),
+        ({"result_backend": "redis://h", "redis_username": "bob", "redis_password": "pw"}, "bob"),
+        ({"result_backend": "redis://h", "result_backend_transport_options": {"username": "bob"}}, "bob"),
+        ({"broker_url": "redis://h", "broker_transport_options": {"username": "bob"}}, "bob"),
+        (
+            {"broker_url": "h", "broker_transport": "redis", "broker_user": "bob", "broker_password": "pw"},
+            "bob",
+        ),
+    ],
+)
+def test_acl_lines_name_the_user_who_logs_in(settings, user):
+    """Whichever setting names it, as for the client that the locks have."""
+    app = Celery("named", set_as_current=False)
+    app.conf.update(settings)
+    line, _comment, more = acl_lines(app)
+    assert line.startswith(f"ACL SETUSER {user} ~")
+    assert more.startswith(f"ACL SETUSER {user.split()[0]} +")
 
 
 def test_acl_lines_name_every_command_of_the_scripts():

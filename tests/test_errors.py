@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, SetnxError
+from celery_setnx.connection import LateCluster
+from celery_setnx.exceptions import LockForbidden, LockLost, LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
 from examples.embedded import EmbeddedServer
@@ -215,6 +217,30 @@ def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(admi
         attempt()
     assert admin.mget(NAME, RECORD) == before
     assert attempt.succeeds()
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "do"),
+    [
+        ("BUSY Redis is busy running a script. You can only call SCRIPT KILL.", LockUnavailable, ""),
+        ("LOADING Redis is loading the dataset in memory", LockUnavailable, ""),
+        ("MASTERDOWN Link with MASTER is down", LockUnavailable, ""),
+        ("NOPERM User limited has no permissions to run the 'cluster|slots' command", LockForbidden, "Grant"),
+        ("ERR This instance has cluster support disabled", LockForbidden, "for a cluster and for nothing"),
+        ("ERR unknown command 'CLUSTER', with args beginning with: 'SLOTS'", LockRefused, "too old"),
+    ],
+)
+def test_server_that_names_no_slots_is_taken_at_its_word(admin, proxy, said, error, do):
+    """redis-py says of each of them that cluster mode is not enabled."""
+    late = LateCluster(partial(redis.RedisCluster, host="127.0.0.1", port=proxy.port))
+    answering = proxy.fault("answer", containing=b"CLUSTER", reply=f"-{said}\r\n".encode())
+    with answering, pytest.raises(error) as caught:
+        SetnxLock(late, NAME).acquire()
+    assert type(caught.value) is error
+    assert said.partition(" ")[2] in str(caught.value)
+    assert "Cluster mode" not in str(caught.value)
+    assert do in caught.value.remedy
+    assert bool(do) == bool(caught.value.remedy)
 
 
 @each_verb

@@ -218,7 +218,14 @@ class Guard:
         """
         if options.on_conflict != "join":
             return
-        backend = self.app.backend
+        try:
+            backend = self.app.backend
+        except Exception as error:
+            pass_on_time_limit(error)
+            raise OptionError(  # the error's own words may quote a part of a password
+                f"{self.task} has on_conflict='join', and result_backend cannot be used "
+                f"({type(error).__name__}): mend it, or use on_conflict='wait'"
+            ) from error
         if isinstance(backend, DisabledBackend) or not backend.persistent:
             raise OptionError(
                 f"{self.task} has on_conflict='join', which needs a result backend that all workers "

@@ -50,7 +50,9 @@ class _Group(click.Group):
             in_one_line = error if isinstance(error, click.ClickException) else told(ctx.obj.app, error)
             if in_one_line is None:
                 raise
-            vars(in_one_line)["message"] = whole_words(printable(in_one_line.message), err=True)
+            label = getattr(in_one_line, "label", "Error: ")
+            message = whole_words(printable(in_one_line.message), err=True, after=label)
+            vars(in_one_line)["message"] = message
             raise in_one_line from (error.__cause__ if in_one_line is error else error)
 
 
@@ -105,7 +107,7 @@ def _of_call(function: Any) -> Any:
 def list_(
     ctx: click.Context, /, task: str | None, as_json: bool, older: float | None, **chosen: bool
 ) -> None:
-    """List the locks: task, state, age, deadline, process, who waits, holder.
+    """List the locks, and who has them.
 
     A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
     says how many are held ("3/5"), and the row is the holder's that needs a look first. The deadline of a
@@ -239,7 +241,7 @@ def why(
 @click.option("--force", is_flag=True, help="Release even what a living process may hold.")
 @click.pass_context
 def release(ctx: click.Context, /, target: str | None, task: str | None, **given: Any) -> None:
-    """Release a lock by hand, free the marks of a task, or forget successes or starts.
+    """Release a lock by hand, or forget marks, successes or starts.
 
     The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
     permits those are released that are abandoned; KEY#3 names permit 3 alone.
@@ -256,6 +258,13 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
             "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with "
             "--starts the former"
         )
+    if force and (queued or done or starts):
+        raise click.UsageError("--force is for a lock that may be held: leave it out for all else")
+    names_call = any(given.values())
+    if task is not None and names_call:
+        raise click.UsageError(
+            f"--task is about all calls of {task}; for one of them give TASK and its ARGS instead"
+        )
     from celery_setnx.cli.asked import loaded, permit_of, sight
     from celery_setnx.cli.byhand import (
         forget_done_call,
@@ -268,7 +277,7 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     app = loaded(ctx.obj.app)
     if target is None:
         (forget_done_of if done else free_marks)(app, str(task), yes=yes)
-    elif not (done or starts) and (found := permit_of(app, target)):
+    elif not (done or starts or names_call) and (found := permit_of(app, target)):
         release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
@@ -336,6 +345,8 @@ def doctor(ctx: click.Context, strict: bool, acl: bool, as_json: bool) -> None:
 
     Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
     """
+    if acl and (as_json or strict):
+        raise click.UsageError("--acl prints lines to copy, and examines nothing: give it alone")
     if acl:
         from celery_setnx.doctor.acl import acl_lines
 
@@ -416,5 +427,6 @@ def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
         look = style(sighting)
         picture.append(f"{line}\n", Style(color=look.get("fg"), dim=look.get("dim"), bold=False))
     count = f"{many(len(found), 'lock')}{hidden}, {time.strftime('%H:%M:%S')}. Ctrl-C ends."
-    count += left_out(COLUMNS, heading)
+    if hint := left_out(COLUMNS, heading):
+        count += hint if len(count + hint) <= size.width else f"\n{hint.lstrip()}"
     return picture.append(count, Style(bold=False))

@@ -122,7 +122,7 @@ def sight(
     if target in app.tasks:
         return sight_call(app, app.tasks[target], arguments, args_json, kwargs_json)
     if arguments or args_json or kwargs_json:
-        raise click.UsageError(unknown(app, target))
+        raise click.UsageError(f"{target} is a key: give no ARGS" if "{" in target else unknown(app, target))
     sighting = look_at(app, target)
     is_whole = "{" in target and target.endswith("}")
     if is_whole or any(sighting.raw):

@@ -24,19 +24,21 @@ from celery_setnx.log import Log
 logger = Log("celery_setnx")
 
 _BATCH = 1000
-_NOT_KNOWN = "Not released: it is not known to be abandoned. --force releases it all the same."
+_NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _NONE_KNOWN = (
-    "Not released: none of them is known to be abandoned. --force releases all of them all the same; one "
-    "alone if it is named, such as {}."
+    "Not released: all holders may still be running. Stop them first, or use --force, which releases all; "
+    "one alone if it is named, such as {}."
 )
 
 
 class NotReleased(click.ClickException):
-    """Nothing was released, and why."""
+    """Nothing was released, and why: an answer, and no error."""
+
+    label = ""
 
     def show(self, file: Any = None) -> None:
-        """Print it; it is an answer, and no error."""
-        say(self.message, err=True)
+        """Print it, as it is: it is escaped, and fits."""
+        click.echo(self.message, err=True)
 
 
 def release_lock(
@@ -132,8 +134,9 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
         error = free_all(client_for(app), marks[start : start + _BATCH])
         if error is not None:
             raise error
-    _note(app, "%d marks of %s were freed by hand, by %s.", len(marks), task, _user())
-    say(f"Freed {many(len(marks), 'mark')} of {task}.")
+    freed = many(len(marks), "mark")
+    _note(app, "%s of %s %s freed by hand, by %s.", freed, task, _were(len(marks)), _user())
+    say(f"Freed {freed} of {task}.")
 
 
 def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
@@ -145,9 +148,10 @@ def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
     are = "counts" if len(shown) == 1 else "count"
     say(f"{many(len(shown), 'call')} of {task} {are} as done, such as {shown[0].task_id}.")
     _say_who_shares(app, task)
-    forgotten = _forgotten(app, shown, yes=yes)
-    _note(app, "%d done calls of %s were forgotten by hand, by %s.", forgotten, task, _user())
-    say(f"Forgot {many(forgotten, 'done call')} of {task}.")
+    count = _forgotten(app, shown, yes=yes)
+    forgotten = many(count, "done call")
+    _note(app, "%s of %s %s forgotten by hand, by %s.", forgotten, task, _were(count), _user())
+    say(f"Forgot {forgotten} of {task}.")
 
 
 def forget_done_call(app: Celery, key: str, *, yes: bool) -> None:
@@ -173,8 +177,9 @@ def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
     if not yes and not click.confirm("Forget them?"):
         raise NotReleased("Not forgotten.")
     count = forget_starts(client_for(app), sighting)
-    _note(app, "%d starts of %s were forgotten by hand, by %s.", count, key, _user())
-    say(f"Forgot {many(count, 'start')}.")
+    forgotten = many(count, "start")
+    _note(app, "%s of %s %s forgotten by hand, by %s.", forgotten, key, _were(count), _user())
+    say(f"Forgot {forgotten}.")
     if let_others_go_on(app, sighting):
         say("Others wait in line; as many as may start have their turn.")
 
@@ -200,6 +205,10 @@ def _say_who_shares(app: Celery, task: str) -> None:
     others = also_under(app, task)
     if others:
         say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 def _note(app: Celery, text: str, *details: Any) -> None:

@@ -34,16 +34,23 @@ def say(*lines: str | Line, err: bool = False) -> None:
     click.echo("\n".join(_said(line, err=err) for line in lines), err=err)
 
 
-def whole_words(text: str, *, err: bool = False) -> str:
-    """The text in lines that fit the terminal to which it goes, under its first column; a key stays whole."""
-    if not (sys.stderr if err else sys.stdout).isatty() or _width(text) <= (room := _columns()):
+def whole_words(text: str, *, err: bool = False, after: str = "") -> str:
+    """The text in lines that fit the terminal to which it goes, under its first column; a key stays whole.
+
+    What it stands after there takes room in its first line.
+    """
+    if not (sys.stderr if err else sys.stdout).isatty() or _width(after + text) <= (room := _columns()):
         return text
     under = _UNDER.match(text)
     indent = " " * (under.end() if under else 0)
     fitting = textwrap.TextWrapper(
-        room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        room,
+        initial_indent=after,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return fitting.fill(text)
+    return fitting.fill(text).removeprefix(after)
 
 
 def left_out(columns: Sequence[str], heading: str) -> str:

@@ -10,12 +10,12 @@ from string import Formatter
 from typing import Any, Literal
 
 from celery import Celery, Task
-from celery.backends.base import DisabledBackend
 
+from celery_setnx.address import scheme_of
 from celery_setnx.call.back import result_tells, results_kept_s, visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.call.queues import is_fanout, is_reached, own_queue
-from celery_setnx.connection import new_client
+from celery_setnx.connection import backend_url, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
@@ -293,7 +293,7 @@ def _done_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
     if dedupe_for is None:
         return
     counts = f"{task.name} makes duplicates for {dedupe_for:g} s (dedupe_for)"
-    if task.ignore_result or isinstance(app.backend, DisabledBackend):
+    if task.ignore_result or scheme_of(backend_url(app)) in ("", "disabled"):
         yield note(
             "dedupe_for",
             f"{counts}, and its results are not stored.",

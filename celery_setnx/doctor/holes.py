@@ -15,11 +15,13 @@ class Hole(NamedTuple):
         names: Its names.
         why: What it allows.
         closed_in: By product, the release of each branch that closes it; the oldest one first.
+        since: The first version that has it. Defaults to any.
     """
 
     names: str
     why: str
     closed_in: Mapping[str, tuple[Version, ...]]
+    since: Version = ()
 
 
 HOLES = (
@@ -36,6 +38,16 @@ HOLES = (
         "Whoever may run EVAL there can forge replies to others that use the same connection.",
         {"Valkey": ((7, 2, 12), (8, 0, 7), (8, 1, 6), (9, 0, 3))},
     ),
+    Hole(
+        "CVE-2026-23631",
+        "Whoever may run EVAL on a replica that takes writes, or may make it such a one, can crash it or run "
+        "code on its host.",
+        {
+            "Redis": ((7, 2, 14), (7, 4, 9), (8, 2, 6), (8, 4, 3), (8, 6, 3)),
+            "Valkey": ((7, 2, 13), (8, 0, 9), (8, 1, 7), (9, 0, 4)),
+        },
+        since=(7, 0),
+    ),
 )
 """By the advisories of Redis and Valkey."""
 
@@ -44,7 +56,7 @@ def open_holes(product: str, version: Version) -> Iterator[Hole]:
     """The holes of a version."""
     for hole in HOLES:
         closed_in = hole.closed_in.get(product, ())
-        if closed_in and not _is_closed(version, closed_in):
+        if closed_in and version >= hole.since and not _is_closed(version, closed_in):
             yield hole
 
 

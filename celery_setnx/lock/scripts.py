@@ -244,8 +244,8 @@ def _ours_of(name: str, error: Exception) -> LockUnavailable | LockRefused:
     text = f"{type(error).__name__}: {error}"
     if str(error).startswith("FOREIGNRECORD"):  # whose key may be called anything
         return LockRefused(name, text)
-    if "Cluster mode is not enabled" in text:
-        text += ", or the user may not do CLUSTER SLOTS"
+    if "Cluster mode is not enabled" in text and (reply := _reply_behind(error)):
+        return _ours_of(name, reply)
     if handshake := _handshake_of(error):
         text += f" ({handshake})"
     if isinstance(error, _FORBIDDEN_ERRORS) or _FORBIDDEN.search(str(error)) or is_misled(text):
@@ -254,6 +254,13 @@ def _ours_of(name: str, error: Exception) -> LockUnavailable | LockRefused:
     return (
         LockUnavailable(name, text) if temporary or _TEMPORARY.match(str(error)) else LockRefused(name, text)
     )
+
+
+def _reply_behind(error: BaseException | None) -> ResponseError | None:
+    """What the server says to CLUSTER SLOTS: redis-py takes each refusal for a server without a cluster."""
+    while error is not None and not isinstance(error, ResponseError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _handshake_of(error: BaseException | None) -> str:

@@ -128,14 +128,14 @@ def test_old_producers_are_refused_without_leaving(page, deploy_of):
 
 
 def test_old_worker_of_heimdall_drops_new_calls_without_both(deploy_of):
-    """It skips a call of a new producer, for the lock of one that is queued; the mark of that stays."""
+    """It skips a call of a new producer, for the lock of one that is queued: that call never runs."""
     deploy = deploy_of(pages.HEIMDALL, ("base=Both", "base=HeimdallTask"))
     deploy.worker("step-1")
     queued = deploy.publish("before", "7", queue="nobody's")
     dropped = deploy.publish_to("step-1", "step-2", "7")
     assert deploy.result(dropped).get(timeout=60) is None
     assert deploy.journal.entries(what="start", task_id=dropped) == []
-    assert deploy.publish("step-2", "7", queue="nobody's") == dropped != queued
+    assert deploy.publish("step-2", "7", queue="nobody's") not in (dropped, queued)
 
 
 def test_unlock_before_run_through_the_deploy(deploy_of, gates):

@@ -110,7 +110,7 @@ def draw(shown: Mapping[str, list[Series]], counted: Mapping[str, float], second
         for place, (title, count) in enumerate(counted.items()):
             x = (place + 0.5) / len(counted)
             top.text(x, 0.8, f"{count:.0f}", ha="center", va="center", fontsize=15, weight="bold")
-            top.text(x, 0.6, textwrap.fill(title, 10), ha="center", va="top", color=DIM)
+            top.text(x, 0.6, textwrap.fill(title, 9), ha="center", va="top", color=DIM)
         grid = below.subplots(len(shown), squeeze=False)
         for axes, (title, parts) in zip(grid.flat, shown.items()):
             axes.set_title(title)

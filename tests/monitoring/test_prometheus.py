@@ -114,5 +114,5 @@ def test_picture_of_the_docs_has_every_panel_and_is_small():
     """A page loads fast; and the picture was drawn since the dashboard has changed last."""
     drawn = (DOCS / "dashboard.svg").read_bytes()
     assert len(drawn) < 250_000
-    said = {text.strip() for text in ElementTree.fromstring(drawn).itertext()}
-    assert {panel["title"] for panel in panels() if panel["type"] == "timeseries"} <= said
+    said = " ".join(" ".join(ElementTree.fromstring(drawn).itertext()).split())
+    assert [panel["title"] for panel in panels() if panel["title"] not in said] == []

@@ -170,7 +170,7 @@ def test_watch_fits_a_narrow_terminal(narrow, cli):
     cli.park("waiting")
     cli.stale("retrying")
     terminal.run("watch")
-    screen = terminal.shows("TASK", f"{height + 2} locks, 5 of them not shown")
+    screen = terminal.shows("TASK", f"{height + 2} locks, 5 of them not shown", "widen the terminal.")
     rows = shown_rows(screen, width)
     assert rows[:2] == [("tests.cliapp.retrying", "-"), ("tests.cliapp.waiting", "1")]
     assert len(rows) == height - 3
@@ -180,6 +180,26 @@ def test_watch_fits_a_narrow_terminal(narrow, cli):
 
     wait_until(lambda: red() == [1], "the stale lock, and no other, is red")
     terminal.interrupt()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("release --starts tests.cliapp.paced 7", 1, "Nothing to forget: no start of {key} is noted."),
+        ("release tests.cliapp.paced 7", 1, "Nothing to release: {key} is free."),
+        (
+            "list --stale --queued",
+            2,
+            "--queued lists marks, and --done calls that have succeeded",
+        ),
+    ],
+)
+def test_answer_that_is_no_fits_a_narrow_terminal(narrow, cli, line, code, says):
+    """In whole words; what stands after "Error:" has less room in its first line."""
+    terminal, _width, _height = narrow
+    terminal.run(*line.split())
+    screen = terminal.shows(f"code={code}")
+    assert says.format(key=cli.key("paced")) in " ".join(screen.split())
 
 
 def test_terminal_gets_nothing_but_text_of_what_others_wrote(terminal, cli, locks):
