@@ -513,7 +513,10 @@ def test_show_finds_a_lock_that_the_user_named(cli, locks):
         (["release", "--starts", "--done", "t:{a}"], "give a KEY"),
         (["release", "--starts", "--queued", "--task", "a"], "give a KEY"),
         (["release", "--starts", "--force", "t:{a}"], "--force is for a lock that may be held"),
-        (["release", "--done", "--task", "a", "--args", "[7]"], "--task is about all calls of a; for one of"),
+        (
+            ["release", "--done", "--task", "a", "--args", "[7]"],
+            "--task is about all calls of a",
+        ),
         (["release", "t:{a}#2", "7"], "t:{a}#2 is a key: give no ARGS"),
         (["show", "t:{a}", "7"], "t:{a} is a key: give no ARGS"),
         (["doctor", "--acl", "--strict"], "--acl prints lines to copy, and examines nothing: give it alone"),

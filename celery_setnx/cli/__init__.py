@@ -30,6 +30,10 @@ _ONE_KIND = (
     "--stale and --older list locks, and may be combined; --queued lists marks, and --done calls that have "
     "succeeded: each stands alone"
 )
+_WHAT_TO_RELEASE = (
+    "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with --starts the "
+    "former"
+)
 _LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
@@ -251,42 +255,30 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     in line has its turn.
     """
     queued, done, yes, force = (given.pop(name) for name in ("queued", "done", "yes", "force"))
-    starts = given.pop("starts")
+    starts, names_call = given.pop("starts"), any(given.values())
     is_odd = (target is None and queued == done) or (target and queued) or (starts and done)
     if (target is None) == (task is None) or is_odd or (starts and task):
-        raise click.UsageError(
-            "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with "
-            "--starts the former"
-        )
+        raise click.UsageError(_WHAT_TO_RELEASE)
     if force and (queued or done or starts):
         raise click.UsageError("--force is for a lock that may be held: leave it out for all else")
-    names_call = any(given.values())
     if task is not None and names_call:
-        raise click.UsageError(
-            f"--task is about all calls of {task}; for one of them give TASK and its ARGS instead"
-        )
+        raise click.UsageError(f"--task is about all calls of {task}; for one give TASK and its ARGS instead")
+    from celery_setnx.cli import byhand
     from celery_setnx.cli.asked import loaded, permit_of, sight
-    from celery_setnx.cli.byhand import (
-        forget_done_call,
-        forget_done_of,
-        forget_starts_of,
-        free_marks,
-        release_lock,
-    )
 
     app = loaded(ctx.obj.app)
     if target is None:
-        (forget_done_of if done else free_marks)(app, str(task), yes=yes)
+        (byhand.forget_done_of if done else byhand.free_marks)(app, str(task), yes=yes)
     elif not (done or starts or names_call) and (found := permit_of(app, target)):
-        release_lock(app, found[0], yes=yes, force=force, permit=found[1])
+        byhand.release_lock(app, found[0], yes=yes, force=force, permit=found[1])
     else:
         sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         if done:
-            forget_done_call(app, sighting.key, yes=yes)
+            byhand.forget_done_call(app, sighting.key, yes=yes)
         elif starts:
-            forget_starts_of(app, sighting, yes=yes)
+            byhand.forget_starts_of(app, sighting, yes=yes)
         else:
-            release_lock(app, sighting, yes=yes, force=force, instead=instead)
+            byhand.release_lock(app, sighting, yes=yes, force=force, instead=instead)
 
 
 @setnx.command()

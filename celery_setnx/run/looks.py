@@ -1,4 +1,4 @@
-"""When to look at the lines of tasks with a rate between two sweeps: when their next start is near.
+"""A timed look: at the lines of tasks with a rate, between two sweeps, when their next start is near.
 
 Which lines are due, and what is done with them, is the sweep's business.
 """
