@@ -32,7 +32,7 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Failure
-from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.lock.record import ENDED, ORIGINAL, task_token
 from celery_setnx.log import Log, fields
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
@@ -202,7 +202,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             let_others_start(self.app, self.task.name, lock)
             look_soon(self.app, self.task.name)
             if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
-                self._forget()
+                self._forget(has_died=True)
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
@@ -260,11 +260,13 @@ class SingletonRequest(Request):  # type: ignore[misc]
             bool(self.expires) and datetime.now(timezone.utc if self.expires.tzinfo else None) > self.expires
         )
 
-    def _forget(self, *, is_sent_again: bool = False) -> None:
+    def _forget(self, *, is_sent_again: bool = False, has_died: bool = False) -> None:
         if self._guard is None:
             return
-        may_wait = self._guard.options_of(self.call.options).may_wait
-        ends_of_process().forget(self.app, self.call, may_wait=may_wait, is_sent_again=is_sent_again)
+        call, may_wait = self.call, self._guard.options_of(self.call.options).may_wait
+        if has_died and call.copy == ORIGINAL and not call.redelivered:  # it may have been sent again
+            call = call._replace(copy=ENDED)
+        ends_of_process().forget(self.app, call, may_wait=may_wait, is_sent_again=is_sent_again)
 
     def _forget_success(self) -> None:
         """Take back what this run has noted, or may note still: it has failed all the same."""

@@ -19,7 +19,7 @@ from celery_setnx.connection import client_for, quick_client_for
 from celery_setnx.lock.line import leave, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
-from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.run import ends as ends_module
 from celery_setnx.run import sweep as sweep_module
 from celery_setnx.run.ends import Ends, ends_of_process
@@ -246,6 +246,20 @@ def test_call_without_a_header_that_died_before_it_waited_has_failed(waiting):
     delivered = Delivered(waiting)
     delivered.request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult(delivered.request.id).state == "FAILURE"
+
+
+@pytest.mark.parametrize("policy", ["wait", "retry"])
+def test_call_that_has_failed_with_its_process_does_not_run_later(waiting, policy):
+    """It may have been sent again just before: told as failed, it starts nothing more. Its retry may run."""
+    waiting.singleton = {"key": (), "on_conflict": policy}
+    call = Call("waiting", "id-1", key="t:{waiting}", bare=False)
+    assert killed(waiting, call)[0] == "FAILURE"
+    again, retry = call._replace(waits=1), call._replace(attempt=1)
+    for which, is_stale in ((again, True), (retry, False)):
+        details = {"copy": which.copy, "attempt": which.attempt, "remember": 0}
+        lock = SetnxLock(client_for(waiting.app), call.key, line=True)
+        outcome = lock.acquire(token=task_token("id-1", which.attempt, "1f"), **details)
+        assert outcome.stale == is_stale
 
 
 def test_call_that_died_with_its_turn_has_failed(waiting, locks):

@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery_setnx import Conflict, SetnxLock, SingletonTask
 from celery_setnx.address import _provider
 from celery_setnx.call import arrived, delay
-from celery_setnx.call.back import Message, come_back, known_result
+from celery_setnx.call.back import Dropped, Message, come_back, known_result
 from celery_setnx.call.message import Call
 from celery_setnx.call.queues import delayed_way_to
 from celery_setnx.call.wake import wake_all
@@ -172,6 +172,87 @@ def test_call_that_fails_while_it_is_parked_waits_no_more(task, locks, monkeypat
     place = Call("limited", "id-1", key=key).place(600)
     assert park(locks, place, since=10.0, call="its courier's").state == "stale"
     assert locks.ttl(ticket_name(key, "id-1", "")) >= 600  # as long as its courier may come
+
+
+@pytest.fixture
+def sent(task, monkeypatch) -> list[Call]:
+    """The calls that are sent back."""
+    sent: list[Call] = []
+    monkeypatch.setattr(Message, "send", lambda _message, _app, call, _countdown=0.0: sent.append(call))
+    return sent
+
+
+def arrives(task: Any, call: Call) -> Any:
+    """What becomes of a call when its message comes."""
+    task.push_request(**{**vars(task.request), **call.as_headers()})
+    try:
+        return task()
+    finally:
+        task.pop_request()
+
+
+SENDING = {
+    "sending": ("celery_setnx.call.back.Message.send", SoftTimeLimitExceeded()),
+    "reply_of_broker_lost": ("celery_setnx.call.back.Message.send", OSError("no reply")),
+}
+STRUCK_AT = {
+    "what becomes of it": ("celery_setnx.run.run.Run._fate_of", SoftTimeLimitExceeded()),
+    "the end of its wait": ("celery_setnx.run.run.Run._end_wait", SoftTimeLimitExceeded()),
+    "the end of its mark": ("celery_setnx.run.run.Run._end_mark", SoftTimeLimitExceeded()),
+}
+
+
+def fails(task: Any, locks: Any, patch: Any, step: str, error: Exception) -> None:
+    """Have a call meet a held lock, and fail after some step of what it does then."""
+    done = pydoc.locate(step)
+
+    def struck(*args: Any, **details: Any) -> NoReturn:
+        done(*args, **details)
+        raise error
+
+    with patch.context() as patched, SetnxLock(locks, task.lock_key(), line=True):
+        patched.setattr(step, struck)
+        with pytest.raises((SoftTimeLimitExceeded, LockUnavailable)):
+            task()
+
+
+@pytest.mark.parametrize("policy", ["retry", Conflict.retry])
+@pytest.mark.parametrize(("step", "error"), {**SENDING, **STRUCK_AT}.values(), ids=[*SENDING, *STRUCK_AT])
+def test_call_that_fails_while_it_comes_back_does_not_run_later(
+    task, sent, locks, monkeypatch, policy, step, error
+):
+    """It is told as failed, so what it has sent of itself starts nothing."""
+    monkeypatch.setattr(type(task), "singleton", {"on_conflict": policy})
+    fails(task, locks, monkeypatch, step, error)
+    (call,) = sent
+    with pytest.raises(Dropped):
+        arrives(task, call)
+
+
+@pytest.mark.parametrize(("step", "error"), STRUCK_AT.values(), ids=STRUCK_AT)
+def test_call_that_fails_just_after_it_was_parked_waits_no_more(task, locks, monkeypatch, step, error):
+    """Told as failed, it is started neither from the line nor by its courier."""
+    fails(task, locks, monkeypatch, step, error)
+    place = Call("limited", "id-1", key=task.lock_key()).place(600)
+    assert locks.zcard(line_names(place.key)[0]) == 0
+    assert park(locks, place, since=10.0, call="its courier's").state == "stale"
+
+
+def test_call_that_fails_as_it_comes_back_from_its_turn_does_not_run_later(task, sent, locks, monkeypatch):
+    """It has had the lock, and its ticket names its message: the one that it has sent has the same name."""
+    woken = Call("limited", "id-1", key=task.lock_key(), copy="c1", waits=1, since=1.0)
+    park(locks, woken.place(600), copy=woken.copy, since=1.0, call="its call")
+
+    def struck(*_details: Any) -> NoReturn:
+        come_back(task, woken, 1.0, "the result is not there yet")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("celery_setnx.run.run.Run._result_without_body", struck)
+        patched.setattr("celery_setnx.run.run.Run._fate_of", STRUCK)
+        with pytest.raises(SoftTimeLimitExceeded):
+            arrives(task, woken)
+    with pytest.raises(Dropped):
+        arrives(task, sent[0])
 
 
 def test_time_limit_that_strikes_while_the_next_is_woken_gives_back_what_was_handed_to_it(

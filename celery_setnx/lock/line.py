@@ -29,7 +29,7 @@ from celery_setnx.lock.names import (
     record_name,
     ticket_name,
 )
-from celery_setnx.lock.record import ORIGINAL, PLAIN, Holder, Terms, current_holder
+from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, Holder, Terms, current_holder
 from celery_setnx.lock.scripts import PermitScript, Script, is_cluster, replies_to, reply_to, value_of
 
 _PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
@@ -128,6 +128,8 @@ def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
     if not attempt.isdecimal() or int(attempt) < place.attempt:
         return False
     begun_by = rest.rpartition("|")[0]
+    if begun_by == ENDED:
+        return False
     if int(attempt) == place.attempt and not begun_by and copy != ORIGINAL:  # it may have died with its turn
         return reply_to(client, "ZSCORE", line_names(place.key)[0], place.task_id) is not None
     return int(attempt) > place.attempt or begun_by != copy

@@ -19,6 +19,9 @@ US = 1_000_000
 ORIGINAL = "-"
 """The copy that a call's first message is; those that wake it have ids of their own."""
 
+ENDED = "!"
+"""The copy that no message is: a ticket that names it says that the attempt has failed, and never starts."""
+
 
 def task_token(task_id: str, retries: int | None, nonce: str) -> str:
     """A task's token: proof of being the holder, new for every delivery."""

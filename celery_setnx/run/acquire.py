@@ -26,7 +26,7 @@ from celery_setnx.lock.line import BEGUN_S
 from celery_setnx.lock.lock import AHEAD_S, HAND_OVER_S, HeldLock, Outcome
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.process import identity
-from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.lock.record import ENDED, ORIGINAL, Holder, task_token
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_result, joined_by
@@ -75,7 +75,7 @@ class Asking:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
         self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-        self.has_parked = False  # whether it was about to be parked when its turn came, or it failed
+        self.has_parked = False  # whether it was about to be parked when its turn came
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
@@ -185,8 +185,21 @@ class Asking:
     def leave(self) -> None:
         """Leave the line, if it stands there and ends without the lock."""
         is_one_of_many = self.call.copy != ORIGINAL or self.has_parked
+        self._leave(self.call, BEGUN_S if is_one_of_many else _LINGER_S)
+
+    def end(self) -> None:
+        """Have no message start this attempt any more, which has failed before its body.
+
+        Nor the one that it may have sent of itself. That one is known by the name that this message has: so
+        what is said to have begun is the next attempt. There is none, unless a twin of this delivery has sent
+        its retry.
+        """
+        attempt = self.call.attempt + (not self.may_be_second)
+        self._leave(self.call._replace(attempt=attempt, copy=ENDED), BEGUN_S)
+
+    def _leave(self, call: Call, remember_s: float) -> None:
         try:
-            leave_line(self.task.app, self.call, BEGUN_S if is_one_of_many else _LINGER_S)
+            leave_line(self.task.app, call, remember_s)
         except SetnxError as unheard:
             logger.warning(
                 "%s has ended, and has not left the line: %s", self.call, unheard, extra=fields(of=self.call)

@@ -97,7 +97,7 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     except SetnxError as error:
         parking.go_without_place(error)
     if found.state == "stale":
-        raise Dropped("another message has started this call")
+        raise Dropped("another message has started this call, or has failed")
     if found.state == "taken":
         raise PlaceTaken
     parking.note_holder(found)

@@ -144,6 +144,10 @@ class Run:
         self.request._setnx_run = _runs[id(self)] = self
         try:
             return self._execute(body)
+        except (SoftTimeLimitExceeded, LockUnavailable) as error:
+            if not self.has_begun and getattr(error, "unsent", True):
+                self.asking.end()  # it may have parked, or been sent again, and is told as failed
+            raise
         finally:  # a body that the same request runs next has a lock of its own
             del self.request._setnx_run
             _runs.pop(id(self), None)
@@ -157,10 +161,11 @@ class Run:
                 outcome = asking.ask()
                 if outcome is None:
                     store_started(self.task, self.request)
+                    self.has_begun = True
                     return body()
                 held, stale = outcome.lock, outcome.stale
                 if stale:
-                    raise self._dropped("another message has started this call")
+                    raise self._dropped("another message has started this call, or has failed")
                 if held is None and asking.frees_held(outcome):
                     continue
                 if held is None:
@@ -168,10 +173,8 @@ class Run:
                         return result
                     try:
                         return resolve(asking.conflict(outcome))
-                    except (ItsTurn, SoftTimeLimitExceeded, LockUnavailable) as error:
-                        asking.has_parked = True  # or it may have: then a call that fails stands in line
-                        if not isinstance(error, ItsTurn):
-                            raise
+                    except ItsTurn:
+                        asking.has_parked = True
             self.acquired_at = self.lock.clock()
             self.keeps_mark = asking.may_be_second and cast("Outcome", outcome).mark == self.call.task_id
             if (result := self._result_without_body(held)) is not UNSET:
