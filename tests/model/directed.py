@@ -362,6 +362,8 @@ DIRECTED = (
         terms="2:1/3000000",
     ),
     _acquire(_store(_permit("a|0|1f", 0, "held_for_retry")), token="one", terms="2:1/3000000"),
+    # What is handed to another ends now: no start is kept for that.
+    _acquire(_store(others=(_permit("c", 0, "handed", "b|b"),), known=TWO), terms="2:1/3000000"),
     # Woken late, it takes the start of another, to which a permit is handed.
     _acquire(
         _store(ticket="0||0", others=(_permit("c", SECOND, "handed", "b|b"),), known=TWO),
