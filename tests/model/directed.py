@@ -10,6 +10,8 @@ from tests.model.cases import (
     HOUR,
     KEYS,
     LINE,
+    LINES,
+    LINES_EPOCH,
     MARK,
     OTHERS,
     PAIR,
@@ -24,6 +26,7 @@ from tests.model.cases import (
     Step,
 )
 from tests.model.injected import EPOCH, set_clock
+from tests.model.lines import Lines
 from tests.model.pace import MOST_STARTS, Pace
 from tests.model.store import (
     MS,
@@ -52,14 +55,19 @@ class Directed(NamedTuple):
     keys: tuple[str, ...]
     store: Store
     sent: dict[str, Any]
+    lines: Lines = Lines()
 
     def steps(self, shas: dict[str, str]) -> Iterator[Step]:
         """The operations, as those of a random case."""
         case = Case(0, shas)
         case.now = NOW
         yield case.plain("start", [("DEL", *KEYS), *set_clock(NOW)])
-        case.store = self.store
-        yield case.plain("found", list(_commands(self.store)))
+        case.store, case.lines = self.store, self.lines
+        due = [("ZADD", LINES[task], moment, entry) for task, moment, entry in self.lines.due]
+        yield case.plain("found", [*_commands(self.store), *due])
+        if due:
+            yield case.swept(self.verb, self.keys, **self.sent)
+            return
         count = 1 + sum(bool({*pair} & {*self.keys[2:]}) for pair in PAIRS[1:])
         several = {"count": count} if count > 1 or STARTS in self.keys else {}
         case.focus = PAIRS.index(self.keys[:2]) if self.keys[:2] in PAIRS else 0
@@ -178,6 +186,13 @@ DIRECTED = (
         (*PAIR, *WAITING),
         _store(_permit("a|0|1f", SECOND), line=((5, "b|b"),), calls=(("b|b", f"@{NOW + 1_000}"),)),
         FREES_IT,
+    ),
+    # It hands nothing over, and others wait.
+    Directed(
+        "release",
+        (*PAIR, *WAITING),
+        _store(_permit("a|0|1f", SECOND), line=((5, "b|b"),), calls=(("b|b", "0|5|call"),)),
+        {**FREES_IT, "hand_over": ""},
     ),
     # It starts, and was woken in vain before, though nothing is kept of its call.
     _acquire(_store(ticket="0||2"), copy="x1", remember=REMEMBER_MS),
@@ -362,6 +377,8 @@ DIRECTED = (
         terms="2:1/3000000",
     ),
     _acquire(_store(_permit("a|0|1f", 0, "held_for_retry")), token="one", terms="2:1/3000000"),
+    # What is handed to another ends now: no start is kept for that.
+    _acquire(_store(others=(_permit("c", 0, "handed", "b|b"),), known=TWO), terms="2:1/3000000"),
     # Woken late, it takes the start of another, to which a permit is handed.
     _acquire(
         _store(ticket="0||0", others=(_permit("c", SECOND, "handed", "b|b"),), known=TWO),
@@ -379,8 +396,16 @@ DIRECTED = (
         )
         for permit, others, starts in (
             (_permit("c", SECOND, "handed", "b|b"), (), Starts()),
-            (NO_PERMIT, (_permit("c", SECOND, "handed", "b|b"),), Starts()),
+            (NO_PERMIT, (_permit("c", 2 * SECOND, "handed", "b|b"),), Starts()),
             (NO_PERMIT, (), Starts(((NOW - 3 * SECOND + Pace.ahead, 0, 7),), NOW // MS + REMEMBER_MS)),
         )
+    ),
+    # Of two sets of paced tasks the first has what is due next.
+    Directed(
+        "sweep",
+        (LINES_EPOCH, LINES[""], LINES["a"]),
+        Store(),
+        {"interval": SECOND, "remember": REMEMBER_MS, "epoch": 7, "paced": (1, 2), "tasks": ("", "a")},
+        Lines((("", NOW + 5, "lock.foo"), ("a", NOW + 6, "lock.foo"))),
     ),
 )
