@@ -50,7 +50,7 @@ _LINGER_POLL_S = 0.0005
 def info_of(call: Call, worker: str | None) -> str:
     """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
-    if call.shares_id and call.call_id:
+    if call.is_one_of_several:
         said = f'{said[:-1]},"call":"{call.call_id}"}}'
     return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
 
@@ -205,6 +205,8 @@ class Asking:
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         if self.may_be_second:
             details["second"] = True
+        if call.is_one_of_several:
+            details["shared"] = True
         same_host = self.guard.settings.same_host
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None
