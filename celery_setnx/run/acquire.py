@@ -118,9 +118,8 @@ class Asking:
 
     def frees_held(self, outcome: Outcome) -> bool:
         """Whether what stands in its way is held for a retry of a call that has ended, and is free by now."""
-        holder = outcome.holder
-        is_others = holder is not None and holder.task_id != self.call.task_id
-        return is_others and self._frees(cast("Holder", holder).state, cast("Holder", holder).task_id)
+        found = {holder.task_id: holder.state for holder in (outcome.holder, outcome.ends_first) if holder}
+        return any(self._frees(found[other], other) for other in found if other != self.call.task_id)
 
     def _frees(self, state: str, task_id: str | None) -> bool:
         """Whether a call has ended which the lock server takes for one that is to come, and is freed."""

@@ -285,7 +285,7 @@ class Case:
             sent["since"] = choose((0, self.now - self.random.randrange(3) * SECOND))
             sent["attempt"] = choose((0, 0, 1))
         in_full = {**sent, **{name: sent.get(name, value) for name, value in BARE.items()}, "terms": "1"}
-        if LINE in keys and task is not None and self.now // 7 % 4 == 2:
+        if LINE in keys and task is not None and self.now // 13 % 4 == 3:
             sent = in_full = {**in_full, "second": "0", "shared": "1"}
         if self.has_several and LINE in keys:
             sent = {**in_full, "terms": self.terms(1, 2, 3)}
