@@ -15,11 +15,13 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
+from celery.states import SUCCESS
 from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
+from celery_setnx.call.ended import stored_end
 from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
@@ -206,8 +208,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
             return word == "freed"
 
         self._free(free, f"died with its process {self.worker_pid}")
-        if has_failed:  # though it may have given the lock back as one that has succeeded
+        # It may have given the lock back as one that has succeeded; and so it has, if that is stored.
+        if has_failed and self._guard.options.dedupe_for and not self._has_stored_success():
             self._forget_success()
+
+    def _has_stored_success(self) -> bool:
+        return bool(stored_end(self.app, self.task.name, self.id).get("status") == SUCCESS)
 
     def _goes_on(self) -> bool:
         """Whether the call of a child that has died waits in line, or another message has started it."""

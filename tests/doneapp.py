@@ -70,13 +70,23 @@ def run(self: Any, name: str, ends: str = "well") -> Any:
     return {"unwritable": Unwritable(), "deadly": Deadly()}.get(ends, name)
 
 
-def variant(name: str, **options: Any) -> Any:
+class Hooked(SingletonTask):
+    """Dies once its result is stored, if its call is told so."""
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        """Die, if told."""
+        if args[1:] == ["dies later"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def variant(name: str, base: type[SingletonTask] = SingletonTask, **options: Any) -> Any:
     """A task with this function and these options."""
-    return app.task(base=SingletonTask, bind=True, name=name, singleton={**OPTIONS, **options})(run)
+    return app.task(base=base, bind=True, name=name, singleton={**OPTIONS, **options})(run)
 
 
 daily = variant("daily")
 briefly = variant("briefly", dedupe_for=0.2)
+hooked = variant("hooked", Hooked)
 strict = variant("strict", on_duplicate="raise")
 retrying = variant("retrying", on_conflict="retry")
 waiting = variant("waiting", on_conflict="wait")

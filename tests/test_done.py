@@ -187,6 +187,18 @@ def test_success_stays_though_its_process_dies_later(tasks, name, journal, count
     assert counts(name) == first.id
 
 
+def test_success_that_is_stored_stays_though_its_process_dies_then(tasks, name, counts):
+    """In the task's on_success, say: its result says that it has succeeded."""
+    first = tasks.hooked.delay(name, "dies later")
+    assert first.get(timeout=30) == name
+    second = tasks.hooked.delay(f"{name}-2", "deadly")
+    with pytest.raises(WorkerLostError):
+        second.get(timeout=30)
+    wait_until(lambda: counts(f"{name}-2", tasks.hooked) is None, "the worker has looked after both")
+    assert counts(name, tasks.hooked) == first.id
+    assert tasks.hooked.delay(name).id == first.id
+
+
 def test_call_that_nobody_asked_is_skipped_and_names_the_first(tasks, name, journal, counts):
     """A send_task without the package, or beat: its worker asks, under the lock."""
     first = tasks.daily.delay(name)

@@ -15,7 +15,7 @@ import redis
 from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.lock.line import Found, Place, leave, park
 from celery_setnx.lock.lock import Outcome
-from celery_setnx.lock.names import line_names, ticket_name
+from celery_setnx.lock.names import line_names, permit_names, ticket_name
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
 from examples.embedded import EmbeddedServer
 from tests.harness import age, server_us
@@ -270,6 +270,32 @@ def test_calls_with_one_task_id_leave_each_other_their_place(locks, line):
     assert park(locks, second, since=2.0, call="second").state == "stale"
     assert line.hand_on() == Heir("nightly", "first")
     assert leave(locks, replace(second, call_id="c"), copy=ORIGINAL) == "left"  # it is not kept for that one
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("is_handed", [False, True], ids=["in line", "handed"])
+def test_call_with_the_task_id_of_one_that_waits_has_not_its_turn(locks, limit, is_handed):
+    """Its lock came free without being handed, or is kept for the first: the second finds it held, and leaves
+    the first its place.
+    """
+    first = replace(place("nightly"), call_id="a", shared=True)
+    lock, holders = SetnxLock(locks, NAME, line=True, limit=limit), []
+    for _ in range(limit):
+        holders.append(lock.acquire().lock)
+    park(locks, first, copy=ORIGINAL, since=1.0, call="first")
+    if is_handed:
+        holders[-1].release()
+    else:
+        locks.delete(holders[-1].key if limit == 1 else permit_names(NAME, 1)[0])
+    lock.heirs.clear()
+
+    second = lock.acquire(token=task_token("nightly", 0, "b2"), call_id="b", shared=True)
+    assert (second.acquired, second.holder is not None) == (False, True)
+    assert lock.heirs == [Heir("nightly", "first")] * (not is_handed)
+    assert locks.hget(CALLS, "nightly").endswith("|first")
+    woken = lock.acquire(token=task_token("nightly", 0, "a1"), call_id="a", shared=True, copy="x1")
+    assert woken.acquired
+    assert locks.hget(CALLS, "nightly") is None
 
 
 def test_lock_is_kept_for_a_lingering_task_no_longer_than_it_lingers(line):

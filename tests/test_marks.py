@@ -176,6 +176,22 @@ def test_delivery_that_ran_again_takes_back_what_the_one_before_has_noted(locks)
     assert done_by(locks, "k") is None
 
 
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("is_later", [True, False], ids=["later", "earlier"])
+def test_failure_takes_no_success_of_a_later_delivery_back_under_whichever_permits(locks, limit, is_later):
+    """Each has had a permit of its own, whose records tell which of them was the first."""
+    lock = SetnxLock(locks, "k", line=True, limit=limit)
+    other = lock.acquire(token="b|0|3c").lock
+    tokens = ["a|0|2b", "a|0|1a"] if is_later else ["a|0|1a", "a|0|2b"]
+    for permit, token in zip((1, 0), tokens):
+        held = lock.acquire(token=token).lock
+        assert held.permit == permit
+        other.release()  # so the next takes the first permit
+        held.release(done_for=60 if token == "a|0|1a" else 0)
+    assert forget_done(locks, [Failure("k", "a|0|2b", limit)]) is None
+    assert done_by(locks, "k") == ("a" if is_later else None)
+
+
 @pytest.mark.parametrize("permit", [0, 1])
 def test_release_after_the_failure_notes_no_success(locks, permit):
     """The lock is given back as ever, under whichever permit; a run that has not failed counts."""

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +297,37 @@ def test_event_loop_asks_for_a_revoked_call_by_its_quick_client(waiting, monkeyp
     leave(client, place, copy="x2")  # which has begun
     assert Delivered(waiting, call=call).request.revoked()
     assert asked == [quick_client_for(waiting.app)]
+
+
+ENDS = [("SUCCESS", None, "id"), ("FAILURE", None, None), ("SUCCESS", "nightly", None)]
+
+
+@pytest.mark.parametrize(("state", "own_id", "counts"), ENDS, ids=["stored", "failed", "an id of its own"])
+def test_success_of_a_dead_process_is_taken_back_unless_its_result_is_known(
+    locks, server, state, own_id, counts
+):
+    """It died after it had stored that: in on_success, say. An id of its user's may have another's result."""
+    app = Celery("known", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
+
+    def body() -> None: ...
+
+    options = {"key": (), "dedupe": "until_done", "dedupe_for": 600}
+    task = app.task(body, base=SingletonTask, name="known", shared=False, singleton=options)
+    task.backend = app.backend  # which another thread asks, too
+    task.backend.persistent = True
+    call = Call("known", own_id or uuid.uuid4().hex, key="t:{known}", bare=False)
+    task.backend.store_result(call.task_id, None, state)
+    request = Delivered(task, call=call).request
+    held = SetnxLock(locks, call.key, line=True).acquire(token=request._token).lock
+    held.release(done_for=600)
+    request.worker_pid = 1
+    request.free_dead()
+    ends = ends_of_process()
+    wait_until(lambda: not (ends._ended or ends._at_work), "what it leaves behind is freed")
+    assert done_by(locks, call.key) == (counts and call.task_id)
+    client_for(app).close()
+    app.close()
 
 
 def test_success_is_taken_back_though_redis_was_away_for_longer_than_the_lease(locks, proxy, caplog):

@@ -136,6 +136,17 @@ def test_lock_that_is_held_for_a_retry_which_has_run_is_free(task, locks):
     assert execute(task, lambda: "ran") == "ran"
 
 
+def test_permit_that_is_held_for_a_retry_which_has_run_is_free(task, locks, monkeypatch):
+    """One whose deadline is the first stands in the way as one that has been held for longest does."""
+    monkeypatch.setattr(task._guard, "options", replace(task._guard.options, limit=2))
+    other = uuid.uuid4().hex
+    SetnxLock(locks, KEY, line=True, limit=2, lease=600).acquire()
+    SetnxLock(locks, KEY, line=True, limit=2).acquire(token=task_token(other, 0, "ab")).lock.hold(60)
+    task.backend.persistent = True
+    task.backend.mark_as_done(other, "result")
+    assert execute(task, lambda: "ran") == "ran"
+
+
 def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks, monkeypatch):
     """Its worker asks, as a publisher does: the mark is older data, and this call is the one queued."""
     monkeypatch.setattr(task._guard, "options", replace(task._guard.options, dedupe="until_started"))

@@ -1,4 +1,4 @@
-"""Whether another call has ended, by its stored result, although the lock server lists it as pending.
+"""Whether a call has ended, by its stored result, whatever the lock server says.
 
 A lock server may come back with older data: those of a snapshot, or of a replica that lags. Then a mark, or a
 lock that is held for a retry, may be that of a call which has run since.
@@ -7,6 +7,8 @@ lock that is held for a retry, may be that of a call which has run since.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis
@@ -15,7 +17,7 @@ from celery import Celery
 from celery.states import READY_STATES
 
 from celery_setnx.call.back import known_result
-from celery_setnx.call.message import has_random_id
+from celery_setnx.call.message import Call, has_random_id
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.lock import SetnxLock
@@ -31,6 +33,33 @@ _asked_again_at: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 _DEATHS = (WorkerLostError, MemoryError, TimeLimitExceeded)  # of a process that may have sent its retry
 
 
+def stored_end(app: Celery, name: str, task_id: str, *, its_own: bool = False) -> Mapping[str, Any]:
+    """What is stored of a call that has ended, as SUCCESS, FAILURE or REVOKED; nothing if that is not known.
+
+    It is not known where the task ignores its results, where the id may be another call's as well, because
+    its publisher has made it up, where no backend keeps results, or while the backend is left alone.
+
+    Args:
+        app: The call's app.
+        name: The call's task.
+        task_id: The call's id, as Celery has it.
+        its_own: Whether a delivery asks about its own call, before it runs. Then the id is the call's, and
+            the backend is asked whatever the task ignores, and however long it takes. Defaults to False.
+    """
+    task = app._tasks.get(name)
+    began = time.monotonic()
+    if not its_own and (
+        not has_random_id(task_id)
+        or getattr(task, "ignore_result", False)
+        or began < _asked_again_at.get(app, 0.0)
+    ):
+        return {}
+    stored = known_result((task or app).backend, task_id, Call(name, task_id))
+    if time.monotonic() - began >= _A_WAIT_S:
+        _asked_again_at[app] = time.monotonic() + _PAUSE_S
+    return stored if stored.get("status") in READY_STATES else {}
+
+
 def free_ended(
     app: Celery, task: str, key: str, task_id: str | None, state: str, client: redis.Redis | None = None
 ) -> bool:
@@ -38,7 +67,10 @@ def free_ended(
 
     True if it was there still, and is freed: nothing that names another call is touched.
     """
-    if state not in ("queued", "held_for_retry") or not _has_ended(app, task, task_id or ""):
+    if state not in ("queued", "held_for_retry"):
+        return False
+    stored = stored_end(app, task, task_id or "")
+    if not stored or isinstance(stored.get("result"), _DEATHS):
         return False
     try:
         is_freed = _free(client or client_for(app), key, str(task_id), state)
@@ -56,18 +88,3 @@ def _free(client: redis.Redis, key: str, task_id: str, state: str) -> bool:
     if state == "queued":
         return free_if_marked(client, Mark(key, task_id))
     return SetnxLock(client, key, line=True).free_held(task_id)
-
-
-def _has_ended(app: Celery, name: str, task_id: str) -> bool:
-    """Whether a call's result says so; not of an id that may be a later call's as well."""
-    task = app._tasks.get(name)
-    if not has_random_id(task_id) or getattr(task, "ignore_result", False):
-        return False
-    backend = (task or app).backend
-    began = time.monotonic()
-    if began < _asked_again_at.get(app, 0.0):
-        return False
-    stored = known_result(backend, task_id, f"Task {task_id}")
-    if time.monotonic() - began >= _A_WAIT_S:
-        _asked_again_at[app] = time.monotonic() + _PAUSE_S
-    return stored.get("status") in READY_STATES and not isinstance(stored.get("result"), _DEATHS)

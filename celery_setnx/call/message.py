@@ -121,13 +121,17 @@ class Call(NamedTuple):
 
     def place(self, remember: float) -> Place:
         """Its place in the line, which is remembered for so many seconds."""
-        shared = self.shares_id and self.call_id != ""
-        return Place(self.key, self.task_id, self.attempt, remember, self.call_id, shared)
+        return Place(self.key, self.task_id, self.attempt, remember, self.call_id, self.is_one_of_several)
 
     @property
     def shares_id(self) -> bool:
         """Whether other calls may be given its task id, because its publisher has made that up."""
-        return _RANDOM_ID.fullmatch(self.task_id) is None
+        return not has_random_id(self.task_id)
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other calls may be given its task id, and are told from it."""
+        return self.shares_id and self.call_id != ""
 
     @property
     def title(self) -> str:

@@ -68,7 +68,7 @@ AHEAD_S = 0.02
 """Seconds before its start at which a call may be handed a permit (lua/permits.lua): it asks again then."""
 
 _HAND_OVER_US = round(HAND_OVER_S * US)
-_NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False)  # what acquire.lua is told of a call that has not waited
+_NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False, False)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 _ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve", asks_pace=True)
@@ -372,6 +372,7 @@ class SetnxLock:
         attempt: int = 0,
         call_id: str = "",
         second: bool = False,
+        shared: bool = False,
     ) -> Outcome:
         """Try to become the holder.
 
@@ -393,6 +394,8 @@ class SetnxLock:
             second: Whether another delivery of the task's attempt may have begun, and ended. Then the task's
                 own mark stays, because it may be the retry's, and its own resting lock stands in the way.
                 Defaults to False.
+            shared: Whether other calls may have the task's id, and be told from it: a place in line under
+                that id may be theirs. Defaults to False.
 
         Returns:
             The outcome. That another holds the lock is a value, not an error.
@@ -403,8 +406,8 @@ class SetnxLock:
         """
         token = token or os.urandom(16).hex()
         waiter: tuple[Any, ...] = ()
-        if copy != ORIGINAL or attempt or remember or linger or second:
-            waiter = (copy, _ms(remember), _us(linger), _us(since), attempt, second)
+        if copy != ORIGINAL or attempt or remember or linger or second or shared:
+            waiter = (copy, _ms(remember), _us(linger), _us(since), attempt, second, shared)
         give_up = self.clock() + _seconds(wait) if wait else 0.0
         pause = 0.01
         while True:
@@ -824,8 +827,8 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
     argv: tuple[Any, ...] = (token, lock._lease_us, lock._retention_ms, _encoded(lock.info), dead)
     if waiter or lock.terms != PLAIN:
-        *said, second = waiter or _NO_WAITER
-        argv += (*said, lock.terms, int(second))
+        *said, second, shared = waiter or _NO_WAITER
+        argv += (*said, lock.terms, int(second), int(shared))
     return _ACQUIRE(lock.client, name, keys, lock.terms, *argv)
 
 

@@ -50,7 +50,7 @@ _LINGER_POLL_S = 0.0005
 def info_of(call: Call, worker: str | None) -> str:
     """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
-    if call.shares_id and call.call_id:
+    if call.is_one_of_several:
         said = f'{said[:-1]},"call":"{call.call_id}"}}'
     return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
 
@@ -118,9 +118,8 @@ class Asking:
 
     def frees_held(self, outcome: Outcome) -> bool:
         """Whether what stands in its way is held for a retry of a call that has ended, and is free by now."""
-        holder = outcome.holder
-        is_others = holder is not None and holder.task_id != self.call.task_id
-        return is_others and self._frees(cast("Holder", holder).state, cast("Holder", holder).task_id)
+        found = {holder.task_id: holder.state for holder in (outcome.holder, outcome.ends_first) if holder}
+        return any(self._frees(found[other], other) for other in found if other != self.call.task_id)
 
     def _frees(self, state: str, task_id: str | None) -> bool:
         """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
@@ -218,6 +217,8 @@ class Asking:
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         if self.may_be_second:
             details["second"] = True
+        if call.is_one_of_several:
+            details["shared"] = True
         same_host = self.guard.settings.same_host
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None

@@ -19,13 +19,13 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Reject
-from celery.states import READY_STATES
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from celery_setnx.call.back import Message, deliverable, known_result, stamped
+from celery_setnx.call.back import Message, deliverable, stamped
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.delay import declared, waits_in_broker
-from celery_setnx.call.message import Call, has_random_id, is_time
+from celery_setnx.call.ended import stored_end
+from celery_setnx.call.message import Call, is_time
 from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
@@ -215,7 +215,7 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         return None
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
         send_again(app, order)
-    if found.state == "new" and _has_ended(app, call):  # before Redis forgot it
+    if found.state == "new" and stored_end(app, call.task, call.task_id):  # before Redis forgot it
         leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0
@@ -235,12 +235,6 @@ def _began_before(order: Order, place: Place, found: Found, client: Any) -> bool
     Then it has no message left that comes late, and Redis need not remember for a week that it has begun.
     """
     return found.server_time - has_begun_s(client, place) < (order.until or 0.0)
-
-
-def _has_ended(app: Celery, call: Call) -> bool:
-    if not has_random_id(call.task_id):  # the result may be that of another call with its id
-        return False
-    return known_result(app.backend, call.task_id, call).get("status") in READY_STATES
 
 
 def may_be_woken(app: Celery, order: Order) -> bool:

@@ -27,10 +27,10 @@ from celery_setnx.call.back import (
     Waits,
     come_back,
     counts_once,
-    known_result,
     seconds_until,
     tells_redelivery,
 )
+from celery_setnx.call.ended import stored_end
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, has_random_id
 from celery_setnx.call.wake import report_take_over
@@ -362,7 +362,7 @@ class Run:
         has_twin = has_waited and (self.task.acks_late or (is_woken and has_random_id(self.call.task_id)))
         if not (self.call.redelivered or has_twin):
             return None
-        stored = known_result(self.task.backend, self.request.id, self)
+        stored = stored_end(self.task.app, self.task.name, self.request.id, its_own=True)
         return stored if stored.get("status") == SUCCESS else None
 
     def _count_again(self, stored: Mapping[str, Any]) -> Any:

@@ -284,13 +284,15 @@ class Case:
             sent["linger"] = choose((0, 1, 20_000, 9 * SECOND)) if LINE in keys and task else 0
             sent["since"] = choose((0, self.now - self.random.randrange(3) * SECOND))
             sent["attempt"] = choose((0, 0, 1))
+        in_full = {**sent, **{name: sent.get(name, value) for name, value in BARE.items()}, "terms": "1"}
+        if LINE in keys and task is not None and self.now // 13 % 4 == 3:
+            sent = in_full = {**in_full, "second": "0", "shared": "1"}
         if self.has_several and LINE in keys:
-            sent = {**sent, **{name: sent.get(name, value) for name, value in BARE.items()}}
-            sent["terms"] = self.terms(1, 2, 3)
+            sent = {**in_full, "terms": self.terms(1, 2, 3)}
             more = OTHERS[: 2 * choose((limit_of(sent["terms"]) - 1, 2))]
             if more or ":" in sent["terms"]:
-                return self.script("acquire", (*keys, STARTS, *more), **sent, count=1 + len(more) // 2)
-        return self.script("acquire", keys, **sent)
+                keys, sent["count"] = (*keys, STARTS, *more), 1 + len(more) // 2
+        return self.by_one_of_several("acquire", keys, task, **sent)
 
     def comes_back(self) -> Step:
         """The call for which a permit is kept, at a pace; or another that waits."""
@@ -451,11 +453,15 @@ class Case:
         task, attempt = self.random.choice((*heir, "a", "b|b")), self.random.choice((0, 0, 1))
         more, count = self.several()
         keys = (*PAIR, *WAITING, TICKETS[task], PERMITS, *more)
+        return self.by_one_of_several(verb, keys, task, task=task, attempt=attempt, **sent, **count)
+
+    def by_one_of_several(self, verb: str, keys: tuple[str, ...], of: str | None, **sent: Any) -> Step:
+        """Of a task whose id may be shared: then often by another call with that id, which has no ticket."""
         before = []
-        if sent["shared"] == "1" and self.now // 28 % 2:  # by another call with that id, which has no ticket
-            self.store = without_ticket(self.store, task)
-            before = [("DEL", TICKETS[task])]
-        step = self.script(verb, keys, task=task, attempt=attempt, **sent, **count)
+        if of is not None and sent.get("shared") == "1" and self.now // 28 % 2:
+            self.store = without_ticket(self.store, of)
+            before = [("DEL", TICKETS[of])]
+        step = self.script(verb, keys, **sent)
         return step._replace(commands=before + step.commands)
 
     def mark(self) -> Step:
@@ -634,6 +640,7 @@ class Case:
         several = f"{verb}#" if is_several else verb
         command = ("EVALSHA", self.shas[several], len(keys), *keys, *told)
         what = f"{verb} {keys[0]} {tuple(sent.values())}"
+        sent.pop("second", None)  # of which the model knows nothing
         if verb in ("renew", "release", "hold"):
             sent["permit"] = self.focus
         if verb in ("acquire", "release", "look"):

@@ -120,6 +120,7 @@ class Lock(Waiting):
         since: int = 0,
         attempt: int = 0,
         terms: str = "1",
+        shared: str = "0",
         line: bool = False,
         count: int = 0,
     ) -> Answer:
@@ -139,15 +140,17 @@ class Lock(Waiting):
         if ticket is not None and self.is_stale(ticket, attempt, copy):
             return store, ("stale", "0", "0", str(now), None, None, mark, waiters)
         asked = Asked(token, lease, retention, info, dead, copy, remember, linger, since, attempt)
-        about = line, mark, ticket, woken
+        is_anothers = line and shared == "1" and task is not None and self.is_anothers(store, task, ticket)
+        in_line = None if is_anothers else task
+        about = line, mark, ticket, woken, in_line
         if count == 0:
             return self._acquire_one(store, now, asked, *about)
         limit = limit_of(terms)
-        passes = not line or self.may_pass(store, task, None, woken=woken)
+        passes = not line or self.may_pass(store, in_line, None, woken=woken)
 
         def fits(record: Record, live: bool) -> int | None:
             if record.state == "handed":
-                return 2 if self.is_for(record.info, task) else 6 if live and woken else None
+                return 2 if self.is_for(record.info, in_line) else 6 if live and woken else None
             if self.is_own(record, token) and (live or (passes and self.takes_its_own_over())):
                 return 1 if live and record.state != "resting" else 3
             return 5 if live and self.proves_death(record, dead) else None
@@ -238,6 +241,7 @@ class Lock(Waiting):
         mark: str | None,
         ticket: Ticket | None,
         woken: bool,
+        in_line: str | None,
     ) -> Answer:
         """Acquire, as if there were one permit only."""
         token, lease, retention, info, dead, copy, remember, linger, since, attempt = asked
@@ -259,7 +263,7 @@ class Lock(Waiting):
             asks = self.asking(store, task, now + linger)
             return with_place(asks, task, since or now, LINGERS_MS), answer("held", until)
 
-        barred = line and not self.may_pass(store, task, heir, woken=woken)
+        barred = line and not self.may_pass(store, in_line, heir, woken=woken)
         word, fence = "acquired", self.next_fence(found.fence, now)
         if old is None and barred:
             return store, answer("line")
@@ -276,7 +280,7 @@ class Lock(Waiting):
                 elif self.resumes(found, token):
                     word, fence = "resumed", found.fence
                 else:
-                    let_in = self.is_for(heir, task) or self.passes_rest(found, token)
+                    let_in = self.is_for(heir, in_line) or self.passes_rest(found, token)
                     let_in = let_in or (heir is not None and woken)
                     if not let_in:
                         return held(found.deadline)
@@ -294,7 +298,7 @@ class Lock(Waiting):
         after = self.kept(store, Record(token, deadline, fence, "running", now, info), retention)
         if mark is not None and self.ends_mark(mark, token):
             after = after._replace(mark=None)
-        if line and heir is not None and task != heir:
+        if line and heir is not None and in_line != heir:
             if self.is_past(now, found.deadline):
                 after = self.passed_over(after, heir, now, lease)
             else:
@@ -302,9 +306,9 @@ class Lock(Waiting):
             after = self.lasts_as_calls(after)
         if line and task is not None:
             vain = "0"
-            if ticket is not None or task == heir or waiters != "0":
-                vain = self.vain_of(after, task, ticket, attempt)
-                after = without_call(without_place(after, task), task)
+            if in_line is not None and (ticket is not None or in_line == heir or waiters != "0"):
+                vain = self.vain_of(after, in_line, ticket, attempt)
+                after = without_call(without_place(after, in_line), in_line)
             after = self.begun(after, task, f"{attempt}|{copy}|{vain}", ticket, remember)
         return after, (word, str(deadline), str(fence), str(now), old, text, mark, waiters)
 
@@ -567,16 +571,19 @@ class Lock(Waiting):
         done = store.done
         if done is not None and done.task_id == NOT_A_STRING:
             return store, WRONGTYPE
-        is_its_own = done is not None and self.is_success_of(done, token)
+        began = succeeded = 0
         for number in range(count):
             permit = at(store, number)
+            if done is not None and permit.holder.token == done.task_id:
+                succeeded = permit.holder.since
             if permit.holder.token != token:
                 continue
-            is_its_own = is_its_own or (done is not None and self.is_earlier(done, token))
+            began = permit.holder.since
             if permit.holder.state == "running":
                 failed = permit.record._replace(state=self.state_of_failed())
                 store = at(permit._replace(record=failed), number)
-        if not is_its_own:
+        is_earlier = done is not None and self.is_of_same_task(done, token) and began > succeeded
+        if done is None or not (is_earlier or self.is_success_of(done, token)):
             return store, ("lost",)
         return store._replace(done=None), ("freed",)
 
@@ -584,8 +591,8 @@ class Lock(Waiting):
         """Whether a success is that of a run."""
         return done.task_id == token
 
-    def is_earlier(self, done: Mark, token: str) -> bool:
-        """Whether a success is that of an earlier delivery of a token's task."""
+    def is_of_same_task(self, done: Mark, token: str) -> bool:
+        """Whether a success is that of a token's task."""
         task, _ = task_of(token)
         return task is not None and task_of(done.task_id)[0] == task
 

@@ -27,6 +27,7 @@
 --      11 terms       how many permits there are, and how many starts (see permits.lua); '1' if it is not said
 --      12 second      '1' = another delivery of this attempt may have begun, and ended: the mark may be its retry's, and
 --                     the lock may rest after it, so both stay as they are
+--      13 shared      '1' = other calls may have this task id, and have its place if this one has no ticket (optional)
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
 --       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
 --       With several permits {..., number of the permit, how many others are free, lock value, record, number} or
@@ -71,20 +72,24 @@ if ticket then
   end
   woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
 end
-local task, retries
+local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
+-- As whom it stands in line: as nobody if that place is another call's (see park.lua).
+local in_line = task
+if ARGV[13] == '1' and KEYS[4] and task and not ticket then
+  if string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then in_line = false end
+end
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local permit, terms, second = false, '1', ARGV[12] == '1'
 if found then
   terms = ARGV[11] or '1'
   local limit = limit_of(terms)
-  task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
   local own = task and task .. '|'
   permit = permit_for(found, 9, limit, now, function(state, h_token, of, live)
-    if state == 'handed' then return task and heir_in(of) == task and 2 or live and woken and 6 or nil end
+    if state == 'handed' then return in_line and heir_in(of) == in_line and 2 or live and woken and 6 or nil end
     local is_own = own and string.sub(h_token, 1, #own) == own and string.match(h_token, '^(.*)|%d+|%x+$') == task
     -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it. But not past a
     -- line: nobody serves that with a permit beyond the limit, and who is told of it would ask for ever.
-    local passes = live or not first or woken or task == first
+    local passes = live or not first or woken or in_line == first
     if is_own or h_token == token then return live and state ~= 'resting' and 1 or passes and 3 or nil end
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
@@ -101,9 +106,8 @@ if record then
   h_token, h_deadline, h_fence, h_state, h_info = t, tonumber(d), tonumber(f), s, i + 1
 end
 local heir = h_state == 'handed' and string.sub(record, h_info)
-if waiters ~= '0' or mark or ticket or heir then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
 -- Nobody passes a line but who stands at its head, or was woken, though late.
-local barred = first and not (task and (task == heir or woken or task == first))
+local barred = first and not (in_line and (in_line == heir or woken or in_line == first))
 
 local deadline = now + lease
 local value = math.ceil(deadline / 1000000)
@@ -131,7 +135,6 @@ if not set then
   local function line() return answer('line', h_deadline, h_fence) end
   if not old then return line() end
   if type(old) ~= 'string' then old = '(not a string)' end
-  if not task then task, retries = string.match(token, '^(.*)|(%d+)|%x+$') end
   local function held(till)
     -- One that has been woken has its place, and is known there, though it asks again.
     if linger > 0 and not string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then
@@ -147,7 +150,7 @@ if not set then
     if h_token == token and h_state == 'running' then return 'again' end
     if dead ~= '' and h_token == dead and h_state == 'running' then return 'taken_over' end
     -- Nobody runs under a lock that is handed. Two that are woken late would wait for each other for ever.
-    if heir and (task == heir or woken) then return 'acquired' end
+    if heir and (in_line == heir or woken) then return 'acquired' end
     local h_task, h_retries = string.match(h_token, '^(.*)|(%d+)|%x+$')
     if not task or task ~= h_task then return 'held' end
     local is_later = tonumber(retries) > tonumber(h_retries)
@@ -187,7 +190,7 @@ redis.call('SET', KEYS[2], mine, 'PXAT', expiry)
 local forbidden = permit and note_start(KEYS[8], terms, permit.number, fence, now)
 if forbidden then return forbidden end
 if mark and mark == task and not second then redis.call('DEL', KEYS[5]) end
-if heir and KEYS[4] and task ~= heir then
+if heir and KEYS[4] and in_line ~= heir then
   local h_call = redis.call('HGET', KEYS[4], heir) or ''
   local h_vain, h_since, call = string.match(h_call, '^(%d+)%+?|(%d+)|(.*)$')
   if not h_vain then
@@ -203,10 +206,10 @@ if heir and KEYS[4] and task ~= heir then
   local left = redis.call('PTTL', KEYS[4]) -- the line may be there anew: it lasts as long as the calls
   if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end
 end
-if KEYS[3] and task and (ticket or task == heir or waiters ~= '0') then -- it waits no more
-  vain = string.match(redis.call('HGET', KEYS[4], task) or '', '^%d+') or vain
-  redis.call('ZREM', KEYS[3], task)
-  redis.call('HDEL', KEYS[4], task)
+if KEYS[3] and in_line and (ticket or in_line == heir or waiters ~= '0') then -- it waits no more
+  vain = string.match(redis.call('HGET', KEYS[4], in_line) or '', '^%d+') or vain
+  redis.call('ZREM', KEYS[3], in_line)
+  redis.call('HDEL', KEYS[4], in_line)
 end
 if ticket or KEYS[6] and remember ~= '0' then
   local ttl = remember == '0' and {'KEEPTTL'} or {'PX', remember}

@@ -11,16 +11,19 @@ local token = ARGV[1]
 local function task_of(text) return string.match(text or '', '^(.*)|%d+|%x+$') end
 
 local done = redis.call('GET', KEYS[1])
-local is_its_own = done == token
+local began, succeeded = 0, 0 -- when this run had the lock (us), and when the one that has succeeded
 for place = 2, #KEYS do
   local record = redis.call('GET', KEYS[place])
-  local h_token, numbers, state, rest = string.match(record or '', '^([^\n]*)(\n%d+\n%d+\n)([%l_]+)(\n.*)$')
+  local h_token, numbers, state, rest, since =
+    string.match(record or '', '^([^\n]*)(\n%d+\n%d+\n)([%l_]+)(\n(%d+)\n.*)$')
+  if h_token == done then succeeded = tonumber(since) end
   if h_token == token then
-    -- It had the lock after whichever delivery of the same task has succeeded before.
-    is_its_own = is_its_own or done and task_of(done) ~= nil and task_of(done) == task_of(token)
+    began = tonumber(since)
     if state == 'running' then redis.call('SET', KEYS[place], token .. numbers .. 'failed' .. rest, 'KEEPTTL') end
   end
 end
-if not is_its_own then return {'lost'} end
+-- An earlier delivery of the same task counts as this run: its call has failed after all. A later one does not.
+local is_earlier = began > succeeded and done and task_of(done) == task_of(token)
+if done ~= token and not is_earlier then return {'lost'} end
 redis.call('DEL', KEYS[1])
 return {'freed'}
