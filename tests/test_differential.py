@@ -140,10 +140,9 @@ MISTAKES = [
     ("acquire", "if heir and (in_line == heir or woken) then", "if heir then",
         "if heir and in_line == heir then", "if heir and woken then",
         "if heir and (task == heir or woken) then"),
-    ("acquire", "ARGV[13] == '1' and KEYS[4] and task and not ticket then",
-        "KEYS[4] and task and not ticket then", "ARGV[13] == '1' and KEYS[4] and task then",
-        "false then"),
-    ("acquire", "task) or '', '^%d') then in_line = false", "task) or '', '^') then in_line = false"),
+    ("acquire", "ARGV[13] == '1' and KEYS[4] and task and not ticket and",
+        "KEYS[4] and task and not ticket and", "ARGV[13] == '1' and KEYS[4] and task and", "false and"),
+    ("acquire", "string.match(kept or '', '^%d') and task", "kept and task"),
     ("acquire", "t_copy == '' and copy ~= '-', later", "t_copy == '', later", "copy ~= '-', later"),
     ("acquire", "later == 0 and t_vain or '0'", "'0'"),  # of a later attempt: test_line.py
     ("acquire", "'-inf', '(4000000000000000')", "'-inf', '+inf')"),

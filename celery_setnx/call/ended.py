@@ -39,12 +39,8 @@ def stored_end(app: Celery, name: str, task_id: str, *, its_own: bool = False) -
     It is not known where the task ignores its results, where the id may be another call's as well, because
     its publisher has made it up, where no backend keeps results, or while the backend is left alone.
 
-    Args:
-        app: The call's app.
-        name: The call's task.
-        task_id: The call's id, as Celery has it.
-        its_own: Whether a delivery asks about its own call, before it runs. Then the id is the call's, and
-            the backend is asked whatever the task ignores, and however long it takes. Defaults to False.
+    `its_own`: a delivery asks about its own call, before it runs. Then the id is the call's, and the backend
+    is asked whatever the task ignores, and however long it takes.
     """
     task = app._tasks.get(name)
     began = time.monotonic()

@@ -74,10 +74,8 @@ if ticket then
 end
 local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
 -- As whom it stands in line: as nobody if that place is another call's (see park.lua).
-local in_line = task
-if ARGV[13] == '1' and KEYS[4] and task and not ticket then
-  if string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then in_line = false end
-end
+local kept = ARGV[13] == '1' and KEYS[4] and task and not ticket and redis.call('HGET', KEYS[4], task)
+local in_line = not string.match(kept or '', '^%d') and task
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local permit, terms, second = false, '1', ARGV[12] == '1'
 if found then
