@@ -167,8 +167,6 @@ FREES_IT = {
 QUEUES = {"task_id": "a", "lease": REMEMBER_MS, "dedupe": "until_started"}
 
 DIRECTED = (
-    # A success and a run that are both no task's are not of the same task.
-    Directed("forget", (DONE, RECORD), _store(_permit("one", SECOND), done=_mark("two")), {"token": "one"}),
     # An earlier delivery of the same task has succeeded.
     Directed(
         "forget", (DONE, RECORD), _store(_permit("a|0|1f", SECOND), done=_mark("a|0|2F")), {"token": "a|0|1f"}

@@ -12,6 +12,7 @@ local function task_of(text) return string.match(text or '', '^(.*)|%d+|%x+$') e
 
 local done = redis.call('GET', KEYS[1])
 local began, succeeded = 0, 0 -- when this run had the lock (us), and when the one that has succeeded
+local running, failed -- this run's record, if it has not ended, and what that becomes
 for place = 2, #KEYS do
   local record = redis.call('GET', KEYS[place])
   local h_token, numbers, state, rest, since =
@@ -19,11 +20,12 @@ for place = 2, #KEYS do
   if h_token == done then succeeded = tonumber(since) end
   if h_token == token then
     began = tonumber(since)
-    if state == 'running' then redis.call('SET', KEYS[place], token .. numbers .. 'failed' .. rest, 'KEEPTTL') end
+    if state == 'running' then running, failed = KEYS[place], token .. numbers .. 'failed' .. rest end
   end
 end
 -- An earlier delivery of the same task counts as this run: its call has failed after all. A later one does not.
 local is_earlier = began > succeeded and done and task_of(done) == task_of(token)
-if done ~= token and not is_earlier then return {'lost'} end
-redis.call('DEL', KEYS[1])
-return {'freed'}
+local counts = done == token or is_earlier
+if counts then redis.call('DEL', KEYS[1]) end -- allowed when memory is full, and after a write SET is too
+if running then redis.call('SET', running, failed, 'KEEPTTL') end
+return {counts and 'freed' or 'lost'}
