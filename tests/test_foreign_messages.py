@@ -109,9 +109,8 @@ def test_task_id_that_is_used_again_without_a_header_is_a_new_call(stage, journa
 
 def test_second_delivery_of_a_call_without_a_header_is_not_a_new_one(stage, journal, parked, worker):
     """Flagged by the broker, and its ticket is punched: it has begun by another message."""
-    name = f"{APP}.work"
     stage.held()
-    second = stage.tasks.app.send_task(name, [stage.key, "x"], queue="parked")
+    second = stage.tasks.app.send_task(f"{APP}.work", [stage.key, "x"], queue="parked")
     copies: list[dict[str, Any]] = []
     parked.move(lambda message: copies.append(json.loads(json.dumps(message))))
     journal.wait_for("waiting", task_id=second.id)
@@ -119,7 +118,7 @@ def test_second_delivery_of_a_call_without_a_header_is_not_a_new_one(stage, jour
     assert second.get(timeout=60) == [stage.key, "x", 0]
     copies[0]["headers"]["redelivered"] = copies[0]["properties"]["delivery_info"]["redelivered"] = True
     parked.send(copies[0])
-    worker.wait_for_log(f"{name}[{second.id}] has been started by another message")
+    worker.wait_for_log(f"[{second.id}]: this message is dropped: another message has started")
     assert stage.starts().count(second.id) == 1
 
 
