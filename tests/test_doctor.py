@@ -329,13 +329,10 @@ def test_server_with_hardly_room_for_more_clients_is_a_warning(configured, own):
     """Processes that connect later are refused, and cannot lock."""
     assert not findings(configured(), "clients")
     with ExitStack() as stack:
-        for _ in range(45):
+        for _ in range(180):  # more than nine tenths with its own; earlier tests may have left a few
             client = redis.Redis.from_url(own.url(), single_connection_client=True)
             stack.enter_context(client).ping()
-        known = client.info("clients")["connected_clients"]
-        found = finding(
-            configured(maxclients=known + 4), "clients", "warning", what=f"of the {known + 4} that"
-        )
+        found = finding(configured(maxclients=200), "clients", "warning", what="of the 200 that")
     assert "Raise maxclients" in found.do
 
 

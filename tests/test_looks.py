@@ -192,11 +192,11 @@ def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):
     """The lock is held for a retry which may have run: the backend may be slow, and looks go on meanwhile."""
     asked: list[str] = []
 
-    def has_ended(_app: Celery, _name: str, task_id: str) -> bool:
+    def stored_end(_app: Celery, _name: str, task_id: str) -> dict[str, Any]:
         asked.append(task_id)
-        return True
+        return {"status": "SUCCESS"}
 
-    monkeypatch.setattr(ended, "_has_ended", has_ended)
+    monkeypatch.setattr(ended, "stored_end", stored_end)
     bills.hold("retried").hold(3600)
     bills.wait("id-1")
     for _ in range(3):

@@ -28,6 +28,7 @@ from celery_setnx import (
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
 from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock.line import park
 from celery_setnx.lock.lock import HeldLock
 from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import record_name
@@ -174,6 +175,21 @@ def test_call_that_is_woken_after_it_has_ended_is_dropped(task, task_id, runs):
         return
     with pytest.raises(Dropped):
         execute(task, lambda: pytest.fail("the body ran"))
+
+
+def test_call_is_no_delivery_of_another_with_its_task_id_to_which_the_lock_was_handed(task, locks):
+    """Taken for one, it would be dropped when that one's result is stored."""
+    task.request.id = "nightly"
+    waits, runs = (Call(task.name, "nightly", key=KEY, call_id=call_id) for call_id in "ab")
+    lock = SetnxLock(locks, KEY, line=True)
+    held = lock.acquire(token=task_token("first", 0, "ab")).lock
+    park(locks, waits.place(600), copy="x1", since=1.0, call="1")
+    held.release()
+    assert [heir.task_id for heir in lock.heirs] == ["nightly"]
+    vars(task.request).update(runs.as_headers())
+    skipped = execute(task, lambda: pytest.fail("the body ran"))
+    assert is_skipped(skipped)
+    assert skipped["holder"]["task_id"] == "nightly"
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "retry", "wait"])

@@ -265,7 +265,7 @@ def test_repeated_delivery_of_a_finished_call_is_no_lapse(tasks, journal, parked
     (copy,) = copies
     copy["headers"]["redelivered"] = copy["properties"]["delivery_info"]["redelivered"] = True
     parked.send(copy)
-    worker.wait_for_log(f"[{result.id}] has succeeded before")
+    worker.wait_for_log(f"[{result.id}]: this message is dropped: it has succeeded before")
     assert journal.entries(what="lapsed") == []
 
 

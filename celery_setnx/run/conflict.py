@@ -229,7 +229,9 @@ def resolve(conflict: Conflict) -> Any:
 def _is_own(call: Call, holder: Holder) -> bool:
     """Whether a call has met itself, another delivery or attempt; not another call with its task id."""
     others = holder.info.get("call")
-    is_another = call.shares_id and others and call.call_id and others != call.call_id
+    # What was handed to it would be its own by now.
+    is_anothers = others != call.call_id if others else holder.state == "handed"
+    is_another = call.is_one_of_several and is_anothers
     is_first = not call.attempt and not call.redelivered  # a replace() is another call, and still the same
     return holder.task_id == call.task_id and not (is_another and is_first)
 
