@@ -1,6 +1,7 @@
 """SetnxLock without Celery, on a real server."""
 
 import gc
+import itertools
 import threading
 import time
 from datetime import timedelta
@@ -87,6 +88,22 @@ def test_lock_leaves_nothing_for_the_garbage_collector(locks):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("fails", "word"), [(False, "lost"), (True, "released")], ids=["once", "again"])
+def test_another_has_the_lock_by_a_release_only_if_that_was_asked_for_before(locks, fails, word):
+    """However long a reply takes: who was asked once, and says that it is another's, has not released it."""
+    seconds = itertools.count()
+    lock = SetnxLock(locks, NAME, lease=600, clock=lambda: float(next(seconds)))
+    dead, ask = lock.acquire().lock, lock._release
+    locks.delete(NAME, RECORD)
+    if fails:
+        lock._release = raising(LockUnavailable(NAME, "no reply"))
+        with pytest.raises(LockUnavailable):
+            dead.release()
+        lock._release = ask
+    assert SetnxLock(locks, NAME).acquire().acquired
+    assert [dead.release(), dead.release()] == [word, "lost"]
 
 
 def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):

@@ -54,6 +54,7 @@ from celery_setnx.lock.record import (
     task_of,
 )
 from celery_setnx.lock.scripts import PermitScript, Script, reply_to
+from celery_setnx.lock.wire import sent_again
 from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
@@ -169,7 +170,7 @@ class HeldLock:
         self._since_us = since_us
         self._valid_until = valid_until
         self._ahead_s = ahead_s
-        self._first_ended_at: float | None = None  # by the clock: the server may be asked again to end it
+        self._first_ended_at: float | None = None  # by the clock: when its end was asked for, if no reply has come
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
@@ -256,9 +257,12 @@ class HeldLock:
 
     def _end(self, ask: Callable[[], Sequence[Any]], word: Released) -> Released:
         """Have the server end it; the word of its reply, or this one if only that reply is late."""
-        if self._first_ended_at is None:
+        asked_before = self._first_ended_at
+        if asked_before is None:
             self._first_ended_at = self._lock.clock()
-        return self._lock._word_of(ask(), self._first_ended_at, self._valid_until, word)
+        told = self._lock._word_of(ask, asked_before, self._valid_until, word)
+        self._first_ended_at = None
+        return told
 
     def _renewed(self, before: float, reply: Sequence[str | None]) -> None:
         word, deadline_us, now_us = reply[0], int(reply[1] or 0), int(reply[2] or 0)
@@ -491,8 +495,8 @@ class SetnxLock:
         """
         if self.token is None:
             raise LockLost(self.name, "it was never acquired through this object")
-        asked_at = self.clock()
-        return self._word_of(self._release(self.token, self._permit), asked_at, self._until, "released")
+        release = partial(self._release, self.token, self._permit)
+        return self._word_of(release, None, self._until, "released")
 
     def free_dead(self, token: str) -> Literal["freed", "ended", "lost"]:
         """Release the lock of a holder that is proved dead, on its behalf.
@@ -695,15 +699,24 @@ class SetnxLock:
         return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
 
     def _word_of(
-        self, reply: Sequence[Any], asked_at: float, valid_until: float, as_asked: Released
+        self,
+        ask: Callable[[], Sequence[Any]],
+        asked_before: float | None,
+        valid_until: float,
+        as_asked: Released,
     ) -> Released:
-        """What became of a lock, by the reply to what ends it, which was first asked for at a time.
+        """What became of a lock, by the reply to what ends it; it may have been asked at a time before.
 
-        It was not lost if another has it only since then: it was given back, and the reply to that was lost.
+        It was not lost if another has it only since it was first asked, and asked again: then it was given
+        back, and the reply to that was lost.
         """
+        asked_at, before = self.clock() if asked_before is None else asked_before, sent_again(self.client)
+        reply = ask()
         word: Released = reply[0]
-        since_us = reply[4] if word == "lost" and len(reply) > 4 and asked_at < valid_until else None
-        is_after = since_us and int(since_us) > int(reply[1]) - (self.clock() - asked_at) * US
+        is_once = asked_before is None and before is not None and before == sent_again(self.client)
+        if is_once or word != "lost" or len(reply) < 5 or asked_at >= valid_until:
+            return word
+        is_after = int(reply[4]) > int(reply[1]) - (self.clock() - asked_at) * US
         return as_asked if is_after else word
 
     def _release_any(self, token: str) -> list[Any]:

@@ -12,6 +12,7 @@ as it is.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -53,6 +54,11 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
 
 
+def sent_again(client: Any) -> int | None:
+    """How often this thread has sent something a second time; None if the client does that itself."""
+    return None if _wire_of(client) is None else _sent.again
+
+
 def hang_up(client: Any) -> None:
     """Close the connections of a client that nobody uses now. Whoever asks it later dials again."""
     is_cluster = hasattr(type(client), "get_nodes")
@@ -63,6 +69,13 @@ def hang_up(client: Any) -> None:
         if wire is not None:
             wire.hang_up()
         _close_idle(each)
+
+
+class _Sent(threading.local):
+    again = 0
+
+
+_sent = _Sent()
 
 
 class Wire:
@@ -128,6 +141,7 @@ class Wire:
         self, connection: Any, error: Exception, idle: bool, packed: Any, read: Callable[[], Any]
     ) -> Any:
         """Send and read again, as often as the client would: every script knows its own token."""
+        _sent.again += 1
         failures = [error]
         if idle and isinstance(error, redis.ConnectionError):
             failures.clear()  # the server has closed it since it was used: that was no attempt
