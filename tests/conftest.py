@@ -38,12 +38,12 @@ def ask_for_results() -> None:
     get = AsyncResult.get
 
     def ask(self: AsyncResult, timeout: float | None = None, **options: Any) -> Any:
-        give_up = time.monotonic() + (timeout or 60)
+        began = time.monotonic()
         while True:
             try:
                 return get(self, timeout=0.5, **options)
             except TimeoutError:
-                if not self.ready() and time.monotonic() > give_up:
+                if not self.ready() and time.monotonic() - began > (timeout or 60):
                     raise TimeoutError(f"{self.id} is {self.state} after {timeout or 60} s") from None
 
     AsyncResult.get = ask

@@ -170,7 +170,7 @@ class HeldLock:
         self._since_us = since_us
         self._valid_until = valid_until
         self._ahead_s = ahead_s
-        self._first_ended_at: float | None = None  # by the clock: when its end was asked for, if no reply has come
+        self._first_ended_at: float | None = None  # when its end was asked for, if none has come
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""

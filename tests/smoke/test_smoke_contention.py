@@ -22,10 +22,12 @@ def test_skipped_call_names_the_other_container(tasks, workers, journal, gates, 
     holder, other = workers
     first = call_on(holder, tasks.work, name)
     (start,) = journal.wait_for("start", task_id=first.id)
-    second = call_on(other, tasks.work, name, singleton={"on_conflict": "skip"}).get(timeout=60)
+    second = call_on(other, tasks.work, name, singleton={"on_conflict": "skip"})
+    skipped = second.get(timeout=60)
+    (met,) = journal.wait_for("conflict", task_id=second.id)
     gates(name)
     assert first.get(timeout=60) == name
-    assert is_skipped(second)
-    assert second["holder"]["worker"] == holder.hostname()
-    assert second["holder"]["host"] == start["host"] == holder.container.id[:12]
-    assert second["holder"]["task_id"] == first.id
+    assert is_skipped(skipped)
+    assert skipped["holder"]["worker"] == holder.hostname()
+    assert skipped["holder"]["task_id"] == first.id
+    assert met["holder"]["host"] == start["host"] == holder.container.id[:12]
