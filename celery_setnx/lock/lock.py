@@ -708,12 +708,12 @@ class SetnxLock:
         """What became of a lock, by the reply to what ends it; it may have been asked at a time before.
 
         It was not lost if another has it only since it was first asked, and asked again: then it was given
-        back, and the reply to that was lost.
+        back, and the reply to that was lost. (A cluster's client asks again unseen: there it counts as lost.)
         """
-        asked_at, before = self.clock() if asked_before is None else asked_before, sent_again(self.client)
+        asked_at, before = self.clock() if asked_before is None else asked_before, sent_again()
         reply = ask()
         word: Released = reply[0]
-        is_once = asked_before is None and before is not None and before == sent_again(self.client)
+        is_once = asked_before is None and before == sent_again()
         if is_once or word != "lost" or len(reply) < 5 or asked_at >= valid_until:
             return word
         is_after = int(reply[4]) > int(reply[1]) - (self.clock() - asked_at) * US

@@ -54,9 +54,9 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
 
 
-def sent_again(client: Any) -> int | None:
-    """How often this thread has sent something a second time; None if the client does that itself."""
-    return None if _wire_of(client) is None else _sent.again
+def sent_again() -> int:
+    """How often this thread has sent something once more, but for what other clients do themselves."""
+    return _sent.again
 
 
 def hang_up(client: Any) -> None:

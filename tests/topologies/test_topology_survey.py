@@ -81,6 +81,6 @@ def test_successes_on_a_cluster(client, cluster):
         (key, f"of-{key}") for key in sorted(keys)
     ]
     assert all(0 < success.counts_for_s <= 60 for success in found)
-    marks = [Mark(keys[0], f"of-{keys[0]}"), Mark(keys[1], "another")]
-    assert forget_each(client, marks) == [True, False]
+    forgotten = [(keys[0], f"of-{keys[0]}|0|ab"), (keys[1], "another|0|ab")]
+    assert forget_each(client, forgotten) == [True, False]
     assert [success_of(client, key) is None for key in keys[:2]] == [True, False]
