@@ -39,7 +39,6 @@ from celery_setnx import SetnxLock
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
-from celery_setnx.connection import SOCKET_TIMEOUT_S
 from celery_setnx.keys import digest
 from celery_setnx.lock.lock import HeldLock, Outcome
 from celery_setnx.lock.names import key_name
@@ -48,6 +47,7 @@ from celery_setnx.run.acquire import info_of
 from examples.embedded import EmbeddedServer
 
 LEASE_S = 30
+TIMEOUT_S = 2.0  # the default of setnx_timeout
 TASK, WORKER = "billing.tasks.settle_the_account", "celery@worker-1.example.com"
 CYCLES, QUICK_CYCLES, WARM_UP = 400, 200, 20
 MESSAGES = 5000
@@ -69,9 +69,7 @@ def new_client(server: EmbeddedServer) -> redis.Redis:
     """
     if not HIREDIS_AVAILABLE:
         raise RuntimeError("these figures are taken with hiredis: pip install 'celery_setnx[hiredis]'")
-    return redis.Redis(
-        port=server.port, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S
-    )
+    return redis.Redis(port=server.port, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
 
 
 def names(count: int) -> list[str]:

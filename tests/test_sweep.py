@@ -38,7 +38,7 @@ class Courier:
 
 
 @pytest.fixture
-def app(server, locks) -> Celery:
+def app(alone, server, locks) -> Celery:
     """An app with two guarded tasks, one of which has a rate."""
     app = Celery("swept", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
@@ -161,8 +161,9 @@ def test_line_is_noted_and_swept_though_the_servers_memory_is_full(app, locks, s
         locks.config_set("maxmemory", 0)
 
 
-def test_all_lines_are_looked_at_again_though_the_servers_memory_is_full(app, locks, swept):
+def test_all_lines_are_looked_at_again_though_the_servers_memory_is_full(app, locks, swept, monkeypatch):
     """Also those of locks that are held: to note when needs no memory that is not there."""
+    monkeypatch.setattr(wake, "_LOOK_S", 30.0)  # tests of workers look sooner
     keys = [key_name("t", "t", digit * 32) for digit in "012"]
     for key in keys:
         SetnxLock(locks, key, line=True, lease=600).acquire()
