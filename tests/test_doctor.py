@@ -17,6 +17,7 @@ import celery_setnx
 from celery_setnx import LockForbidden, SetnxLock, SingletonTask
 from celery_setnx.beat import _recall
 from celery_setnx.connection import client_for
+from celery_setnx.doctor import holes as known_holes
 from celery_setnx.doctor import server as doctor
 from celery_setnx.doctor.acl import acl_lines
 from celery_setnx.doctor.app import Finding
@@ -110,8 +111,9 @@ def replica(own) -> Iterator[EmbeddedServer]:
         yield replica
 
 
-def test_sound_server_has_no_findings_but_fine_ones(configured):
+def test_sound_server_has_no_findings_but_fine_ones(configured, monkeypatch):
     """A persistent server without eviction: every subject is looked at, and nothing is wrong."""
+    monkeypatch.setattr(known_holes, "HOLES", ())  # the tests' own server may be of any version
     found = levels(configured(appendonly="yes"))
     assert set(found.values()) == {"ok"}
     assert set(found) == {

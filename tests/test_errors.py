@@ -18,7 +18,7 @@ from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB, emptied
 from tests.harness import age, wait_until
 from tests.proxy import Proxy
-from tests.versions.conditions import needs_pipelines_sent_again
+from tests.versions.conditions import needs_pipelines_sent_again, needs_slots_asked_first
 
 NAME, RECORD = "lock.errors", "{lock.errors}:holder"
 ACQUIRING, HOLDING = ("acquire", "take_over"), ("renew", "release", "rest")
@@ -219,6 +219,7 @@ def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(admi
     assert attempt.succeeds()
 
 
+@needs_slots_asked_first
 @pytest.mark.parametrize(
     ("said", "error", "do"),
     [

@@ -17,6 +17,10 @@ needs_pipelines_sent_again = pytest.mark.skipif(
     installed("redis") < Version("5.0.2"),
     reason="before redis-py 5.0.2 a pipeline is not sent again when its connection is lost",
 )
+needs_slots_asked_first = pytest.mark.skipif(
+    installed("redis") < Version("5.0.8"),
+    reason="before redis-py 5.0.8 a cluster's client asks INFO whether a server is one, and not for its slots",
+)
 needs_ignore_result_of_a_call = pytest.mark.skipif(
     installed("celery") < Version("5.6.3"),
     reason="before Celery 5.6.3 a call's ignore_result=False did not outdo its task's",
