@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from kombu.common import QoS
 from kombu.exceptions import OperationalError
 
 from celery_setnx import SetnxLock, SingletonTask
-from celery_setnx.call import delay
+from celery_setnx.call import delay, ended
 from celery_setnx.call.back import Message
 from celery_setnx.call.delay import declared, delaying_queue
 from celery_setnx.call.message import Call
@@ -177,6 +178,27 @@ def test_call_that_does_not_wait_is_not_sent_at_its_end(app, locks, broker, how)
     assert step.sweep(app).lines == 1
     assert messages(app, "far") == []
     assert locks.zrange(due_set(app, "t"), 0, -1) == []
+
+
+@pytest.mark.parametrize(
+    ("done_at", "is_put_back"),
+    [
+        ("1970-01-01T00:00:09+00:00", True),
+        ("1970-01-01T00:00:11+00:00", False),
+        (datetime(1970, 1, 1, 0, 0, 11), False),  # as a database has it
+        (None, True),
+    ],
+    ids=["before it waited", "since", "since, naive", "not known"],
+)
+def test_lost_call_is_put_back_unless_it_has_ended_as_it_waited(
+    app, locks, monkeypatch, done_at, is_put_back
+):
+    """Its publisher has made its id up: what is stored may be the result of an earlier call."""
+    monkeypatch.setattr(ended, "known_result", lambda *_: {"status": "SUCCESS", "date_done": done_at})
+    order = waits(app, locks)
+    locks.flushdb()
+    SetnxLock(locks, KEY, line=True, lease=600).acquire()
+    assert (put_back(app, order, wait_s=0.0) is not None) == is_put_back
 
 
 def test_revoked_call_that_waits_is_sent_when_its_line_is_looked_at(app, locks, monkeypatch):

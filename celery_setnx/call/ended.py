@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timezone
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import redis
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import Celery
 from celery.states import READY_STATES
+from celery.utils.time import maybe_iso8601
 
 from celery_setnx.call.back import known_result
 from celery_setnx.call.message import Call, has_random_id
@@ -33,11 +35,14 @@ _asked_again_at: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 _DEATHS = (WorkerLostError, MemoryError, TimeLimitExceeded)  # of a process that may have sent its retry
 
 
-def stored_end(app: Celery, name: str, task_id: str, *, its_own: bool = False) -> Mapping[str, Any]:
+def stored_end(
+    app: Celery, name: str, task_id: str, *, its_own: bool = False, since: float | None = None
+) -> Mapping[str, Any]:
     """What is stored of a call that has ended, as SUCCESS, FAILURE or REVOKED; nothing if that is not known.
 
     It is not known where the task ignores its results, where the id may be another call's as well, because
-    its publisher has made it up, where no backend keeps results, or while the backend is left alone.
+    its publisher has made it up, where no backend keeps results, or while the backend is left alone. An id
+    that is made up is the call's own if it has ended `since` then (Unix seconds), as it was waiting already.
 
     `its_own`: a delivery asks about its own call, before it runs. Then the id is the call's, and the backend
     is asked whatever the task ignores, and however long it takes.
@@ -45,7 +50,7 @@ def stored_end(app: Celery, name: str, task_id: str, *, its_own: bool = False) -
     task = app._tasks.get(name)
     began = time.monotonic()
     if not its_own and (
-        not has_random_id(task_id)
+        (since is None and not has_random_id(task_id))
         or getattr(task, "ignore_result", False)
         or began < _asked_again_at.get(app, 0.0)
     ):
@@ -53,7 +58,19 @@ def stored_end(app: Celery, name: str, task_id: str, *, its_own: bool = False) -
     stored = known_result((task or app).backend, task_id, Call(name, task_id))
     if time.monotonic() - began >= _A_WAIT_S:
         _asked_again_at[app] = time.monotonic() + _PAUSE_S
+    if since is not None and not has_random_id(task_id) and _stored_at(stored) < since:
+        return {}
     return stored if stored.get("status") in READY_STATES else {}
+
+
+def _stored_at(stored: Mapping[str, Any]) -> float:
+    """When a result was stored, in Unix seconds; 0 if its backend does not say."""
+    at = stored.get("date_done")
+    try:
+        at = maybe_iso8601(at)
+        return float(at.replace(tzinfo=at.tzinfo or timezone.utc).timestamp())
+    except (AttributeError, TypeError, ValueError):
+        return 0.0
 
 
 def free_ended(

@@ -215,7 +215,8 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         return None
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
         send_again(app, order)
-    if found.state == "new" and stored_end(app, call.task, call.task_id):  # before Redis forgot it
+    # It may have ended before Redis forgot it.
+    if found.state == "new" and stored_end(app, call.task, call.task_id, since=call.since or None):
         leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
         return None
     waits = found.state == "new" and wait_s > 0

@@ -19,7 +19,7 @@ needs_pipelines_sent_again = pytest.mark.skipif(
 )
 needs_slots_asked_first = pytest.mark.skipif(
     installed("redis") < Version("5.0.8"),
-    reason="before redis-py 5.0.8 a cluster's client asks INFO whether a server is one, and not for its slots",
+    reason="before redis-py 5.0.8 a cluster's client asks INFO first, and then not for the slots",
 )
 needs_ignore_result_of_a_call = pytest.mark.skipif(
     installed("celery") < Version("5.6.3"),
