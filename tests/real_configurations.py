@@ -125,7 +125,7 @@ class Configuration:
     inside: Callable[[], Any] = lambda: None
     worker: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    pause_s: float = 0.1
+    pause_s: float = 0.5  # at once, and RETRY may be stored after the SUCCESS of the next attempt
     tasks: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
