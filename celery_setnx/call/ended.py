@@ -49,8 +49,9 @@ def stored_end(
     """
     task = app._tasks.get(name)
     began = time.monotonic()
+    is_made_up = not has_random_id(task_id)
     if not its_own and (
-        (since is None and not has_random_id(task_id))
+        (is_made_up and since is None)
         or getattr(task, "ignore_result", False)
         or began < _asked_again_at.get(app, 0.0)
     ):
@@ -58,7 +59,7 @@ def stored_end(
     stored = known_result((task or app).backend, task_id, Call(name, task_id))
     if time.monotonic() - began >= _A_WAIT_S:
         _asked_again_at[app] = time.monotonic() + _PAUSE_S
-    if since is not None and not has_random_id(task_id) and _stored_at(stored) < since:
+    if is_made_up and since is not None and _stored_at(stored) < since:
         return {}
     return stored if stored.get("status") in READY_STATES else {}
 

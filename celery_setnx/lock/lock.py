@@ -170,7 +170,7 @@ class HeldLock:
         self._since_us = since_us
         self._valid_until = valid_until
         self._ahead_s = ahead_s
-        self._first_ended_at: float | None = None  # when its end was asked for, if none has come
+        self._first_ended_at: float | None = None  # when its end was asked for, until a reply has come
 
     def server_time(self) -> float:
         """The server's clock (Unix seconds): its last reply's, and this process's monotonic clock since."""
@@ -256,7 +256,7 @@ class HeldLock:
         return self._end(hold, "held_for_retry")
 
     def _end(self, ask: Callable[[], Sequence[Any]], word: Released) -> Released:
-        """Have the server end it; the word of its reply, or this one if only that reply is late."""
+        """Have the server end it; the word of its reply, or this one if only an earlier reply was lost."""
         asked_before = self._first_ended_at
         if asked_before is None:
             self._first_ended_at = self._lock.clock()
