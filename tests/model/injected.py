@@ -40,16 +40,23 @@ def with_test_clock(text: str, reads: int = 1) -> str:
     return text.replace("redis.call('TIME')", f"redis.call('LRANGE', '{CLOCK_KEY}', 0, 1)")
 
 
-def texts() -> dict[str, str]:
-    """The package's scripts, by verb, on the test's clock; `<verb>#` is told of several permits."""
+def plain_texts() -> dict[str, str]:
+    """The package's scripts, by verb; `<verb>#` is told of several permits."""
     found = {}
     for verb, (module, name) in SCRIPTS.items():
         script = getattr(module, name)
         one, several = (script, None) if isinstance(script, Script) else (script.one, script.several)
-        found[verb] = with_test_clock(one.text, verb not in TIMELESS)
+        found[verb] = one.text
         if several is not None:
-            found[f"{verb}#"] = with_test_clock(several.text, verb not in TIMELESS)
+            found[f"{verb}#"] = several.text
     return found
+
+
+def texts() -> dict[str, str]:
+    """The same, on the test's clock."""
+    return {
+        verb: with_test_clock(text, verb.rstrip("#") not in TIMELESS) for verb, text in plain_texts().items()
+    }
 
 
 def set_clock(now: int) -> list[tuple[Any, ...]]:

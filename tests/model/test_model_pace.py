@@ -12,20 +12,16 @@ from tests.model import properties
 from tests.model.clients import Freed, LateCopy, Ours
 from tests.model.explorer import (
     TICK,
+    Client,
     Event,
     State,
     World,
     assert_broken,
     assert_holds,
-    explore,
     spinning,
 )
-from tests.model.lock import Lock
-from tests.model.pace import Pace
-from tests.model.permits import pace_of
 from tests.model.properties import PACED, lost_permit
-from tests.model.store import MS, Start, Starts, Store
-from tests.model.test_model_mutants import changed
+from tests.model.store import Start, Store
 from tests.model.test_model_waiters import SAFE_PERMITS, SWEPT, as_it_was, assert_breaks, with_methods
 from tests.model.waiters import (
     Waiters,
@@ -115,84 +111,22 @@ def no_more_than_twice(world: World, before: State, event: Any, after: State) ->
     return all(later - at >= 2 * TICK for at, later in zip(after.bodies, after.bodies[2:]))
 
 
-def early(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
-    """A tick before it may."""
-    return Pace.paced_till(lock, store, terms, handed, now + TICK, ahead)
-
-
-def late(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
-    """A tick after it may."""
-    till = Pace.paced_till(lock, store, terms, handed, now, ahead)
-    return till and till + TICK
-
-
-def one_too_many(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
-    """One start more than there are."""
-    return Pace.paced_till(lock, store, terms, handed - 1, now, ahead)
-
-
-def for_ever(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
-    """Whatever has started counts."""
-    return now + TICK if len(store.starts.times) >= pace_of(terms)[0] else 0
-
-
-def the_last_one(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
-    """What has started before is forgotten."""
-    return Pace.start_noted(lock, store._replace(starts=Starts()), terms, start, now)
-
-
-def for_a_tick(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
-    """Known for too short a time."""
-    after = Pace.start_noted(lock, store, terms, start, now)
-    return after._replace(starts=after.starts._replace(expiry=(now + TICK) // MS))
-
-
-def known_for_ever(lock: Pace, store: Store, terms: str, start: Start, now: int) -> Store:
-    """A key without a TTL."""
-    after = Pace.start_noted(lock, store, terms, start, now)
-    return after._replace(starts=after.starts._replace(expiry=None))
-
-
-def ours(tasks: str, **options: Any) -> list[Ours]:
+def ours(tasks: str, kind: type[Ours] = Ours, **options: Any) -> list[Ours]:
     """Clients with a lease of a tick."""
-    return [Ours(task, **{**SHORT, **ONE, **options}) for task in tasks]
+    return [kind(task, **{**SHORT, **ONE, **options}) for task in tasks]
 
 
-HELD = [Ours("a", lease=1, hold=2, retries=1, **ONE), *ours("b")]
-MUTANTS: dict[str, tuple[str, list[Ours], dict[str, Any]]] = {
-    "pace not asked": ("pace_kept", ours("ab"), {"paced_till": lambda *_: 0}),
-    "start not noted": ("pace_kept", ours("ab"), {"start_noted": lambda _, store, *rest: store}),
-    "one start too many": ("pace_kept", ours("abc"), {"paced_till": one_too_many}),
-    "a tick early": ("pace_kept", ours("ab"), {"paced_till": early}),
-    "a tick late": ("paced_with_reason", ours("ab"), {"paced_till": late}),
-    "earlier starts forgotten": ("pace_kept", ours("abc", starts=2, limit=2), {"start_noted": the_last_one}),
-    "starts forgotten too soon": ("pace_kept", ours("ab", period=4), {"start_noted": for_a_tick}),
-    "starts known for ever": ("starts_expire", ours("a"), {"start_noted": known_for_ever}),
-    "retry does not ask": ("pace_kept", HELD, {"asks_again": lambda *_: False}),
-    "redelivery of a dead call does not ask": ("pace_kept", [Ours("a", **ONE), Ours("a", proof=True, **ONE)],
-        {"is_redelivered": lambda *_: False}),
-    "retry refused, and not held for longer": ("held_until_it_may_start",
-        [Ours("a", lease=1, hold=2, retries=1, starts=1, period=4)], {"held_longer": lambda _, store,
-        *rest: store}),
-    "others' starts taken back": ("pace_kept", ours("abc", bodiless=True, limit=2),
-        {"start_taken_back": lambda lock, store, start: store._replace(starts=Starts())}),
-}  # fmt: skip
+class TakesAnothersBack(Ours):
+    """A call without a body that takes a start back, whose ever it is."""
+
+    def its_start(self, me: Client, store: Store) -> Start:
+        return store.starts.times[0] if store.starts.times else me.granted
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_of_the_pace_is_killed(name):
-    """The mistake lets too many start, or refuses one without a reason."""
-    must_break, programs, methods = MUTANTS[name]
-    world = World(*programs, lock=changed(Lock, **methods)(), ticks=5, crashes=1)
-    assert_broken(world, must_break, [getattr(properties, must_break)])
-
-
-def test_mutant_that_loses_a_start_is_killed():
-    """What has started, and counts for ever, lets nobody start again."""
-    for lock, holds in ((Lock(), True), (changed(Lock, paced_till=for_ever)(), False)):
-        world = World(*ours("ab"), lock=lock, ticks=3)
-        found = explore(world, [])
-        assert (lost_permit(lock, found, 2 * LONGEST - 5, 1, ":1/1000000") is None) == holds
+def test_start_of_another_that_is_taken_back_lets_too_many_start():
+    """A mistake of a client, found by the pace that it breaks."""
+    world = World(*ours("abc", TakesAnothersBack, bodiless=True, limit=2), ticks=5, crashes=1)
+    assert_broken(world, "pace_kept", [properties.pace_kept])
 
 
 def passes(event: Event) -> bool:
@@ -272,39 +206,10 @@ def test_paced_call_asks_again_when_time_has_passed(name):
     assert not spinning(SPINS[name](), passes, is_paced)
 
 
-def ignores_the_handed(lock: Pace, store: Store, terms: str, handed: int, now: int, ahead: int = 0) -> int:
-    """Who is handed a permit is not counted."""
-    return Pace.paced_till(lock, store, terms, 0, now, ahead)
-
-
-LOST = "all_end"
-TWO: dict[str, Any] = {"limit": 2, "pace": 2}
-LINE_MUTANTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "a start handed out twice": (starts_left, "abcd", {"slots": 3, "paced_till": ignores_the_handed, **TWO,
-        **SWEPT}),
-    "its own start kept from a call": (woken_may_start, "abc", {"pace": 1,
-        "is_kept_start": lambda *_: False, **SWEPT}),
-    "woken late, and another's start is in its way": (late_takes_a_start, "abc", {"limit": 2, "pace": 1,
-        "late_wakes": 2, "takes_anothers_start": lambda _: False, **SWEPT}),
-    "woken before it may start": (starts_left, "abc", {"pace": 1, "served_till": lambda *_: 0, **SWEPT}),
-    "start of the line not noted": (pace_of_who_starts, "ab",
-        {"pace": 1, "start_noted": lambda _, store, *rest: store, **SWEPT}),
-    "starts that count for ever": (LOST, "ab", {"pace": 1, "paced_till": lambda *_: 10**16, **SWEPT}),
-    "handed back, and out of the line": (stands_where_it_stood, "abc", {"pace": 2, "paces": {"b": 1, "c": 1},
-        "limit": 2, "handed_back": lambda lock, store, now: lock.nobodys(store, store.holder, now, 0),
-        **SWEPT}),
-    "handed what it may not have, and keeps it": (stands_where_it_stood, "abc", {"pace": 2, "limit": 2,
-        "paces": {"b": 1, "c": 1}, "handed_back": lambda _, store, now: store, **SWEPT}),
-    "paced, and the line not noted": (LOST, "ab",
-        {"pace": 1, "noted_before": as_it_was, "noted_after": as_it_was, **SWEPT}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LINE_MUTANTS)
-def test_mutant_of_the_paced_line_is_killed(name):
-    """The mistake loses a call or its place, or wakes one that may not start."""
-    must_break, tasks, options = LINE_MUTANTS[name]
-    assert_breaks(with_methods(tasks, **options), must_break)
+def test_paced_call_whose_line_is_not_noted_is_lost():
+    """A mistake of a worker, found as not every call ends."""
+    nowhere = {"noted_before": as_it_was, "noted_after": as_it_was}
+    assert_breaks(with_methods("ab", pace=1, **nowhere, **SWEPT), "all_end")
 
 
 def test_mutant_that_spins_is_killed():

@@ -10,11 +10,7 @@ import pytest
 
 from tests.bounds import DEEP, SMALL, bound
 from tests.model.explorer import Event, Property, assert_broken, assert_holds
-from tests.model.line import waiter
-from tests.model.lock import Lock
-from tests.model.permits import Choice, choose
-from tests.model.store import Store, Ticket
-from tests.model.test_model_mutants import changed, wrong
+from tests.model.test_model_mutants import changed
 from tests.model.waiters import (
     ORIGINAL,
     VISITOR,
@@ -212,38 +208,6 @@ def test_no_call_is_lost_when_a_lease_ends_too_soon():
     assert_broken(world, "side_by_side", [side_by_side])
 
 
-def hands_to_the_last(lock: Lock, store: Store, now: int) -> tuple[str | None, int, tuple[str, ...]]:
-    """To the other end of the line."""
-    return store.line.places[-1][1] if store.line.places else None, 0, ()
-
-
-def compares_no_copies(lock: Lock, ticket: Ticket, attempt: int, copy: str) -> bool:
-    """Stale only if a later attempt waits or has begun."""
-    return ticket.attempt > attempt
-
-
-def compares_no_attempts(lock: Lock, ticket: Ticket, attempt: int, copy: str) -> bool:
-    """Stale only if another message of this very attempt has begun."""
-    return ticket.attempt == attempt and Lock.is_stale(lock, ticket, attempt, copy)
-
-
-def stands_where_it_stood(lock: Lock, store: Store, heir: str, now: int, lease: int) -> Store:
-    """First in line, as it was before the lock was handed to it in vain."""
-    return Lock.put_back(lock, Lock.passed_over(lock, store, heir, 0, 0), now)
-
-
-def until_its_deadline(lock: Lock, store: Store, now: int) -> bool:
-    """Not longer, though nobody else has it."""
-    return now < store.holder.deadline
-
-
-def forgets_that_it_comes(lock: Lock, store: Store, heir: str) -> Store:
-    """Back in line, to be woken once more."""
-    comes = waiter(store, heir)
-    after = Lock.overtaken(lock, store, heir)
-    return after._replace(calls=store.calls) if comes else after
-
-
 def only_asks_again(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
     """A call that is refused lets nobody go on."""
     yield Event(None, "asks again"), scene._replace(processes=(*scene.processes, process._replace(at="asks")))
@@ -296,10 +260,9 @@ def noted_too(world: Waiters, scene: Scene) -> Scene:
 
 
 def with_methods(tasks: str, **options: Any) -> Waiters:
-    """A world; options are its own, or other methods that it or its lock has."""
-    lock = wrong(**{name: options.pop(name) for name in list(options) if hasattr(Lock, name)})
+    """A world; options are its own, or other methods that it has."""
     own = [name for name in options if name not in Waiters.__dataclass_fields__]
-    return changed(Waiters, **{name: options.pop(name) for name in own})(tasks, lock=lock, **options)
+    return changed(Waiters, **{name: options.pop(name) for name in own})(tasks, **options)
 
 
 def assert_breaks(world: Waiters, must_break: Property | str) -> None:
@@ -310,18 +273,12 @@ def assert_breaks(world: Waiters, must_break: Property | str) -> None:
         assert_broken(world, must_break.__name__, [must_break])
 
 
-# One message more than is needed: to know of each whether it comes would cost hand-overs that are in vain.
-STILL_COMES = {
-    "still_comes": lambda _, store, task, copy: (
-        "+" * bool(copy == ORIGINAL and (known := waiter(store, task)) and known.comes)
-    )
-}
-
-
 def test_overtaken_call_that_parks_again_may_be_woken_twice():
-    """By its own first message, while a wake-up of it is on its way."""
-    assert_breaks(with_methods("abc", **LATE), one_wake_up)
-    assert_holds(with_methods("abc", **LATE, **STILL_COMES), [one_wake_up])
+    """By its own first message, while a wake-up of it is on its way.
+
+    One message more than is needed: to know of each whether it comes would cost hand-overs that are in vain.
+    """
+    assert_breaks(Waiters("abc", **LATE), one_wake_up)
 
 
 def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Process:
@@ -329,35 +286,10 @@ def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Pr
     return process._replace(heir=heir, call=call)
 
 
-def one_more(lock: Lock, store: Store, now: int, count: int, limit: int, fits: Any) -> Choice:
-    """A permit more than the limit has."""
-    return choose(store, now, count + 1, limit + 1, fits)
-
-
 FORGETS = {"forgets": True, "late_wakes": 1}
 LOST = "all_end"
 MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
-    "release hands over to nobody": (LOST, "ab", {"next_in_line": lambda *_: (None, 0, ())}),
-    "release hands over to the last": (in_order, "abc", {"slots": 3, "next_in_line": hands_to_the_last}),
-    "lock kept for one open to all": (in_order, "abcd",
-        {"slots": 3, "is_for": lambda _, heir, task: heir is not None, **ALONE}),
-    "lock kept for one open to none": (LOST, "ab", {"is_for": no, "is_woken": no, **ALONE}),
-    "newcomer passes the line": (in_order, "abc", {"slots": 3, "may_pass": yes, **SWEPT}),
     "newcomer lets nobody go on": ("all_is_done", "abc", {"crashes": 1, "_serves": only_asks_again, **ALONE}),
-    "nobody is passed over": (LOST, "abc", {"absent": "a", "passed_over": stands_where_it_stood, **SWEPT}),
-    "passed over for ever": (LOST, "ab", {"crashes": 1, "put_back": lambda _, store, now: store, **SWEPT}),
-    "woken late, and refused": (woken_are_let_in, "abc", {"is_woken": no, **LATE}),
-    "overtaken, and out of the line": (LOST, "abc",
-        {"crashes": 1, "overtaken": lambda _, store, heir: store, **LATE}),
-    "overtaken, and woken twice": (one_wake_up, "abc",
-        {"overtaken": forgets_that_it_comes, **STILL_COMES, **LATE}),
-    "ticket not checked": (at_most_once, "ab", {"late_wakes": 1, "is_stale": no}),
-    "ticket without copies": (at_most_once, "ab", {"late_wakes": 1, "is_stale": compares_no_copies}),
-    "ticket without attempts": (at_most_once, "ab",
-        {"retries": {"a": 1}, "late_wakes": 1, "is_stale": compares_no_attempts}),
-    "ticket not punched": (at_most_once, "ab", {"late_wakes": 1, "begun": lambda _, store, *rest: store}),
-    "ticket forgotten though woken twice": (at_most_once, "ab", {"has_one_message": yes, **FORGETS}),
-    "ticket does not count": (at_most_once, "ab", {"vain_of": lambda *_: "0", **FORGETS}),
     "no wake-up": (LOST, "ab", {"with_wake": as_it_was, **ALONE}),
     "line never noted": (LOST, "ab",
         {"crashes": 1, "noted_before": as_it_was, "noted_after": as_it_was, **SWEPT}),
@@ -368,8 +300,6 @@ MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "first message that waited, soon forgotten": (at_most_once, "ab", {"has_others": woken_alone, **FORGETS}),
     "backend not asked by one that has waited": (at_most_once, "ab",
         {"late": "ab", "seconds": 1, "early_seconds": True, "may_have_ended": asks_if_woken}),
-    "woken call that asks again, known to its courier only": (known_in_line, "ab",
-        {"linger": True, "retries": {"a": 1}, "may_ask": yes, **LATE}),
     "no courier": (LOST, "ab", {"wipes": 1, "with_courier": as_it_was}),
     "courier sent when it is parked": (with_the_broker, "ab", {"crashes": 1, "sends_courier_later": yes}),
     "courier sent before a redelivered call is parked": (with_the_broker, "ab",
@@ -378,48 +308,22 @@ MUTANTS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
         {"late": "a", "crashes": 2, "has_courier": lambda _, message: message.copy != ORIGINAL}),
     "courier ends when the lock is handed over": (with_the_broker, "ab", {"courier_ends": ends_if("handed")}),
     "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
-    "parked too late, and not its turn": (passed_over_in_vain, "abc",
-        {"linger": True, "is_kept": until_its_deadline, **LATE}),
-    "parked as its first attempt leaves, and not its turn": (passed_over_in_vain, "ab",
-        {"has_turn": lambda _, is_courier, is_known: is_known, **HEARD, **SWEPT}),
     "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
     "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
     "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
     "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
     "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
-    "permit handed over in vain, and another served": (LOST, "abc",
-        {"slots": 3, "crashes": 1, "rank_of_lapsed": lambda _: None, **TWO, **SWEPT}),
-    "permit handed over, and the line forgotten": (LOST, "abc",
-        {"slots": 3, "crashes": 1, "looks_at_others": lambda _, word: word != "empty", **TWO, **SWEPT}),
     "two handed a permit, and one woken": (passed_over_in_vain, "abcde",
         {"slots": 3, "knowing": knows_the_last, **RAISED, **ALONE}),
     "newcomer hands out one permit": (serves_all, "abcd",
         {"slots": 4, "visits": 1, "serves_again": no, **RAISED, **ALONE}),
     "raised limit, and nobody told": (line_moves, "abcd", {"lets_others_in": no, **RAISED, **ALONE}),
-    "second delivery beside its first": (one_permit_each, "abc",
-        {"late": "a", "seconds": 1, "is_own": lambda _, record, token: record.token == token, **TWO}),
-    "one permit too many": (side_by_side, "abc", {"slots": 3, "choose": one_more, **TWO, **ALONE}),
     "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
         {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
-    "permit beyond the limit handed over once more": (beyond_drains, "abcd",
-        {"slots": 3, "late_wakes": 1, "drains": no, **DOWN, **SWEPT}),
-    "permit handed over to nobody": (line_moves, "abc",
-        {"slots": 3, "next_in_line": lambda *_: (None, 0, ()), **TWO, **ALONE}),
-    "permit kept for one open to none": (LOST, "abc",
-        {"slots": 3, "is_for": no, "is_woken": no, **TWO, **ALONE}),
-    "permit goes to the last": (in_order, "abcd",
-        {"slots": 4, "next_in_line": hands_to_the_last, **TWO, **ALONE}),
-    "newcomer passes the line for a permit": (in_order, "abcde", {"may_pass": yes, **RAISED, **ALONE}),
     "parked beside a free permit without a second look": (line_moves, "abc",
         {"slots": 3, "is_free": no, **TWO, **ALONE}),
     "left a permit without passing on": (line_moves, "abcd",
         {"slots": 4, "revokes": 1, "passes_on": no, **TWO, **ALONE}),
-    "permit held, and passed over for ever": (LOST, "abc",
-        {"slots": 3, "crashes": 1, "put_back": lambda _, store, now: store, **TWO, **SWEPT}),
-    "woken late for a permit, and refused": (woken_are_let_in, "abcd",
-        {"slots": 4, "is_woken": no, "late_wakes": 1, **TWO, **SWEPT}),
-    "ticket not checked, two permits": (at_most_once, "abc",
-        {"slots": 3, "late_wakes": 1, "is_stale": no, **TWO}),
 }  # fmt: skip
 
 
