@@ -1,1 +1,1 @@
-"""A simulated Redis: the commands that celery_setnx sends, on immutable values, with a clock of the test's."""
+"""A simulated Redis: the commands that celery_setnx sends, on immutable values and a virtual clock."""

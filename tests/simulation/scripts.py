@@ -1,4 +1,4 @@
-"""Lua 5.1 on the simulated server, as Redis runs a script: its globals, its numbers, its errors, its tables."""
+"""Lua 5.1 on the simulated server, as Redis runs a script: its globals, numbers, errors and tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _GLOBALS = (
 _LARGEST = 2**53
 _STRICT = _LUA.execute(b"""
 return function(env)
-  local function unknown(_, name) error('ERR Script attempted to access nonexistent global variable ' .. name, 2) end
-  local function creates(_, name) error('ERR Attempt to modify a readonly table: global ' .. name, 2) end
+  local function unknown(_, name) error('no global variable ' .. name, 2) end
+  local function creates(_, name) error('no global variable may be made: ' .. name, 2) end
   return setmetatable(env, {__index = unknown, __newindex = creates})
 end
 """)

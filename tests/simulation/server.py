@@ -1,12 +1,13 @@
 """A simulated Redis server: its keys and commands. What runs scripts on it is in scripts.py.
 
-It holds what Redis 7.0 and Valkey 9 agree on, and refuses the rest: test_simulated_server.py compares them.
+It holds what Redis 7.0 and Valkey 9 agree on, and refuses the rest: test_simulated_redis.py compares them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from inspect import CO_VARARGS
 from typing import Any, NamedTuple
 
 MS = 1_000
@@ -37,15 +38,18 @@ class Entry(NamedTuple):
 Keys = frozenset[tuple[bytes, Entry]]
 Handler = Callable[..., Reply]
 
-COMMANDS: dict[bytes, tuple[Handler, bool, bool]] = {}
-"""Of each command: what it does, whether it writes, and whether a full server refuses it."""
+COMMANDS: dict[bytes, tuple[Handler, bool, bool, int, float]] = {}
+"""What each command does, whether it writes, whether a full server refuses it, its fewest and most words."""
 
 
 def command(*, writes: bool = False, grows: bool = False) -> Callable[[Handler], Handler]:
     """Name a command after its method."""
 
     def known(handler: Handler) -> Handler:
-        COMMANDS[handler.__name__.strip("_").upper().encode()] = handler, writes or grows, grows
+        code = handler.__code__
+        least, any_more = code.co_argcount - 1, code.co_flags & CO_VARARGS
+        limits = least, math.inf if any_more else least
+        COMMANDS[handler.__name__.strip("_").upper().encode()] = handler, writes or grows, grows, *limits
         return handler
 
     return known
@@ -66,26 +70,23 @@ class Server:
         """What it holds that has not expired."""
         return frozenset((name, entry) for name, entry in self.keys.items() if self._lives(entry))
 
-    def run(self, *words: bytes) -> Reply:
+    def run(self, verb: bytes = b"", *words: bytes) -> Reply:
         """A command's reply; in a script `declared` are the only keys that it may name.
 
         Raises:
             ServerError: The reply is an error.
         """
-        known = COMMANDS.get(words[0])
+        known = COMMANDS.get(verb)
         if known is None:
-            raise ServerError(f"ERR unknown command {words[0]!r}")
-        handler, writes, grows = known
+            raise ServerError(f"ERR unknown command {verb!r}")
+        handler, writes, grows, least, most = known
+        if not least <= len(words) <= most:
+            raise ServerError(f"ERR wrong number of arguments for {verb!r}")
         if writes:
             if grows and self.is_full and not (self.declared is not None and self.has_written):
                 raise ServerError("OOM command not allowed when used memory > 'maxmemory'.")
             self.has_written = True
-        try:
-            return handler(self, *words[1:])
-        except TypeError as error:
-            if "positional argument" in str(error):
-                raise ServerError(f"ERR wrong number of arguments for {words[0]!r}") from error
-            raise
+        return handler(self, *words)
 
     def _lives(self, entry: Entry) -> bool:
         return entry.expiry is None or self.now // MS <= entry.expiry
@@ -145,11 +146,11 @@ class Server:
 
     @command(writes=True)
     def _pexpire(self, name: bytes, ms: bytes) -> Reply:
-        return self._expire_at(name, _integer(ms) + self.now // MS)
+        return self._expire_at(name, self._moment(ms, is_left=True))
 
     @command(writes=True)
     def _pexpireat(self, name: bytes, ms: bytes) -> Reply:
-        return self._expire_at(name, _integer(ms))
+        return self._expire_at(name, self._moment(ms, is_left=False))
 
     @command(writes=True)
     def _persist(self, name: bytes) -> Reply:
@@ -158,6 +159,12 @@ class Server:
             return 0
         self.keys[name] = entry._replace(expiry=None)
         return 1
+
+    def _moment(self, ms: bytes, *, is_left: bool) -> int:
+        moment = _integer(ms) + (self.now // MS if is_left else 0)
+        if moment >= 2**63:
+            raise ServerError("ERR invalid expire time")
+        return moment
 
     def _expire_at(self, name: bytes, expiry: int) -> Reply:
         entry = self._entry(name, "")
@@ -181,22 +188,23 @@ class Server:
 
     @command(grows=True)
     def _set(self, name: bytes, text: bytes, *options: bytes) -> Reply:
-        rest = [word.upper() for word in options]
-        before = self._entry(name, "")
-        expiry = None
-        if b"KEEPTTL" in rest:
-            rest.remove(b"KEEPTTL")
+        before, expiry, is_new, lasting = self._entry(name, ""), None, False, b""
+        while options:
+            word = options[0].upper()
+            if word in (b"PX", b"PXAT") and len(options) > 1 and lasting in (b"", word):
+                lasting, ms, options = word, options[1], options[2:]
+            elif word == b"KEEPTTL" and lasting in (b"", word):
+                lasting, options = word, options[1:]
+            elif word == b"NX":
+                is_new, options = True, options[1:]
+            else:
+                raise ServerError("ERR syntax error")
+        if lasting == b"KEEPTTL":
             expiry = before.expiry if before else None
-        is_new = b"NX" in rest
-        if is_new:
-            rest.remove(b"NX")
-        if len(rest) == 2 and rest[0] in (b"PX", b"PXAT") and b"KEEPTTL" not in options:
-            expiry = _integer(rest[1])
-            if expiry <= 0:
+        elif lasting:
+            expiry = self._moment(ms, is_left=lasting == b"PX")
+            if _integer(ms) <= 0:
                 raise ServerError("ERR invalid expire time in 'set' command")
-            expiry += self.now // MS if rest[0] == b"PX" else 0
-        elif rest:
-            raise ServerError("ERR syntax error")
         if is_new and before:
             return None
         self.keys[name] = Entry("string", text, expiry)
@@ -303,21 +311,36 @@ class Server:
 
     @command()
     def _zrange(self, name: bytes, first: bytes, last: bytes, *options: bytes) -> Reply:
-        return _listed(_sliced(self._places(name), first, last), options)
+        return self._sliced(name, first, last, options, 1)
 
     @command()
     def _zrevrange(self, name: bytes, first: bytes, last: bytes, *options: bytes) -> Reply:
-        return _listed(_sliced(self._places(name)[::-1], first, last), options)
+        return self._sliced(name, first, last, options, -1)
+
+    def _sliced(self, name: bytes, first: bytes, last: bytes, options: tuple[bytes, ...], step: int) -> Reply:
+        start, end, (has_scores, limit) = _integer(first), _integer(last), _range_options(options)
+        if limit:
+            raise ServerError("ERR syntax error, LIMIT is only supported by score")
+        places = self._places(name)[::step]
+        start = max(start + len(places), 0) if start < 0 else start
+        end = end + len(places) if end < 0 else end
+        return _listed(places[start : end + 1] if end >= start else (), has_scores)
 
     @command()
     def _zrangebyscore(self, name: bytes, low: bytes, high: bytes, *options: bytes) -> Reply:
-        within = _between(low, high)
-        return _listed([place for place in self._places(name) if within(place[0])], options)
+        return self._scored(name, low, high, options, 1)
 
     @command()
     def _zrevrangebyscore(self, name: bytes, high: bytes, low: bytes, *options: bytes) -> Reply:
-        within = _between(low, high)
-        return _listed([place for place in self._places(name)[::-1] if within(place[0])], options)
+        return self._scored(name, low, high, options, -1)
+
+    def _scored(self, name: bytes, low: bytes, high: bytes, options: tuple[bytes, ...], step: int) -> Reply:
+        (has_scores, limit), within = _range_options(options), _between(low, high)
+        places = [place for place in self._places(name)[::step] if within(place[0])]
+        if limit:
+            first, count = limit
+            places = [] if first < 0 else places[first:] if count < 0 else places[first : first + count]
+        return _listed(places, has_scores)
 
     def _places(self, name: bytes) -> tuple[tuple[float, bytes], ...]:
         entry = self._entry(name, "zset")
@@ -343,14 +366,17 @@ def _score(text: bytes) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if math.isnan(number) or b"_" in text or text != text.strip():
-        raise ServerError("ERR value is not a valid float")
+    if math.isnan(number) or b"_" in text or text != text.strip() or (number == 0 and text[:1] == b"-"):
+        raise ServerError("ERR value is not a valid float")  # of -0 Redis and Valkey make different scores
     return number
 
 
 def _text(score: float) -> bytes:
-    """A score as Redis says it: scores of celery_setnx are whole numbers, or infinite."""
-    return b"%d" % score if math.isfinite(score) and score.is_integer() else b"%.17g" % score
+    """A score as both servers say it."""
+    text = b"%.17g" % score
+    if b"e" in text or (not score.is_integer() and text != str(score).encode()):
+        raise ServerError(f"ERR Redis and Valkey write {score} differently")
+    return text
 
 
 def _between(low: bytes, high: bytes) -> Callable[[float], bool]:
@@ -362,21 +388,21 @@ def _between(low: bytes, high: bytes) -> Callable[[float], bool]:
     return lambda at: (at > least if above else at >= least) and (at < most if below else at <= most)
 
 
-def _sliced(places: Sequence[Any], first: bytes, last: bytes) -> Sequence[Any]:
-    start, end = (_integer(index) for index in (first, last))
-    start = max(start + len(places), 0) if start < 0 else start
-    end = end + len(places) if end < 0 else end
-    return places[start : end + 1] if end >= start else []
+def _range_options(options: tuple[bytes, ...]) -> tuple[bool, tuple[int, int] | None]:
+    """Whether scores are wanted, and which part of what is found: from where, and how many."""
+    has_scores, limit = False, None
+    while options:
+        word = options[0].upper()
+        if word == b"LIMIT" and len(options) > 2:
+            limit, options = (_integer(options[1]), _integer(options[2])), options[3:]
+        elif word == b"WITHSCORES":
+            has_scores, options = True, options[1:]
+        else:
+            raise ServerError("ERR syntax error")
+    return has_scores, limit
 
 
-def _listed(places: Sequence[tuple[float, bytes]], options: tuple[bytes, ...]) -> Reply:
-    rest = [word.upper() for word in options]
-    has_scores = b"WITHSCORES" in rest
-    if has_scores:
-        rest.remove(b"WITHSCORES")
-    if len(rest) == 3 and rest[0] == b"LIMIT":
-        first, count = _integer(rest[1]), _integer(rest[2])
-        places = [] if first < 0 else places[first:] if count < 0 else places[first : first + count]
-    elif rest:
-        raise ServerError("ERR syntax error")
-    return [word for at, member in places for word in ((member, _text(at)) if has_scores else (member,))]
+def _listed(places: Sequence[tuple[float, bytes]], has_scores: bool) -> Reply:
+    if not has_scores:
+        return [member for _, member in places]
+    return [word for at, member in places for word in (member, _text(at))]
