@@ -511,9 +511,9 @@ class Walk:
                 run(b"HSET", CALLS, b"gone%d" % number, b"@%d" % self.server.now)
         else:
             run(b"DEL", STARTS)
-            for number in range(self.choose(1, 3, 1_105)):
-                at = self.server.now + self.choose(1, 0) * SECOND - number
-                run(b"ZADD", STARTS, b"%d" % at, b"%d#0#%d" % (at, number))
+            before = self.server.now + self.choose(1, 0) * SECOND
+            times = [b"%d" % (before - number) for number in range(self.choose(1, 3, 1_105))]
+            run(b"ZADD", STARTS, *(word for at in times for word in (at, at + b"#0#7")))
 
     def advance(self) -> None:
         """The clock, by a random amount or exactly to what comes next."""

@@ -62,7 +62,8 @@ class Script:
             server.declared = None
 
     def _call(self, *words: Any) -> Any:
-        return _in_lua(self._server.run(*map(_word, words)))
+        reply = self._server.run(*[word if type(word) is bytes else _word(word) for word in words])
+        return reply if type(reply) is bytes else _in_lua(reply)
 
     def _pcall(self, *words: Any) -> Any:
         try:
@@ -83,8 +84,6 @@ def _error_reply(text: bytes) -> Any:
 
 def _word(word: Any) -> bytes:
     """An argument of redis.call as the server gets it."""
-    if type(word) is bytes:
-        return word
     if type(word) in (int, float) and int(word) == word and abs(word) <= _LARGEST:
         return b"%d" % word
     # Others are written differently by Redis and Valkey, or are no arguments.

@@ -98,7 +98,7 @@ class Server:
         entry = self.keys.get(name)
         if entry is None:
             return None
-        if not self._lives(entry):
+        if entry.expiry is not None and self.now // MS > entry.expiry:
             del self.keys[name]
             return None
         if kind and entry.kind != kind:
