@@ -132,7 +132,7 @@ TIMES = (b"60000", b"60001", b"1000000", b"3000000000001", b"4000000000000", b"1
 SCORES = (b"0", b"1", b"2", b"-3", b"2.5", b"-0.5", b"1e3", b"+4", b"4000000000000000", b"7000000000000001")
 BAD_SCORES = (b"x", b"nan", b"1_0", b"1 ", b"5(", b"((5", b"1.2.3", b"--1")
 INFINITE = (b"inf", b"+inf", b"-inf", b"INF", b"Infinity")
-# n: a name, N: more of them, w: a word, W: more of them, i: an integer, t: a time, s: a score, b: a bound;
+# n: a name, N: more of them, w: a word, W: more of them, i: an integer, t: a time, s: a score, b: two bounds;
 # P: more pairs of a score and a word, F: of words; S, R, L: options of SET, of ranges, and of those by score.
 SHAPES = {
     verb: shape
@@ -147,8 +147,8 @@ SHAPES = {
         "nwW": "RPUSH HDEL ZREM",
         "nwwF": "HSET",
         "nswP": "ZADD",
-        "nbb": "ZREMRANGEBYSCORE ZCOUNT",
-        "nbbL": "ZRANGEBYSCORE ZREVRANGEBYSCORE",
+        "nb": "ZREMRANGEBYSCORE ZCOUNT",
+        "nbL": "ZRANGEBYSCORE ZREVRANGEBYSCORE",
         "niiR": "ZRANGE ZREVRANGE",
     }.items()
     for verb in verbs.split()
@@ -159,7 +159,7 @@ KINDS = {"GET": "string", "SET": "string", "RPUSH": "list"}
 def some_command(chance: random.Random) -> list[bytes]:
     """A command, mostly of a key of its own kind; seldom with a word too many or too few."""
     choose, often = chance.choice, chance.random
-    verb = choose(sorted(SHAPES))
+    verb = choose([*sorted(SHAPES), *["ZADD"] * 4, "HSET", "RPUSH"])
     kind = KINDS.get(verb) or {"H": "hash", "Z": "zset", "S": "string", "G": "string"}.get(verb[0])
     many = range(choose((0, 0, 0, 1, 2)))
 
@@ -171,6 +171,11 @@ def some_command(chance: random.Random) -> list[bytes]:
 
     def score() -> bytes:
         return number(SCORES + INFINITE, BAD_SCORES)
+
+    def bounds() -> list[bytes]:
+        if often() < 0.5:
+            return [b"+inf", b"-inf"] if "REV" in verb else [b"-inf", b"+inf"]
+        return [(b"(" if often() < 0.3 else b"") + score() for _ in "lh"]
 
     def options(letter: str) -> list[bytes]:
         times = [choose((b"PX", b"px", b"PXAT")), number(TIMES, BAD_INTEGERS)]
@@ -187,9 +192,9 @@ def some_command(chance: random.Random) -> list[bytes]:
         "w": lambda: [choose(WORDS)],
         "W": lambda: [choose(WORDS) for _ in many],
         "i": lambda: [integer()],
-        "t": lambda: [number(TIMES, BAD_INTEGERS + INTEGERS[-2:])],
+        "t": lambda: [number(TIMES, BAD_INTEGERS + (LEAST, MOST)[: 1 + (verb == "PEXPIRE")])],
         "s": lambda: [score()],
-        "b": lambda: [(b"(" if often() < 0.3 else b"") + score()],
+        "b": bounds,
         "P": lambda: [word for _ in many for word in (score(), choose(WORDS))],
         "F": lambda: [choose(WORDS) for _ in many for _ in "ft"],
         **{letter: lambda letter=letter: options(letter) for letter in "SRL"},

@@ -113,7 +113,7 @@ def _reply(value: Any) -> Reply:
         raise ServerError(error.decode())
     if status := value[b"ok"]:
         return Status(status)
-    items = []
+    items: list[Reply] = []
     while (item := value[len(items) + 1]) is not None:  # a table ends at its first nil
         items.append(_reply(item))
     return items
