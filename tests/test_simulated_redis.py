@@ -25,7 +25,7 @@ from tests.simulation.scripts import script
 from tests.simulation.server import COMMANDS, MS, Entry, Server, ServerError
 
 COMMAND_CASES = bound(350, small=60, full=1_000, deep=50_000)  # each of 30 commands
-SCRIPT_CASES = bound(250, small=60, full=1_000, deep=20_000)  # each of 20 calls
+SCRIPT_CASES = bound(250, small=60, full=500, deep=20_000)  # each of 20 calls
 ONE_SEED = [int(os.environ["SEED"])] if "SEED" in os.environ else []
 REAL, PLAIN = texts(), plain_texts()
 SEES = """
