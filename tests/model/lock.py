@@ -5,7 +5,9 @@ Each method says what a caller tells its script; the answer is what the simulate
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from tests.model.injected import plain_texts
 from tests.model.layout import (
@@ -30,35 +32,55 @@ from tests.simulation.server import Server, ServerError
 TEXTS = plain_texts()
 
 
+@contextmanager
+def mistaken(verb: str, right: str, wrong: str) -> Iterator[None]:
+    """Every lock that is made meanwhile has this mistake in a script; a `#` as in a `Call`."""
+    text = TEXTS[verb]
+    assert text.count(right) == 1, (verb, right)
+    TEXTS[verb] = text.replace(right, wrong)
+    try:
+        yield
+    finally:
+        TEXTS[verb] = text
+
+
+class Call(NamedTuple):
+    """A script with a `#` if it knows of several permits; what it found, when (us), and what it was told."""
+
+    verb: str
+    store: Store
+    now: int
+    keys: tuple[bytes, ...]
+    told: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The verb alone."""
+        return self.verb.rstrip("#")
+
+
 class Lock:
     """The verbs. Every one takes the keys and the time, and gives back the new keys and the reply.
 
-    `changes`: what a mutant's scripts say instead: (verb, right, wrong), a `#` behind the verb for the text
-    that knows of several permits.
+    `calls`: of its scripts, as they were made.
     """
 
-    def __init__(self, *changes: tuple[str, str, str]) -> None:
-        texts = dict(TEXTS)
-        for verb, right, wrong in changes:
-            assert texts[verb].count(right) == 1, (verb, right)
-            texts[verb] = texts[verb].replace(right, wrong)
-        self._scripts: dict[str, Script] = {verb: script(text) for verb, text in texts.items()}
+    def __init__(self) -> None:
+        self._scripts: dict[str, Script] = {verb: script(text) for verb, text in TEXTS.items()}
+        self.calls: dict[Call, None] = {}
 
     def _run(self, verb: str, store: Store, now: int, keys: tuple[bytes, ...], *arguments: Any) -> Answer:
         """What a script answers; the store is the same object if it has changed nothing."""
+        told = tuple(map(str, arguments))
+        self.calls[Call(verb, store, now, keys, told)] = None
         server = Server(laid_out(store, now // MS), now)
-        told = tuple(str(argument).encode() for argument in arguments)
         try:
-            reply = self._scripts[verb].run(server, keys, told)
+            reply = self._scripts[verb].run(server, keys, tuple(word.encode() for word in told))
         except ServerError as error:
             return store, (str(error).split()[0],)
         words = reply.split(b" ") if isinstance(reply, bytes) else reply
-        said = tuple(
-            None if word is None else word.decode() if isinstance(word, bytes) else str(word)
-            for word in words
-        )
         after = read_back(server.keys, now // MS)
-        return (store if after == store else after), said
+        return (store if after == store else after), tuple(map(_said, words))
 
     def acquire(
         self,

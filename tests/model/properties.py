@@ -270,11 +270,11 @@ def pace_kept(world: World, before: State, event: Event, after: State) -> bool:
     """Within one period no more bodies begin than may; where rates differ, by the highest that any has."""
     if before.bodies == after.bodies:
         return True
-    most, period = _pace(world)
+    most, period = pace_of(world)
     return all(later - at >= period for at, later in zip(after.bodies, after.bodies[most:]))
 
 
-def _pace(world: World) -> tuple[int, int]:
+def pace_of(world: World) -> tuple[int, int]:
     """How many may start within how long, as whoever may start most has it."""
     ours = [program for program in world.programs if isinstance(program, Ours) and program.starts]
     return max(program.starts for program in ours), min(program.period for program in ours)

@@ -7,11 +7,37 @@ import pytest
 
 from tests.model import properties
 from tests.model.clients import RETENTION_MS, Call, Counted, Ours, ParentOfCounted
-from tests.model.explorer import DONE, Client, Move, Program, State, World, assert_broken
-from tests.model.store import MS, Answer, Mark, Record, Store
+from tests.model.explorer import (
+    DONE,
+    Client,
+    Event,
+    Move,
+    Program,
+    Property,
+    State,
+    World,
+    assert_broken,
+    spinning,
+)
+from tests.model.scenarios import ALONE, DOWN, ONE, RAISED, SHORT, SWEPT, TWO
+from tests.model.store import MS, Answer, Mark, Record, Start, Store
+from tests.model.waiters import (
+    ORIGINAL,
+    VISITOR,
+    Process,
+    Scene,
+    Waiters,
+    at_most_once,
+    beyond_drains,
+    is_paced,
+    line_moves,
+    passed_over_in_vain,
+    serves_all,
+    time_passes,
+    with_the_broker,
+)
 
 Kind = TypeVar("Kind")
-DEAD_CLASSIC = Store("9")
 
 
 def changed(kind: type[Kind], **methods: Any) -> type[Kind]:
@@ -208,3 +234,151 @@ def test_mutant_is_killed(name):
     """The mistake breaks its property."""
     must_break, world = MUTANTS[name]
     assert_broken(world, must_break, [getattr(properties, must_break)])
+
+
+class TakesAnothersBack(Ours):
+    """A call without a body that takes a start back, whose ever it is."""
+
+    def its_start(self, me: Client, store: Store) -> Start:
+        return store.starts.times[0] if store.starts.times else me.granted
+
+
+def ours(tasks: str, kind: type[Ours] = Ours, **options: Any) -> list[Ours]:
+    """Clients with a lease of a tick."""
+    return [kind(task, **{**SHORT, **ONE, **options}) for task in tasks]
+
+
+def test_start_of_another_that_is_taken_back_lets_too_many_start():
+    """A mistake of a client, found by the pace that it breaks."""
+    world = World(*ours("abc", TakesAnothersBack, bodiless=True, limit=2), ticks=5, crashes=1)
+    assert_broken(world, "pace_kept", [properties.pace_kept])
+
+
+def only_asks_again(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
+    """A call that is refused lets nobody go on."""
+    yield Event(None, "asks again"), scene._replace(processes=(*scene.processes, process._replace(at="asks")))
+
+
+def as_it_was(world: Waiters, scene: Scene, *_: Any) -> Scene:
+    """Nothing is sent, and nobody woken."""
+    return scene
+
+
+def no(*_: Any) -> bool:
+    """Whatever is asked."""
+    return False
+
+
+def yes(*_: Any, **__: Any) -> bool:
+    """Whatever is asked."""
+    return True
+
+
+def woken_alone(world: Waiters, process: Process) -> bool:
+    """A message that wakes a call, or was delivered again; not one that has parked it."""
+    return process.message.copy != ORIGINAL or bool(process.message.again)
+
+
+def asks_if_woken(world: Waiters, process: Process) -> bool:
+    """A message that wakes a call, or was delivered again."""
+    message = process.message
+    return bool(message.again) or (message.copy != ORIGINAL and message.task in world.late)
+
+
+def ends_if(word: str) -> Any:
+    """Also if a courier is answered so."""
+    return lambda world, reply: reply[0] == word or Waiters.courier_ends(world, reply)
+
+
+def notes_later(world: Waiters, scene: Scene) -> Scene:
+    """The line is noted in another step."""
+    return scene._replace(processes=tuple(sorted((*scene.processes, Process("notes", VISITOR)))))
+
+
+def notes(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
+    """The line is noted."""
+    yield Event(None, "notes the line"), Waiters.noted_before(world, scene)
+
+
+def noted_too(world: Waiters, scene: Scene) -> Scene:
+    """The line is noted once more."""
+    return Waiters.noted_before(world, scene)
+
+
+def with_methods(tasks: str, **options: Any) -> Waiters:
+    """A world; options are its own, or other methods that it has."""
+    own = [name for name in options if name not in Waiters.__dataclass_fields__]
+    return changed(Waiters, **{name: options.pop(name) for name in own})(tasks, **options)
+
+
+def assert_breaks(world: Waiters, must_break: Property | str) -> None:
+    """Fail unless the property is broken, or the goal of this name out of reach."""
+    if isinstance(must_break, str):
+        assert_broken(world, must_break, [], goal=getattr(world, must_break))
+    else:
+        assert_broken(world, must_break.__name__, [must_break])
+
+
+def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Process:
+    """Whoever was to be woken before is forgotten."""
+    return process._replace(heir=heir, call=call)
+
+
+FORGETS = {"forgets": True, "late_wakes": 1}
+LOST = "all_end"
+OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
+    "newcomer lets nobody go on": ("all_is_done", "abc", {"crashes": 1, "_serves": only_asks_again, **ALONE}),
+    "no wake-up": (LOST, "ab", {"with_wake": as_it_was, **ALONE}),
+    "line never noted": (LOST, "ab",
+        {"crashes": 1, "noted_before": as_it_was, "noted_after": as_it_was, **SWEPT}),
+    "line noted when the call is parked": (LOST, "ab",
+        {"crashes": 2, "noted_before": as_it_was, "noted_after": notes_later, "_notes": notes, **SWEPT}),
+    "line forgotten though noted": (LOST, "abcd", { "crashes": 1, "is_unchanged": yes, **SWEPT}),
+    "line noted before parking alone": (LOST, "ab", {"crashes": 1, "noted_after": as_it_was, **SWEPT}),
+    "first message that waited, soon forgotten": (at_most_once, "ab", {"has_others": woken_alone, **FORGETS}),
+    "backend not asked by one that has waited": (at_most_once, "ab",
+        {"late": "ab", "seconds": 1, "early_seconds": True, "may_have_ended": asks_if_woken}),
+    "no courier": (LOST, "ab", {"wipes": 1, "with_courier": as_it_was}),
+    "courier sent when it is parked": (with_the_broker, "ab", {"crashes": 1, "sends_courier_later": yes}),
+    "courier sent before a redelivered call is parked": (with_the_broker, "ab",
+        {"late": "a", "crashes": 2, "sends_courier_later": no}),
+    "no courier for a redelivered call": (with_the_broker, "ab",
+        {"late": "a", "crashes": 2, "has_courier": lambda _, message: message.copy != ORIGINAL}),
+    "courier ends when the lock is handed over": (with_the_broker, "ab", {"courier_ends": ends_if("handed")}),
+    "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
+    "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
+    "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
+    "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
+    "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
+    "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
+    "two handed a permit, and one woken": (passed_over_in_vain, "abcde",
+        {"slots": 3, "knowing": knows_the_last, **RAISED, **ALONE}),
+    "newcomer hands out one permit": (serves_all, "abcd",
+        {"slots": 4, "visits": 1, "serves_again": no, **RAISED, **ALONE}),
+    "raised limit, and nobody told": (line_moves, "abcd", {"lets_others_in": no, **RAISED, **ALONE}),
+    "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
+        {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
+    "parked beside a free permit without a second look": (line_moves, "abc",
+        {"slots": 3, "is_free": no, **TWO, **ALONE}),
+    "left a permit without passing on": (line_moves, "abcd",
+        {"slots": 4, "revokes": 1, "passes_on": no, **TWO, **ALONE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_WORKERS)
+def test_mutant_of_the_line_is_killed(name):
+    """The mistake loses a call, runs it twice, lets one overtake, or wakes one twice."""
+    must_break, tasks, options = OF_WORKERS[name]
+    assert_breaks(with_methods(tasks, **options), must_break)
+
+
+def test_paced_call_whose_line_is_not_noted_is_lost():
+    """A mistake of a worker, found as not every call ends."""
+    nowhere = {"noted_before": as_it_was, "noted_after": as_it_was}
+    assert_breaks(with_methods("ab", pace=1, **nowhere, **SWEPT), "all_end")
+
+
+def test_paced_call_that_asks_at_once_spins():
+    """When it has parked it asks again and again, though no time passes."""
+    world = with_methods("ab", slots=2, pace=1, late_wakes=1, met_its_pace="comes_in", **SWEPT)
+    assert spinning(world, time_passes, is_paced)

@@ -16,6 +16,7 @@ from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Lock
 from tests.model.permits import at, highest_in, permit_in, permits_of
 from tests.model.store import (
+    MS,
     Answer,
     Calls,
     Known,
@@ -33,6 +34,7 @@ LEASE = 4 * TICK
 OVER = START - TICK
 REMEMBER_MS = 1_000_000
 BEGUN_MS = 2_000_000
+EXPIRY = START // MS + REMEMBER_MS  # of a key that no time passes for
 ORIGINAL = "-"
 LATE = "~"
 
@@ -1044,6 +1046,18 @@ def woken_are_let_in(world: Waiters, before: Scene, event: Event, after: Scene) 
     return not (event.what.endswith(", woken") and _heirs(before.store, world.limit_of(task)))
 
 
+def time_passes(event: Event) -> bool:
+    """Whether time passes."""
+    return event.actor is None and any(
+        what in event.what for what in ("counts no more", "passes", "is to have its place again")
+    )
+
+
+def is_paced(event: Event) -> bool:
+    """Whether a call is refused for its pace."""
+    return event.what.endswith(" is paced")
+
+
 def _answered(scene: Scene, verb: Callable[..., Answer], **arguments: Any) -> Answered:
     store, reply = verb(scene.store, **arguments)
     after = scene._replace(store=store)
@@ -1109,13 +1123,14 @@ def _canonical(store: Store, forgets: bool) -> Store:
         who = waiter(store, task)
         fields.append((task, str(who._replace(vain=min(who.vain, 1))) if who else call))
     tickets = [
-        (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else 0))
+        (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else BEGUN_MS))
         for task, (text, lease) in store.tickets
     ]
-    known = store.known and Known(store.known.text, 0)
-    line, calls = Line(tuple(sorted(places))), Calls(tuple(fields))
+    known = store.known and Known(store.known.text, REMEMBER_MS)
+    line = Line(tuple(sorted(places)), REMEMBER_MS if places else -1)
+    calls = Calls(tuple(fields), REMEMBER_MS if fields else -1)
     count = len(store.starts.times)
-    starts = Starts(tuple((START - count + place, 0, 0) for place in range(count)))
+    starts = Starts(tuple((START - count + place, 0, 0) for place in range(count)), EXPIRY if count else None)
     return Store(*first, None, line, calls, tuple(tickets), tuple(others), known, starts=starts)
 
 
@@ -1129,7 +1144,7 @@ def _canonical_permit(permit: Permit) -> Permit:
             token = "h" if record.state == "handed" else record.token
             record = record._replace(token=token, deadline=deadline, fence=0, since=0)
             value = value and seconds(deadline)
-    return Permit(value, None, record, None)
+    return Permit(value, value and EXPIRY, record, record and EXPIRY)
 
 
 def _lingers(until: int) -> str:

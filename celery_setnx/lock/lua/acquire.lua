@@ -27,7 +27,7 @@
 --      11 terms       how many permits there are, and how many starts (see permits.lua); '1' if it is not said
 --      12 second      '1' = another delivery of this attempt may have begun, and ended: the mark may be its retry's, and
 --                     the lock may rest after it, so both stay as they are
---      13 shared      '1' = other calls may have this task id, and have its place if this one has no ticket (optional)
+--      13 shared      '1' = other calls may have this task id, and have its place if this one does not wait (optional)
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found, if anything;
 --       the text 'acquired <now us> <fence>' if nothing was: a table costs as much as two commands.
 --       With several permits {..., number of the permit, how many others are free, lock value, record, number} or
@@ -63,18 +63,19 @@ if found or KEYS[3] and redis.call('EXISTS', KEYS[3], KEYS[5], KEYS[6], KEYS[7])
   local highest = math.min(tonumber(string.match(permits or '', '^(%d+) %d+:?[%d/]*$') or 1), 100)
   if highest > 1 + math.max(0, #KEYS - 8) / 2 then return {'more', int(highest)} end
 end
-local woken, vain = false, '0'
+local woken, vain, waits = false, '0', false
 if ticket then
   local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     return {'stale', 0, 0, now, false, false, mark, waiters}
   end
-  woken, vain = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0'
+  waits = t_copy == ''
+  woken, vain = waits and copy ~= '-', later == 0 and t_vain or '0'
 end
 local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
 -- As whom it stands in line: as nobody if that place is another call's (see park.lua).
-local kept = ARGV[13] == '1' and KEYS[4] and task and not ticket and redis.call('HGET', KEYS[4], task)
+local kept = ARGV[13] == '1' and KEYS[4] and task and not waits and redis.call('HGET', KEYS[4], task)
 local in_line = not string.match(kept or '', '^%d') and task
 local first = waiters ~= '0' and redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local permit, terms, second = false, '1', ARGV[12] == '1'
@@ -136,6 +137,7 @@ if not set then
   local function held(till)
     -- One that has been woken has its place, and is known there, though it asks again.
     if linger > 0 and not string.match(redis.call('HGET', KEYS[4], task) or '', '^%d') then
+      outlive(KEYS[4]) -- before it is written, too: where it is forbidden nothing stays for ever
       redis.call('HSET', KEYS[4], task, '@' .. int(now + linger))
       outlive(KEYS[4])
       redis.call('ZADD', KEYS[3], ARGV[9] == '0' and int(now) or ARGV[9], task)

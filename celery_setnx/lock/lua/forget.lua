@@ -26,6 +26,7 @@ end
 -- An earlier delivery of the same task counts as this run: its call has failed after all. A later one does not.
 local is_earlier = began > succeeded and done and task_of(done) == task_of(token)
 local counts = done == token or is_earlier
-if counts then redis.call('DEL', KEYS[1]) end -- allowed when memory is full, and after a write SET is too
+-- Allowed when memory is full, be it of nothing, and after a write SET is too.
+if counts or not done then redis.call('DEL', KEYS[1]) end
 if running then redis.call('SET', running, failed, 'KEEPTTL') end
 return {counts and 'freed' or 'lost'}

@@ -44,11 +44,11 @@ local function answer(word)
   return {word, int(now), value, record, int(rank and rank + 1 or 0)}
 end
 
-local vain, begun = '0', false
+local vain, begun, waits = '0', false, false
 if ticket then
   local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
-  begun = later == 0 and t_copy ~= '' -- or stale
+  begun, waits = later == 0 and t_copy ~= '', t_copy == '' -- or stale
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     -- Woken once, and never in vain, it has no message left that comes later than its broker delivers again.
     if later == 0 and copy == '' and t_vain == '0' and redis.call('PTTL', KEYS[5]) > remember then
@@ -59,7 +59,7 @@ if ticket then
   if later == 0 then vain = t_vain end
 end
 local kept = redis.call('HGET', KEYS[4], task) or ''
-if ARGV[8] == '1' and not ticket and string.match(kept, '^%d') then return answer('taken') end
+if ARGV[8] == '1' and not waits and string.match(kept, '^%d') then return answer('taken') end
 local function keep()
   redis.call('HSET', KEYS[4], task, vain .. '|' .. since .. '|' .. call)
   outlive(KEYS[4])

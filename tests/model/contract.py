@@ -1,0 +1,410 @@
+"""What holds of each answer of a script by itself, whatever came before: the script's contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
+from tests.model.line import AWAY, waiting
+from tests.model.lock import Call
+from tests.model.permits import at, highest_in
+from tests.model.rules import is_stale, rule_of, word_of
+from tests.model.store import MS, NUMBER, Record, Store, seconds, task_of, up
+from tests.simulation.scripts import Script
+from tests.simulation.server import COMMANDS, Entry, Reply, Server, ServerError
+
+KNOWN_WORDS = {
+    "acquire": "acquired again resumed taken_over held paced stale line more FOREIGNRECORD",
+    "renew": "renewed repaired gone lost",
+    "release": "released resting repaired held_for_retry gone lost",
+    "hold": "held_for_retry released resting handed failed repaired gone lost",
+    "park": "new parked handed stale taken more",
+    "leave": "left handed stale more",
+    "serve": "handed taken_over held empty more FOREIGNRECORD",
+    "free": "released repaired gone lost more",
+    "look": "more",  # or the time
+    "mark": "marked queued stalled running done WRONGTYPE",
+    "extend": "extended lost WRONGTYPE",
+    "unmark": "freed lost WRONGTYPE",
+    "forget": "freed lost WRONGTYPE",
+}
+"""What each script may answer first; ERR would be an error of its own."""
+
+GRANTS = ("acquired", "resumed", "taken_over")
+REFUSES = ("held", "stale", "line", "more", "lost", "queued", "stalled", "running", "done", "taken", "again")
+WRITES = [name for name, (_, writes, _) in COMMANDS.items() if writes]
+ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "extend", "unmark", "forget")
+"""What a server allows whose memory is full: none of these grants a lock."""
+
+
+class Played(NamedTuple):
+    """What became of a call: the keys, and the reply or an error."""
+
+    keys: dict[bytes, Entry]
+    reply: Reply
+    error: str = ""
+
+    @property
+    def word(self) -> str:
+        """What the script answers first."""
+        if self.error:
+            return self.error.split()[0]
+        reply = self.reply.split()[0] if isinstance(self.reply, bytes) else self.reply[0]
+        return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+class Refusing(Server):
+    """A server that forbids one command, as an ACL may."""
+
+    forbidden = b""
+
+    def run(self, *words: bytes) -> Reply:
+        """As a server, but for that."""
+        if words[0] == self.forbidden:
+            raise ServerError("NOPERM this user has no permissions to run the command")
+        return super().run(*words)
+
+
+def played(script: Script, call: Call, *, is_full: bool = False, forbidden: bytes = b"") -> Played:
+    """What the script makes of a call."""
+    server = Refusing(laid_out(call.store, call.now // MS), call.now)
+    server.is_full, server.forbidden = is_full, forbidden
+    try:
+        reply = script.run(server, call.keys, tuple(word.encode() for word in call.told))
+    except ServerError as error:
+        return Played(server.keys, None, str(error))
+    return Played(server.keys, reply)
+
+
+Clause = Callable[[Script, Call, Played], bool]
+
+
+def ends_by_no_error(script: Script, call: Call, found: Played) -> bool:
+    """A script answers by one of its words, be the keys what they may."""
+    return not found.error if call.name == "look" else found.word in KNOWN_WORDS[call.name].split()
+
+
+def changes_nothing_if_refused(script: Script, call: Call, found: Played) -> bool:
+    """A refusal leaves what the keys hold as it is, but for a place in line to ask again.
+
+    What is known of the permits, and a failed run's record, are written all the same.
+    """
+    lingers = call.name == "acquire" and call.told[7] != "0"
+    if found.word not in REFUSES or (lingers and found.word == "held") or call.name in ("serve", "forget"):
+        return True
+    return _held(found.keys) == _held(dict(laid_out(call.store, call.now // MS)))
+
+
+def _held(keys: dict[bytes, Entry]) -> dict[bytes, Any]:
+    return {name: entry.value for name, entry in keys.items() if name != PERMITS}
+
+
+def expires(script: Script, call: Call, found: Played) -> bool:
+    """Every key that a script has written expires, and not before what it stands for."""
+    before = dict(laid_out(call.store, call.now // MS))
+    for name, entry in found.keys.items():
+        if entry != before.get(name) and entry.expiry is None:
+            return False
+    after, told, now_ms = read_back(found.keys, call.now // MS), call.told, call.now // MS
+    for number in range(1 + len(after.others)):
+        old, new = at(call.store, number), at(after, number)
+        record = new.record
+        if not isinstance(record, Record) or record == old.record or call.name == "forget":
+            continue
+        if record.deadline:
+            keep = {"acquire": 2, "renew": 2, "hold": 2, "release": 2, "serve": 2}.get(call.name)
+            expiry = up(record.deadline, MS) + int(told[keep]) if keep else new.record_expiry
+            if (new.value, new.expiry, new.record_expiry) != (seconds(record.deadline), expiry, expiry):
+                return False
+            lasts = after.known is None or now_ms + after.known.lease + 1 >= (expiry or 0)
+            if number and not lasts and call.name != "serve":  # to whom it is handed asks for it soon
+                return False
+        elif call.name in ("release", "serve", "free"):
+            remember = int(told[1] if call.name == "free" else told[2])
+            if (new.value, new.record_expiry) != (None, now_ms + remember):
+                return False
+    return all(_lasts(call, before, found, *each) for each in _promised(call, found))
+
+
+def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
+    """Which keys are to last for how long (ms) from now; exactly, or at least."""
+    told, word = call.told, found.word
+    if call.name in ("mark", "extend") and word in ("marked", "extended"):
+        yield call.keys[2 if call.name == "mark" else 0], int(told[1]), False
+    elif call.name in ("park", "leave") and word in ("new", "parked", "handed", "left"):
+        remember = int(told[5 if call.name == "park" else 3])
+        yield call.keys[4], remember, True
+        if call.name == "park":
+            yield from ((name, remember, False) for name in (LINE, CALLS, *([PERMITS] * ("#" in call.verb))))
+    elif call.name == "acquire" and word in GRANTS and int(told[6]) and len(call.keys) > 5:
+        yield call.keys[5], int(told[6]), True
+    elif call.name == "release" and word in ("released", "resting", "repaired"):
+        was_released = at(call.store, _number(call)).holder.state != "running"
+        if told[3] != "0" and not was_released:
+            yield MARK, int(told[3]), False
+
+
+def _lasts(
+    call: Call, before: dict[bytes, Entry], found: Played, name: bytes, ms: int, exactly: bool
+) -> bool:
+    entry, due = found.keys.get(name), call.now // MS + ms
+    if entry is None:
+        return name in (LINE, CALLS, PERMITS)
+    old = before.get(name)
+    if name == MARK and call.name == "release" and old is not None:
+        return entry == old
+    least = due if exactly or old is None or old.expiry is None else max(due, old.expiry)
+    return entry.expiry == least if exactly or name == MARK else (entry.expiry or 0) >= least
+
+
+def tells_what_it_found(script: Script, call: Call, found: Played) -> bool:
+    """The reply says the time, and the lock's value, record and whatever else was there."""
+    if found.error or found.word == "more":
+        return True
+    reply = [word.decode() if isinstance(word, bytes) else word for word in _words(found.reply)]
+    after = read_back(found.keys, call.now // MS)
+    check = _TELLS.get(call.name)
+    return check is None or check(call, found.word, reply, after)
+
+
+def _words(reply: Reply) -> list[Any]:
+    return reply.split(b" ") if isinstance(reply, bytes) else list(reply)
+
+
+def _record(store: Store) -> str | None:
+    return None if store.record is None else str(store.record)
+
+
+def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    has_line, is_several = len(call.keys) > 2, "#" in call.verb
+    if len(reply) < 5:
+        new = at(after, int(reply[3]) if is_several else 0)
+        nothing = not has_line or not (call.store.mark or waiting(call.store))
+        number = [] if not is_several else [reply[3]]
+        old = at(call.store, int(reply[3]) if is_several else 0)
+        return old.value is None and nothing and reply[1:] == [str(call.now), str(new.holder.fence), *number]
+    number = int(reply[8]) if is_several and word != "stale" else 0
+    old, new = at(call.store, number), at(after, number)
+    mark = call.store.mark.task_id if has_line and call.store.mark else None
+    waits = str(len(waiting(call.store))) if has_line else "0"
+    if (int(reply[3]), reply[6], str(reply[7])) != (call.now, mark, waits):
+        return False
+    if word == "stale":
+        return True
+    if word == "paced":
+        return (
+            reply[5] in (_record(old), _record(new))
+            and int(reply[2]) == old.holder.fence
+            and int(reply[1]) > call.now
+        )
+    until = old.holder.deadline
+    if word in GRANTS:
+        until = new.holder.deadline
+        fence = new.holder.fence
+    else:
+        fence = old.holder.fence
+    if word == "held" and int(reply[1]) <= call.now and NUMBER.fullmatch(old.value or ""):
+        return False
+    is_foreign = word == "held" and (not NUMBER.fullmatch(old.value or "") or call.now >= until)
+    told = (reply[4], reply[5], int(reply[2]))
+    return told == (old.value, _record(old), fence) and (is_foreign or int(reply[1]) == until)
+
+
+def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    number = _number(call)
+    old, new = at(call.store, number), at(after, number)
+    if len(reply) == 1:
+        return word == "released" and old.holder.state in ("running", "failed")
+    if (reply[1] is not None and int(reply[1]) != call.now) or reply[2] != old.value:
+        return False
+    if word == "lost" and old.holder.token != call.told[0]:
+        return reply[3] is None and reply[4] == (None if old.holder.state == "" else str(old.holder.since))
+    heir = new.holder.info if new.holder.state == "handed" else None
+    if len(reply) < 4 or word == "resting":
+        return heir is None or word == "resting" or call.name == "hold" or not call.told[4]
+    if len(call.keys) < 4:
+        return reply[3:] == [None, None]
+    call_of = dict(call.store.calls.fields).get(heir or "", "")
+    wakes = call_of.split("|", 2)[2] if call_of[:1].isdigit() and "+" not in call_of.split("|")[0] else None
+    if wakes is None and call_of:
+        heir = None
+    return (reply[3], reply[4]) == (heir, wakes)
+
+
+def _number(call: Call) -> int:
+    return int(call.keys[0].partition(b"#")[2] or 0)
+
+
+def _tells_renew(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    number = _number(call)
+    old, new = at(call.store, number), at(after, number)
+    until = int(reply[1])
+    right = until == new.holder.deadline if word in ("renewed", "repaired") else True
+    return right and (int(reply[2]), reply[3]) == (call.now, old.value)
+
+
+def _tells_park(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    order = [task for _, task in after.line.places]
+    place = order.index(call.told[0]) + 1 if call.told[0] in order else 0
+    pairs = [(at(call.store, n).value, _record(at(call.store, n))) for n in range(1 + len(call.store.others))]
+    pairs.append((None, None))
+    return (int(reply[1]), int(reply[4])) == (call.now, place) and (reply[2], reply[3]) in pairs
+
+
+def _tells_serve(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    states = [at(after, number).holder for number in range(1 + len(after.others))]
+    heirs = [record.info for record in states if record.state == "handed" and record.token == call.told[0]]
+    heir = reply[4]
+    if int(reply[1]) != call.now or (heir is not None and heir not in heirs):
+        return False
+    told = dict(after.calls.fields).get(heir or "", "")
+    vain, _, rest = told.partition("|")
+    wakes = rest.split("|", 1)[1] if heir and vain.isdigit() else None
+    backs = [int(until) - AWAY for until, _ in after.line.places if until >= AWAY]
+    soon = min(backs, default=0)
+    return reply[5] == wakes and (not soon or 0 < int(reply[6]) <= max(soon, call.now))
+
+
+def _tells_mark(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    if word == "WRONGTYPE":
+        return True
+    whose = {"marked": call.told[0], "queued": call.store.mark and call.store.mark.task_id}
+    return int(reply[2]) == call.now and reply[1] == whose.get(word, reply[1])
+
+
+def _tells_look(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    count = int(reply[2])
+    if highest_in(call.store)[0] > count:
+        return False
+    permits = [at(call.store, number) for number in range(count)]
+    pairs = [text for store in permits for text in (store.value, _record(store))]
+    waits = [(task, str(since)) for since, task in call.store.line.places if since < AWAY]
+    first = [text for place in waits[:100] for text in place]
+    return reply == [str(call.now), str(len(waits)), str(count), *pairs, *first]
+
+
+_TELLS: dict[str, Callable[[Call, str, list[Any], Store], bool]] = {
+    "acquire": _tells_acquire,
+    "look": _tells_look,
+    "release": _tells_release,
+    "hold": _tells_release,
+    "renew": _tells_renew,
+    "park": _tells_park,
+    "serve": _tells_serve,
+    "mark": _tells_mark,
+}
+
+
+def answers_by_the_rules(script: Script, call: Call, found: Played) -> bool:
+    """Whose a lock, a mark or a place is, and since when, decides what is answered."""
+    if call.name == "look" or found.error:
+        return True
+    number = _number(call)
+    if "#" in call.verb and call.name == "free":
+        owned = [
+            n for n in range(1 + len(call.store.others)) if _is_held_for(at(call.store, n), call.told[0])
+        ]
+        number = owned[0] if owned else 0
+    word = word_of(call, number)
+    if call.name == "acquire" and word is None:
+        stale = len(call.keys) > 5 and is_stale(call, call.told[9], call.told[5])
+        return stale == (found.word == "stale") and found.word != "more"
+    return word in (None, found.word)
+
+
+def _is_held_for(store: Store, task: str) -> bool:
+    return store.holder.state == "held_for_retry" and task_of(store.holder.token)[0] == task
+
+
+def grants_what_is_free(script: Script, call: Call, found: Played) -> bool:
+    """A lock is granted if it is nobody's, or the caller's own by one of the rules; refused only if not."""
+    if call.name != "acquire" or found.error or found.word not in (*GRANTS, "again", "held"):
+        return True
+    reply, told = _words(found.reply), call.told
+    number = int(reply[8 if len(reply) > 5 else 3]) if "#" in call.verb else 0
+    old, new = at(call.store, number), at(read_back(found.keys, call.now // MS), number)
+    record, token, task = old.holder, told[0], task_of(told[0])
+    rule = rule_of(call, old)
+    if found.word == "held":
+        return rule == "held"
+    if found.word == "again":
+        return rule == "again"
+    fence = record.fence if found.word == "resumed" else max(record.fence + 1, call.now)
+    info = Record(token, call.now + int(told[1]), fence, "running", call.now, told[3])
+    died = old.value is not None and rule == "expired" and record.state not in ("resting", "handed")
+    word = {"resumed": "resumed", "dead": "taken_over"}.get(rule, "taken_over" if died else "acquired")
+    if rule == "expired" and old.value == seconds(record.deadline) and record.token == token:
+        word = "acquired"
+    if rule == "expired" and old.value not in (None, seconds(record.deadline)):
+        word = "taken_over"
+    mark = call.store.mark
+    ends = mark is not None and mark.task_id == task[0] and told[11] != "1" and len(call.keys) > 4
+    return (
+        rule not in ("held", "again")
+        and new.record == info
+        and found.word == word
+        and (found.keys.get(MARK) is None if ends else new.mark == mark)
+    )
+
+
+def all_or_nothing_on_full(script: Script, call: Call, found: Played) -> bool:
+    """When memory is full a script does all or nothing: nothing that grants, and all that gives back."""
+    full = played(script, call, is_full=True)
+    if full.error.startswith("OOM"):
+        refused = full.keys == dict(laid_out(call.store, call.now // MS))
+        is_anothers = call.name == "forget" and call.store.done is not None  # a success that stays
+        return refused and (call.name not in ALLOWED_ON_FULL or is_anothers)
+    return full == found
+
+
+def forbidden_leaves_no_key_for_ever(script: Script, call: Call, found: Played) -> bool:
+    """Whichever command the server forbids: nothing that was not there stays for ever.
+
+    Where PEXPIRE is forbidden no call has come to wait.
+    """
+    before = dict(laid_out(call.store, call.now // MS))
+    for command in WRITES:
+        if command == b"PEXPIRE" and call.store.calls.fields:
+            continue
+        keys = played(script, call, forbidden=command).keys
+        if any(entry.expiry is None and before.get(name) != entry for name, entry in keys.items()):
+            return False
+    return True
+
+
+def is_the_same_again(script: Script, call: Call, found: Played) -> bool:
+    """Sent again at once, as its reply was lost, a script changes no more.
+
+    But a lock that is held for a retry is held for longer each time that this may not start yet.
+    """
+    if found.error or found.word == "paced" or call.name == "free":
+        return True
+    if call.name == "serve" and found.word == "empty":
+        return True  # of several that were handed over in vain the next is served
+    again = played(script, call._replace(store=read_back(found.keys, call.now // MS)))
+    return again.keys == found.keys
+
+
+CLAUSES: tuple[Clause, ...] = (
+    ends_by_no_error,
+    changes_nothing_if_refused,
+    expires,
+    tells_what_it_found,
+    answers_by_the_rules,
+    grants_what_is_free,
+    all_or_nothing_on_full,
+    forbidden_leaves_no_key_for_ever,
+    is_the_same_again,
+)
+
+
+def broken_clause(script: Script, call: Call, found: Played) -> str:
+    """Which clause an answer breaks, be it that nobody could read it; '' if none."""
+    for holds in CLAUSES:
+        try:
+            if not holds(script, call, found):
+                return holds.__name__
+        except (AssertionError, IndexError, TypeError, ValueError):
+            return holds.__name__
+    return ""

@@ -1,0 +1,90 @@
+"""Each line of the scripts counts: a changed one breaks the contract of its script, or a scenario finds it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+
+import pytest
+
+from tests.bounds import bound
+from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
+from tests.model.explorer import explore
+from tests.model.layout import LINE, LOCK, PERMITS, RECORD, others
+from tests.model.lock import TEXTS, Call, mistaken
+from tests.model.mistakes import MISTAKES
+from tests.model.perturbed import perturbed
+from tests.model.scenarios import SCENARIOS
+from tests.simulation.scripts import script
+
+STATES = 400  # of each scenario, whose calls are looked at
+OF_EACH = 3_000  # calls of a script, as they were made
+MUTANTS = [
+    (where, verb, right, wrong)
+    for where, mistakes in MISTAKES.items()
+    for verb, right, *wrongs in mistakes
+    for wrong in wrongs
+]
+
+
+@cache
+def explored_calls() -> dict[str, list[Call]]:
+    """By verb, calls that the scenarios make first."""
+    found: dict[str, dict[Call, None]] = {verb: {} for verb in TEXTS}
+    for scenario in SCENARIOS.values():
+        world = scenario.make()
+        with suppress(RuntimeError):  # there are more states
+            explore(world, (), STATES)
+        for call in world.lock.calls:
+            found[call.verb][call] = None
+    for verb, more in (
+        ("acquire", others(1)),
+        ("acquire#", others(3)),
+    ):  # look.lua is for those who ask by hand
+        for call in found[verb]:
+            keys = LOCK, RECORD, LINE, PERMITS, *more
+            found[verb.replace("acquire", "look")][
+                call._replace(verb=verb.replace("acquire", "look"), keys=keys, told=())
+            ] = None
+    return {verb: random.Random(1).sample(list(calls), len(calls)) for verb, calls in found.items()}
+
+
+@cache
+def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
+    """Calls of a script, explored and perturbed, and what it makes of each, also on a server that is full."""
+    explored = explored_calls()[verb][:OF_EACH]
+    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])] + explored
+    right = script(TEXTS[verb])
+    return [(call, played(right, call), played(right, call, is_full=True)) for call in calls]
+
+
+def broken_by(verb: str, text: str) -> Iterator[str]:
+    """What a changed text breaks of the contract, where it differs from the right one."""
+    wrong = script(text)
+    for place, (call, right, right_if_full) in enumerate(calls_of(verb)):
+        found = played(wrong, call)
+        differs = found != right or (place % 4 == 0 and played(wrong, call, is_full=True) != right_if_full)
+        if differs or place < 40:
+            yield broken_clause(wrong, call, found)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in TEXTS if verb.rstrip("#") in KNOWN_WORDS])
+def test_scripts_keep_their_contracts(verb):
+    """In all calls of the scenarios, and in others that come of them by a change."""
+    right = script(TEXTS[verb])
+    broken = [(call, found) for call, found, _ in calls_of(verb) if broken_clause(right, call, found)]
+    assert not broken, broken[0]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("where", "verb", "right", "wrong"), MUTANTS[:: bound(8, small=40, full=1)])
+def test_mistake_in_a_script_is_found(where, verb, right, wrong):
+    """By the contract of its script, or by a scenario in which it makes a difference."""
+    if where == "contract":
+        assert TEXTS[verb].count(right) == 1
+        assert any(broken_by(verb, TEXTS[verb].replace(right, wrong)))
+    else:
+        with mistaken(verb, right, wrong):
+            assert SCENARIOS[where].explored().broken
