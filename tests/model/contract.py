@@ -33,7 +33,7 @@ KNOWN_WORDS = {
 
 GRANTS = ("acquired", "resumed", "taken_over")
 REFUSES = ("held", "stale", "line", "more", "lost", "queued", "stalled", "running", "done", "taken", "again")
-WRITES = [name for name, (_, writes, _) in COMMANDS.items() if writes]
+WRITES = [name for name, (_, writes, *_) in COMMANDS.items() if writes]
 ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "extend", "unmark", "forget")
 """What a server allows whose memory is full: none of these grants a lock."""
 
