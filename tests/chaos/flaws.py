@@ -45,6 +45,8 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
     "greedy_renewal": ("renew", _EXPIRE, f"redis.call('GETSET', KEYS[1], value)\n{_EXPIRE}"),
     # The fence is the server's clock, so it falls when the clock goes back.
     "clock_fence": ("acquire", _FENCE, "now"),
+    # A line that was looked at is forgotten.
+    "forgotten_line": ("settle", "if within == '' and not is_changed then", "if true then"),
     # A message that has started its call does not start it again when it is delivered again.
     "claimed_once": ("acquire", _LATER_COPY, "t_copy ~= '' then"),
 }  # fmt: skip
@@ -93,7 +95,7 @@ def _put(owner: Any, attribute: str, instead: Any) -> Any:
 
 def _scripts(verb: str) -> list[Any]:
     """A verb's script; of some verbs also the one that chooses among several permits."""
-    script = getattr(lock_module, f"_{verb.upper()}")
+    script = getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
     return [script.one, script.several] if isinstance(script, PermitScript) else [script]
 
 

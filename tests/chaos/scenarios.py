@@ -460,23 +460,23 @@ def bare_pace(play: Play) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "bare locks": Scenario(bare_locks, 70, 700, _BARE_FLAWS, teeth=99, own_stage=True),
+    "bare locks": Scenario(bare_locks, 60, 600, _BARE_FLAWS, teeth=99, own_stage=True),
     "bare locks, three permits": Scenario(
         bare_permits, 20, 200, ("one_permit_more",), teeth=99, own_stage=True
     ),
     "bare locks, at a pace": Scenario(bare_pace, 10, 100, ("one_start_more",), teeth=99, own_stage=True),
     "cuts, stalls, lost replies": Scenario(bad_connection, 12, 200, ("renewal_gives_up",), teeth=8),
     "woken late": Scenario(late_wakes, 2, 20, ("twin_wakes", "join_first"), WAITS, teeth=5),
-    "kill -9 of a worker": Scenario(worker_kill, 6, 100, ("no_sweep",), _ALL, teeth=2),
-    "kill -9 of a pool child": Scenario(child_kill, 36, 600, ("no_lock", "no_wake"), _ALL, teeth=6),
-    "worker clocks +-60 s": Scenario(skewed_workers, 4, 30, ("client_clock", "no_renewal"), _ALL),
+    "kill -9 of a worker": Scenario(worker_kill, 4, 100, ("no_sweep",), _ALL, teeth=2),
+    "kill -9 of a pool child": Scenario(child_kill, 24, 600, ("no_lock", "no_wake"), _ALL, teeth=6),
+    "worker clocks +-60 s": Scenario(skewed_workers, 3, 30, ("client_clock", "no_renewal"), _ALL),
     "server clock +-120 s": Scenario(clock_jump, 2, 20, ("clock_fence",), _ALL, own_stage=True),
     "SIGSTOP past the lease": Scenario(stopped_holder, 8, 80, ("no_deadline",), ("wait", "retry")),
     "lock server killed, empty": Scenario(server_kill, 4, 40, ("epoch_unnoticed",), _ALL, teeth=1),
     "kill -9 of a waiting worker": Scenario(waiting_worker_kill, 3, 60, ("claimed_once",), WAITS, teeth=3),
     "broker killed, empty": Scenario(broker_kill, 2, 20, (), WAITS, teeth=1, own_stage=True),
     "kill -9, and nothing comes": Scenario(
-        left_alone, 3, 30, ("serve_without_wake",), WAITS, teeth=3, own_stage=True
+        left_alone, 3, 30, ("serve_without_wake", "forgotten_line"), WAITS, teeth=3, own_stage=True
     ),
     "all down for two days": Scenario(
         downtime, 1, 20, ("no_courier", "short_ticket"), WAITS, teeth=1, own_stage=True
