@@ -14,9 +14,6 @@ SLACK_S = 5.0
 FINAL = ("done", "failed")
 FAULTS = ("kill", "excuse", "epoch", "gap", "emptied")
 WAITS = ("wait", "join")
-# A wake-up is a message: if the next in line begins later than this in the median, a sweep has woken it, once
-# the hand-over was over (the flaw "no_wake"). How fast a wake-up is, the benchmark "hand_over" says.
-CHILD_KILL_HAND_OVER_S = 0.8
 _INFINITY = float("inf")
 # A worker acknowledges what its child has accepted before its body has lived for so long.
 _ACKNOWLEDGED_S = 0.5

@@ -64,8 +64,6 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     "no_resend": [(scripts_module, "NoScriptError", type("Never", (Exception,), {}))],
     # The local deadline is ignored: what was granted once counts for ever.
     "no_deadline": [(SetnxLock, "_valid_until", lambda *_arguments: 1e12), (HeldLock, "ensure", _nothing)],
-    # Whoever hands a lock over sends no wake-up; sweeps do, when the hand-over has ended.
-    "no_wake": [(module, "let_others_start", _nothing) for module in (acquire_module, request_module)],
     # Couriers come, do nothing, and do not come again.
     "no_courier": [(courier_module, "_visit", _nothing)],
     # No worker looks at any line, nor notices that Redis has lost its data.

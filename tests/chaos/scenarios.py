@@ -468,7 +468,7 @@ SCENARIOS: dict[str, Scenario] = {
     "cuts, stalls, lost replies": Scenario(bad_connection, 12, 200, ("renewal_gives_up",), teeth=8),
     "woken late": Scenario(late_wakes, 2, 20, ("twin_wakes", "join_first"), WAITS, teeth=5),
     "kill -9 of a worker": Scenario(worker_kill, 4, 100, ("no_sweep",), _ALL, teeth=2),
-    "kill -9 of a pool child": Scenario(child_kill, 24, 600, ("no_lock", "no_wake"), _ALL, teeth=6),
+    "kill -9 of a pool child": Scenario(child_kill, 24, 600, ("no_lock",), _ALL),
     "worker clocks +-60 s": Scenario(skewed_workers, 3, 30, ("client_clock", "no_renewal"), _ALL),
     "server clock +-120 s": Scenario(clock_jump, 2, 20, ("clock_fence",), _ALL, own_stage=True),
     "SIGSTOP past the lease": Scenario(stopped_holder, 8, 80, ("no_deadline",), ("wait", "retry")),
