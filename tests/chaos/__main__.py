@@ -23,6 +23,8 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=3, help="scenarios at a time; default 3")
     options = parser.parse_args()
     names = [name for name in SCENARIOS if options.only in name]
+    if not names:
+        parser.error(f"no scenario's name contains {options.only!r}")
     flaws = [(name, flaw) for name in names for flaw in SCENARIOS[name].mutants] * (options.teeth != "none")
     plain = [(name, "") for name in names] * (options.teeth != "only")
     end_on_sigterm()

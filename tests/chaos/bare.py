@@ -66,13 +66,9 @@ class Bare:
         while not self._ending:
             self._attempts += 1
             name, tid = self._random.choice(self._duty.locks), f"{self._duty.name}-{self._attempts}"
-            about = {
-                "scenario": self._duty.scenario,
-                "policy": "skip",
-                "may": "LockUnavailable",
-                "late": False,
-            }
-            self._note("sent", tid=tid, name=name, worker=self._duty.name, **about)
+            about = {"scenario": self._duty.scenario, "policy": "skip", "late": False}
+            may, worker = "LockUnavailable", self._duty.name
+            self._note("sent", tid=tid, name=name, worker=worker, may=may, **about)
             try:
                 self._attempt(tid, name)
             except SetnxError as error:

@@ -187,8 +187,9 @@ def bad_connection(play: Play) -> None:
         far = stage.worker("far", concurrency=5, conf={"setnx_url": proxy.url()})
         # One lost reply is no reason to lose a lock; what comes at random is.
         _every_reply_lost(play, proxy)
-        with stage.excused(worker=far):
-            _random_faults(play, proxy)
+        if not play.is_found_out():
+            with stage.excused(worker=far):
+                _random_faults(play, proxy)
         far.stop()
 
 
@@ -196,6 +197,8 @@ def _every_reply_lost(play: Play, proxy: Proxy) -> None:
     """The reply lost after the k-th command, for every k of a task's acquire, renewals and release."""
 
     def lose(k: int) -> None:
+        if play.is_found_out():
+            return
         name = f"reply-{k}"
         fault = proxy.arm("drop_reply", containing=f"{play.name}/{name}/".encode(), skip=k)
         _check_unharmed(play, play.send(name, 2.3, "far", lease=1.0))
@@ -205,6 +208,8 @@ def _every_reply_lost(play: Play, proxy: Proxy) -> None:
 
     with ThreadPoolExecutor(5) as lanes:
         list(lanes.map(lose, range(9)))
+    if play.is_found_out():
+        return
     # And the one that tells of a take-over.
     _, start = play.holder("reply-take-over", queue="va", lease=1.0)
     tid = play.send("reply-take-over", 1.3, "far", lease=1.0)
@@ -343,6 +348,8 @@ def late_wakes(play: Play) -> None:
     workers = play.stage.workers(**{queue: {"concurrency": 1} for queue in queues})
 
     def act(key: str, chance: random.Random, number: int) -> None:
+        if play.is_found_out():
+            return
         queue = f"busy-{key}"
         holder, _ = play.holder(key, queue=victims(chance), lease=1.0)
         waiter = play.waiter(key, 0.1, queue, "waiting", policy=play.policy(number), lease=1.0)

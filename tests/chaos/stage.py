@@ -24,7 +24,7 @@ import redis
 from examples.embedded import EmbeddedServer
 from tests.chaos import nursery
 from tests.chaos.app import GAP_S, LEASE_S, app, late, order_to_end, queued, work
-from tests.chaos.checker import FAULTS, FINAL, is_lost
+from tests.chaos.checker import FAULTS, FINAL, check, is_lost
 from tests.chaos.history import History, Record, of_kind
 from tests.harness import Worker, wait_until
 from tests.stage import redeliver, unacknowledged
@@ -458,6 +458,13 @@ class Play:
     def fail(self, what: str | AssertionError) -> None:
         """Write down a promise that was seen broken while the scenario played."""
         (self.late if isinstance(what, Late) else self.failures).append(f"{self.name}: {what}")
+
+    def is_found_out(self) -> bool:
+        """Whether the workers' flaw was found by now; not to be asked while anything is excused."""
+        if not self.stage.mutant:
+            return False
+        so_far = check(list(self.stage.log.records), self.name, final=False)
+        return bool(self.failures or self.late or so_far.violations or so_far.late)
 
     def soon(self, tid: str, *kinds: str, since: float, within_s: float) -> None:
         """Wait for a record of a task; it must come so soon after a fault."""

@@ -125,11 +125,8 @@ def _play(stage: Stage, name: str, count: int) -> Result:
         run.fail(error)
     time.sleep(0.05)  # the last records are on their way from the file
     # A flaw that was found already may keep the tasks from ending.
-    found = False
-    if stage.mutant:
-        so_far = check(list(stage.log.records), short, final=False)
-        found = bool(so_far.violations or so_far.late)
-    if not (scenario.own_stage or found or (stage.mutant and (run.failures or run.late))):
+    found = run.is_found_out()
+    if not (scenario.own_stage or found):
         run.settle()
         time.sleep(0.05)
     # Who was late ended its own stage with what was under way there: it plays again, whole.
