@@ -7,7 +7,6 @@ MEASURE ?=
 # Tests mostly wait for processes, so there are more of them than cores; JOBS=0 runs one after the other.
 JOBS ?= 4
 RUNS ?= 5
-SECONDS ?= 60
 SCALE ?= full
 BIN := $(VENV)/bin
 # What installs the extras; the CI takes uv, in a tenth of the time.
@@ -15,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # Hundreds of processes import what is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick stress docs coverage lint soak chaos ecosystem celery-suite bench release-check clean
+.PHONY: help demo test quick stress docs coverage lint chaos ecosystem celery-suite bench release-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -27,8 +26,7 @@ help:
 	@echo "make lint           ruff, mypy --strict, pyright"
 	@echo "make docs           the documentation as a site, in docs/_build"
 	@echo "make coverage       what make test MEASURE='-m coverage run' has measured"
-	@echo "make soak           bare locks under kill -9, stops and cuts; SECONDS=3600"
-	@echo "make chaos          real workers under every fault; 14 min, needs gcc; SCALE=1"
+	@echo "make chaos          bare locks, and workers, under every fault; 15 min, needs gcc; SCALE=1"
 	@echo "make ecosystem      real workers beside Sentry, Flower, ...; in its own venv"
 	@echo "make celery-suite   Celery's own suite, guarded; 10 min; ARGS=--part: in 3"
 	@echo "make bench          all of docs/performance.md; half an hour; ARGS=--quick"
@@ -46,9 +44,6 @@ quick: $(VENV)/.test
 
 stress: $(VENV)/.test
 	$(BIN)/python -m tests.stress --runs $(RUNS) -- -q -n $(JOBS) --dist loadfile $(ARGS)
-
-soak: $(VENV)/.test
-	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --scale $(SCALE)

@@ -1,14 +1,12 @@
-"""The flaws that soak and chaos look for apply to the package as it is: a name that changed hides none."""
+"""The flaws that chaos looks for apply to the package as it is: a name that changed hides none."""
 
 import pytest
 
+from tests.chaos import flaws
 from tests.chaos.scenarios import SCENARIOS
 from tests.forks import ended
-from tests.soak import flaws
-from tests.soak.driver import MUTANTS
 
-_OF_SOAK = {scenario.flaw for scenario in MUTANTS.values()}
-_OF_CHAOS = {flaw for scenario in SCENARIOS.values() for flaw in scenario.mutants}
+_FLAWS = {flaw for scenario in SCENARIOS.values() for flaw in scenario.mutants}
 
 
 def _seed(flaw: str) -> None:
@@ -16,7 +14,7 @@ def _seed(flaw: str) -> None:
     print("seeded")
 
 
-@pytest.mark.parametrize("flaw", sorted(_OF_SOAK | _OF_CHAOS))
+@pytest.mark.parametrize("flaw", sorted(_FLAWS))
 def test_flaw_applies(flaw, tmp_path):
     """A process can make the flaw its own: all that it replaces is still there."""
     code, said = ended(tmp_path, _seed, flaw)  # who measures coverage adds that nothing was measured

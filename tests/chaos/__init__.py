@@ -1,1 +1,1 @@
-"""The chaos suite: real workers, injected faults, a history, and a checker. `python -m tests.chaos`."""
+"""The chaos suite: bare locks and real workers, injected faults, a history, a checker."""

@@ -11,11 +11,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from typing import Any
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.chaos.app import GAP_S, LEASE_S, app, held, late, order_to_end, queued, work
-from tests.chaos.checker import FAULTS, FINAL, is_lost
+from tests.chaos import nursery
+from tests.chaos.app import GAP_S, LEASE_S, app, late, order_to_end, queued, work
+from tests.chaos.checker import FAULTS, FINAL, check, is_lost
+from tests.chaos.history import History, Record, of_kind
 from tests.harness import Worker, wait_until
-from tests.soak import nursery
-from tests.soak.history import History, Record, of_kind
 from tests.stage import redeliver, unacknowledged
 
 LANES = 4
@@ -37,8 +36,10 @@ PATIENCE_S = 20.0
 _PATIENCE_WITH_A_FLAW_S = 5.0
 _TICK_S = 0.005
 _LOOK_S = 0.1
-_TASKS = {"work": work, "late": late, "held": held, "queued": queued}
-_REMEMBERED = re.compile(r":(holder|taken_over)$|:(ticket|instead|lines|receipt):|\{celery_setnx\.check:")
+_TASKS = {"work": work, "late": late, "queued": queued}
+_REMEMBERED = re.compile(
+    r":(holder|taken_over|permits|starts)$|:(ticket|instead|lines|receipt):|\{celery_setnx\.check:"
+)
 _DAY_MS = 86_400_000
 # A lane has one body at a time that is to come to harm: who is woken beside them finds a process free.
 _SHARED: dict[str, dict[str, Any]] = {
@@ -139,7 +140,7 @@ class Stage:
         self.mutant = mutant
         self.keep = False
         self.history = self.directory / "history"
-        self._notes = History(self.history, 0)
+        self._notes = History(self.history)
         self.patience_s = _PATIENCE_WITH_A_FLAW_S if mutant else PATIENCE_S
         self.log = Log(self.history, self.note, self.patience_s)
         self._exits = ExitStack()
@@ -228,18 +229,25 @@ class Stage:
         missing = {queue: options for queue, options in _SHARED.items() if queue not in up}
         self._shared.update(zip(missing, self.workers(**missing)))
 
-    def kill_child(self, pid: int, waiter: str = "") -> None:
-        """kill -9 of a pool process."""
+    def kill_child(self, pid: int, heirs: str = "") -> None:
+        """kill -9 of a pool process; with the policy of those who are to have its lock next, if any is."""
         before = time.monotonic()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        self.note("kill", victim_pid=pid, before=before, waiter=waiter)
+        self.note("kill", victim_pid=pid, before=before, heirs=heirs)
 
-    def kill_worker(self, worker: Worker, waiter: str = "") -> None:
+    def kill_worker(self, worker: Worker, heirs: str = "") -> None:
         """kill -9 of a worker with its whole pool."""
         before = time.monotonic()
         worker.kill()
-        self.note("kill", victim_worker=f"{worker.name}@test", before=before, waiter=waiter)
+        self.note("kill", victim_worker=worker.node, before=before, heirs=heirs)
+
+    def kill_bare(self, fork: nursery.Fork, name: str, heirs: str) -> None:
+        """kill -9 of a process with a bare lock."""
+        before = time.monotonic()
+        fork.kill()
+        fork.wait()
+        self.note("kill", victim_worker=name, before=before, heirs=heirs)
 
     def excused(self, *, worker: Worker | None = None, pid: int = 0) -> AbstractContextManager[float]:
         """For the length of a block a process, a worker or (without both) everything may miss its lease."""
@@ -329,6 +337,7 @@ class Play:
         self.count = count
         self._policies = policies
         self.injected = 0
+        self.counts: Counter[str] = Counter()  # of what else was done
         self.failures: list[str] = []
         self.late: list[str] = []
         self.recovery_s: list[float] = []
@@ -350,54 +359,25 @@ class Play:
         policy: str = "retry",
         task: str = "work",
         lease: float = LEASE_S,
-        deaf: bool = False,
         may: str = "",
         **options: Any,
     ) -> str:
-        """Send a task whose body lives for so many seconds, and blocks SIGTERM if it is deaf; its id.
+        """Send a task whose body lives for so many seconds; its id.
 
-        Its key is the scenario's name and this one; the task is `work`, `late`, `held` or `queued`.
+        Its key is the scenario's name and this one; the task is `work`, `late` or `queued`.
         """
-        of_call = {"singleton": {"on_conflict": policy, "lease": lease}, **options}
-        arguments = [f"{self.name}/{name}", seconds, deaf]
-        return self._send(
-            arguments, _TASKS[task].apply_async, _TASKS[task], policy, may, queue=queue, **of_call
-        )
-
-    def send_changed(
-        self, name: str, task: str, seconds: float, queue: str, *, later: bool, may: str = ""
-    ) -> str:
-        """Send a task that a release changes, as one release or the other does; it may fail so."""
-        arguments = [f"{self.name}/{name}", seconds]
-        known = app.tasks.get(task)
-        if later:  # what this process does not know, it sends by name
-            return self._send(arguments, partial(app.send_task, task), known, "wait", may, queue=queue)
-        arguments += [False] if task == "shorter" else []
-        return self._send(arguments, known.apply_async, known, "wait", may, queue=queue)
-
-    def _send(
-        self,
-        arguments: list[Any],
-        send: Callable[..., Any],
-        task: Any,
-        policy: str,
-        may: str = "",
-        **options: Any,
-    ) -> str:
-        """Send, and note it. What may be a duplicate gets no id of ours; whose it is one of is noted."""
-        before, name = time.monotonic(), arguments[0]
-        about = {"name": name, "scenario": self.name, "policy": policy, "may": may}
-        about |= {"late": bool(task and task.acks_late)}
-        tid = None
-        if task is None or not task._guard.options.dedupe:
+        about = {"scenario": self.name, "policy": policy, "may": may, "late": task == "late"}
+        before, name, tid = time.monotonic(), f"{self.name}/{name}", None
+        if task != "queued":  # what may be a duplicate gets no id of ours; whose it is one of is noted
             tid = f"{name}/{next(self._numbers)}"
-            self.stage.note("sent", tid=tid, **about)
-        result = send(arguments, task_id=tid, **options)
+            self.stage.note("sent", tid=tid, name=name, **about)
+        of_call = {"singleton": {"on_conflict": policy, "lease": lease}, **options}
+        result = _TASKS[task].apply_async([name, seconds], queue=queue, task_id=tid, **of_call)
         result.backend = None  # nobody reads it, and its end would ask a broker that may be down
-        if getattr(result, "deduplicated", False):
+        if result.deduplicated:
             self.stage.note("deduplicated", tid=result.id, t=before)
         elif tid is None:
-            self.stage.note("sent", tid=result.id, **about)
+            self.stage.note("sent", tid=result.id, name=name, **about)
         with self._lock:
             self._sent[result.id] = name
         return str(result.id)
@@ -479,6 +459,13 @@ class Play:
         """Write down a promise that was seen broken while the scenario played."""
         (self.late if isinstance(what, Late) else self.failures).append(f"{self.name}: {what}")
 
+    def is_found_out(self) -> bool:
+        """Whether the workers' flaw was found by now; not to be asked while anything is excused."""
+        if not self.stage.mutant:
+            return False
+        so_far = check(list(self.stage.log.records), self.name, final=False)
+        return bool(self.failures or self.late or so_far.violations or so_far.late)
+
     def soon(self, tid: str, *kinds: str, since: float, within_s: float) -> None:
         """Wait for a record of a task; it must come so soon after a fault."""
         record = self.wait(tid, *kinds)
@@ -498,6 +485,10 @@ class Play:
         self.account(set(self._sent))
         closers = {self.send(name.partition("/")[2], 0.0, queue) for name in sorted(set(self._sent.values()))}
         self.account(closers)
+        self.look_at_what_is_left()
+
+    def look_at_what_is_left(self) -> None:
+        """No lock is, and nothing for ever."""
         with self.stage.lock_client() as client:
             try:
                 wait_until(lambda: not self._locks_left(client), "no lock left", 5.0)
@@ -507,14 +498,13 @@ class Play:
         if endless:
             self.fail(f"keys without a TTL: {endless}")
 
-    def account(self, tids: set[str], redelivery_s: float = 0.0) -> None:
-        """Wait until these tasks have ended, or were lost as Celery documents it, and do not come back."""
+    def account(self, tids: set[str]) -> None:
+        """Wait until these tasks have ended, or were lost as Celery documents it."""
         give_up = time.monotonic() + 1.5 * self.stage.patience_s
         log = self.stage.log
         while tids and time.monotonic() < give_up:
             tids = {tid for tid in tids if not of_kind(log.of(tid), *FINAL)}
-            by = time.monotonic() - redelivery_s
-            faults = [fault for fault in of_kind(log.records, *FAULTS) if fault["t"] < by]
+            faults = of_kind(log.records, *FAULTS)
             tids = {tid for tid in tids if not is_lost(log.of(tid), faults)}
             if tids:
                 time.sleep(0.05)

@@ -1,15 +1,25 @@
-"""Plays scenarios, checks their histories, and prints what was measured."""
+"""Plays scenarios in lanes beside each other, as they are and with flaws, and checks their histories."""
 
 import math
+import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import active_children, get_context
 from multiprocessing.util import Finalize
 from statistics import median
+from typing import Any
 
-from tests.chaos.checker import CHILD_KILL_HAND_OVER_S, CHILD_KILL_MEDIAN_S, check
+from tests.chaos.checker import check
+from tests.chaos.history import Report
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.stage import Play, Stage
-from tests.soak.history import Report
+
+CHANCES = 3
+"""How often a flaw is looked for: which moment a fault strikes is a matter of chance, and may miss it."""
 
 _HEAD = (
     "fault", "times", "violations", "recovery median s", "max s", "hand-over median s", "max s", "tasks",
@@ -20,46 +30,85 @@ _stage: Stage | None = None
 
 @dataclass
 class Result:
-    """What one scenario has shown, and where its logs and its history are if not all was well."""
+    """What one scenario has shown, or whether a flaw was found by it."""
 
     name: str
+    flaw: str
+    seed: int
     injected: int
     report: Report
     took_s: float
-    logs: str = ""
+    logs: str = ""  # where they are, and the history, if not all was well
+
+    @property
+    def found(self) -> list[str]:
+        """All that was found broken."""
+        return self.report.violations + self.report.late
 
     def row(self) -> tuple[str, ...]:
         """Its line of the table."""
         report = self.report
         recovery, hand_over = _median_and_max(report.recovery_s), _median_and_max(report.hand_over_s)
         numbers = (report.counts["tasks"], report.counts["bodies"], round(self.took_s))
-        broken = len(report.violations + report.late)
-        return (self.name, str(self.injected), str(broken), *recovery, *hand_over, *map(str, numbers))
+        return (
+            self.name,
+            str(self.injected),
+            str(len(self.found)),
+            *recovery,
+            *hand_over,
+            *map(str, numbers),
+        )
 
 
-def play(name: str, scale: str, seed: int) -> Result:
-    """Play one scenario on the stage of this process, which lives as long as the process does."""
+def end_on_sigterm() -> None:
+    """What this process has started ends with it; what it forks just ends."""
+    own = os.getpid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143) if os.getpid() == own else os._exit(143))
+
+
+def side_by_side(job: Callable[..., Any], rows: Sequence[tuple[Any, ...]], lanes: int) -> Iterator[Any]:
+    """What `job(*row)` returns for each row, as it comes; so many jobs run at a time."""
+    with ProcessPoolExecutor(lanes, get_context("spawn"), end_on_sigterm) as pool:
+        try:
+            for done in as_completed([pool.submit(job, *row) for row in rows]):
+                yield done.result()
+        except BaseException:
+            for child in active_children():
+                child.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def play(name: str, flaw: str, scale: str, seed: int) -> Result:
+    """Play one scenario on the stage of this process, which lives as long; or see if it finds a flaw."""
     global _stage
+    if flaw:
+        return _hunt(name, flaw, seed)
     if _stage is None:
         _stage = Stage(seed)
         Finalize(None, _stage.close, exitpriority=1)
     scenario = SCENARIOS[name]
     count = scenario.full if scale == "full" else max(1, math.ceil(scenario.ci * float(scale)))
     result = _play(_stage, name, count)
-    if result.report.violations or result.report.late:
+    if result.found:
         _stage.keep = True
         result.logs = str(_stage.directory)
     return result
 
 
-def bite(name: str, mutant: str, seed: int) -> list[str]:
-    """Play one scenario, at a small scale, on workers that have a flaw: there must be a violation."""
-    stage = Stage(seed, mutant)
-    try:
-        report = _play(stage, name, SCENARIOS[name].teeth).report
-        return report.violations + report.late
-    finally:
-        stage.close()
+def _hunt(name: str, flaw: str, seed: int) -> Result:
+    """Play a scenario on flawed workers, at a small scale, until there is a violation."""
+    began = time.monotonic()
+    for chance in range(CHANCES):
+        stage = Stage(seed + chance, flaw)
+        try:
+            result = _play(stage, name, SCENARIOS[name].teeth)
+        finally:
+            stage.close()
+        if result.found:
+            break
+    result.took_s = time.monotonic() - began
+    return result
 
 
 def _play(stage: Stage, name: str, count: int) -> Result:
@@ -76,11 +125,8 @@ def _play(stage: Stage, name: str, count: int) -> Result:
         run.fail(error)
     time.sleep(0.05)  # the last records are on their way from the file
     # A flaw that was found already may keep the tasks from ending.
-    found = False
-    if stage.mutant:
-        so_far = check(list(stage.log.records), short, final=False)
-        found = bool(so_far.violations or so_far.late)
-    if not (scenario.own_stage or found or (stage.mutant and (run.failures or run.late))):
+    found = run.is_found_out()
+    if not (scenario.own_stage or found):
         run.settle()
         time.sleep(0.05)
     # Who was late ended its own stage with what was under way there: it plays again, whole.
@@ -89,14 +135,10 @@ def _play(stage: Stage, name: str, count: int) -> Result:
     report.violations += run.failures
     report.late += run.late
     report.recovery_s += run.recovery_s
+    report.counts |= run.counts
     if not (run.injected or run.late or stage.mutant):
         report.broken("no fault has struck")
-    after_kill, hand_over = median(report.recovery_s or [0.0]), median(report.hand_over_s or [0.0])
-    if short == "child_kill_retry" and after_kill > CHILD_KILL_MEDIAN_S:
-        report.late.append(f"after kill -9 of a child the key ran again only after {after_kill:.2f} s")
-    if short == "child_kill_wait" and hand_over > CHILD_KILL_HAND_OVER_S:
-        report.late.append(f"the next in line began only {hand_over:.2f} s after a release")
-    return Result(name, run.injected, report, time.monotonic() - began)
+    return Result(name, stage.mutant, stage.seed, run.injected, report, time.monotonic() - began)
 
 
 def table(results: list[Result]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from celery_setnx.lock.lock import HeldLock
@@ -20,18 +19,14 @@ _MAX_LINE = 4096
 
 
 class History:
-    """Appends records of a process, whose number is never used twice, as a process id may be.
+    """Appends records of a process; `CLOCK_MONOTONIC` is the same for every process of one host."""
 
-    `CLOCK_MONOTONIC` is the same for every process of one host.
-    """
-
-    def __init__(self, path: Path, uid: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._uid = uid
 
     def note(self, kind: str, **details: Any) -> None:
         """Append one record; `t` is the monotonic time unless it is given."""
-        record = {"kind": kind, "uid": self._uid, "t": time.monotonic(), **details}
+        record = {"kind": kind, "t": time.monotonic(), **details}
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         assert len(line) < _MAX_LINE, line
         assert os.write(self._file, line) == len(line)
@@ -51,17 +46,6 @@ def note_renewals(note: Callable[..., None]) -> None:
     HeldLock._renewed = noted
 
 
-def read(path: Path) -> list[Record]:
-    """All complete records so far, in the order in which they were written."""
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def now_us() -> int:
-    """The wall clock of this host, which is the embedded server's clock too."""
-    return time.time_ns() // 1000
-
-
 @dataclass
 class Report:
     """What was counted and measured, and what was broken."""
@@ -75,21 +59,6 @@ class Report:
     def broken(self, what: str) -> None:
         """Write a violation down."""
         self.violations.append(what)
-
-    def add(self, other: "Report") -> None:
-        """Take in what another report counted."""
-        for name, count in other.counts.items():
-            self.counts[name] += count
-        self.recovery_s += other.recovery_s
-        self.violations += other.violations
-
-    def table(self) -> str:
-        """The figures, one per line."""
-        rows = [*self.counts.items(), ("violations", len(self.violations))]
-        if self.recovery_s:
-            rows.append(("take-over after kill, median ms", round(median(self.recovery_s) * 1000)))
-            rows.append(("take-over after kill, max ms", round(max(self.recovery_s) * 1000)))
-        return "\n".join(f"{name:<36}{count:>10}" for name, count in rows)
 
 
 def entitled(start: float, until: float, renewals: Iterable[Record], last: float) -> list[Span]:

@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 _NEEDED = [
     "celery.apps.worker", "celery.backends.redis", "celery.bin.celery", "celery.concurrency.prefork",
     "celery.fixups.django", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",
-    "celery.worker.strategy", "kombu.transport.redis", "tests.soak.holder",
+    "celery.worker.strategy", "kombu.transport.redis", "tests.chaos.bare",
 ]  # fmt: skip
 get_context("forkserver").set_forkserver_preload(_NEEDED)
 
