@@ -2,7 +2,8 @@
 
 TESTS = (
     # redis-py: how a command is packed, sent and read; what a pool closes; what is sent again.
-    "tests/test_wire.py::test_command_struck_anywhere_leaves_no_reply_behind",
+    "tests/test_wire.py::test_command_struck_anywhere_leaves_no_reply_behind[own]",
+    "tests/test_wire.py::test_command_struck_anywhere_leaves_no_reply_behind[blocking]",
     "tests/test_wire.py::test_connection_that_was_closed_while_idle_costs_no_attempt",
     "tests/test_wire.py::test_client_that_sends_nothing_again_meets_no_closed_connection",
     "tests/test_wire.py::test_scripts_that_were_forgotten_cost_three_round_trips",
