@@ -6,6 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.versions.smoke import TESTS
 from tests.versions.table import PACKAGES, PAGE, Cell, Row, cells, following_cells, installed, minor, rows
 
 ROWS = rows(PAGE.read_text())
@@ -68,6 +69,13 @@ def test_page_names_the_cpythons_that_follow_the_table():
     every = [int(row.python.partition(".")[2]) for row in ROWS]
     following = [int(cell.row.python.partition(".")[2]) for cell in following_cells(PAGE.read_text())]
     assert following == [max(every) + 1, max(every) + 2]
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_smoke_run_names_tests_that_are_there(test):
+    """The CI would find it an hour later."""
+    path, _, name = test.partition("::")
+    assert f"def {name.partition('[')[0] or 'test_'}" in (PAGE.parents[1] / path).read_text()
 
 
 @pytest.mark.parametrize(

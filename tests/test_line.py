@@ -1,6 +1,6 @@
 """The line beside a lock, as its callers see it: who is next, for how long, and who may start.
 
-What each script answers in every state, the model says, and tests/test_differential.py holds them to it.
+What each script answers in every state, tests/model says.
 """
 
 import time

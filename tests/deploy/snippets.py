@@ -12,7 +12,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-from tests.compose.stack import compose_command
+from tests.deploy.stack import compose_command
 from tests.topologies.servers import not_here
 
 TOP = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def systemd_says(unit: str, directory: Path) -> str:
     return said or (f"ended with {ran.returncode}" if ran.returncode else "")
 
 
-def kubernetes_says(text: str) -> str:
+def kubernetes_says(text: str, _directory: Path) -> str:
     """What the newest schemas find wrong, fields that there are not included."""
     for each in yaml.safe_load_all(text):
         try:

@@ -32,7 +32,7 @@ SHOWN = ("per_customer", "five_at_a_time", "ten_a_minute", "long_task", "django_
 ELSEWHERE = {
     "demo": "make demo, in .ci/run",
     "picture": "draws a file from what the demo has seen",
-    "compose.demo": "tests/compose, with Docker",
+    "compose.demo": "tests/deploy, with Docker",
 }
 
 # What differs from run to run, in this order, and what stands for it in the expected texts.

@@ -4,7 +4,7 @@ uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (bu
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
 PATH, or one of pyenv's. Where there is none this one takes its place, as the printed table tells; in the CI
 of a machine that has pyenv it is a failure. `--next` takes the newest versions alone, on the CPythons that
-the page names below its table.
+the page names below its table. The first and the last cell run the whole suite, the others a smoke run.
 """
 
 import argparse
@@ -23,32 +23,17 @@ from pathlib import Path
 from packaging.version import Version
 
 from celery_setnx.cli.screen import table as lines_of
+from tests.versions import smoke
 from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_cells, rows
 
-# What depends on the versions of Celery, kombu, redis-py and the server.
-SUBSET = (
-    "tests/test_annotations.py",
-    "tests/test_compatibility.py",
-    "tests/test_lock.py",
-    "tests/test_wire.py",
-    "tests/test_connection.py",
-    "tests/test_marks.py",
-    "tests/test_publish.py",
-    "tests/test_beat.py",
-    "tests/test_fanout.py::test_result_is_ignored_as_the_task_or_the_option_says",
-    "tests/test_fanout.py::test_broker_that_dies_between_messages_leaves_exact_counts",
-    "tests/test_worker_conflicts.py",
-    "tests/test_worker_crash.py",
-    "tests/test_canvas_dedupe.py",
-)
 # Everything but the model, which knows no version.
-WHOLE = ("-n", "2", "--dist", "loadfile", "--ignore=tests/model")
-# Beside either: how a body ends, and what becomes of its lease, on the pool that every version has.
-EXITS = (
-    *("-n", "2", "-k", "prefork"),
-    *(f"tests/exits/test_exit_{name}.py" for name in ("returns", "leases", "retries", "freezes")),
-)
+WHOLE = ("--ignore=tests/model",)
+# Beside it: how a body ends, and what becomes of its lease, on the pool that every version has.
+_ON_PREFORK = ("-k", "prefork or not test_exit_")
+_EXITS = ("returns", "leases", "retries", "freezes")
+EXITS = (*_ON_PREFORK, *(f"tests/exits/test_exit_{name}.py" for name in _EXITS))
+SMOKE = (*_ON_PREFORK, *smoke.TESTS)
 # Celery 5.4 asks for redis-py < 6 and for any kombu; kombu 5.7 refuses redis-py < 6.1 when it connects.
 KOMBU = {"5.4": "~=5.4.0"}
 
@@ -115,7 +100,7 @@ def main() -> int:
 
         def run(cell: Cell) -> Result:
             is_whole = not options.next and cell not in every[1:-1] and fnmatch(str(cell), options.whole)
-            result = _run(cell, directory, wheel, WHOLE if is_whole else SUBSET)
+            result = _run(cell, directory, wheel, (WHOLE, EXITS) if is_whole else (SMOKE,))
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
 
@@ -125,13 +110,14 @@ def main() -> int:
     return 1 if any(result.failures for result in results) else 0
 
 
-def _run(cell: Cell, directory: Path, wheel: Path, tests: tuple[str, ...]) -> Result:
+def _run(cell: Cell, directory: Path, wheel: Path, runs: tuple[tuple[str, ...], ...]) -> Result:
     result, began = Result(cell), time.monotonic()
     try:
         python = _install(cell, cpython(cell.row.python), directory, wheel)
         _check(result, python, directory / "suite")
-        for arguments in (tests, EXITS):
-            printed = call([str(python), "-m", "pytest", "-q", *arguments], directory / "suite")
+        for tests in runs:
+            pytest = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+            printed = call([*pytest, *tests], directory / "suite")
             result.passed += int(re.findall(r"(\d+) passed", printed)[-1])
     except Broken as error:
         print(error, flush=True)

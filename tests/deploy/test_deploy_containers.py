@@ -1,14 +1,13 @@
-"""docker-compose.yml for real: `python -m pytest tests/compose`, with a Docker engine."""
+"""docker-compose.yml for real: `python -m pytest tests/deploy`, with a Docker engine."""
 
-import re
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
 from celery import Celery
 
-from examples.demo import History
-from tests.compose.stack import PATIENCE_S, health_of
+from tests.deploy.stack import LEASE_S, PATIENCE_S, Logs, health_of
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.timeout(PATIENCE_S)
@@ -29,7 +28,7 @@ CLAIMS = [
     "the killed container comes back",
     "every key left in Redis has a TTL",
 ]
-SETTLE, LEASE_S = "examples.demo_app.settle", 3
+BODY = ("start", "end")
 # What the worker's own child of `docker-init` is told.
 SIGNAL = """
 import os, signal
@@ -90,34 +89,73 @@ def test_flower_sees_both_workers(stack):
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_killed_container_is_succeeded_by_the_other(stack):
-    """`docker kill` of the holder's container: the other one takes over after the lease, and names it."""
-    url = stack.redis_url()
-    app = Celery(broker=url)
-    key = uuid.uuid4().hex
-    with redis.Redis.from_url(url, decode_responses=True) as client:
-        client.delete("demo:history")
-        history = History(client, "demo:history")
+def test_restarted_container_lets_its_body_end(stack, scene):
+    """`restart`: the body ends in the soft shutdown, its lock is given back, and whoever waits runs next."""
+    first, second = scene.settle("alpha", "start"), scene.settle("beta", "conflict")
+    alpha, since = stack.containers()["alpha"], time.time()
+    with ThreadPoolExecutor() as threads:
+        restart = threads.submit(stack.run, "restart", "alpha")
+        wait_until(lambda: b"Initiating Soft Shutdown" in alpha.logs(since=since), "a soft shutdown")
+        assert not scene.seen("start", second)
+        scene.open(1)
+        wait_until(lambda: scene.seen("start", second), "the second's turn")
+        assert restart.result().returncode == 0
+    scene.open(2)
+    third = scene.settle("alpha", "end")  # the restarted worker works
+    calls, ran = [first, second, third], [each for each in scene.history.entries if each["what"] in BODY]
+    bodies = [(each["what"], each["task_id"]) for each in ran if each["task_id"] in calls]
+    assert bodies == [(what, call) for call in calls for what in BODY]
+    assert scene.seen("lost", first) == scene.seen("taken_over", second) == []
 
-        def seen(what: str, task_id: str) -> list[dict[str, object]]:
-            history.read()
-            return history.of(what, task_id=task_id)
 
-        first = app.send_task(SETTLE, [key], queue="alpha").id
-        wait_until(lambda: seen("start", first), "the task runs on alpha")
-        stack.containers()["alpha"].kill("SIGKILL")
-        try:
-            killed_at = float(client.time()[0])
-            second = app.send_task(SETTLE, [key], queue="beta").id
-            [start] = wait_until(lambda: seen("start", second), "the task runs on beta")
-            client.rpush("demo:gate:settle", "open")
-            wait_until(lambda: seen("released", second), "beta has released the lock")
-            log = stack.run("logs", "beta").stdout
-        finally:
-            stack.up("--no-build")
-    assert start["worker"] == "celery@beta"
-    assert start["at"] - killed_at <= LEASE_S + 10
-    assert re.search(rf"settle\[{second}\] took over.*settle\[{first}\] on celery@alpha", log), log
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_holder_that_is_cut_off_is_told_and_harms_nobody(stack, scene, failovers):
+    """Its container loses its network: another takes over, and keeps the lock when the first is back."""
+    app, name = Celery(broker=stack.redis_url()), uuid.uuid4().hex
+    with stack.stranded("here") as here, stack.stranded("there") as there:
+        journal = Logs(here.container, there.container)
+        first = journal.reached("start", app.send_task("stranded", [name], queue="here"))
+        second = journal.reached("conflict", app.send_task("stranded", [name], queue="there"))
+        with here.cut_off():
+            cut = time.monotonic()
+            (after,) = journal.wait_for("start", task_id=second.id)
+            failovers.append(after["at"] - cut)
+            journal.wait_for("told", task_id=first.id)
+            journal.wait_for("lost", task_id=first.id)
+        here.go_on()
+        journal.wait_for("postrun", task_id=first.id, state="FAILURE")
+        assert b"was not released" not in here.container.logs()  # it reached the server, which said no
+        now = scene.holder(after["key"])
+        assert (now.task_id, now.fence) == (second.id, after["fence"])
+        wait_until(lambda: scene.holder(after["key"]).deadline > now.deadline, "a renewal of the second's")
+        there.go_on()
+        journal.wait_for("postrun", task_id=second.id, state="SUCCESS")
+        assert journal.entries(what="lost", task_id=second.id) == []
+        assert sorted(journal.words(first.id)) == ["lost", "postrun", "start", "told"]
+        (start,) = journal.entries(what="start", task_id=first.id)
+        (taken,) = journal.entries(what="taken_over")
+        assert (taken["task_id"], taken["holder"]) == (second.id, first.id)
+        assert (after["key"], after["fence"] > start["fence"]) == (start["key"], True)
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_lock_outlives_a_broker_that_stands_still(stack, scene):
+    """`pause` of the broker for longer than the lease: the lock is elsewhere, and is renewed."""
+    call = scene.settle("alpha", "start")
+    (acquired,) = scene.seen("acquired", call)
+    before = scene.holder(acquired["key"])
+    rabbitmq = stack.containers()["rabbitmq"]
+    rabbitmq.pause()
+    try:
+        wait_until(
+            lambda: scene.holder(acquired["key"]).deadline > before.deadline + LEASE_S + 1, "its renewals"
+        )
+    finally:
+        rabbitmq.unpause()
+    assert scene.holder(acquired["key"]).token == before.token
+    scene.open(1)
+    wait_until(lambda: scene.seen("released", call), "its end")
+    assert scene.seen("lost", call) == []
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)

@@ -11,7 +11,18 @@ from celery import Celery
 from celery_setnx.beat import leader
 from celery_setnx.options import Options, settings
 from tests.deploy import snippets
-from tests.deploy.snippets import COMPOSE, KUBERNETES, SOFT, UNIT, of_deployment, of_service, of_unit
+from tests.deploy.snippets import (
+    COMPOSE,
+    KUBERNETES,
+    SOFT,
+    UNIT,
+    compose_says,
+    kubernetes_says,
+    of_deployment,
+    of_service,
+    of_unit,
+    systemd_says,
+)
 from tests.docs.pages import ROOT, text_of
 from tests.harness import Worker, wait_until
 
@@ -22,6 +33,7 @@ ENDINGS = {
     "compose alpha": partial(of_service, "alpha"),
     "compose beta": partial(of_service, "beta"),
 }
+READERS = {systemd_says: UNIT, kubernetes_says: KUBERNETES, compose_says: COMPOSE}
 
 
 @pytest.fixture
@@ -32,66 +44,29 @@ def workers_app(server):
     return workerapp
 
 
-def test_unit_is_one_for_systemd(tmp_path):
-    """systemd-analyze has nothing to say."""
-    assert snippets.systemd_says(UNIT.read_text(), tmp_path) == ""
+@pytest.mark.parametrize("says", READERS, ids=["systemd", "kubernetes", "compose"])
+def test_file_is_one_for_its_tool(says, tmp_path):
+    """systemd-analyze, strict schemas and docker-compose config with every profile have nothing to say."""
+    assert says(READERS[says].read_text(), tmp_path) == ""
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "says"),
+    ("says", "right", "wrong", "said"),
     [
-        ("TimeoutStopSec=", "TimeoutStopSecs=", "Unknown key"),
-        ("TimeoutStopSec=90", "TimeoutStopSec=soon", "Failed to parse"),
-        ("KillMode=mixed", "KillMode=some", "Failed to parse kill mode"),
-        (snippets.PROGRAM, "/nowhere/celery", "not executable"),
+        (systemd_says, "TimeoutStopSec=", "TimeoutStopSecs=", "Unknown key"),
+        (systemd_says, "KillMode=mixed", "KillMode=some", "Failed to parse kill mode"),
+        (systemd_says, snippets.PROGRAM, "/nowhere/celery", "not executable"),
+        (kubernetes_says, "GracePeriodSeconds: 90", "GracePeriod: 90", "terminationGracePeriod"),
+        (kubernetes_says, "GracePeriodSeconds: 90", "GracePeriodSeconds: 90s", "90s"),
+        (compose_says, "stop_grace_period:", "stop_grace:", "stop_grace"),
+        (compose_says, "stop_grace_period: 40s", "stop_grace_period: soon", "soon"),
     ],
 )
-def test_wrong_unit_is_found_by_systemd(right, wrong, says, tmp_path):
-    """A key that there is not, a time and a mode that are none, a program that is not there."""
-    unit = UNIT.read_text()
-    assert right in unit
-    assert says in snippets.systemd_says(unit.replace(right, wrong), tmp_path)
-
-
-def test_manifest_is_one_for_kubernetes():
-    """Strict schemas have nothing to say."""
-    assert set(snippets.deployments()) == {"proj-worker", "proj-beat"}
-    assert snippets.kubernetes_says(KUBERNETES.read_text()) == ""
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "says"),
-    [
-        ("terminationGracePeriodSeconds: 90", "terminationGracePeriod: 90", "terminationGracePeriod"),
-        ("terminationGracePeriodSeconds: 90", "terminationGracePeriodSeconds: 90s", "90s"),
-        ("  selector:\n    matchLabels: {app: proj-beat}\n", "", "selector"),
-    ],
-    ids=["unknown field", "no number", "missing field"],
-)
-def test_wrong_manifest_is_found_by_the_schemas(right, wrong, says):
-    """A field that there is not, a text for a number, a field that is missing."""
-    manifest = KUBERNETES.read_text()
-    assert right in manifest
-    assert says in snippets.kubernetes_says(manifest.replace(right, wrong, 1))
-
-
-def test_services_are_some_for_compose(tmp_path):
-    """docker-compose config has nothing to say, whatever the profile."""
-    assert snippets.compose_says(COMPOSE.read_text(), tmp_path) == ""
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "says"),
-    [
-        ("stop_grace_period:", "stop_grace:", "stop_grace"),
-        ("stop_grace_period: 40s", "stop_grace_period: soon", "soon"),
-    ],
-)
-def test_wrong_services_are_found_by_compose(right, wrong, says, tmp_path):
-    """A key that there is not, and a time that is none."""
-    services = COMPOSE.read_text()
-    assert right in services
-    assert says in snippets.compose_says(services.replace(right, wrong), tmp_path)
+def test_wrong_file_is_found_by_its_tool(says, right, wrong, said, tmp_path):
+    """An unknown key, a value that is none, a program that is not there."""
+    text = READERS[says].read_text()
+    assert right in text
+    assert said in says(text.replace(right, wrong), tmp_path)
 
 
 @pytest.mark.parametrize("name", ENDINGS)

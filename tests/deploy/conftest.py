@@ -2,13 +2,34 @@
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import docker
 import pytest
+import redis
 from docker.errors import DockerException
 
-from tests.compose.stack import Stack, compose_command
+from examples.demo import History
+from tests.deploy.stack import Scene, Stack, compose_command
+from tests.tables import Recorded, failover_table, write
 from tests.topologies.servers import free_port, not_here
+
+
+def topology_of(nodeid: str) -> str:
+    """What a test is about."""
+    return "containers" if "test_deploy_containers" in nodeid else "deployment files"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tests passed, and seconds from a cut to the next body."""
+    lines = failover_table(terminalreporter, topology_of)
+    write(terminalreporter, "topologies", lines)
+
+
+@pytest.fixture
+def failovers(request) -> Recorded:
+    """Seconds from a holder's end to the next body, for the table."""
+    return Recorded(request.node, "failover")
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +74,11 @@ def stack(engine, project, broker) -> Iterator[Stack]:
         yield stack
     finally:
         stack.down()
+
+
+@pytest.fixture
+def scene(stack) -> Iterator[Scene]:
+    """Calls of one key; nothing has happened to any before."""
+    with redis.Redis.from_url(stack.redis_url(), decode_responses=True) as client:
+        client.delete("demo:history", "demo:gate:settle")
+        yield Scene(stack, client, History(client, "demo:history"), uuid.uuid4().hex)
