@@ -10,9 +10,9 @@ window.
 
 What is found is compared with counts.json. Instructions are compared as multiples: the client's of its
 table's floor, the server's of a lock that is a single key. The client's and bytes may differ by 3 %, the
-server's, which tidies its tables as it answers, by 10 %; commands, scripts and round trips may not. With other
-versions than the file's that holds for our traffic with the lock server, and all else may differ by 20 %. Less
-than was recorded fails as well: record it.
+server's, which tidies its tables as it answers, by 10 %; commands, scripts and round trips may not. With
+other versions than the file's that holds for our traffic with the lock server, and all else may differ by
+20 %. Less than was recorded fails as well: record it.
 """
 
 from __future__ import annotations
