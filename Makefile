@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip
 # Hundreds of processes import what is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick stress docs coverage lint chaos ecosystem celery-suite bench release-check clean
+.PHONY: help demo test quick stress docs coverage lint chaos ecosystem celery-suite bench count release-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -30,6 +30,7 @@ help:
 	@echo "make ecosystem      real workers beside Sentry, Flower, ...; in its own venv"
 	@echo "make celery-suite   Celery's own suite, guarded; 10 min; ARGS=--part: in 3"
 	@echo "make bench          all of docs/performance.md; half an hour; ARGS=--quick"
+	@echo "make count          what a call costs, counted; 2 min, needs valgrind"
 	@echo "make release-check  all that a release needs but the upload; files in dist/"
 	@echo "make clean          remove $(VENV) and everything else that is not in git"
 
@@ -59,6 +60,9 @@ celery-suite:
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+count: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.count $(ARGS)
 
 release-check: $(VENV)/.dev
 	$(BIN)/python -m tests.release $(ARGS)

@@ -1,13 +1,10 @@
 """All benchmarks one after the other: their tables, a list of all promises, JSON and plots.
 
-python -m benchmarks [--rounds 7] [--quick] [--check] [--server PATH] [--only NAME ...]
+python -m benchmarks [--rounds 7] [--quick] [--server PATH] [--only NAME ...]
                      [--out docs/performance]
 
 What was found is written to results.json, with all samples, and the machine and the date of each benchmark.
 With `--only` the others' results stay as they are.
-
-With `--check` the benchmarks that break a promise are measured once more in the end, and count as they do
-then: the machine may have been slow for a while. More than two of them fail the run.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,7 +39,6 @@ NAMES = (
     "capacity",
 )
 RESULTS = "results.json"
-SECOND_MEASUREMENTS = 2
 
 
 def run(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], list[str]]:
@@ -55,8 +50,8 @@ def run(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], list[str]]
     broken: list[str] = []
     with awake():
         for figure in module.measure(rounds, quick):
-            show(figure, quick)
-            broken.extend(what for is_kept, what in figure.kept(quick) if not is_kept)
+            show(figure)
+            broken.extend(what for is_kept, what in figure.kept() if not is_kept)
             found.append(figure.as_json())
         with EmbeddedServer() as server:
             about = list(machine(server))
@@ -71,12 +66,11 @@ def run(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], list[str]]
     return result, broken
 
 
-def main() -> int:
-    """Run the benchmarks; 1 if `--check` was asked for and a promise is broken."""
+def main() -> None:
+    """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}; quick: {QUICK_ROUNDS})")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller samples")
-    parser.add_argument("--check", action="store_true", help="fail unless every promise is kept")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="only these")
     parser.add_argument("--out", type=Path, default=Path("docs/performance"), help="where the results go")
     parser.add_argument("--server", help=SERVER_HELP)
@@ -86,26 +80,17 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / RESULTS
     known = json.loads(file.read_text()) if file.exists() else {}
-    not_kept: dict[str, list[str]] = {}
-
-    def measure(name: str) -> None:
-        known[name], not_kept[name] = run(name, rounds, chosen.quick)
-        file.write_text(json.dumps(known, indent=1) + "\n")
-
+    broken: list[str] = []
     for name in chosen.only:
-        measure(name)
-    again = [name for name in chosen.only if not_kept[name]] if chosen.check else []
-    for name in again:
-        measure(name)
-    broken = [what for name in chosen.only for what in not_kept[name]]
+        known[name], not_kept = run(name, rounds, chosen.quick)
+        broken.extend(not_kept)
+        file.write_text(json.dumps(known, indent=1) + "\n")
     for picture in draw(known, chosen.out):
         print(picture)
     print("", *known[chosen.only[-1]]["machine"], f"{rounds} rounds", "", sep="\n")
     print("took", *(f"{name} {known[name]['took_s']:.0f} s" for name in chosen.only), sep=", ")
     print(*(f"BROKEN {what}" for what in broken), f"{len(broken)} promises are broken", sep="\n")
-    print(f"measured a second time: {', '.join(again) or 'none'}; {SECOND_MEASUREMENTS} may be")
-    return 1 if chosen.check and (broken or len(again) > SECOND_MEASUREMENTS) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """How far one Redis goes, and how a million locks fare on a Cluster.
 
-python -m benchmarks.capacity [--rounds 7] [--quick] [--check]
+python -m benchmarks.capacity [--rounds 7] [--quick]
 
 - One Redis: one client process, and then several, acquire and release locks of their own as fast as they can.
   What a cycle costs the server is the processor time that it says it has used (`INFO cpu`), system calls and
@@ -326,4 +326,4 @@ def _memory(client: redis.Redis) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

@@ -1,6 +1,6 @@
 """What a lock costs that many want, and one among many that are held.
 
-python -m benchmarks.contention [--rounds 7] [--quick] [--check]
+python -m benchmarks.contention [--rounds 7] [--quick]
 
 - One key: 1 to 64 processes, each with a client of its own, acquire it, hold it for 0.2 ms, release it, and
   begin again, for a second. `SetnxLock.acquire(wait=...)` stands beside `Lock.acquire(blocking_timeout=...)`
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -284,4 +283,4 @@ def _time_us(client: redis.Redis, commands: tuple[str, ...]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

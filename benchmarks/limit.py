@@ -1,6 +1,6 @@
 """Five calls of a key at a time: `limit=5` beside a semaphore that polls, and beside a rate.
 
-python -m benchmarks.limit [--rounds 7] [--quick] [--check]
+python -m benchmarks.limit [--rounds 7] [--quick]
 
 In every round 200 calls of one key go to two fresh workers of five processes each, at once, one way after the
 other. No two ways are the same thing:
@@ -274,7 +274,7 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
     ideal = [Promise(str(batch), OF_IDEAL) for batch in batches if batch.way == WAIT and batch.is_steady]
     yield table("total", "x the ideal", lambda sample: sample.total, *ideal)
     ours = [str(batch) for batch in batches if batch.way in WAYS[:2]]
-    never = tuple(Promise(name, LIMIT, guard=LIMIT) for name in ours)
+    never = tuple(Promise(name, LIMIT) for name in ours)
     yield table("bodies at a time", "at most", lambda sample: sample.at_a_time, *never)
     yield table("overtaken", "calls", lambda sample: sample.overtaken)
     yield table("overtaken, farthest", "calls", lambda sample: sample.farthest)
@@ -299,10 +299,10 @@ def deaths(rounds: int, quick: bool) -> Iterator[Table]:
                     lost[way].append(death.lost_s)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
         title = f"limit, kill -9 of one {what} of five, duration {duration_s} s"
-        never = tuple(Promise(way, LIMIT, guard=LIMIT) for way in ways if way in (WAIT, ELSEWHERE))
+        never = tuple(Promise(way, LIMIT) for way in ways if way in (WAIT, ELSEWHERE))
         yield Table(f"{title}: until the next body", "s", lost, SEMAPHORE)
         yield Table(f"{title}: bodies at a time", "at most", lived, SEMAPHORE, never)
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

@@ -1,6 +1,6 @@
 """What 10,000 waiting calls cost: on 100 keys, at most 100 in a line.
 
-python -m benchmarks.long_lines [--quick] [--check]
+python -m benchmarks.long_lines [--quick]
 
 A hundred calls hold their locks until all others wait; then they let go. Bodies do nothing.
 
@@ -131,4 +131,4 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

@@ -1,6 +1,6 @@
 """What a rate costs the calls that it does not keep from starting: `rate=(1000, 2)` beside no rate.
 
-python -m benchmarks.pace_cost [--rounds 7] [--quick] [--check]
+python -m benchmarks.pace_cost [--rounds 7] [--quick]
 
 1,000 calls with empty bodies go to two fresh workers of four processes each, `limit=10`. In every round the
 two ways follow each other at once, in an order drawn anew: from one minute to the next the server's time for
@@ -13,7 +13,6 @@ a script differs by more than a rate makes. So only the ratio within a round say
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -48,4 +47,4 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

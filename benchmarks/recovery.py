@@ -1,6 +1,6 @@
 """How long a key stays locked after kill -9: from the kill to the start of the next body with the same key.
 
-python -m benchmarks.recovery [--rounds 7] [--quick] [--check]
+python -m benchmarks.recovery [--rounds 7] [--quick]
 
 In every round a body of each way starts, holds its lock, and is killed a moment later: its pool process
 alone, or the whole worker with all its processes. From just before the kill the key is called again every
@@ -203,4 +203,4 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

@@ -1,6 +1,6 @@
 """What it costs to renew 10,000 locks of one process, as its keeper does each third of a lease.
 
-python -m benchmarks.renewal [--rounds 7] [--quick] [--check]
+python -m benchmarks.renewal [--rounds 7] [--quick]
 
 The locks are tasks' locks, with the client that a worker makes for them. A period renews each of them once:
 
@@ -17,7 +17,6 @@ own; for ours also after `SCRIPT FLUSH`, as a server's successor in a failover k
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -193,4 +192,4 @@ def _periods(server: EmbeddedServer, client: redis.Redis, count: int) -> dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

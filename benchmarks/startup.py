@@ -1,6 +1,6 @@
 """What importing costs: `celery_setnx` on top of what a program with Celery has imported anyway.
 
-python -m benchmarks.startup [--rounds 7] [--quick] [--check]
+python -m benchmarks.startup [--rounds 7] [--quick]
 
 Every sample is an interpreter of its own, which imports the one thing, and then times the import of the other
 on top of it. All have been compiled before, as in an installed package. The garbage collector rests: it goes
@@ -107,4 +107,4 @@ def import_ms(before: str, timed: str, compiled: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

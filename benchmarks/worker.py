@@ -1,6 +1,6 @@
 """What the lock costs a worker: tasks that do nothing, beside plain Celery and the peers.
 
-python -m benchmarks.worker [--rounds 7] [--quick] [--check]
+python -m benchmarks.worker [--rounds 7] [--quick]
 
 Each way to run the task has a worker of its own, of one process (solo) or with a pool of two (prefork), which
 lives through all rounds. The queue of one way after the other is filled, apart from its worker, and then
@@ -243,14 +243,14 @@ def folded(taken: Taken, figure: Callable[[Sequence[Slice]], float]) -> Samples:
 
 def promises_of_cpu() -> tuple[Promise, ...]:
     """What the lock may cost."""
-    return (Promise(OURS, CPU_OF_PLAIN, to=PLAIN, guard=1.8),)
+    return (Promise(OURS, CPU_OF_PLAIN, to=PLAIN),)
 
 
 def promises_of_rate() -> tuple[Promise, ...]:
     """Who must be slower."""
     peers = [name for name, way in WAYS.items() if way.locks_at == "publish"]
-    return tuple(Promise(OURS, RATE_OF_PEERS, to=peer, at_least=True, guard=0.5) for peer in peers)
+    return tuple(Promise(OURS, RATE_OF_PEERS, to=peer, at_least=True) for peer in peers)
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, measure))
+    command(__doc__, measure)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery, Task
 from celery.signals import worker_ready
+from celery.utils.imports import symbol_by_name
 from celery_once import QueueOnce
 from celery_singleton import Singleton
 
 from benchmarks.peers import Heimdall
-from celery_setnx import SingletonTask
 from celery_setnx.connection import client_for
 from celery_setnx.lock.wire import ask
 
@@ -41,12 +42,12 @@ class Way:
     """One way to run the task.
 
     Attributes:
-        base: Base class of the task.
+        base: Base class of the task; of ours its name, so that no other way's worker has our hooks.
         options: Of the task. Defaults to none.
         locks_at: When it takes a lock: `"publish"`, `"run"`, or None.
     """
 
-    base: type[Task]
+    base: type[Task] | str
     options: dict[str, Any] = field(default_factory=dict)
     locks_at: str | None = None
 
@@ -55,7 +56,7 @@ PLAIN, OURS, BARE = "plain Celery", "celery_setnx", "two bare commands"
 ONCE, SINGLETON, HEIMDALL = "celery-once", "celery-singleton", "celery-heimdall"
 WAYS = {
     PLAIN: Way(Task),
-    OURS: Way(SingletonTask, locks_at="run"),
+    OURS: Way("celery_setnx:SingletonTask", locks_at="run"),
     BARE: Way(Bare),
     ONCE: Way(QueueOnce, locks_at="publish"),
     SINGLETON: Way(Singleton, {"lock_expiry": EXPIRY_S}, "publish"),
@@ -69,9 +70,8 @@ def queue_of(name: str) -> str:
     return name.replace(" ", "-")
 
 
-def make_app(name: str, broker_url: str, lock_url: str) -> Celery:
-    """An app with the task in one way; results are ignored."""
-    way = WAYS[name]
+def new_app(name: str, broker_url: str, lock_url: str) -> Celery:
+    """An app for any of the ways, without a task; results are ignored."""
     app = Celery(queue_of(name), broker=broker_url, set_as_current=False)
     app.conf.update(
         broker_connection_retry_on_startup=True,
@@ -84,7 +84,19 @@ def make_app(name: str, broker_url: str, lock_url: str) -> Celery:
             "settings": {"url": lock_url, "default_timeout": EXPIRY_S},
         },
     )
-    app.task(base=way.base, shared=False, name="benchmark.work", **way.options)(work)
+    return app
+
+
+def add_task(app: Celery, name: str, way: Way, work: Callable[..., object]) -> Task:
+    """Give an app a task of a way."""
+    base = symbol_by_name(way.base)
+    return app.task(base=base, shared=False, name=name, **way.options)(work)
+
+
+def make_app(name: str, broker_url: str, lock_url: str) -> Celery:
+    """An app with the task in one way."""
+    way, app = WAYS[name], new_app(name, broker_url, lock_url)
+    add_task(app, "benchmark.work", way, work)
     return app
 
 

@@ -44,6 +44,31 @@ WORKER_HEAD = (
     "prefork -c 2",
 )
 
+COUNTED = {
+    "lock, two bare commands: the floor": "cycle: two bare commands",
+    "lock, `SetnxLock`": "cycle: SetnxLock",
+    "lock, of a task": "cycle: the lock of a task",
+    "lock, redis-py `Lock`": "cycle: redis-py Lock",
+    "lock, python-redis-lock": "cycle: python-redis-lock",
+    "renewal, redis-py `Lock`: the floor": "renewal: redis-py Lock",
+    "renewal, of many locks at once": "renewal: all in one trip",
+    "`delay()`, plain Celery: the floor": "publish: plain Celery",
+    "`delay()`, celery_setnx": "publish: celery_setnx",
+    "`delay()`, celery_setnx with `dedupe`": "publish: celery_setnx, dedupe",
+    "`fan_out` with `dedupe`": "publish: fan_out, dedupe",
+    "`delay()`, celery-once": "publish: celery-once",
+    "`delay()`, celery-singleton": "publish: celery-singleton",
+    "`delay()`, celery-heimdall": "publish: celery-heimdall",
+    "run, plain Celery: the floor": "run: plain Celery",
+    "run, two bare commands": "run: two bare commands",
+    "run, celery_setnx": "run: celery_setnx",
+    "run, with a `rate`": "run: celery_setnx, a rate",
+    "run, parked and woken before": "run: celery_setnx, waits in line",
+    "run, celery-once": "run: celery-once",
+    "run, celery-singleton": "run: celery-singleton",
+    "run, celery-heimdall": "run: celery-heimdall",
+}
+
 
 def samples(benchmark: str, title: str, results: Any = RESULTS) -> dict[str, list[float]]:
     """What was found, by way."""
@@ -227,3 +252,15 @@ def test_cost_of_a_rate_is_that_of_the_results():
         shown = [cell.partition(" ")[0] for cell in row[1:]]
         expected = [ratio(found, unreached, free), f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
         assert shown == [*medians, *expected], title
+
+
+def test_counts_are_those_that_the_ci_compares():
+    """Each row, and the server's share of each."""
+    columns = ("", "instructions, beside the floor", "server's instructions, beside a single key")
+    rows = table(text_of(PAGE), *columns, "round trips", "commands", "bytes sent")
+    recorded = json.loads(text_of("benchmarks/counts.json"))["rows"]
+    for label, *cells in rows:
+        of = recorded[COUNTED[label]]
+        shown = [f"{of['instructions']:.2f}", f"{abs(of['server']):.2f}", f"{of['trips']:.2f}"]
+        assert cells == [*shown, f"{of['commands']:.1f}", f"{of['sent']:.0f}"]
+    assert [label for label, *_ in rows] == list(COUNTED)
