@@ -98,7 +98,12 @@ def _of_mark(call: Call, store: Store) -> str | None:
         return None  # `queued` or `stalled`: whether anybody holds the lock
     live = store.value is not None and call.now < record.deadline
     holder = task_of(record.token)[0]
-    if dedupe != "until_started" and live and holder is not None and record.state in ("running", "held_for_retry"):
+    if (
+        dedupe != "until_started"
+        and live
+        and holder is not None
+        and record.state in ("running", "held_for_retry")
+    ):
         return "running"
     succeeded = done and (task_of(done.task_id)[0] or done.task_id)
     return "done" if dedupe == "dedupe_for" and succeeded not in (None, task) else "marked"
@@ -122,7 +127,8 @@ def is_anothers(call: Call, shared: str) -> bool:
 def is_heir(call: Call, task: str) -> bool:
     """Whether a permit is kept for a task, or was until its deadline."""
     permits = [at(call.store, number) for number in range(_count_of(call) or 1)]
-    return any(p.value is not None and p.holder.state == "handed" and p.holder.info == task for p in permits)
+    handed = [permit for permit in permits if permit.value is not None and permit.holder.state == "handed"]
+    return any(permit.holder.info == task for permit in handed)
 
 
 def _of_leave(call: Call, store: Store) -> str | None:

@@ -166,7 +166,8 @@ CLASSICS: dict[str, Callable[[], World]] = {
     "a recipe that is not": lambda: beside_a_recipe(strict=False),
     # Losers that do not pause may overwrite the value, if our lease <= their timeout + 1.
     "losers": lambda: World(Ours("a", lease=4, beats=2), Classic(timeout=1, tries=1 + DEEP),
-        Classic(timeout=1), Ours("b", lease=3, tries=1), store=DEAD_CLASSIC, ticks=bound(4, small=2, full=5, deep=9), crashes=1),
+        Classic(timeout=1), Ours("b", lease=3, tries=1), store=DEAD_CLASSIC,
+        ticks=bound(4, small=2, full=5, deep=9), crashes=1),
     "a longer lease than the recipe's": lambda: World(Ours("a", lease=3),
         Classic(timeout=1, tries=2, strict=False), ticks=8),
 }  # fmt: skip

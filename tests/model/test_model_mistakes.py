@@ -1,4 +1,4 @@
-"""Each line of the scripts counts: a changed one breaks the contract of its script, or a scenario finds it."""
+"""Each line of the scripts counts: a changed one breaks its script's contract, or a scenario finds it."""
 
 from __future__ import annotations
 
