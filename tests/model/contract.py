@@ -332,12 +332,11 @@ def grants_what_is_free(script: Script, call: Call, found: Played) -> bool:
         return rule == "again"
     fence = record.fence if found.word == "resumed" else max(record.fence + 1, call.now)
     info = Record(token, call.now + int(told[1]), fence, "running", call.now, told[3])
-    died = old.value is not None and rule == "expired" and record.state not in ("resting", "handed")
-    word = {"resumed": "resumed", "dead": "taken_over"}.get(rule, "taken_over" if died else "acquired")
-    if rule == "expired" and old.value == seconds(record.deadline) and record.token == token:
-        word = "acquired"
-    if rule == "expired" and old.value not in (None, seconds(record.deadline)):
-        word = "taken_over"
+    word = {"resumed": "resumed", "dead": "taken_over"}.get(rule, "acquired")
+    if rule == "expired":
+        recorded = record.deadline > 0 and old.value == seconds(record.deadline)
+        died = record.state not in ("resting", "handed") and record.token != token
+        word = "taken_over" if died or not recorded else "acquired"
     mark = call.store.mark
     ends = mark is not None and mark.task_id == task[0] and told[11] != "1" and len(call.keys) > 4
     return (

@@ -20,7 +20,7 @@ from tests.model.scenarios import SCENARIOS
 from tests.simulation.scripts import script
 
 STATES = 400  # of each scenario, whose calls are looked at
-OF_EACH = 3_000  # calls of a script, as they were made
+OF_EACH = bound(800, small=300, full=3_000)  # calls of a script, as they were made
 MUTANTS = [
     (where, verb, right, wrong)
     for where, mistakes in MISTAKES.items()
@@ -79,7 +79,7 @@ def test_scripts_keep_their_contracts(verb):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("where", "verb", "right", "wrong"), MUTANTS[:: bound(8, small=40, full=1)])
+@pytest.mark.parametrize(("where", "verb", "right", "wrong"), MUTANTS[:: bound(10, small=40, full=1)])
 def test_mistake_in_a_script_is_found(where, verb, right, wrong):
     """By the contract of its script, or by a scenario in which it makes a difference."""
     if where == "contract":
