@@ -1,4 +1,4 @@
-"""Seeded simulation: the package's Python and Lua in one process, on one clock, with all that may go wrong."""
+"""Seeded simulation: the package's Python and Lua in one process, on one clock, and all that may go wrong."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from typing import Any
 
 import pytest
 
+from celery_setnx.call import wake
 from celery_setnx.lock import keeper, lock
 from celery_setnx.lock.scripts import Script
+from celery_setnx.run import courier, park, run
 from tests.bounds import bound
-from tests.simulation import locks
+from tests.simulation import calls, locks
 from tests.simulation.checker import explained, told
 from tests.simulation.scheduler import World
 from tests.simulation.substitutes import monotonic, substituted
 
 SEED = os.environ.get("SEED")
-SEEDS = bound(300, small=40, full=10_000, deep=500_000)
-FOUND_WITHIN = 1000
+SEEDS = {
+    locks.play: bound(300, small=40, full=5_000, deep=500_000),
+    calls.play: bound(80, small=10, full=5_000, deep=500_000),
+}
+FOUND_WITHIN = 500
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +50,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, script: Script, good: str, bad: str) 
     monkeypatch.setattr(script, "sha", sha1(text.encode()).hexdigest())
 
 
-@pytest.mark.parametrize("play", [locks.play])
+@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls"])
 def test_simulated_world_keeps_every_promise(play):
     """Thousands of worlds, each with faults of its own; SEED=n plays one of them."""
-    world = first_bad(play, range(int(SEED), int(SEED) + 1) if SEED else range(SEEDS))
+    world = first_bad(play, range(int(SEED), int(SEED) + 1) if SEED else range(SEEDS[play]))
     assert world is None, explained(world)
 
 
-@pytest.mark.parametrize("play", [locks.play])
+@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls"])
 def test_seed_has_one_history(play):
     """Also in another process, in which sets have another order."""
     seeds = range(3, 6)
@@ -69,19 +74,7 @@ def test_seed_has_one_history(play):
 
 
 def release_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lock._RELEASE, "if h_token ~= token then return lost() end", "")
-
-
-def renewals_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one that failed."""
-    plan = keeper.Keeper._plan
-
-    def once(self: Any, watched: Any) -> None:
-        plan(self, watched)
-        if watched.failing:
-            watched.due = float("inf")
-
-    monkeypatch.setattr(keeper.Keeper, "_plan", once)
+    plant(monkeypatch, lock._RELEASE, "if h_token ~= token then", "if not h_token then")
 
 
 def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +92,7 @@ def deadline_from_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: a release that is asked twice, of a lock that Redis has lost meanwhile, raised a TypeError."""
+    """A release that is asked twice, of a lock that Redis has lost meanwhile, raises a TypeError."""
     word_of = lock.SetnxLock._word_of
 
     def raising(self: Any, ask: Any, *args: Any) -> Any:
@@ -114,21 +107,61 @@ def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock.SetnxLock, "_word_of", raising)
 
 
-DEFECTS = [
+def no_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hands a lock over sends nothing."""
+    monkeypatch.setattr(wake, "_send", lambda *_args: None)
+
+
+def line_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call parks, and no sweep is told."""
+    monkeypatch.setattr(park, "look_within", lambda *_args: "epoch")
+
+
+def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call parks, and nothing of it is left with the broker."""
+    monkeypatch.setattr(courier.Order, "send", lambda *_args, **_more: None)
+
+
+def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delivery that has sent itself again leaves the line, in which the new message stands by then."""
+    end_wait = run.Run._end_wait
+
+    def leave(self: Any, *, parked: bool, goes_on: bool) -> None:
+        end_wait(self, parked=parked, goes_on=goes_on)
+        if self.asking.lingers_since and goes_on and not parked:
+            self.asking.leave()
+
+    monkeypatch.setattr(run.Run, "_end_wait", leave)
+
+
+def pace_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is used at twice its rate."""
+    text = lock.Terms.__str__
+
+    def doubled(self: lock.Terms) -> str:
+        return text(self._replace(starts=2 * self.starts))
+
+    monkeypatch.setattr(lock.Terms, "__str__", doubled)
+
+
+DEFECTS: list[tuple[Callable[[int], World], Callable[[pytest.MonkeyPatch], None]]] = [
     (locks.play, release_of_another),
-    (locks.play, renewals_stop),
     (locks.play, late_release_forgotten),
     (locks.play, deadline_from_the_reply),
     (locks.play, loss_without_time),
+    (locks.play, pace_of_one_more),
+    (calls.play, no_wakeup),
+    (calls.play, line_not_noted),
+    (calls.play, no_courier),
+    (calls.play, leaves_late),
 ]
 
 
-@pytest.mark.parametrize(("play", "defect"), DEFECTS, ids=lambda value: value.__name__)
-def test_planted_defect_is_found(monkeypatch, play, defect, record_property):
+@pytest.mark.parametrize(("play", "defect"), [pytest.param(*pair, id=pair[1].__name__) for pair in DEFECTS])
+def test_planted_defect_is_found(monkeypatch, play, defect):
     """Each by one of the seeds that `make test` plays anyway, or soon after."""
     defect(monkeypatch)
     began = time.process_time()
     world = first_bad(play, range(FOUND_WITHIN))
     assert world is not None
-    record_property("found", f"seed {world.seed}, {time.process_time() - began:.1f} s")
     print(f"{defect.__name__}: seed {world.seed}, {time.process_time() - began:.1f} s: {world.violations[0]}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_setnx.lock.lock import HeldLock
 from tests.simulation.scheduler import US, Process, World
-from tests.simulation.substitutes import Redis
+from tests.simulation.substitutes import Redis, monotonic
 
 TOLD_S = 6.0
 """Seconds of calm after which nothing that has ended holds a lock."""
@@ -25,6 +25,7 @@ class Life:
     since_us: int
     has_ended: bool = False
     released_in: int | None = None
+    is_lost: bool = False
 
     def is_live(self, epoch: int) -> bool:
         """Whether it may rely on its lock now, in data that were not lost since it began."""
@@ -41,7 +42,7 @@ class Checker:
     def __init__(self, world: World, server: Redis) -> None:
         self.world, self.server = world, server
         self.lives: dict[str, list[Life]] = {}
-        self._fences: dict[tuple[str, int, int], int] = {}
+        self._fences: dict[tuple[str, int, int], tuple[int, str]] = {}
         self._starts: dict[tuple[str, int], list[int]] = {}
         server.after = self._check_keys
 
@@ -51,10 +52,11 @@ class Checker:
         life = Life(held, world.process, limit, epoch, held._since_us)
         world.note("begins", held.token, f"fence {held.fence}", f"permit {held.permit}", key=held.key)
         self.lives.setdefault(held.key, []).append(life)
-        fence_of = held.key, held.permit, epoch
-        if held.fence <= self._fences.get(fence_of, 0):
-            world.broken(f"{held.key}: fence {held.fence} of {held.token} after {self._fences[fence_of]}")
-        self._fences[fence_of] = held.fence
+        fence_of, task_id = (held.key, held.permit, epoch), held.token.partition("|")[0]
+        before, holder = self._fences.get(fence_of, (0, ""))
+        if (held.fence, task_id) != (before, holder) and held.fence <= before:  # a retry resumes its lock
+            world.broken(f"{held.key}: fence {held.fence} of {held.token} after {before} of {holder}")
+        self._fences[fence_of] = held.fence, task_id
         self.touches(life)
         if rate is not None:
             starts = self._starts.setdefault((held.key, epoch), [])
@@ -92,7 +94,8 @@ class Checker:
 
     def loses(self, held: HeldLock) -> None:
         """A lock that is renewed is lost: only to lost data, or if nobody could renew it in time."""
-        world, since_us = self.world, self.world.now_us - round(1.5 * held.lease_s * US)
+        world = self.world
+        since_us = world.now_us - round((monotonic() - held._valid_until + held.lease_s) * US)
         (life,) = [life for life in self.lives[held.key] if life.held is held]
         hindered = sum(at >= since_us for at in life.process.hindered_at)
         if held.lease_s >= 2.0 and hindered <= 2 and life.epoch == self.server.epoch:
@@ -102,7 +105,7 @@ class Checker:
         """No lock is held by a body that has ended in a process that lives."""
         for key, lives in self.lives.items():
             for life in lives:
-                # Acquired once more by a command that came late, it ends with its lease; so does older data's.
+                # What a late command has acquired once more ends with its lease; so does older data's.
                 is_same = self.holders(key).get(life.held.token) == life.since_us
                 is_told = life.released_in == self.server.epoch or life.released_in is None
                 if life.has_ended and not life.process.is_dead and is_same and is_told:

@@ -19,7 +19,7 @@ START_US = 1_700_000_000 * US
 
 
 class Thread:
-    """One thread of control. `turn` counts its resumptions: what was to wake it in an earlier turn is void."""
+    """One thread of control. `turn` counts its resumptions: what was to wake it in an earlier turn is not."""
 
     def __init__(self, process: Process, ident: int, name: str, run: Callable[[], Any]) -> None:
         self.process, self.ident, self.name = process, ident, name
@@ -61,6 +61,7 @@ class World:
         self.history: list[tuple[Any, ...]] = []
         self.violations: list[str] = []
         self.current: Thread | None = None
+        self.server: Any = None
         self.is_over = False
         self.on_switch: Callable[[Process], None] = lambda _process: None
         self.on_death: Callable[[Process], None] = lambda _process: None
@@ -151,8 +152,8 @@ class World:
     def freeze(self, process: Process, seconds: float) -> None:
         """A process has no turn for so long."""
         self.note("is frozen", process.name, round(seconds, 3))
-        process.hindered_at += [self.now_us] * 9
         process.frozen_until = min(self.now_us + round(seconds * US), self.calm_at_us)
+        process.hindered_at += [self.now_us, process.frozen_until] * 9
 
     def go_wrong(self, what: str, chance: float) -> bool:
         """Whether something of a kind does, now; each seed has some kinds only, and more or less of them."""

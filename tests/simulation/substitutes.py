@@ -1,7 +1,7 @@
 """What the package finds in place of clock, threads, chance, process and network, for the length of a seed.
 
-One door: `substituted()` puts these into the namespaces and the defaults of the modules named in `_ROOMS`, and
-puts the real ones back. Per process there is a copy of what the package keeps in a module (`_STATE`).
+One door: `substituted()` puts these into the namespaces and the defaults of the modules named in `_ROOMS`,
+and puts the real ones back. Per process there is a copy of what the package keeps in a module (`_STATE`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,38 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
+from hashlib import sha1
+from importlib.resources import files
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+import celery_setnx.call.ended
+import celery_setnx.call.later
+import celery_setnx.connection
 import celery_setnx.forks
 import celery_setnx.lock.keeper
 import celery_setnx.lock.process
 import celery_setnx.log
+import celery_setnx.run.ends
+import celery_setnx.run.events
+import celery_setnx.run.run
+import celery_setnx.run.sweep
 from tests.simulation.scheduler import US, Process, Thread, World
 from tests.simulation.scripts import script
 from tests.simulation.server import Reply, Server, ServerError, Status
 
-_ROOMS = ("celery_setnx", "redis.retry")
-_world: World
+_ROOMS = (
+    *("celery_setnx", "redis.retry", "kombu.asynchronous.timer", "kombu.utils.uuid", "celery.app.base"),
+    *("celery.app.amqp", "celery.app.trace", "celery.utils.time", "celery.worker.request"),
+)
+_LOGGERS = ("celery_setnx", "celery.app.trace", "celery.worker.request")
+_world = World(0)
 
 
 class _Stand:
@@ -227,6 +242,22 @@ def _identity_of(pid: int) -> dict[str, Any]:
     return {"host": "simulated", "pid": pid, "boot": "b", "start": 1}
 
 
+class _Real(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, datetime)
+
+
+class _Datetime(datetime, metaclass=_Real):
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.fromtimestamp(_time(), tz)
+
+
+def _single_client(_at: Any, _params: Any, timeout_s: float) -> redis.Redis:
+    assert _world.server is not None
+    return client_of(_world.server, timeout_s)
+
+
 def _has_ended(pid: int, start: int | None = None) -> bool:
     return any(process.is_dead for process in _world.processes if process.pid == pid)
 
@@ -254,6 +285,8 @@ _FOR: list[tuple[Any, Any]] = [
     *((getattr(time, name), ours) for name, ours in _TIME.items()),
     *((getattr(threading, name), ours) for name, ours in _THREADING.items()),
     (uuid.uuid4, _uuid4),
+    (datetime, _Datetime),
+    (celery_setnx.connection._single_client, _single_client),
     (celery_setnx.lock.keeper.SimpleQueue, SimpleQueue),
     (celery_setnx.lock.process._identity_of, _identity_of),
     (celery_setnx.lock.process.has_ended, _has_ended),
@@ -261,6 +294,13 @@ _FOR: list[tuple[Any, Any]] = [
 _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.lock.keeper, "_keepers", dict),
     (celery_setnx.log, "_say_again_at", dict),
+    (celery_setnx.call.ended, "_asked_again_at", WeakKeyDictionary),
+    (celery_setnx.call.later, "_unsent", dict),
+    (celery_setnx.run.ends, "_of_process", dict),
+    (celery_setnx.run.run, "_runs", dict),
+    (celery_setnx.run.sweep, "_held", WeakSet),
+    (celery_setnx.run.sweep, "_sweeping", WeakSet),
+    (celery_setnx.run.events, "_hostnames", WeakKeyDictionary),
     (celery_setnx.forks.between_forks, "_changed", Condition),
     (celery_setnx.forks.between_forks, "_within", Counter),
 ]
@@ -284,8 +324,11 @@ def substituted() -> Iterator[None]:
                 members = [value] if isinstance(value, FunctionType) else vars(value).values()
                 for function in filter(inspect.isfunction, members):
                     _give_defaults(function, ours, undo)
-    logger = logging.getLogger("celery_setnx")
-    logger.disabled = True
+    loggers = [
+        logging.getLogger(name) for name in ("celery_setnx", "celery.app.trace", "celery.worker.request")
+    ]
+    for logger in loggers:
+        logger.disabled = True
     gc.freeze()
     gc.disable()  # garbage is collected between two seeds
     try:
@@ -293,7 +336,8 @@ def substituted() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-        logger.disabled = False
+        for logger in loggers:
+            logger.disabled = False
         for holder, name, value in reversed(undo):
             setattr(holder, name, value)
 
@@ -334,6 +378,7 @@ class Redis:
 
     def __init__(self, world: World) -> None:
         self.world, self.data = world, Server(now=world.now_us)
+        world.server = self
         self.scripts: dict[bytes, str] = {}
         self.away_until = 0
         self.lost_at: list[int] = []
@@ -395,7 +440,26 @@ class Redis:
         text = self.scripts[first] if command == b"EVALSHA" else first.decode()
         known = script(text)
         self.scripts[known.sha.encode()] = text
-        return known.run(self.data, words[2 : 2 + count], words[2 + count :])
+        reply = known.run(self.data, words[2 : 2 + count], words[2 + count :])
+        key = words[2].decode().removesuffix(":line").removesuffix(":holder")
+        self.world.note("has", _NAMES.get(known.sha, "a script"), "say", _briefly(reply), key=key)
+        return reply
+
+
+def _briefly(reply: Reply) -> str:
+    words = reply if isinstance(reply, list) else [reply]
+    return " ".join(str(word.decode() if isinstance(word, bytes) else word)[:60] for word in words[:8])
+
+
+def _names() -> dict[str, str]:
+    """Of all scripts, by their digests."""
+    lua = files("celery_setnx.lock") / "lua"
+    texts = {path.name.removesuffix(".lua"): path.read_text("utf-8") for path in lua.iterdir()}
+    several = {f"{name} (several)": texts["permits"] + text for name, text in texts.items()}
+    return {sha1(text.encode()).hexdigest(): name for name, text in {**texts, **several}.items()}
+
+
+_NAMES = _names()
 
 
 class Socket:
