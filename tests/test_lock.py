@@ -285,6 +285,20 @@ def test_with_warns_of_no_loss_if_another_has_the_lock_since_its_end(far, proxy,
     assert caplog.text == ""
 
 
+def test_with_warns_of_a_loss_if_nobody_has_the_lock_since_its_end(far, proxy, locks, caplog):
+    """The reply of the release is lost, and the server loses its data before it is sent again."""
+    rival, sha = SetnxLock(locks, NAME), _RELEASE.sha.encode()
+    rival.acquire()
+    assert rival.release() == "released"  # and the server knows the script
+    with (
+        proxy.fault("drop_reply", containing=sha),
+        proxy.fault("delay", containing=sha, skip=1, meanwhile=locks.flushdb),
+        SetnxLock(far(sends_again=1), NAME),
+    ):
+        pass
+    assert "was lost before it was released" in caplog.text
+
+
 def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatch):
     """A lost lock is reported, not hidden; a failing release never hides the body's own error."""
     with SetnxLock(locks, NAME):

@@ -714,9 +714,10 @@ class SetnxLock:
         reply = ask()
         word: Released = reply[0]
         is_once = asked_before is None and before == sent_again()
-        if is_once or word != "lost" or len(reply) < 5 or asked_at >= valid_until:
+        if is_once or word != "lost" or asked_at >= valid_until:
             return word
-        is_after = int(reply[4]) > int(reply[1]) - (self.clock() - asked_at) * US
+        since = reply[4] if len(reply) > 4 else None
+        is_after = since is not None and int(since) > int(reply[1]) - (self.clock() - asked_at) * US
         return as_asked if is_after else word
 
     def _release_any(self, token: str) -> list[Any]:

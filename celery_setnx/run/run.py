@@ -455,11 +455,14 @@ class Run:
             return release_or_hold()
 
     def _end_wait(self, *, parked: bool, goes_on: bool) -> None:
-        """A call that goes on waiting keeps its place; one that ended without the lock does not."""
+        """A call that goes on waiting keeps its place; one that ended without the lock does not.
+
+        The message with which it goes on may have parked by now: that place is not this delivery's to leave.
+        One in which it has only lingered lapses by itself, in a moment.
+        """
         self.asking.wake_heirs()  # acquired too late to rely on, and given back
-        may_be_in_line = self.call.copy != ORIGINAL or self.asking.has_parked
-        is_in_line = self.asking.lingers_since or (not goes_on and may_be_in_line)
-        if is_in_line and not parked:
+        may_be_in_line = self.call.copy != ORIGINAL or self.asking.has_parked or self.asking.lingers_since
+        if may_be_in_line and not goes_on and not parked:
             self.asking.leave()
 
     def _end_mark(self, back_in: float | None) -> None:

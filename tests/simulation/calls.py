@@ -1,0 +1,200 @@
+"""A scenario: guarded calls of one key, published, run, parked, woken and swept by workers that die."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from celery import Celery
+from celery.states import READY_STATES
+
+from celery_setnx import SingletonTask
+from celery_setnx.exceptions import SetnxError
+from tests.simulation import substitutes, workers
+from tests.simulation.checker import Checker, Life
+from tests.simulation.scheduler import US, Process, World
+from tests.simulation.substitutes import Redis, sleep
+
+TROUBLE_S = 8.0
+LAST_S = 75.0
+COURIERS_S = 1500.0
+LEASE_S = 6.0
+LATE = {"acks_late": True, "reject_on_worker_lost": True}
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "waits": ({"on_conflict": "wait"}, {}),
+    "waits_late": ({"on_conflict": "wait"}, LATE),
+    "skips": ({"on_conflict": "skip"}, {}),
+    "retries": ({"on_conflict": "retry", "retry_delay": 0.2, "retry_delay_max": 1.0}, LATE),
+    "queued": ({"dedupe": "until_started"}, LATE),
+    "unique": ({"dedupe": "until_done"}, LATE),
+    "once": ({"dedupe": "until_done", "dedupe_for": 20}, LATE),
+    "holds": ({"on_conflict": "wait", "hold_on_retry": True}, LATE),
+    "few": ({"on_conflict": "wait", "limit": 2}, LATE),
+    "paced": ({"on_conflict": "wait", "rate": (2, 1)}, {}),
+}
+_playing: Calls
+_apps: list[Celery] = []
+
+
+def work(self: Any, number: int, seconds: float, what: str) -> int:
+    """The body of every task."""
+    return _playing.body(self, number, seconds, what)
+
+
+def make_app() -> Celery:
+    """An app, for one process at a time."""
+    app = Celery("simulated", broker="redis://broker/0", backend="cache+memory://", set_as_current=False)
+    app.conf.update(broker_transport="tests.simulation.workers:Transport", setnx_url="redis://redis/0")
+    app.conf.update(task_publish_retry=False, worker_hijack_root_logger=False)
+    for name, (options, celery) in TASKS.items():
+        about = {"bind": True, "base": SingletonTask, "shared": False, **celery}
+        app.task(name=name, singleton={"key": (), "lease": LEASE_S, **options}, **about)(work)
+    app.finalize()
+    return app
+
+
+class Calls:
+    """One seed of it."""
+
+    def __init__(self, seed: int) -> None:
+        global _playing
+        _playing = self
+        self.world = world = World(seed)
+        substitutes.begin(world)
+        self.server = Redis(world)
+        self.broker = workers.begin(world)
+        self.checker = Checker(world, self.server)
+        self.apps = list(_apps)
+        for app in self.apps:
+            app._after_fork()  # its connections, whose making draws ids
+            for name in [name for name in app.__dict__ if name.startswith("_setnx")]:
+                del app.__dict__[name]
+        choice = world.random.choice
+        self.task = choice(list(TASKS))
+        self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
+        self.lives: dict[tuple[str, int], list[Life]] = {}
+        self.began: dict[str, int] = {}
+        self.workers: list[workers.Worker] = []
+        world.calm_at_us = world.now_us + round(TROUBLE_S * US)
+        world.at(world.now_us, self.server.trouble)
+        world.on_death = self.on_death
+        for number in range(choice((1, 2))):
+            self.start(f"worker-{number}")
+        publisher = world.process_of("publisher")
+        world.spawn(publisher, self.publish, "publisher")
+
+    def take_app(self) -> Celery:
+        """An app that no process has had in this world."""
+        if not self.apps:
+            known = self.world.random.getstate()  # what an app draws is no part of the seed
+            _apps.append(make_app())
+            self.world.random.setstate(known)
+            return _apps[-1]
+        return self.apps.pop()
+
+    def start(self, name: str) -> None:
+        """Start a worker, or one in the stead of one that has died."""
+        count = self.world.random.choice((1, 2))
+        self.workers.append(workers.Worker(self.world, name, self.take_app, count))
+
+    def on_death(self, process: Process) -> None:
+        """A worker is started anew, and so is a publisher."""
+        world, rng = self.world, self.world.random
+        for worker in list(self.workers):
+            worker.on_death(process)
+            if worker.process is process:
+                name = f"worker-{len(self.workers)}"
+                world.at(world.now_us + rng.randrange(3 * US), partial(self.start, name))
+
+    def publish(self) -> None:
+        """Calls come, until the trouble is over."""
+        world, rng, app = self.world, self.world.random, self.take_app()
+        task = app.tasks[self.task]
+        for number in range(rng.choice((3, 6, 10))):
+            sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
+            seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
+            what = rng.choice(("ok", "ok", "ok", "fails", "retries"))
+            asked_us = world.now_us
+            try:
+                result = task.apply_async((number, seconds, what))
+            except SetnxError as error:
+                world.note("is not published", error)
+                continue
+            if getattr(result, "deduplicated", False):
+                world.note("is a duplicate of", result.id, number)
+                began = self.began.get(result.id, asked_us)
+                if self.task == "queued" and began < asked_us and not self.server.epoch:
+                    world.broken(f"call {number} was dropped for {result.id}, which had begun")
+            else:
+                world.note("publishes", result.id, number, round(seconds, 3), what)
+                self.sent[result.id] = what, self.server.epoch
+
+    def body(self, task: Any, number: int, seconds: float, what: str) -> int:
+        """A body."""
+        world, request, held = self.world, task.request, task.lock
+        options = task._guard.options
+        rate = (options.terms.starts, options.terms.period_s) if options.rate else None
+        life = self.checker.begins(held, options.limit, rate)
+        self.began.setdefault(request.id, world.now_us)
+        lives = self.lives.setdefault((request.id, request.retries), [])
+        for earlier in lives:
+            # Data that were lost before, or came back, may have sent it a second time.
+            is_same = self.sent.get(request.id, ("", 0))[1] == self.server.epoch
+            if (
+                is_same
+                and not earlier.process.is_dead
+                and not earlier.is_lost
+                and not self.has_died(request.id)
+            ):
+                world.broken(f"{request.id} runs twice: {earlier.held.token}, then {held.token}")
+        lives.append(life)
+        for _ in range(3):
+            sleep(seconds / 3)
+            life.is_lost = life.is_lost or not life.relies
+            self.checker.touches(life)
+        self.checker.ends(life)
+        if what == "fails":
+            raise ValueError(number)
+        if what == "retries" and not request.retries:
+            raise task.retry(countdown=world.random.choice((0.0, 0.3)))
+        return number
+
+    def has_died(self, task_id: str) -> bool:
+        """Whether a process died that had accepted a call."""
+        return any(
+            accepted == task_id and (process.is_dead or worker.process.is_dead)
+            for worker in self.workers
+            for accepted, process in worker.accepted
+        )
+
+    def play(self) -> World:
+        """The world, when all is over: lines go on in 30 s, and what Redis has lost comes by a courier."""
+        world = self.world
+        for last_s in (LAST_S, COURIERS_S):
+            world.run(world.calm_at_us + round(last_s * US))
+            left: list[str] = []
+            world.spawn(world.process_of("last"), partial(self.note_ends, left), "last")
+            world.run(world.now_us + US)
+            if not (left and self.server.epoch):
+                break
+        for task_id in left:
+            world.broken(f"{task_id} ({self.sent[task_id][0]}) has not ended")
+        world.close()
+        return world
+
+    def note_ends(self, left: list[str]) -> None:
+        """Whose calls have not ended, and were not lost with the worker that had acknowledged them early."""
+        app = self.take_app()
+        for task_id in self.sent:
+            found = app.AsyncResult(task_id).state
+            self.world.note("ends as", found, task_id)
+            is_lost = not app.tasks[self.task].acks_late and self.has_died(task_id)
+            if found not in READY_STATES and not is_lost:
+                left.append(task_id)
+
+
+def play(seed: int) -> World:
+    """One seed."""
+    while len(_apps) < 8:
+        _apps.append(make_app())
+    return Calls(seed).play()

@@ -1,0 +1,244 @@
+"""Celery around the package's own code: a list of messages as a broker, workers of a parent and children.
+
+Real are the app, the producer, the strategy that makes a request of a message, the request, the tracer, the
+worker's timer and the result backend's code. Simulated are the broker, the pool and the parent's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
+from celery import Celery
+from celery.app.trace import trace_task_ret
+from celery.backends import cache
+from celery.exceptions import TaskRevokedError
+from celery.worker import state
+from kombu.asynchronous.timer import Timer
+from kombu.transport import memory, virtual
+
+import celery_setnx.request  # noqa: F401 - Celery imports it by name, too late for the door
+from celery_setnx.run.sweep import Sweep
+from tests.simulation import substitutes
+from tests.simulation.scheduler import Process, World
+
+logger = logging.getLogger(__name__)
+
+
+class Broker:
+    """Messages in order, and the workers that read them."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.messages = world, list[Any]()
+        self.readers: list[Worker] = []
+
+    def put(self, message: Any) -> None:
+        """Take a message: whoever sends it may die before, or after."""
+        substitutes.step()
+        self.world.sleep(self.world.random.random() ** 4 * 0.01)
+        self.add(message)
+        substitutes.step()
+
+    def add(self, message: Any) -> None:
+        """Have it read by any worker."""
+        self.messages.append(message)
+        for reader in self.readers:
+            reader.inbox.put(None)
+
+    def add_again(self, messages: list[Any], after_s: float) -> None:
+        """Deliver again what was not acknowledged."""
+
+        def add() -> None:
+            for message in messages:
+                message["properties"]["delivery_info"]["redelivered"] = True
+                self.add(message)
+
+        self.world.at(self.world.now_us + round(after_s * 1e6), add)
+
+
+class Channel(memory.Channel):
+    """kombu's, which hands messages to the world's broker."""
+
+    broker: Broker
+
+    def _put(self, queue: str, message: Any, **_kwargs: Any) -> None:
+        Channel.broker.put(pickle.loads(pickle.dumps(message)))
+
+
+class Transport(memory.Transport):
+    """kombu's, which says that it is a Redis, as far as the package asks."""
+
+    Channel = Channel
+    driver_type = "redis"
+
+
+def begin(world: World) -> Broker:
+    """A broker without messages, and no results."""
+    Channel.broker = Broker(world)
+    cache._DUMMY_CLIENT_CACHE.clear()
+    state.reserved_requests.clear(), state.active_requests.clear(), state.revoked.clear()
+    state.requests.clear(), state.successful_requests.clear()
+    return Channel.broker
+
+
+class _Consumer(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+class Worker:
+    """A parent and its children, each a process with an app of its own."""
+
+    def __init__(self, world: World, name: str, take_app: Callable[[], Celery], children: int) -> None:
+        self.world, self.name, self.take_app = world, name, take_app
+        self.broker = Channel.broker
+        self.process = world.process_of(name)
+        self.inbox = substitutes.SimpleQueue()
+        self.jobs = substitutes.SimpleQueue()
+        self.unacked: dict[int, Any] = {}
+        self.running: dict[Process, tuple[Any, Any]] = {}  # by child: id of its call, error callback
+        self.accepted: list[tuple[str, Process]] = []
+        self.count = children
+        world.spawn(self.process, self.parent, "parent")
+
+    def parent(self) -> None:
+        """The parent's loop: timer, pool, broker."""
+        self.app = self.take_app()
+        self.world.note("starts")
+        self.timer = Timer()
+        self.consumer = self._consumer()
+        self.handlers: dict[str, Any] = {}
+        self.tag = 0
+        sweep = Sweep(SimpleNamespace(app=self.app, consumer=self.consumer))
+        sweep.start(sweep._worker)
+        for _ in range(self.count):
+            self.fork()
+        self.broker.readers.append(self)
+        schedule = iter(self.timer)
+        while True:
+            self.read()
+            delay, entry = next(schedule)
+            if entry is not None:
+                self.timer.apply_entry(entry)
+                continue
+            try:
+                do = self.inbox.get(timeout=1.0 if delay is None else delay)
+            except substitutes.queue.Empty:
+                continue
+            if do is not None:
+                do()
+
+    def read(self) -> None:
+        """Take in messages: one more than run."""
+        while self.broker.messages and len(self.running) + self.jobs.qsize() <= self.count:
+            raw = self.broker.messages.pop(0)
+            self.tag += 1
+            self.unacked[self.tag] = raw
+            self.world.note("receives", raw["headers"]["id"], raw["headers"]["task"])
+            message = virtual.Message(pickle.loads(pickle.dumps(raw)), channel=self.channel)
+            name = message.headers["task"]
+            if name not in self.handlers:
+                self.handlers[name] = self.app.tasks[name].start_strategy(self.app, self.consumer)
+            ack, reject = partial(self.acknowledge, self.tag), partial(self.reject, self.tag)
+            self.handlers[name](message, None, ack, reject, [])
+
+    def acknowledge(self, tag: int, *_log: Any) -> None:
+        """The broker forgets a message."""
+        if (message := self.unacked.pop(tag, None)) is not None:
+            self.world.note("acknowledges", message["headers"]["id"])
+
+    def reject(self, tag: int, _log: Any, _errors: Any, requeue: bool = False) -> None:
+        """The broker delivers it again, or forgets it."""
+        message = self.unacked.pop(tag, None)
+        self.world.note("rejects", message["headers"]["id"] if message else None, requeue)
+        if requeue and message is not None:
+            self.broker.add_again([message], 0.0)
+
+    def _consumer(self) -> Any:
+        self.channel = self.app.connection_for_write().channel()
+        return _Consumer(
+            hostname=self.name,
+            connection_errors=(),
+            event_dispatcher=None,
+            timer=self.timer,
+            apply_eta_task=self.apply_eta_task,
+            disable_rate_limits=True,
+            task_buckets={},
+            on_task_request=self.on_task_request,
+            _limit_task=None,
+            _limit_post_eta=None,
+            pool=SimpleNamespace(apply_async=self.apply_async),
+            controller=SimpleNamespace(state=state),
+            qos=SimpleNamespace(increment_eventually=int, decrement_eventually=int),
+            call_soon=self.inbox.put,
+        )
+
+    def apply_eta_task(self, request: Any) -> None:
+        """As Celery's consumer."""
+        state.task_reserved(request)
+        self.on_task_request(request)
+
+    def on_task_request(self, request: Any) -> None:
+        """As Celery's worker."""
+        with suppress(TaskRevokedError):
+            request.execute_using_pool(None)
+
+    def apply_async(self, _trace: Any, args: Any, **callbacks: Any) -> Any:
+        """Have a child run it."""
+        self.jobs.put((pickle.dumps(args), callbacks))
+
+    def fork(self) -> None:
+        """A new child."""
+        child = self.world.process_of(f"{self.name}-child-{len(self.world.processes)}")
+        child.skew_us = self.process.skew_us  # one host, one clock
+        self.world.spawn(child, partial(self.child, child), "child", after_us=20_000)
+
+    def child(self, process: Process) -> None:
+        """A child's loop."""
+        app = self.take_app()
+        while True:
+            packed, callbacks = self.jobs.get()
+            name, task_id, *rest = pickle.loads(packed)
+            self.running[process] = task_id, callbacks["error_callback"]
+            self.inbox.put(partial(self.on_accepted, process, task_id, callbacks["accept_callback"]))
+            self.world.note("runs", task_id)
+            result = trace_task_ret(name, task_id, *rest, app=app)
+            self.running.pop(process, None)
+            self.world.note("has run", task_id, repr(getattr(result[1], "exception", result[1])))
+            self.inbox.put(partial(callbacks["callback"], pickle.loads(pickle.dumps(result))))
+
+    def on_accepted(self, process: Process, task_id: str, accept: Callable[..., Any]) -> None:
+        """The parent hears that a child has it."""
+        self.accepted.append((task_id, process))
+        accept(process.pid, substitutes.monotonic())
+
+    def on_death(self, process: Process) -> None:
+        """Of one of its processes."""
+        if process is self.process:
+            self.broker.readers.remove(self) if self in self.broker.readers else None
+            self.broker.add_again(list(self.unacked.values()), 1.0 + self.world.random.random())
+            for child in [each for each in self.world.processes if each.name.startswith(f"{self.name}-")]:
+                self.world.kill(child)
+        elif process.name.startswith(f"{self.name}-") and not self.process.is_dead:
+            _task_id, error_callback = self.running.pop(process, ("", None))
+
+            def notice() -> None:
+                if error_callback is not None:
+                    error_callback(_info_of(WorkerLostError(f"child {process.pid} died")))
+                self.fork()
+
+            delay_us = self.world.random.randrange(2_000_000)
+            self.world.at(self.world.now_us + delay_us, lambda: self.inbox.put(notice))
+
+
+def _info_of(error: BaseException) -> ExceptionInfo:
+    try:
+        raise error
+    except BaseException:
+        return ExceptionInfo()
