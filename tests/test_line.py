@@ -275,6 +275,13 @@ def test_calls_with_one_task_id_leave_each_other_their_place(locks, line):
     assert leave(locks, replace(second, call_id="c"), copy=ORIGINAL) == "left"  # it is not kept for that one
 
 
+def test_courier_of_a_later_attempt_puts_that_one_in_line(locks, line):
+    """In the place of the attempt before it, which no message may start any more."""
+    park(locks, place("nightly"), copy=ORIGINAL, since=1.0, call="first")
+    assert park(locks, replace(place("nightly"), attempt=1), since=1.0, call="retry").state == "parked"
+    assert line.hand_on() == Heir("nightly", "retry")
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("is_handed", [False, True], ids=["in line", "handed"])
 def test_call_with_the_task_id_of_one_that_waits_has_not_its_turn(locks, limit, is_handed):

@@ -24,8 +24,8 @@ from tests.simulation.substitutes import monotonic, substituted
 
 SEED = os.environ.get("SEED")
 SEEDS = {
-    locks.play: bound(300, small=40, full=5_000, deep=500_000),
-    calls.play: bound(80, small=10, full=5_000, deep=500_000),
+    locks.play: bound(300, small=40, full=2_000, deep=500_000),
+    calls.play: bound(80, small=10, full=400, deep=500_000),
 }
 FOUND_WITHIN = 500
 

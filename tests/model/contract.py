@@ -305,7 +305,9 @@ def answers_by_the_rules(script: Script, call: Call, found: Played) -> bool:
         owned = [
             n for n in range(1 + len(call.store.others)) if _is_held_for(at(call.store, n), call.told[0])
         ]
-        number = owned[0] if owned else 0
+        if len(owned) != 1 or at(call.store, owned[0]).value is None:
+            return True
+        number = owned[0]
     word = word_of(call, number)
     if call.name == "acquire" and word is None:
         stale = len(call.keys) > 5 and is_stale(call, call.told[9], call.told[5])

@@ -63,7 +63,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ),
         ("acquire#", "  redis.call('ZREMRANGEBYSCORE', key, '(' .. int(now), '+inf')\n", ""),
         ("acquire#", "'released' .. rest, 'PX', 60000)", "'released' .. rest)"),
-        ("acquire#", "(within or rank < 4) and", "true and"),
         ("acquire#", "elseif new ~= text or ms > 0 then", "elseif new ~= text then"),
         (
             "acquire#",
@@ -75,7 +74,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("acquire#", "if permit.rank > 3 or not task or", "if not task or"),
         (
             "acquire#",
-            "if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end\nend\n\n",
+            "if redis.call('PTTL', KEYS[3]) < left then redis.call('PEXPIRE', KEYS[3], int(left)) end\nend\n\n",  # noqa: E501
             "end\n\n",
         ),
         (
@@ -97,7 +96,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "int(math.ceil(deadline / 1000000)), int(math.ceil(deadline / 1000))",
             "int(math.ceil(deadline / 1000000)), int(math.floor(deadline / 1000) + retention)",
         ),
-        ("acquire#", "number < limit, now >= till", "number < limit, now > till", "true, now >= till"),
+        ("acquire#", "number < limit, now >= till", "number < limit, now > till"),
         ("acquire#", "paced_till(key, terms, others, now, AHEAD) > 0 then", "true then"),
         ("acquire#", "permit.rank < 9 and math", "false and math"),
         (
@@ -285,7 +284,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("acquire", "h_token == dead and h_state == 'running'", "dead ~= '' and h_state == 'running'"),
     ],
 }
-"""A script, what it says once, and what it might say instead; by what that breaks: its contract, or a scenario."""
+"""A script, what it says once, and what it might say instead; by what that breaks: its contract, or a scenario."""  # noqa: E501
 
 OF_DUES: list[tuple[str, ...]] = [
     (

@@ -173,7 +173,8 @@ def _told_other(call: Call, draw: random.Random) -> Call:
     elif call.name == "release":
         told[2] = draw.choice(("1", "60000"))
     elif call.name in ("park", "leave"):
-        told[1], told[2] = draw.choice(("0", "1")), draw.choice(("", "-", "x0", "y"))
+        copies = ("-", "x0", "y") if call.name == "leave" else ("", "-", "x0", "y")  # no courier leaves
+        told[1], told[2] = draw.choice(("0", "1")), draw.choice(copies)
         told[7 if call.name == "park" else 4] = draw.choice(("0", "1"))
     elif call.name == "serve":
         holder = at(call.store, _number(call, draw)).holder

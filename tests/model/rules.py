@@ -166,7 +166,7 @@ def _of_serve(call: Call, store: Store) -> str | None:
         is_dead = dead != "" and record.state == "running" and record.token == dead
         if not is_dead and not (record.state == "handed" and record.info == away):
             return "held"
-    elif not _is_ours(store) and call.now < (int(min(float(value), 1e11)) + 1) * SECOND:
+    elif not _is_ours(store) and call.now < (min(float(value), 1e11) + 1) * SECOND:
         return "held"
     if unsent or not (waiting(call.store) or call.store.line.places):
         return "empty"

@@ -405,16 +405,22 @@ class Waiting(Pace):
             return answer("stale", store)
         if is_shared and self.is_anothers(store, task, ticket):
             return answer("taken", store)
+        is_later = ticket is not None and ticket.attempt < attempt
         vain = self.vain_of(store, task, ticket, attempt)
         after = self.outlived(with_ticket(store, task, f"{attempt}||{vain}", remember), remember)
         is_courier, is_known = copy == "", task in dict(store.calls.fields)
         is_heir = store.value is not None and self.is_for(self.heir_of(store.holder), task)
         is_heir = is_heir and self.has_turn(is_courier=is_courier, is_known=is_known)
         if is_heir and (is_courier or self.is_kept(store, now)):
-            if waiter(store, task) is None:
+            if is_later or waiter(store, task) is None:
                 after = with_call(after, task, f"{vain}|{since}|{call}", remember)
             return answer("handed", after)
-        if not is_courier or not is_known or task not in [other for _, other in store.line.places]:
+        if (
+            not is_courier
+            or not is_known
+            or is_later
+            or task not in [other for _, other in store.line.places]
+        ):
             text = f"{vain}{self.still_comes(store, task, copy)}|{since}|{call}"
             after = with_call(after, task, text, remember)
             after = with_place(after, task, since, remember)

@@ -157,7 +157,7 @@ class Lock(Waiting):
 
         choice = self.choose(store, now, count, limit, fits)
         ms = up(lease, MS) + retention if choice.rank < 9 else 0
-        store = at(noted(store, max(limit, choice.top), terms, ms), choice.number)
+        store = at(noted(store, max(limit, choice.top, choice.number + 1), terms, ms), choice.number)
         if isinstance(store.record, str):
             return at(store, choice.number), FOREIGNRECORD
         after, till = self.paced_for(store, terms, choice, asked, woken, now)

@@ -70,8 +70,7 @@ if ticket then
   if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     return {'stale', 0, 0, now, false, false, mark, waiters}
   end
-  waits = t_copy == ''
-  woken, vain = waits and copy ~= '-', later == 0 and t_vain or '0'
+  woken, vain, waits = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0', t_copy == ''
 end
 local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
 -- As whom it stands in line: as nobody if that place is another call's (see park.lua).
@@ -93,7 +92,7 @@ if found then
     return live and dead ~= '' and h_token == dead and state == 'running' and 5 or nil
   end)
   local ms = permit.rank < 9 and math.ceil(lease / 1000) + retention or 0 -- one that is held has seen to that
-  note_permits(KEYS[7], permits, math.max(limit, permit.top), terms, ms)
+  note_permits(KEYS[7], permits, math.max(limit, permit.top, permit.number + 1), terms, ms)
   record = permit.record or redis.call('GET', KEYS[2]) -- of which MGET does not say that it is no text
 end
 local h_token, h_deadline, h_fence, h_state, h_info = '', 0, 0, '', 0

@@ -44,7 +44,7 @@ local function answer(word)
   return {word, int(now), value, record, int(rank and rank + 1 or 0)}
 end
 
-local vain, begun, waits = '0', false, false
+local vain, begun, waits, is_later = '0', false, false, false
 if ticket then
   local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
@@ -57,6 +57,7 @@ if ticket then
     return answer('stale')
   end
   if later == 0 then vain = t_vain end
+  is_later = later < 0 -- than the attempt that has stood in line, of which no message may start it any more
 end
 local kept = redis.call('HGET', KEYS[4], task) or ''
 if ARGV[8] == '1' and not waits and string.match(kept, '^%d') then return answer('taken') end
@@ -73,10 +74,10 @@ local deadline, heir = string.match(record or '', '^[^\n]*\n(%d+)\n%d+\nhanded\n
 local is_heir = value and heir == task and (kept ~= '' or copy ~= '')
 -- Past that, too, while nobody else has it: one that was not woken would be passed over as if it had been.
 if is_heir and (copy == '' or now < tonumber(deadline) or value == int(math.ceil(tonumber(deadline) / 1000000))) then
-  if not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
+  if is_later or not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
   return answer('handed')
 end
-if copy ~= '' or kept == '' or not redis.call('ZSCORE', KEYS[3], task) then
+if copy ~= '' or kept == '' or is_later or not redis.call('ZSCORE', KEYS[3], task) then
   keep()
   redis.call('ZADD', KEYS[3], since, task)
   outlive(KEYS[3])
