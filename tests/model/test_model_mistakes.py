@@ -27,6 +27,8 @@ MUTANTS = [
     for verb, right, *wrongs in mistakes
     for wrong in wrongs
 ]
+# The contract needs more calls than usual bounds have: some show in few.
+LOOKED_FOR = bound(MISTAKES.keys() - {"contract"}, full=MISTAKES.keys())
 
 
 @cache
@@ -79,7 +81,7 @@ def test_scripts_keep_their_contracts(verb):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("where", "verb", "right", "wrong"), MUTANTS[:: bound(10, small=40, full=1)])
+@pytest.mark.parametrize(("where", "verb", "right", "wrong"), [m for m in MUTANTS if m[0] in LOOKED_FOR])
 def test_mistake_in_a_script_is_found(where, verb, right, wrong):
     """By the contract of its script, or by a scenario in which it makes a difference."""
     if where == "contract":
