@@ -22,7 +22,7 @@ from celery_setnx.call import delay, ended
 from celery_setnx.call.back import Message
 from celery_setnx.call.delay import declared, delaying_queue
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER, lines_of
+from celery_setnx.call.wake import COURIER, lines_of, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.lock import line
 from celery_setnx.lock.line import BEGUN_S, Begun, Place, have_begun, leave, park
@@ -199,6 +199,17 @@ def test_lost_call_is_put_back_unless_it_has_ended_as_it_waited(
     locks.flushdb()
     SetnxLock(locks, KEY, line=True, lease=600).acquire()
     assert (put_back(app, order, wait_s=0.0) is not None) == is_put_back
+
+
+def test_call_is_put_back_though_another_with_its_id_has_ended_as_it_waited(app, locks, monkeypatch):
+    """It asks again by itself meanwhile, so nothing is known of it in Redis, which has lost nothing."""
+    done = {"status": "SUCCESS", "date_done": "2100-01-01T00:00:00+00:00"}
+    monkeypatch.setattr(ended, "known_result", lambda *_: done)
+    order = waits(app, locks)
+    order = replace(order, epoch=look_within(app, "t", KEY, 1.0))
+    locks.delete(*locks.keys("*:ticket:*"), *line_names(KEY))
+    SetnxLock(locks, KEY, line=True, lease=600).acquire()
+    assert put_back(app, order, wait_s=0.0) is not None
 
 
 def test_revoked_call_that_waits_is_sent_when_its_line_is_looked_at(app, locks, monkeypatch):

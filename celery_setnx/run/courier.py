@@ -215,13 +215,14 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         return None
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
         send_again(app, order)
-    # It may have ended before Redis forgot it.
-    if found.state == "new" and stored_end(app, call.task, call.task_id, since=call.since or None):
-        leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
-        return None
     waits = found.state == "new" and wait_s > 0
     within = wait_s if waits else look_in(remaining_s(found), order.lease)
     epoch = look_within(app, call.task, call.key, within)
+    # It may have ended before Redis forgot it; if Redis has forgotten nothing, another call with its id has.
+    since = call.since if epoch != order.epoch else 0.0
+    if found.state == "new" and stored_end(app, call.task, call.task_id, since=since or None):
+        leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
+        return None
     if found.holder is None and not waits:
         let_the_line_go_on(app, call.task, call.key)
     if not may_be_woken(app, order):

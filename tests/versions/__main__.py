@@ -27,8 +27,8 @@ from tests.versions import smoke
 from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_cells, rows
 
-# Everything but the model, which knows no version.
-WHOLE = ("--ignore=tests/model", "--ignore=tests/test_simulation.py")
+# Everything but models, simulations and counts, which know no version.
+WHOLE = ("--ignore=tests/model", "--ignore=tests/test_simulation.py", "--ignore=tests/test_count.py")
 # Beside it: how a body ends, and what becomes of its lease, on the pool that every version has.
 _ON_PREFORK = ("-k", "prefork or not test_exit_")
 _EXITS = ("returns", "leases", "retries", "freezes")
