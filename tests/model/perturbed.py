@@ -7,7 +7,7 @@ import random
 from tests.model.contract import Call
 from tests.model.line import AWAY
 from tests.model.permits import at
-from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Record, Store, purge, task_of
+from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Record, Store, purge, seconds, task_of
 
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 FOREIGN_RECORDS = ("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n")
@@ -34,8 +34,8 @@ def _later(call: Call, us: int) -> Call:
         if isinstance(record, Record) and record.deadline:
             record = record._replace(deadline=record.deadline + us, since=record.since + us)
             value = permit.value
-            if value is not None and NUMBER.fullmatch(value) and value == _seconds(record.deadline - us):
-                value = _seconds(record.deadline)
+            if value is not None and NUMBER.fullmatch(value) and value == seconds(record.deadline - us):
+                value = seconds(record.deadline)
             elif value is not None and NUMBER.fullmatch(value):
                 value = str(int(float(value)) + us // SECOND)
             permit = permit._replace(record=record, value=value)
@@ -78,10 +78,6 @@ def _moved(text: str, us: int) -> str:
         return f"@{int(text[1:]) + us}"
     vain, since, call = text.split("|", 2)
     return f"{vain}|{int(since) + us}|{call}"
-
-
-def _seconds(deadline: int) -> str:
-    return str(-(-deadline // SECOND))
 
 
 def _number(call: Call, draw: random.Random) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.model.line import waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, highest_in
@@ -13,7 +15,7 @@ def word_of(call: Call, number: int) -> str | None:
     count = _count_of(call)
     if count is not None and highest_in(call.store)[0] > count:
         return "more"
-    rule = globals().get(f"_of_{call.name}")
+    rule = _RULES.get(call.name)
     return rule(call, at(call.store, number)) if rule else None
 
 
@@ -198,3 +200,17 @@ def rule_of(call: Call, store: Store) -> str:
     if record.state == "resting" and (attempt > before or call.told[11] != "1"):
         return "rested"
     return "resumed" if record.state == "held_for_retry" and attempt > before else "held"
+
+
+_RULES: dict[str, Callable[[Call, Store], str | None]] = {
+    "renew": _of_renew,
+    "release": _of_release,
+    "hold": _of_hold,
+    "free": _of_free,
+    "mark": _of_mark,
+    "extend": _of_extend,
+    "unmark": _of_unmark,
+    "leave": _of_leave,
+    "park": _of_park,
+    "serve": _of_serve,
+}

@@ -300,11 +300,6 @@ def notes(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Even
     yield Event(None, "notes the line"), Waiters.noted_before(world, scene)
 
 
-def noted_too(world: Waiters, scene: Scene) -> Scene:
-    """The line is noted once more."""
-    return Waiters.noted_before(world, scene)
-
-
 def with_methods(tasks: str, **options: Any) -> Waiters:
     """A world; options are its own, or other methods that it has."""
     own = [name for name in options if name not in Waiters.__dataclass_fields__]

@@ -49,7 +49,6 @@ _ROOMS = (
     *("celery_setnx", "redis.retry", "kombu.asynchronous.timer", "kombu.utils.uuid", "celery.app.base"),
     *("celery.app.amqp", "celery.app.trace", "celery.utils.time", "celery.worker.request"),
 )
-_LOGGERS = ("celery_setnx", "celery.app.trace", "celery.worker.request")
 _world = World(0)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tests.model.injected import EPOCH, SECOND, set_clock
+from tests.model.line import AWAY, waiter, waiting
+from tests.model.permits import at, limit_of
 from tests.model.store import (
     MS,
     NOT_A_STRING,
@@ -19,11 +21,10 @@ from tests.model.store import (
     task_of,
 )
 from tests.twin import lines
-from tests.twin.line import AWAY, waiter, waiting, with_call, with_place, without_call, without_ticket
+from tests.twin.line import with_call, with_place, without_call, without_ticket
 from tests.twin.lines import Lines
 from tests.twin.lock import Lock
 from tests.twin.pace import MOST_STARTS, Pace
-from tests.twin.permits import at, limit_of
 
 LOCK, RECORD, MARK = "lock.foo", "{lock.foo}:holder", "{lock.foo}:queued"
 DONE, STARTS = "{lock.foo}:done", "{lock.foo}:starts"

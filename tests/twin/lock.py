@@ -8,6 +8,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from tests.model.line import waiter, waiting
+from tests.model.permits import at, highest_in, limit_of, permits_of
 from tests.model.store import (
     LINGERS_MS,
     MS,
@@ -25,28 +27,8 @@ from tests.model.store import (
     task_of,
     up,
 )
-from tests.twin.line import (
-    FOREIGNRECORD,
-    Waiting,
-    waiter,
-    waiting,
-    with_call,
-    with_place,
-    without_call,
-    without_place,
-)
-from tests.twin.permits import (
-    Choice,
-    Fits,
-    at,
-    choose,
-    extras,
-    highest_in,
-    lasting,
-    limit_of,
-    noted,
-    permits_of,
-)
+from tests.twin.line import FOREIGNRECORD, Waiting, with_call, with_place, without_call, without_place
+from tests.twin.permits import Choice, Fits, choose, extras, lasting, noted
 
 WRONGTYPE = ("WRONGTYPE",)
 

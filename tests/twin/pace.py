@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from tests.model.permits import pace_of
 from tests.model.store import MS, SECOND, Record, Start, Starts, Store, up
-from tests.twin.permits import pace_of
 
 MOST_STARTS = 1_100
 
