@@ -22,7 +22,7 @@ from tests.twin.cases import KEYS, OPERATIONS, SEES, Case, Step
 from tests.twin.directed import DIRECTED
 
 LOCK_DB = 1
-CASES = bound(2_000, small=150, deep=15_000)
+CASES = bound(3_200, small=150, deep=15_000)
 PARTS = 3
 MUTANTS_CASES = bound(7_500, deep=75_000)  # more than for the right ones: some flaws show at one moment only
 RIGHT = texts()
@@ -220,9 +220,10 @@ MISTAKES = [
     ("park", "(copy == '' or now < tonumber(deadline) or", "(now < tonumber(deadline) or", "(copy == '' or",
         "(copy == '' or now <= tonumber(deadline) or"),
     ("park", " or value == int(math.ceil(tonumber(deadline) / 1000000))) then", ") then", " or true) then"),
-    ("park", "copy ~= '' or kept == '' or is_later or not", "kept == '' or is_later or not",
-        "copy ~= '' or is_later or not", "copy ~= '' or kept == '' or not"),
-    ("park", "kept == '' or is_later or not redis.call('ZSCORE', KEYS[3], task) then", "kept == '' then"),
+    ("park", "copy ~= '' or not string.match(kept, '^%d') or is_later or not",
+        "not string.match(kept, '^%d') or is_later or not",
+        "copy ~= '' or is_later or not", "copy ~= '' or kept == '' or is_later or not"),
+    ("park", "or is_later or not redis.call('ZSCORE', KEYS[3], task) then", "then"),
     ("park", "redis.call('ZADD', KEYS[3], since, task)", "redis.call('ZADD', KEYS[3], now, task)"),
     ("park", "vain .. '|' .. since", "'0|' .. since", "vain .. '|' .. int(now)"),
     ("park", "redis.call('HSET', KEYS[4]", "redis.call('HSETNX', KEYS[4]"),

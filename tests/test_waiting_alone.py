@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import Reject, Retry
+from celery.exceptions import Reject
 
 from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock, SingletonTask, log
-from celery_setnx.call.back import ComesBack, Message
+from celery_setnx.call.back import ComesBack, Message, Waits
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, wake, wake_all
@@ -24,7 +24,7 @@ from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
 from celery_setnx.run.courier import Order
-from celery_setnx.run.join import holders_result
+from celery_setnx.run.join import holders_end
 from celery_setnx.run.park import Parked, wait_in_line
 from tests.harness import age, due_set, raising
 
@@ -131,8 +131,8 @@ def test_joiner_that_asks_again_keeps_its_place_and_its_courier(server, locks):
     held.release()
     with running(server.url(1), call_id="c", copy="x1", since=10.0, join="dead") as task:
         task.app.conf.result_backend = "cache+memory://"
-        with pytest.raises(Retry, match="is not stored"):
-            holders_result(task, call, Options(on_conflict="join"), None, 10.0)
+        with pytest.raises(Waits, match="is not stored"):
+            holders_end(task, call, Options(on_conflict="join"), None, 10.0)
         with task.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
             again = Call.of("t", messages.get_nowait().headers)
     assert (again.task_id, again.copy, again.asked) == ("id-1", "x1", 1)

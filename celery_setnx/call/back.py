@@ -43,6 +43,7 @@ from celery_setnx.call.queues import (
 from celery_setnx.configured import until_changed
 from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
+from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields
 from celery_setnx.wording import unstopped
 
@@ -310,8 +311,8 @@ def _parsed(text: str) -> dict[str, Any]:
 def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: bool = False) -> NoReturn:
     """Send the running call again, as it was but for its waiting time, and end this attempt.
 
-    With `ComesBack`; with `Waits` if it waits for another delivery of its `own`, whose state in the backend
-    it must not touch; or, if the broker does not take it, as `not_taken_back`.
+    With `ComesBack`; with `Waits` if it waits for another delivery of its `own`, or was woken, for another of
+    its messages may have ended it by now; or, if the broker does not take it, as `not_taken_back`.
     """
     reason = unstopped(reason)
     if task.request.is_eager:  # it has no message
@@ -327,10 +328,9 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, call, error, reason)
     text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
-    if own:
-        logger.info(
-            "%s waits for another delivery of itself: %s.", call, text, extra=fields("comes_back", call)
-        )
+    if own or call.copy != ORIGINAL:
+        waits = "waits for another delivery of itself" if own else "waits on"
+        logger.info("%s %s: %s.", call, waits, text, extra=fields("comes_back", call))
         raise Waits(text, countdown)
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 

@@ -29,7 +29,7 @@ from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ENDED, ORIGINAL, Holder, task_token
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
-from celery_setnx.run.join import holders_result, joined_by
+from celery_setnx.run.join import holders_end, joined_by
 
 logger = Log("celery_setnx")
 
@@ -172,10 +172,15 @@ class Asking:
             come_back(self.task, call, backoff(self.options, call.waits), reason)
         return None if done == call.task_id else done
 
-    def joined_result(self) -> Any:
-        """The result that a joining call ends with; `UNSET` if it is to run."""
-        seen = self.lock.look()
-        return holders_result(self.task, self.call, self.options, seen.holder, seen.server_time)
+    def joined_end(self, held: HeldLock | None = None) -> Any:
+        """What is stored of the call with whose result this one ends; `UNSET` if it is to run."""
+        if held is not None:
+            holder, now = None, held.server_time()
+        else:
+            seen = self.lock.look()
+            holder, now = seen.holder, seen.server_time
+        self.call, end = holders_end(self.task, self.call, self.options, holder, now)
+        return end
 
     def wake_heirs(self) -> None:
         """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
@@ -212,7 +217,7 @@ class Asking:
     def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
         call = self.call
         details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger or call.attempt or call.redelivered or call.copy != ORIGINAL or self.has_parked:
+        if linger or call.attempt or self.may_be_second or call.copy != ORIGINAL or self.has_parked:
             details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         if self.may_be_second:
@@ -271,9 +276,12 @@ class Asking:
         return self.call.since if self.call.copy != ORIGINAL else 0.0
 
     def _remember_s(self) -> float:
-        """Seconds for which it is remembered that this message starts the call; 0 if there is no other."""
+        """Seconds for which it is remembered that this message starts the call; 0 if there is no other.
+
+        By 0 the first command of a first delivery is known, which may come late: when its call waits in line.
+        """
         is_woken = self.call.copy != ORIGINAL or self.has_parked
-        return BEGUN_S if is_woken or (self.call.redelivered and self.options.may_wait) else 0.0
+        return BEGUN_S if is_woken or (self.may_be_second and self.options.may_wait) else 0.0
 
     def _is_awaited(self) -> bool:
         return any(getattr(self.request, name, None) for name in _AWAITED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from billiard.exceptions import WorkerLostError
@@ -26,26 +27,33 @@ _ASKED_AT_MOST = 7  # 6.4 s in all
 
 
 def joined_by(task: Task, holder: Holder, call: Call) -> str | None:
-    """Id of the call whose result this one ends with: the one that has the lock, if of the same task."""
+    """Id of the call whose result this one ends with: the first of the same task that it meets with the lock.
+
+    It keeps to that one, and one that may have run before joins nobody: others may have joined it. That one
+    may have the lock only to ask for the result of a third, and two would wait for each other for ever.
+    """
+    if call.join is not None or call.attempt or call.redelivered:
+        return call.join
     is_other = holder.task_id != call.task_id and holder.task == task.name
-    return holder.task_id if is_other and holder.state in ("running", "held_for_retry") else call.join
+    return holder.task_id if is_other and holder.state in ("running", "held_for_retry") else None
 
 
-def holders_result(
+def holders_end(
     task: Task, call: Call, options: Options, holder: Holder | None, server_time: float
-) -> Any:
-    """What a woken call with `on_conflict="join"` ends with: the result of the call that it has waited for.
+) -> tuple[Call, Any]:
+    """What a woken call with `on_conflict="join"` ends with: the stored end of the call that it waited for.
 
     A result is stored after the lock is released, so it is asked for again a few times; one that does not
     come is that of a call which died. So is that of a call that was revoked, or whose process was lost:
     Celery would take that error for the loss of this one's. Then the first who asks runs in its stead, and
-    the others wait for that one's result. `UNSET` if this call is to run.
+    the others wait for that one's result. `UNSET` if this call is to run; and the call, with whom it joins
+    now.
     """
     known_dead = {call.task_id}
     while True:
         joined, asked = call.join, call.asked
         if joined is None or joined in known_dead or (holder is not None and holder.task_id == joined):
-            return UNSET
+            return call, UNSET
         meta = task.backend.get_task_meta(joined)
         state = meta["status"]
         died = isinstance(meta["result"], (WorkerLostError, MemoryError))
@@ -67,6 +75,11 @@ def holders_result(
     logger.info(
         "%s ends with the result of %s, which it has waited for.", call, joined, extra=fields("joined", call)
     )
-    if state == FAILURE:
-        raise meta["result"]
-    return meta["result"]
+    return call, meta
+
+
+def result_of(end: Mapping[str, Any]) -> Any:
+    """The result, or the error, that a call shares with the one that it has joined."""
+    if end["status"] == FAILURE:
+        raise end["result"]
+    return end["result"]

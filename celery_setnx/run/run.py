@@ -47,7 +47,7 @@ from celery_setnx.options import LONGEST_S, UNSET
 from celery_setnx.run.acquire import Asking
 from celery_setnx.run.conflict import resolve, resolve_done
 from celery_setnx.run.events import follow
-from celery_setnx.run.join import holders_result
+from celery_setnx.run.join import result_of
 from celery_setnx.run.park import ItsTurn, Parked
 from celery_setnx.run.receipt import receipt_of
 from celery_setnx.run.started import store_started
@@ -155,8 +155,8 @@ class Run:
     def _execute(self, body: Callable[[], Any]) -> Any:
         held, stale, fate, asking = None, False, _Fate(), self.asking
         try:
-            if self._joins and (result := asking.patiently(asking.joined_result, UNSET)) is not UNSET:
-                return result
+            if self._joins and (end := asking.patiently(asking.joined_end, UNSET)) is not UNSET:
+                return result_of(end)
             while held is None:
                 outcome = asking.ask()
                 if outcome is None:
@@ -208,7 +208,8 @@ class Run:
         if done is not None:
             return resolve_done(self.task, self.call, self.options, done)
         if self._joins:  # the other may have had the lock when that was asked, and have given it back since
-            return holders_result(self.task, self.call, self.options, None, held.server_time())
+            end = self.asking.joined_end(held)
+            return end if end is UNSET else result_of(end)
         return UNSET
 
     def _comes_back_in(self, error: BaseException) -> float | None:

@@ -290,6 +290,7 @@ def _check_bare(seen: Seen, report: Report) -> None:
 def _check_take_overs(seen: Seen, report: Report) -> None:
     """A take-over names the one who held the lock last, and who is dead or was kept from renewing."""
     taken: set[tuple[str, int]] = set()
+    woken = {record["tid"] for record in of_kind(seen.own, "woken")}
     for record in of_kind(seen.own, "taken_over"):
         name, victim = record.get("name") or seen.sent[record["tid"]]["name"], record["victim"]
         what = f"{record['tid']} took {name} over from {victim}"
@@ -305,8 +306,10 @@ def _check_take_overs(seen: Seen, report: Report) -> None:
         life = dead[0]
         if (life.tid, life.pid, life.worker) != (victim["tid"], victim["pid"], victim["worker"]):
             report.broken(f"{what}, but it was {life}")
-        # Whoever hands the lock to another knows no fence.
-        between = (other for other in seen.of_name(name) if other.fence > life.fence)
+        # Whoever hands the lock to another knows no fence; and may tell of it when one woken before has it.
+        between = [other for other in seen.of_name(name) if other.fence > life.fence]
+        if record.get("fence") is None:
+            between = [other for other in between if other.tid not in woken]
         if any(other.tid != record["tid"] and other.start < record["t"] for other in between):
             report.broken(f"{what}, who was not the last")
         if not (life.kill or life.excused or life.epochs or life.ran_out):

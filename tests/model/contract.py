@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
-from tests.model.line import AWAY, waiting
+from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, highest_in
 from tests.model.rules import is_stale, rule_of, word_of
@@ -249,6 +249,8 @@ def _tells_park(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     place = order.index(call.told[0]) + 1 if call.told[0] in order else 0
     pairs = [(at(call.store, n).value, _record(at(call.store, n))) for n in range(1 + len(call.store.others))]
     pairs.append((None, None))
+    if word in ("new", "parked") and waiter(after, call.told[0]) is None:  # it is to be woken
+        return False
     return (int(reply[1]), int(reply[4])) == (call.now, place) and (reply[2], reply[3]) in pairs
 
 
@@ -310,7 +312,7 @@ def answers_by_the_rules(script: Script, call: Call, found: Played) -> bool:
         number = owned[0]
     word = word_of(call, number)
     if call.name == "acquire" and word is None:
-        stale = len(call.keys) > 5 and is_stale(call, call.told[9], call.told[5])
+        stale = len(call.keys) > 5 and is_stale(call, call.told[9], *call.told[5:7])
         return stale == (found.word == "stale") and found.word != "more"
     return word in (None, found.word)
 

@@ -2,6 +2,7 @@
 
 MISTAKES: dict[str, list[tuple[str, ...]]] = {
     "contract": [
+        ("park", "not string.match(kept, '^%d') or is_later or", "kept == '' or is_later or"),
         ("acquire", "  if now < h_deadline then\n    --", "  if now <= h_deadline then\n    --"),
         ("acquire", "'-inf', '(4000000000000000')", "'-inf', '+inf')"),
         ("acquire", "'00000' .. time[2]", "time[2]"),
@@ -272,6 +273,8 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
     ],
     "line, tickets that are forgotten": [
         ("acquire", "'|' .. copy .. '|' .. vain", "'|' .. copy .. '|0'"),
+    ],
+    "line, second deliveries, amid parking": [
         ("acquire", "(in_line == heir or woken or in_line == first)", "(in_line == heir or woken)"),
     ],
     "line, wake-ups alone, calls that leave": [

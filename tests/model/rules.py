@@ -26,14 +26,18 @@ def _count_of(call: Call) -> int | None:
     return 1 + sum(name.startswith(b"lock#") for name in call.keys)
 
 
-def is_stale(call: Call, attempt: str, copy: str) -> bool:
-    """Whether another message has started this attempt, or a later one exists."""
+def is_stale(call: Call, attempt: str, copy: str, remember: str = "") -> bool:
+    """Whether another message has started this attempt, or is to (the first delivery's asks late), or a later
+    one exists.
+    """
     name = next((name for name in call.keys if name.startswith(b"ticket:")), b"")
     ticket = dict(call.store.tickets).get(name[7:].decode()) if name else None
     if ticket is None:
         return False
     later = ticket.attempt - int(attempt)
-    return later > 0 or (later == 0 and ticket.begun_by not in ("", copy))
+    if later == 0 and not ticket.begun_by:
+        return (copy, remember) == ("-", "0")
+    return later > 0 or (later == 0 and ticket.begun_by != copy)
 
 
 def _is_ours(store: Store) -> bool:

@@ -319,7 +319,6 @@ def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Pr
     return process._replace(heir=heir, call=call)
 
 
-FORGETS = {"forgets": True, "late_wakes": 1}
 LOST = "all_end"
 OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "newcomer lets nobody go on": ("all_is_done", "abc", {"crashes": 1, "_serves": only_asks_again, **ALONE}),
@@ -330,7 +329,8 @@ OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
         {"crashes": 2, "noted_before": as_it_was, "noted_after": notes_later, "_notes": notes, **SWEPT}),
     "line forgotten though noted": (LOST, "abcd", { "crashes": 1, "is_unchanged": yes, **SWEPT}),
     "line noted before parking alone": (LOST, "ab", {"crashes": 1, "noted_after": as_it_was, **SWEPT}),
-    "first message that waited, soon forgotten": (at_most_once, "ab", {"has_others": woken_alone, **FORGETS}),
+    "call that has parked asks as if it had not": (passed_over_in_vain, "abc",
+        {"has_others": woken_alone, "linger": True, "late_wakes": 1, **SWEPT}),
     "backend not asked by one that has waited": (at_most_once, "ab",
         {"late": "ab", "seconds": 1, "early_seconds": True, "may_have_ended": asks_if_woken}),
     "no courier": (LOST, "ab", {"wipes": 1, "with_courier": as_it_was}),

@@ -419,12 +419,14 @@ class Waiters:
     def has_others(self, process: Process) -> bool:
         """Whether it is to be remembered for long that this message has begun its call."""
         message = process.message
-        return message.copy != ORIGINAL or bool(message.again) or process.at == "comes_in"
+        return message.copy != ORIGINAL or bool(message.again) or _has_parked(process)
 
     def _goes(self, scene: Scene, process: Process, at: str, token: str = "") -> Scene:
         """A call that has its answer goes on, when it has woken the one to whom it has handed the lock."""
         process = self._known_late(scene, process)
         after = Process(at, process.message, token, permit=process.permit)
+        if at == "lingers" and _has_parked(process):
+            after = after._replace(then="comes_in")
         if process.heir:
             after = process._replace(at="wakes", token=token, then=at)
         return _with(scene, after) if after.at else scene
@@ -1145,6 +1147,11 @@ def _canonical_permit(permit: Permit) -> Permit:
             record = record._replace(token=token, deadline=deadline, fence=0, since=0)
             value = value and seconds(deadline)
     return Permit(value, value and EXPIRY, record, record and EXPIRY)
+
+
+def _has_parked(process: Process) -> bool:
+    """Whether this delivery was about to wait when its turn came."""
+    return process.at == "comes_in" or (process.at == "lingers" and process.then == "comes_in")
 
 
 def _lingers(until: int) -> str:

@@ -387,7 +387,7 @@ class Waiting(Pace):
             return answer("handed", after)
         if (
             not is_courier
-            or not is_known
+            or waiter(store, task) is None
             or is_later
             or task not in [other for _, other in store.line.places]
         ):

@@ -119,7 +119,9 @@ class Lock(Waiting):
         highest = highest_in(store)[0]
         if line and highest > max(count, 1):
             return store, ("more", str(highest))
-        if ticket is not None and self.is_stale(ticket, attempt, copy):
+        waits = ticket is not None and (ticket.attempt, ticket.begun_by) == (attempt, "")
+        is_late = waits and copy == "-" and remember == 0
+        if ticket is not None and (is_late or self.is_stale(ticket, attempt, copy)):
             return store, ("stale", "0", "0", str(now), None, None, mark, waiters)
         asked = Asked(token, lease, retention, info, dead, copy, remember, linger, since, attempt)
         is_anothers = line and shared == "1" and task is not None and self.is_anothers(store, task, ticket)

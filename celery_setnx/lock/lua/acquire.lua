@@ -20,7 +20,8 @@
 --       5 dead token  '' or the token of a running holder whose process is proved dead
 --       and for a call that has waited, or may
 --       6 copy        which of its messages this is: only one of them may start it
---       7 remember    milliseconds for which that is remembered; '0' = as long as the ticket, if there is one
+--       7 remember    milliseconds for which that is remembered; '0' = as long as the ticket, if there is one. A call's
+--                     first command says so: if its call waits by now, it comes late, and nobody hears the answer
 --       8 linger      microseconds for which, if the lock is held, the task stands in line to ask again; '0' = not
 --       9 since       microseconds since which the task waits: its place in the line; '0' = since now
 --      10 attempt     number of the task's attempt, as tickets have it
@@ -35,7 +36,7 @@
 --       and at the end the one that is held for longest
 --       acquired (also if it was handed to this task) | again (this token holds it already)
 --       resumed (held for this task's retry) | taken_over
---       held | stale (another message has started this call: nothing is changed)
+--       held | stale (another message has started this call, or is to: nothing is changed)
 --       paced (it is free, and the deadline is when a start may be; or the token's own, which is held for longer)
 --       line (nobody living has it, but others wait: serve.lua hands it to the first; nothing is changed)
 --       more (and how many permits are in use: not all of them are in KEYS; nothing is changed)
@@ -67,7 +68,8 @@ local woken, vain, waits = false, '0', false
 if ticket then
   local t_attempt, t_copy, t_vain = string.match(ticket, '^(%d+)|(.*)|(%d+)$')
   local later = tonumber(t_attempt) - attempt
-  if later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
+  local is_late = later == 0 and t_copy == '' and copy == '-' and remember == '0'
+  if is_late or later > 0 or later == 0 and t_copy ~= '' and t_copy ~= copy then
     return {'stale', 0, 0, now, false, false, mark, waiters}
   end
   woken, vain, waits = t_copy == '' and copy ~= '-', later == 0 and t_vain or '0', t_copy == ''

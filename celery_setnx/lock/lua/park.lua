@@ -77,7 +77,7 @@ if is_heir and (copy == '' or now < tonumber(deadline) or value == int(math.ceil
   if is_later or not string.match(kept, '^%d') then keep() end -- it was to ask again, and may die before it does
   return answer('handed')
 end
-if copy ~= '' or kept == '' or is_later or not redis.call('ZSCORE', KEYS[3], task) then
+if copy ~= '' or not string.match(kept, '^%d') or is_later or not redis.call('ZSCORE', KEYS[3], task) then
   keep()
   redis.call('ZADD', KEYS[3], since, task)
   outlive(KEYS[3])
