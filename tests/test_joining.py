@@ -8,6 +8,7 @@ import redis
 from celery import chain, chord
 from celery.states import READY_STATES
 
+from celery_setnx import LockUnavailable
 from examples.embedded import EmbeddedServer
 from tests.harness import Worker, wait_until
 from tests.stage import SOON, Stage
@@ -52,7 +53,7 @@ def test_ten_joiners_end_with_the_one_result(stage, journal):
 
 @pytest.mark.parametrize(
     "options",
-    [{"serializer": "pickle"}, {"singleton": {"key": ["name", "stands"]}}],
+    [{"serializer": "pickle"}, {"singleton": {"key": ["name", "halts"]}}],
     ids=["pickled", "another key"],
 )
 def test_joiners_that_cannot_stand_in_line_end_with_the_one_result(stage, journal, start_worker, options):
@@ -73,8 +74,8 @@ def test_joiners_that_cannot_stand_in_line_end_with_the_one_result(stage, journa
 def test_joiner_whose_lock_comes_free_before_it_waits_ends_with_the_holders_result(stage, journal, gates):
     """It has met the holder."""
     first = stage.held()
-    second = stage.task.apply_async([stage.key], {"stands": stage.key})
-    journal.wait_for("conflict", task_id=second.id)
+    second = stage.task.apply_async([stage.key], {"halts": stage.key})
+    journal.wait_for("halts", task_id=second.id)
     stage.open()
     assert first.get(timeout=60) == [stage.key, first.id]
     gates(stage.key)
@@ -82,14 +83,18 @@ def test_joiner_whose_lock_comes_free_before_it_waits_ends_with_the_holders_resu
     assert stage.starts() == [first.id]
 
 
-def test_holders_error_is_the_joiners_too(stage):
-    """A failed holder's exception, with its arguments, is raised in every joiner."""
+@pytest.mark.parametrize(
+    ("reason", "error"), [("", ZeroDivisionError), ("gone", LockUnavailable)], ids=["its-own", "for-redis"]
+)
+def test_holders_error_is_the_joiners_too(stage, reason, error):
+    """A failed holder's exception, with its arguments, is raised in every joiner: no trouble of its own."""
     options = {"task": stage.tasks.failing, "singleton": {"on_conflict": "join"}}
+    options["kwargs"] = {"reason": reason}
     first = stage.held(**options)
     results = stage.line_up(3, **options)
     stage.open()
     for result in [first, *results]:
-        with pytest.raises(ZeroDivisionError, match=stage.key):
+        with pytest.raises(error, match=reason or stage.key):
             result.get(timeout=60)
         assert result.state == "FAILURE"
     assert stage.starts() == [first.id]

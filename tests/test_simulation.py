@@ -6,17 +6,13 @@ import sys
 
 import pytest
 
-SHARES = {
-    "one half of the worlds": "promise and part-0",
-    "the other half": "promise and part-1",
-    "planted defects, and replays": "not promise",
-}
+SHARES = {"worlds": "promise", "planted defects, and replays": "not promise"}
 
 
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("share", SHARES)
 def test_every_seed_keeps_every_promise_and_planted_defects_are_found(share):
-    """SEED=n plays one of them: python -m pytest tests/simulation/seeds.py -k part-0"""
+    """SEED=n plays one of them: python -m pytest tests/simulation/seeds.py -k promise"""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["-q", "-p", "no:xdist", "-k", SHARES[share]]
     command = [sys.executable, "-m", "pytest", *options, "tests/simulation/seeds.py"]

@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish, task_prerun, task_success, worker_process_init
 from kombu.serialization import prepare_accept_content
 
-from celery_setnx import Conflict, SetnxLock, SingletonTask, signals
+from celery_setnx import Conflict, LockUnavailable, SetnxLock, SingletonTask, signals
 from celery_setnx.run import acquire, held
 from tests.app import wait_for_gate
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
@@ -126,10 +126,10 @@ def work(self: Any, name: str, gate: str = "") -> Any:
 
 
 @app.task(base=SingletonTask, track_started=True, singleton={**WAITS, "retry_delay_max": 0.3})
-def failing(name: str, gate: str = "") -> None:
-    """Fails, and Celery tells when it starts."""
+def failing(name: str, gate: str = "", reason: str = "") -> None:
+    """Fails, as if for Redis with a reason, and Celery tells when it starts."""
     body(gate)
-    raise ZeroDivisionError(gate)
+    raise LockUnavailable(name, reason) if reason else ZeroDivisionError(gate)
 
 
 def types_of(name: str, value: Any, gate: str = "") -> list[str]:
@@ -198,14 +198,15 @@ def again(self: Any, name: str, left: int) -> int:
 
 
 @app.task(base=SingletonTask, bind=True, singleton=JOINS)
-def joined(self: Any, name: str, gate: str = "", stands: str = "") -> list[str]:
+def joined(self: Any, name: str, gate: str = "", halts: str = "") -> list[str]:
     """Equal calls at a time have one run; its result tells whose."""
     body(gate)
     return [name, self.request.id]
 
 
 @signals.lock_conflict.connect
-def stand_still(sender: Any, **_details: Any) -> None:
-    """A call with `stands=` has met its lock held, and does not wait yet."""
-    if gate := (sender.request.kwargs or {}).get("stands"):
+def halt(sender: Any, **_details: Any) -> None:
+    """A call with `halts=` has met its lock held, and does not wait yet."""
+    if gate := (sender.request.kwargs or {}).get("halts"):
+        journal.write("halts", task_id=sender.request.id)
         wait_for_gate(gate)

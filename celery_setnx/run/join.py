@@ -27,10 +27,10 @@ _ASKED_AT_MOST = 7  # 6.4 s in all
 
 
 def joined_by(task: Task, holder: Holder, call: Call) -> str | None:
-    """Id of the call whose result this one ends with: the first of the same task that it meets with the lock.
+    """Id of the call whose result this one ends with: the first holder of the same task that it meets.
 
-    It keeps to that one, and one that may have run before joins nobody: others may have joined it. That one
-    may have the lock only to ask for the result of a third, and two would wait for each other for ever.
+    A call never changes that, and a call that may have run before joins nobody. A holder may have the lock
+    only to ask for the result of a third call: without these rules two could wait for each other for ever.
     """
     if call.join is not None or call.attempt or call.redelivered:
         return call.join
