@@ -114,7 +114,8 @@ def _beside_foreigners(call: Call, draw: random.Random) -> Call:
         permit = permit._replace(value=NOT_A_STRING, expiry=None)
     elif call.name not in ("renew", "hold"):
         permit = permit._replace(record=draw.choice(FOREIGN_RECORDS), record_expiry=None)
-    return call._replace(store=at(permit, number))
+    call = call._replace(store=at(permit, number))
+    return _at_a_boundary(call, draw) if kind < 0.25 else call
 
 
 def _of_another(call: Call, draw: random.Random) -> Call:
