@@ -52,6 +52,9 @@ EVERY_ANSWER = {
 }
 # A script, what it says once, and what it might say instead.
 MISTAKES = [
+    ("acquire", "later == 0 and t_copy == '' and copy == '-' and remember == '0'", "false",
+        "t_copy == '' and copy == '-' and remember == '0'", "later == 0 and copy == '-' and remember == '0'",
+        "later == 0 and t_copy == '' and remember == '0'", "later == 0 and t_copy == '' and copy == '-'"),
     ("acquire", "  if now < h_deadline then\n    --", "  if now <= h_deadline then\n    --"),
     ("acquire", "if now < till then", "if now <= till then"),
     ("acquire", "tonumber(old), 1e11) + 1", "tonumber(old), 1e11)"),
@@ -222,7 +225,8 @@ MISTAKES = [
     ("park", " or value == int(math.ceil(tonumber(deadline) / 1000000))) then", ") then", " or true) then"),
     ("park", "copy ~= '' or not string.match(kept, '^%d') or is_later or not",
         "not string.match(kept, '^%d') or is_later or not",
-        "copy ~= '' or is_later or not", "copy ~= '' or kept == '' or is_later or not"),
+        "copy ~= '' or is_later or not", "copy ~= '' or kept == '' or is_later or not",
+        "copy ~= '' or not string.match(kept, '^%d') or not"),
     ("park", "or is_later or not redis.call('ZSCORE', KEYS[3], task) then", "then"),
     ("park", "redis.call('ZADD', KEYS[3], since, task)", "redis.call('ZADD', KEYS[3], now, task)"),
     ("park", "vain .. '|' .. since", "'0|' .. since", "vain .. '|' .. int(now)"),

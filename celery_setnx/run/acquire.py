@@ -188,8 +188,7 @@ class Asking:
 
     def leave(self) -> None:
         """Leave the line, if it stands there and ends without the lock."""
-        is_one_of_many = self.call.copy != ORIGINAL or self.has_parked
-        self._leave(self.call, BEGUN_S if is_one_of_many else _LINGER_S)
+        self._leave(self.call, BEGUN_S if self._is_woken else _LINGER_S)
 
     def end(self) -> None:
         """Have no message start this attempt any more, which has failed before its body.
@@ -217,7 +216,7 @@ class Asking:
     def _acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
         call = self.call
         details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger or call.attempt or self.may_be_second or call.copy != ORIGINAL or self.has_parked:
+        if linger or call.attempt or self.may_be_second or self._is_woken:
             details |= {"copy": call.copy, "attempt": call.attempt, "remember": self._remember_s()}
             details |= {"linger": linger, "since": self._since_s() if since is None else since}
         if self.may_be_second:
@@ -257,8 +256,7 @@ class Asking:
 
     def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
         """Seconds after which the call asks again in its pool slot; 0 if it does not."""
-        is_woken = self.call.copy != ORIGINAL or self.has_parked
-        if outcome.paced and is_woken:  # it may have been handed its permit ahead of its start
+        if outcome.paced and self._is_woken:  # it may have been handed its permit ahead of its start
             remaining_s = outcome.remaining_s or 0.0
             return remaining_s if remaining_s <= AHEAD_S else 0.0
         if parks_now or not self._is_young(outcome.holder, outcome.server_time):
@@ -280,8 +278,12 @@ class Asking:
 
         By 0 the first command of a first delivery is known, which may come late: when its call waits in line.
         """
-        is_woken = self.call.copy != ORIGINAL or self.has_parked
-        return BEGUN_S if is_woken or (self.may_be_second and self.options.may_wait) else 0.0
+        return BEGUN_S if self._is_woken or (self.may_be_second and self.options.may_wait) else 0.0
+
+    @property
+    def _is_woken(self) -> bool:
+        """Whether its turn has come once, so that other messages may start the call, too."""
+        return self.call.copy != ORIGINAL or self.has_parked
 
     def _is_awaited(self) -> bool:
         return any(getattr(self.request, name, None) for name in _AWAITED)
