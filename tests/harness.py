@@ -27,8 +27,10 @@ GATE_S = 300
 CONF = "SETNX_TEST_CONF"
 
 
-def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
-    """The condition's first true value; fails the test after the deadline.
+def wait_until(
+    condition: Callable[[], Value], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> Value:
+    """The condition's first true value; fails the test after the deadline, with `what` as it is then.
 
     Between two looks it waits for longer than one takes: else tests that wait keep a busy machine busy.
     """
@@ -40,7 +42,8 @@ def wait_until(condition: Callable[[], Value], what: str, deadline_s: float = DE
             return value
         ended = time.monotonic()
         if ended > give_up:
-            raise AssertionError(f"not within {deadline_s:g} s: {what}; last seen: {value!r}")
+            missing = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {deadline_s:g} s: {missing}; last seen: {value!r}")
         time.sleep(min(max(0.01, 4 * (ended - began)), 0.05))
 
 

@@ -362,8 +362,11 @@ class Scene:
     def has(self, what: str, result: Any) -> None:
         wait_until(
             lambda: self.entries(what, result),
-            f"{what} of {result.id}; its words: {self.play.journal.words(result.id)}",
+            lambda: f"{what} of {result.id}; {self.told(result)}",
         )
+
+    def told(self, result: Any) -> str:
+        return f"its journal: {self.play.journal.entries(task_id=result.id)}"
 
     def has_bodies(self, count: int, what: str) -> None:
         """Wait until so many have ended."""
@@ -386,7 +389,7 @@ class Scene:
         for each in [*first, *others]:
             wait_until(
                 lambda each=each: self.end_of(each),
-                f"{each.id} has ended; its words: {self.play.journal.words(each.id)}",
+                lambda each=each: f"{each.id} has ended; {self.told(each)}",
             )
         fate, each_has = self.row.others, 2 if self.row.mode else 1
         ran = first + {"run": others, "pending": others[:1]}.get(fate, [])
@@ -404,7 +407,10 @@ class Scene:
             end = "FAILURE" if fate == "fail" else "SUCCESS"
             assert self.end_of(each) == end, self.play.journal.words(each.id)
             if self.stores_results:
-                wait_until(lambda each=each: each.state in READY_STATES, "a result")
+                wait_until(
+                    lambda each=each: each.state in READY_STATES,
+                    lambda each=each: f"a result of {each.id}: {each.state}, {self.told(each)}",
+                )
                 assert each.state == end
                 value = each.result
                 assert {
