@@ -67,5 +67,4 @@ CONFIGURATION = Configuration(
     calls=[{"queue": "default"}, {"queue": "etl"}],
     inside=execute_in_fork,
     worker={"queues": "default,etl"},
-    pause_s=2.0,  # before 5.7 Celery may store the RETRY of an attempt after the SUCCESS of the next
 )

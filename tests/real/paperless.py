@@ -100,5 +100,4 @@ def leave_parents_connections(**_: Any) -> None:
 CONFIGURATION = Configuration(
     app,
     calls=[{}, {"expires": 3600}, {"countdown": 0.3}],
-    pause_s=2.0,  # its backend may store the RETRY of an attempt after the SUCCESS of the next
 )

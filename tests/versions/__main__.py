@@ -4,7 +4,8 @@ uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (bu
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the
 PATH, or one of pyenv's. Where there is none this one takes its place, as the printed table tells; in the CI
 of a machine that has pyenv it is a failure. `--next` takes the newest versions alone, on the CPythons that
-the page names below its table. The first and the last cell run the whole suite, the others a smoke run.
+the page names below its table. The first cell runs the whole suite, as `make test` does with the newest
+versions; the others have a smoke run.
 """
 
 import argparse
@@ -79,8 +80,6 @@ def main() -> int:
     """Print the table; the status says whether every cell is what the page says and passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--cells", default="*", metavar="GLOB", help="such as '5.5-*' or '*-lowest'")
-    whole = "of the first and the last cell those that run every test (default both), such as '*-lowest'"
-    parser.add_argument("--whole", default="*", metavar="GLOB", help=whole)
     following = "only the newest versions, on the CPythons that follow those of the table"
     parser.add_argument("--next", action="store_true", help=following)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells side by side (default 1)")
@@ -98,14 +97,16 @@ def main() -> int:
         wheel = _wheel(directory)
         _lay_out_suite(directory / "suite")
 
+        def is_first(cell: Cell) -> bool:
+            return cell == every[0] and not options.next
+
         def run(cell: Cell) -> Result:
-            is_whole = not options.next and cell not in every[1:-1] and fnmatch(str(cell), options.whole)
-            result = _run(cell, directory, wheel, (WHOLE, EXITS) if is_whole else (SMOKE,))
+            result = _run(cell, directory, wheel, (WHOLE, EXITS) if is_first(cell) else (SMOKE,))
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
 
-        with ThreadPoolExecutor(options.jobs) as pool:  # the longest begin first
-            results = list(pool.map(run, sorted(chosen, key=every[1:-1].__contains__)))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(run, chosen))
     print("", *lines_of(HEADS, [result.columns() for result in results]), sep="\n")
     return 1 if any(result.failures for result in results) else 0
 
