@@ -179,8 +179,10 @@ def _work(self: Task, name: str, mode: str, gate: str, inside: Callable[[], Any]
 
 
 def _retries_are_stored(task_id: str) -> bool:
-    """Whether each attempt that retries has stored that: it publishes the next one before. On a machine so busy
-    that the next one succeeds meanwhile RETRY goes over SUCCESS, with plain Celery, too.
+    """Whether each attempt that retries has stored that.
+
+    It publishes the next one before. On a machine so busy that this one succeeds meanwhile, RETRY goes over
+    SUCCESS, with plain Celery, too.
     """
     from tests.app import journal
 
