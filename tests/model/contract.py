@@ -18,7 +18,7 @@ KNOWN_WORDS = {
     "acquire": "acquired again resumed taken_over held paced stale line more FOREIGNRECORD",
     "renew": "renewed repaired gone lost",
     "release": "released resting repaired held_for_retry gone lost",
-    "hold": "held_for_retry released resting handed failed repaired gone lost",
+    "hold": "held_for_retry released resting handed failed gone lost",
     "park": "new parked handed stale taken more",
     "leave": "left handed stale more",
     "serve": "handed taken_over held empty more FOREIGNRECORD",

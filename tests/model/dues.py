@@ -36,7 +36,7 @@ class Schedule:
         self.draw = random.Random(seed)
         self.server = Server(now=START + self.draw.randrange(10 * SECOND))
         self.claims = [Claim("a", ENTRIES[0], "7")]
-        self.epoch = ""
+        self.calls: list[tuple[Any, ...]] = []  # with what was there before
 
     def broken(self) -> str:
         """Play it."""
@@ -71,7 +71,9 @@ class Schedule:
         return found
 
     def _ran(self, verb: str, keys: list[bytes], *told: object) -> list[Any]:
-        reply = script(TEXTS[verb]).run(self.server, tuple(keys), tuple(str(word).encode() for word in told))
+        asked = tuple(keys), tuple(str(word).encode() for word in told)
+        self.calls.append((verb, self.server.state, self.server.now, *asked, self.server.is_full))
+        reply = script(TEXTS[verb]).run(self.server, *asked)
         return [word.decode() if isinstance(word, bytes) else word for word in reply]
 
     def _about_the_data(self) -> tuple[int, int]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 
 import pytest
 
 from tests.bounds import bound
+from tests.model.asked import explored_calls
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
-from tests.model.explorer import explore
-from tests.model.layout import LINE, LOCK, PERMITS, RECORD, others
 from tests.model.lock import TEXTS, Call, mistaken
 from tests.model.mistakes import MISTAKES
 from tests.model.perturbed import perturbed
 from tests.model.scenarios import SCENARIOS
 from tests.simulation.scripts import script
 
-STATES = bound(400, full=1_500)  # of each scenario, whose calls are looked at
 OF_EACH = bound(800, small=300, full=3_000)  # calls of a script, as they were made
 MUTANTS = [
     (where, verb, right, wrong)
@@ -29,28 +25,6 @@ MUTANTS = [
 ]
 # The contract needs more calls than usual bounds have: some show in few.
 LOOKED_FOR = bound(MISTAKES.keys() - {"contract"}, full=MISTAKES.keys())
-
-
-@cache
-def explored_calls() -> dict[str, list[Call]]:
-    """By verb, calls that the scenarios make first."""
-    found: dict[str, dict[Call, None]] = {verb: {} for verb in TEXTS}
-    for scenario in SCENARIOS.values():
-        world = scenario.make()
-        with suppress(RuntimeError):  # there are more states
-            explore(world, (), STATES)
-        for call in world.lock.calls:
-            found[call.verb][call] = None
-    for verb, more in (
-        ("acquire", others(1)),
-        ("acquire#", others(3)),
-    ):  # look.lua is for those who ask by hand
-        for call in found[verb]:
-            keys = LOCK, RECORD, LINE, PERMITS, *more
-            found[verb.replace("acquire", "look")][
-                call._replace(verb=verb.replace("acquire", "look"), keys=keys, told=())
-            ] = None
-    return {verb: random.Random(1).sample(list(calls), len(calls)) for verb, calls in found.items()}
 
 
 @cache
