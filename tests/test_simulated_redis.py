@@ -347,12 +347,10 @@ def asked(verb: str) -> Iterator[Asked]:
 
 
 def who_is_in(store: Store) -> list[str]:
-    """The tokens of holders, of their next attempts, of whoever waits or has succeeded, and of somebody else."""
+    """Tokens of holders and of their next attempts, of whoever waits or has succeeded, and of another."""
     tokens = [at(store, number).holder.token for number in range(1 + len(store.others))]
-    tokens += [
-        *(f"{task}|0|3" for _, task in store.line.places),
-        *([store.done.task_id] if store.done else []),
-    ]
+    tokens += [f"{task}|0|3" for _, task in store.line.places]
+    tokens += [store.done.task_id] if store.done else []
     return [*tokens, *(f"{task_of(token)[0]}|9|9" for token in tokens if task_of(token)[0]), "c|0|7"]
 
 
