@@ -57,6 +57,7 @@ class World:
         self.calm_at_us = START_US
         self._chances: dict[str, float] = {}
         self.processes: list[Process] = []
+        self.dead: set[int] = set()
         self.threads: list[Thread] = []
         self.history: list[tuple[Any, ...]] = []
         self.violations: list[str] = []
@@ -145,6 +146,7 @@ class World:
         if not process.is_dead:
             self.note("dies", process.name)
             process.is_dead = True
+            self.dead.add(process.pid)
             self.on_death(process)
             if self.current is not None and self.current.process is process:
                 self._give_way()
