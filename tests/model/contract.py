@@ -11,6 +11,7 @@ from tests.model.lock import Call
 from tests.model.permits import at, highest_in
 from tests.model.rules import is_stale, rule_of, word_of
 from tests.model.store import MS, NUMBER, Record, Store, seconds, task_of, up
+from tests.model.turns import CLAUSES as OF_TURNS
 from tests.simulation.scripts import Script
 from tests.simulation.server import COMMANDS, Entry, Reply, Server, ServerError
 
@@ -399,6 +400,7 @@ CLAUSES: tuple[Clause, ...] = (
     all_or_nothing_on_full,
     forbidden_leaves_no_key_for_ever,
     is_the_same_again,
+    *OF_TURNS,
 )
 
 
