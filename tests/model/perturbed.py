@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.model.contract import Call
+from tests.model.crowded import TURNS, crowded
 from tests.model.line import AWAY
 from tests.model.permits import at
 from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Record, Store, purge, seconds, task_of
@@ -22,6 +23,8 @@ def perturbed(call: Call, seed: int) -> Call:
     for _ in range(draw.choice((1, 1, 2))):
         change = draw.choice((_at_a_boundary, _beside_foreigners, _of_another, _without_a_key, _told_other))
         call = change(call, draw)
+    if call.name in TURNS and draw.random() < 0.7:
+        call = crowded(call, draw)
     return call._replace(store=purge(call.store, call.now))
 
 
