@@ -21,12 +21,9 @@ from tests.model.store import (
     Ticket,
     task_of,
 )
+from tests.model.turns import AHEAD, LOOKED_AT
 
-AHEAD = 20_000
-"""How long (us) before its start a call may be handed a permit."""
 TASKS = ("a", "b", "c", "d")
-MANY = 12
-TURNS = ("serve", "park", "leave", "look", "forget")
 
 
 def crowded(call: Call, draw: random.Random) -> Call:
@@ -95,7 +92,7 @@ def _in_line(store: Store, places: dict[str, int], calls: dict[str, str]) -> Sto
 
 def _behind_lingerers(call: Call, draw: random.Random) -> Call:
     """Before the others stand about as many who ask no more as one service looks at."""
-    many = draw.randrange(MANY - 3, MANY)
+    many = draw.randrange(LOOKED_AT - 1, LOOKED_AT + 2)
     places = {task: since for since, task in call.store.line.places}
     calls = dict(call.store.calls.fields)
     for number in range(many):

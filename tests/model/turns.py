@@ -1,9 +1,10 @@
-"""The contract of the scripts that give turns: who has the next one, who waits where, and what stays as it is."""
+"""The contract of the scripts that give turns: who has the next one, who waits where, and what stays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from tests.model.layout import read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
@@ -15,11 +16,12 @@ from tests.model.store import (
     NOT_A_STRING,
     NUMBER,
     SECOND,
-    Calls,
     Known,
     Line,
+    Permit,
     Record,
     Store,
+    Ticket,
     seconds,
     task_of,
     up,
@@ -32,491 +34,513 @@ if TYPE_CHECKING:
 AHEAD = 20_000
 """How long (us) before its start a call may be handed a permit."""
 AWAY_AT_MOST = 3600 * SECOND
-KEPT_AFTER_A_LINGERER = 50_000
 LOOKED_AT = 10
 """How many in line one service looks at."""
-NEVER = 10**17
+MAY_COME_LATE = 50_000
+"""How much longer (us) a permit is kept for a call than that one asks again by itself."""
+LATER_THAN_ANY, NEVER = 10**17, 10**18
+"""A time (us) that nobody lives to see, though another program may write a later one; and no time at all."""
+REFUSED = ("more", "stale", "taken")
+TURNS = ("serve", "park", "leave", "look", "forget")
 
 
-# What a permit is, whatever the verb.
-
-
-def numbers(call: Call) -> range:
+def _numbers(call: Call) -> range:
     """The permits that a script is told of."""
-    return range(1 + sum(name.startswith(b"lock#") for name in call.keys))
+    return range(sum(name.startswith((b"lock", b"holder")) for name in call.keys if name != b"lock"))
 
 
-def told(found: Played) -> list[str | None]:
+def _permits(call: Call) -> list[Store]:
+    """The keys as those of each permit."""
+    return [at(call.store, number) for number in _numbers(call)]
+
+
+def _after(call: Call, found: Played) -> Store:
+    return read_back(found.keys, call.now // MS)
+
+
+def _told(found: Played) -> list[str | None]:
     """What a script says."""
     words = found.reply.split(b" ") if isinstance(found.reply, bytes) else found.reply
-    return [None if word is None else word.decode() if isinstance(word, bytes) else str(word) for word in words]
+    return [
+        word.decode() if isinstance(word, bytes) else None if word is None else str(word) for word in words
+    ]
 
 
-def ends(permit: Store, now: int) -> int:
-    """When a permit is anybody's: 0 if it is now, NEVER if it is another program's for good."""
+def _pair_of(permit: Store) -> list[str | None]:
+    """A permit's value and record, as scripts tell them."""
+    return [permit.value, None if permit.record is None else str(permit.record)]
+
+
+def _terms_of(call: Call) -> str:
+    """The terms that a call is told, or else those that are known."""
+    terms = call.told[{"park": 6, "serve": 7}[call.name]]
+    return terms if terms != "0" else terms_in(call.store)
+
+
+def _limit_of(call: Call) -> int:
+    return limit_of(_terms_of(call)) if "#" in call.verb else 1
+
+
+# Permits.
+
+
+def _ends(permit: Store, now: int) -> int:
+    """When a permit will be free: 0 if it is, NEVER if no time ends what another program has written."""
     value, deadline = permit.value, permit.holder.deadline
     if value is None:
         return 0
     if not NUMBER.fullmatch(value):
         return NEVER
-    until = int((min(float(value), 1e11) + 1) * SECOND)  # the recipe's
-    if now < deadline or (deadline > 0 and value == seconds(deadline)):
-        until = deadline
+    is_recorded = now < deadline or (deadline > 0 and value == seconds(deadline))
+    until = deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
     return until if now < until else 0
 
 
-def is_live(permit: Store, now: int) -> bool:
-    """Whether somebody has a permit by its record."""
-    return permit.value is not None and NUMBER.fullmatch(permit.value) is not None and now < permit.holder.deadline
+def _is_live(permit: Store, now: int) -> bool:
+    """Whether a permit is somebody's, as its record says."""
+    return bool(permit.value and NUMBER.fullmatch(permit.value)) and now < permit.holder.deadline
 
 
-def is_in_vain(permit: Store, now: int) -> bool:
-    """Whether a permit was handed to a call that has not come in time."""
-    return permit.holder.state == "handed" and ends(permit, now) == 0
-
-
-def heir_of(permit: Store) -> str | None:
+def _heir_of(permit: Store) -> str | None:
     """The task for which a permit is kept, or was until its deadline."""
     return permit.holder.info if permit.holder.state == "handed" else None
 
 
-def best(call: Call, limit: int, rank_of: Callable[[Store], int]) -> int:
-    """The permit that a verb is about: of the lowest rank; of those that which ends first; of those the first.
+def _is_to_come(permit: Store, now: int) -> bool:
+    """Whether a permit is kept for a task still, whatever its value."""
+    return (
+        _heir_of(permit) is not None
+        and permit.value not in (None, NOT_A_STRING)
+        and now < permit.holder.deadline
+    )
 
-    4: a free one; 9: one that is held. Beyond the limit only what is better than a free one counts.
+
+def _is_in_vain(permit: Store, now: int) -> bool:
+    """Whether a permit was handed to a task that has not come in time."""
+    return _heir_of(permit) is not None and _ends(permit, now) == 0
+
+
+def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
+    """The permit that fits best: rank 4 is a free one, 9 one that is held; of several that which ends first.
+
+    Beyond the limit only one that fits better than a free one.
     """
-    found = []
-    for number in numbers(call):
-        permit = at(call.store, number)
-        rank = rank_of(permit)
-        if number < limit or rank < 4:
-            found.append((rank, ends(permit, call.now), number))
-    return min(found)[2]
+    ranks = [(rank_of(permit), _ends(permit, call.now)) for permit in _permits(call)]
+    return min((*ranks[n], n) for n in _numbers(call) if n < _limit_of(call) or ranks[n][0] < 4)[2]
 
 
-def terms_of(call: Call, place: int) -> str:
-    """The terms that a call is told, or else those that are known."""
-    return call.told[place] if call.told[place] != "0" else terms_in(call.store)
-
-
-def known_after(call: Call, terms: str, ms: int) -> Known | None:
-    """What is known of the permits once these terms are noted: for so long, at least a minute if it is new."""
-    used = [n for n in numbers(call) if at(call.store, n).value not in (None, NOT_A_STRING)]
-    highest = max(limit_of(terms), 1 + max(used, default=-1))
-    if highest == 1 and terms == "1":
+def _noted(call: Call, ms: int) -> Known | None:
+    """What is known of the permits once a call's terms are noted: for so long; if it is new, for a minute."""
+    used = [n for n, permit in enumerate(_permits(call)) if permit.value not in (None, NOT_A_STRING)]
+    terms, known = _terms_of(call), call.store.known
+    highest = max(limit_of(terms), 1 + max(used, default=0))
+    text, lease = f"{highest} {terms}", max(known.lease if known else 0, ms)
+    if text == "1 1":
         return None
-    text, known = f"{highest} {terms}", call.store.known
-    lease = max(known.lease if known else 0, ms)
     return Known(text, lease if known and known.text == text else max(lease, 60_000))
 
 
-def standing(places: dict[str, int], lease: int) -> Line:
-    """A line of these, in order."""
-    order = sorted((since, task) for task, since in places.items())
-    return Line(tuple(order), lease) if order else Line()
+# What stays.
 
 
-def kept_calls(fields: dict[str, str], lease: int) -> Calls:
-    """What these are woken with."""
-    return Calls(tuple(sorted(fields.items())), lease) if fields else Calls()
+def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
+    """Each of these scripts changes a few keys, of which other clauses tell; all others stay as they are."""
+    if call.name not in TURNS or found.error:
+        return True
+    may = {
+        "park": ("line", "calls", "tickets", "known"),
+        "leave": ("line", "calls", "tickets"),
+        "serve": ("line", "calls", "known", "starts"),
+        "forget": ("done",),
+        "look": (),
+    }
+    before, after = call.store, _after(call, found)
+    before = before._replace(**{name: getattr(after, name) for name in may[call.name]})
+    if call.name == "serve" and found.word != "more":
+        changed = Permit(*at(after, number := _served(call))[:4])
+        before = at(at(before, number)._replace(**changed._asdict()), number)
+    elif call.name == "forget":
+        before = before._replace(**{name: getattr(after, name) for name in ("record", "others")})
+    return before == after
 
 
-def vain_of(call: Call, task: str) -> str:
-    """How often a task was woken in vain: as its place says, or else the ticket of this attempt."""
+# Places: park and leave.
+
+
+def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
+    """A task's ticket says which attempt waits, or which message of it left, and the wake-ups in vain.
+
+    A courier may find that its call has begun, and was never woken in vain. Then the ticket is kept for a
+    shorter time. Other tickets stay.
+    """
+    if call.name not in ("park", "leave") or found.error:
+        return True
+    task, attempt, copy = call.told[:3]
+    ms, tickets = int(call.told[5 if call.name == "park" else 3]), dict(call.store.tickets)
+    if found.word not in REFUSED:
+        text = f"{attempt}|{copy if call.name == 'leave' else ''}|{_vain_of(call)}"
+        tickets[task] = Ticket(text, ms)
+    elif (call.name, found.word, copy) == ("park", "stale", ""):
+        ticket = tickets[task]
+        if (ticket.attempt, ticket.vain) == (int(attempt), "0"):
+            tickets[task] = ticket._replace(lease=min(ticket.lease, ms))
+    return dict(_after(call, found).tickets) == tickets
+
+
+def _vain_of(call: Call) -> str:
+    """How often a task was woken in vain: as its own place says, or else the ticket of this attempt."""
+    task, attempt, *_, shared = call.told
     known, ticket = waiter(call.store, task), dict(call.store.tickets).get(task)
-    if known is not None:
+    if known is not None and not is_anothers(call, shared):
         return str(known.vain)
-    return ticket.vain if ticket is not None and ticket.attempt == int(call.told[1]) else "0"
+    return ticket.vain if ticket is not None and ticket.attempt == int(attempt) else "0"
 
 
-def has_tickets(after: Store, call: Call, task: str, text: str, ms: int) -> bool:
-    """Whether a task's ticket says this for so long, and all others' are as they were."""
-    tickets = dict(after.tickets)
-    mine = tickets.pop(task)
-    others = {other: ticket for other, ticket in call.store.tickets if other != task}
-    return tuple(mine) == (text, ms) and tickets == others
+def has_its_place(script: Script, call: Call, found: Played) -> bool:
+    """A task that parks stands in line, and its call is known. A task that leaves does not. Others stay.
+
+    What its courier finds of its place and its call stays as it is, unless an earlier attempt has left it. A
+    task that is told `handed` gets no place.
+    """
+    if call.name not in ("park", "leave") or found.error:
+        return True
+    task, attempt, copy, since, wakes = call.told[:5]
+    places, calls, lasts = _places(call.store), dict(call.store.calls.fields), 0
+    if call.name == "leave" and found.word not in REFUSED and not is_anothers(call, call.told[-1]):
+        places.pop(task, None)
+        calls.pop(task, None)
+    elif call.name == "park" and found.word not in REFUSED:
+        ticket, lasts = dict(call.store.tickets).get(task), int(call.told[5])
+        is_known = waiter(call.store, task) and not (ticket and ticket.attempt < int(attempt))
+        is_handed = found.word == "handed"
+        if not is_known or not (is_handed or (copy == "" and task in places)):
+            calls[task] = f"{_vain_of(call)}|{since}|{wakes}"
+            places.update({} if is_handed else {task: int(since)})
+    return _has_line(call, found, places, calls, lasts)
 
 
-def after_of(call: Call, found: Played) -> Store:
-    """The keys after a call."""
-    return read_back(found.keys, call.now // MS)
+def _places(store: Store) -> dict[str, int]:
+    return {task: since for since, task in store.line.places}
 
 
-# park
+def _has_line(
+    call: Call, found: Played, places: dict[str, int], calls: dict[str, str], lasts: int = 0, since: int = 0
+) -> bool:
+    """Whether these stand in line, and are woken with this; and both last for so long (ms) at least."""
+    before, after = call.store, _after(call, found)
+    lasts_line = max(before.line.lease, lasts, since)
+    return (
+        after.line.places == tuple(sorted((since, task) for task, since in places.items()))
+        and dict(after.calls.fields) == calls
+        and (not places or after.line.lease == lasts_line)
+        and (not calls or after.calls.lease == max(before.calls.lease, lasts))
+    )
 
 
-def _kept_for(task: str, now: int) -> Callable[[Store], int]:
-    """How well a permit fits a task that asks for its own."""
+def has_its_turn(script: Script, call: Call, found: Played) -> bool:
+    """A task is told `handed` if a permit is kept for it, be it past its deadline, while nobody else has it.
 
-    def rank_of(permit: Store) -> int:
-        until = ends(permit, now)
-        known = until in (0, permit.holder.deadline)
-        return 1 if known and heir_of(permit) == task else 9 if until else 4
-
-    return rank_of
-
-
-def parks_where_it_says(script: Script, call: Call, found: Played) -> bool:
-    """A task that parks has its place, its call and its ticket; all other keys are as they were."""
+    Its courier is told so whoever has it, unless the call has left the line. The reply tells of this permit; or
+    else of a free one; or else of the one that ends first.
+    """
     if call.name != "park" or found.error or found.word == "more":
         return True
-    task, attempt, copy, since, _, remember, *_ = call.told
-    after, store, ms = after_of(call, found), call.store, int(remember)
-    expected = store
-    if "#" in call.verb:
-        expected = expected._replace(known=known_after(call, terms_of(call, 6), ms))
-    if found.word == "stale":
-        return after == expected._replace(tickets=_hurried(call))
-    if found.word == "taken":
-        return after == expected
-    places, calls = {name: at_ for at_, name in store.line.places}, dict(store.calls.fields)
-    known, ticket = waiter(store, task), dict(store.tickets).get(task)
-    is_new = known is None or (ticket is not None and ticket.attempt < int(attempt))
-    if found.word != "handed" and (copy != "" or is_new or task not in places):
-        is_new, places[task] = True, int(since)
-    if is_new:
-        calls[task] = f"{vain_of(call, task)}|{since}|{call.told[4]}"
-    expected = expected._replace(
-        line=standing(places, max(store.line.lease, ms)),
-        calls=kept_calls(calls, max(store.calls.lease, ms)),
-        tickets=after.tickets,
-    )
-    text = f"{attempt}||{vain_of(call, task)}"
-    return after == expected and has_tickets(after, call, task, text, ms)
+    task, _, copy, *_ = call.told
 
+    def rank_of(permit: Store) -> int:
+        until = _ends(permit, call.now)
+        is_its_own = _heir_of(permit) == task and until in (0, permit.holder.deadline)
+        return 1 if is_its_own else 9 if until else 4
 
-def _hurried(call: Call) -> tuple[tuple[str, object], ...]:
-    """The tickets when a courier finds that its call has begun: never woken in vain, it need not be known long."""
-    task, attempt, copy, remember = call.told[0], int(call.told[1]), call.told[2], int(call.told[5])
-    tickets = dict(call.store.tickets)
-    ticket = tickets[task]
-    if copy == "" and ticket.attempt == attempt and ticket.vain == "0":
-        tickets[task] = ticket._replace(lease=min(ticket.lease, remember))
-    return tuple(tickets.items())
-
-
-def parks_unless_it_is_its_turn(script: Script, call: Call, found: Played) -> bool:
-    """`handed` is said to whom a permit is kept for: also past its deadline, while nobody else has it.
-
-    A courier, whatever the deadline; but not of a call that has left the line.
-    """
-    if call.name != "park" or found.error or found.word in ("more", "stale", "taken"):
-        return True
-    task, copy = call.told[0], call.told[2]
-    limit = limit_of(terms_of(call, 6)) if "#" in call.verb else 1
-    permit = at(call.store, best(call, limit, _kept_for(task, call.now)))
+    permit = at(call.store, _best(call, rank_of))
     deadline = permit.holder.deadline
-    is_kept = permit.value is not None and heir_of(permit) == task
-    if copy == "":
-        is_kept = is_kept and task in dict(call.store.calls.fields)
-    else:
-        is_kept = is_kept and (call.now < deadline or permit.value == seconds(deadline))
-    record = None if permit.record is None else str(permit.record)
-    return (found.word == "handed") == is_kept and told(found)[2:4] == [permit.value, record]
+    is_nobody_elses = call.now < deadline or permit.value == seconds(deadline)
+    comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
+    is_handed = permit.value is not None and _heir_of(permit) == task and comes
+    is_right = found.word in REFUSED or (found.word == "handed") == is_handed
+    return is_right and _told(found)[2:4] == _pair_of(permit)
 
 
-# leave
-
-
-def leaves_nothing_of_its_own(script: Script, call: Call, found: Played) -> bool:
-    """A task that leaves has no place, and its ticket says by which message; all other keys are as they were."""
-    if call.name != "leave" or found.error:
+def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
+    """A task that parks notes its terms. A service notes its terms if they are new and it hands over a permit."""
+    if call.name not in ("park", "serve") or found.error:
         return True
-    task, attempt, copy, remember, shared = call.told
-    after, store = after_of(call, found), call.store
-    if found.word in ("more", "stale"):
-        return after == store
-    text, expected = f"{attempt}|{copy}|{vain_of(call, task)}", store._replace(tickets=after.tickets)
-    if is_anothers(call, shared):
-        ticket = dict(store.tickets).get(task)
-        vain = ticket.vain if ticket is not None and ticket.attempt == int(attempt) else "0"
-        text = f"{attempt}|{copy}|{vain}"
-    else:
-        places = {name: since for since, name in store.line.places if name != task}
-        calls = {name: known for name, known in store.calls.fields if name != task}
-        expected = expected._replace(
-            line=standing(places, store.line.lease), calls=kept_calls(calls, store.calls.lease)
-        )
-    return after == expected and has_tickets(after, call, task, text, int(remember))
+    known = call.store.known
+    if "#" in call.verb and found.word != "more":
+        service = _service_of(call) if call.name == "serve" else None
+        if service is None:
+            known = _noted(call, int(call.told[5]))
+        elif service.heir is not None and _terms_of(call) != terms_in(call.store):
+            known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]))
+    return _after(call, found).known == known
 
 
-# forget
+# Successes: forget.
 
 
 def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
-    """A success is forgotten if it is this run's, or an earlier delivery's of its task; the run has failed."""
+    """This run's success is forgotten, or that of an earlier run of its task. The run has failed."""
     if call.name != "forget" or found.error:
         return True
-    token, store = call.told[0], call.store
-    permits = range(sum(b"holder" in name for name in call.keys))
-    began = {at(store, number).holder.token: at(store, number).holder.since for number in permits}
-    done = store.done.task_id if store.done else None
-    is_earlier = (
-        done is not None
-        and began.get(token, 0) > began.get(done, 0)
-        and task_of(done)[0] == task_of(token)[0]
+    token, done, after = call.told[0], call.store.done, _after(call, found)
+    began = {permit.holder.token: permit.holder.since for permit in _permits(call)}
+    counts = done is not None and (
+        done.task_id == token
+        or (
+            task_of(done.task_id)[0] == task_of(token)[0] and began.get(done.task_id, 0) < began.get(token, 0)
+        )
     )
-    counts = done is not None and (done == token or is_earlier)
-    expected = store._replace(done=None) if counts else store
-    for number in permits:
-        permit = at(expected, number)
-        if (permit.holder.token, permit.holder.state) == (token, "running"):
-            failed = permit.holder._replace(state="failed")
-            expected = at(permit._replace(record=failed), number)
-    return after_of(call, found) == expected and found.word == ("freed" if counts else "lost")
+    right = all(
+        at(after, number).record == (_failed(permit) if permit.holder.token == token else permit.record)
+        and at(after, number).record_expiry == permit.record_expiry
+        and at(after, number).value == permit.value
+        for number, permit in enumerate(_permits(call))
+    )
+    return (
+        right and after.done == (None if counts else done) and found.word == ("freed" if counts else "lost")
+    )
 
 
-# serve
+def _failed(permit: Store) -> Record:
+    record = permit.holder
+    return record._replace(state="failed") if record.state == "running" else record
 
 
-def served(call: Call) -> int:
-    """The permit that serve.lua is about.
+# Turns: serve.
 
-    That which this service has handed over, or whose heir cannot come; or whose heir has not come; or a free
-    one; or a dead holder's; or, as it says until when, that which ends first.
+
+class Service(NamedTuple):
+    """Where a permit goes: to the heir, who is the next in line, and for whom it is kept until then.
+
+    `is_due`: whether nobody has it. `in_vain`: the task for which it was kept. `gone`: tasks before the heir
+    that have not asked again in time.
     """
-    token, dead, absent = call.told[0], call.told[4], call.told[5]
+
+    number: int
+    permit: Store
+    is_due: bool
+    in_vain: str | None
+    heir: str | None
+    until: int
+    gone: tuple[str, ...]
+
+
+def _served(call: Call) -> int:
+    """The permit that a service is about, as a number.
+
+    First comes one that it has handed over before, or whose heir cannot come. Then one whose heir has not come
+    in time; then a free one; then a dead holder's; then the one that ends first.
+    """
 
     def rank_of(permit: Store) -> int:
-        record, live = permit.holder, is_live(permit, call.now)
-        if live and record.state == "handed" and (record.token == token or record.info == absent):
+        if _is_kept(call, permit) or _is_given_up(call, permit):
             return 1
-        if is_in_vain(permit, call.now):
+        if _is_in_vain(permit, call.now):
             return 3
-        if ends(permit, call.now) == 0:
-            return 4
-        return 5 if live and is_dead(permit, dead) else 9
+        return 4 if _ends(permit, call.now) == 0 else 5 if _has_died(call, permit) else 9
 
-    limit = limit_of(terms_of(call, 7)) if "#" in call.verb else 1
-    return best(call, limit, rank_of)
+    return _best(call, rank_of)
 
 
-def is_dead(permit: Store, dead: str) -> bool:
-    """Whether the holder is the one that is proved dead."""
-    return dead != "" and permit.holder.state == "running" and permit.holder.token == dead
+def _is_kept(call: Call, permit: Store) -> bool:
+    """Whether this very service has handed the permit over: it is sent again."""
+    return _is_live(permit, call.now) and _heir_of(permit) is not None and permit.holder.token == call.told[0]
 
 
-def is_served_already(call: Call, permit: Store) -> bool:
-    """Whether this very service has handed it over: it was sent again."""
-    return is_live(permit, call.now) and permit.holder.state == "handed" and permit.holder.token == call.told[0]
+def _is_given_up(call: Call, permit: Store) -> bool:
+    """Whether a permit is kept for a task that cannot come."""
+    return _is_live(permit, call.now) and _heir_of(permit) == call.told[5]
 
 
-def is_passed_on(call: Call, permit: Store) -> bool:
-    """Whether a permit is nobody's, or that of one who cannot have it any more."""
-    if is_served_already(call, permit):
-        return False
-    is_away = heir_of(permit) is not None and heir_of(permit) == call.told[5]
-    lost = is_live(permit, call.now) and (is_dead(permit, call.told[4]) or is_away)
-    return lost or ends(permit, call.now) == 0
+def _has_died(call: Call, permit: Store) -> bool:
+    """Whether the holder's process is proved dead."""
+    record, dead = permit.holder, call.told[4]
+    return _is_live(permit, call.now) and dead != "" and (record.state, record.token) == ("running", dead)
 
 
-def paced_till(call: Call, number: int) -> int:
-    """Until when the pace lets nobody start: 0 if it lets one.
-
-    As many as may start within the period have, or are about to: those that are handed a permit.
-    """
-    if "#" not in call.verb:
-        return 0
-    (count, period), now = pace_of(terms_of(call, 7)), call.now
-    if not count:
-        return 0
-    coming = sum(_is_to_come(call, other) for other in numbers(call) if not _is_redone(call, other, number))
-    starts = [at_ for at_, *_ in call.store.starts.times if now - period + AHEAD < at_ <= now]
-    if len(starts) + coming < count:
-        return 0
-    left = count - coming
-    if left > 0:
-        return starts[-left] + period - AHEAD
-    room = starts[-1] + period - AHEAD if starts else 0
-    return max(room, now + min(period, SECOND))
-
-
-def _is_to_come(call: Call, number: int) -> bool:
+@lru_cache(1)
+def _service_of(call: Call) -> Service:
+    number = _served(call)
     permit = at(call.store, number)
-    known = permit.value not in (None, NOT_A_STRING) and permit.holder.state == "handed"
-    return known and call.now < permit.holder.deadline
+    is_free = _ends(permit, call.now) == 0 or _has_died(call, permit) or _is_given_up(call, permit)
+    service = Service(number, permit, is_free and not _is_kept(call, permit), None, None, 0, ())
+    if not service.is_due:
+        return service
+    service = service._replace(in_vain=_heir_of(permit))
+    if call.told[6] or number >= _limit_of(call) or _paced_till(call):
+        return service  # nobody has it now
+    places, calls = _stand(call, service.in_vain)
+    for task in _in_order(places)[:LOOKED_AT]:
+        asks_until = int(calls.get(task, "")[1:]) if calls.get(task, "").startswith("@") else NEVER
+        if call.now < asks_until:
+            until = call.now + int(call.told[1]) if asks_until == NEVER else asks_until + MAY_COME_LATE
+            return service._replace(heir=task, until=until)
+        service = service._replace(gone=(*service.gone, task))
+    return service
 
 
-def _is_redone(call: Call, other: int, number: int) -> bool:
-    """Whether a permit is the one that is handed over again, or to another."""
-    permit = at(call.store, other)
-    return other == number and (is_served_already(call, permit) or is_passed_on(call, permit))
+def _in_order(places: dict[str, int]) -> list[str]:
+    """Who waits, in order, and is not passed over."""
+    return waiting(Store(line=Line(tuple(sorted((since, task) for task, since in places.items())))))
 
 
-def stands(call: Call, task: str, vain_heir: str | None) -> tuple[int | None, str | None]:
-    """Where a task stands, and what of its call is known, before anybody is handed the permit.
+def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, str]]:
+    """Where the tasks stand, and with what each is woken, once one was handed a permit in vain.
 
-    It stands where it stood if its time away is over. To whom the permit was handed in vain is passed over: for
-    a lease, twice that the next time; or stands where it stood, if nobody has woken it.
+    That one is passed over for a lease, for twice as long each time, for an hour at most. If nobody has woken
+    it, it stands where it stood, as does a task that was passed over for long enough. A task that asks again by
+    itself is forgotten.
     """
-    known, text = waiter(call.store, task), dict(call.store.calls.fields).get(task)
-    place = {name: since for since, name in call.store.line.places}.get(task)
-    if place is not None and AWAY <= place <= AWAY + call.now:
-        place = known.since if known else None
-    if task != vain_heir:
-        return place, text
-    if known is None:
-        return place, None
-    if call.told[6]:
-        return known.since, text
-    away = min(int(call.told[3]) * 2**known.vain, AWAY_AT_MOST)
-    return AWAY + call.now + away, str(Waiter(known.vain + 1, False, known.since, known.call))
+    places, calls = _places(call.store), dict(call.store.calls.fields)
+    for task, place in tuple(places.items()):
+        known = waiter(call.store, task)
+        if AWAY <= place <= AWAY + call.now:
+            places.pop(task)
+            places.update({task: known.since} if known else {})
+    known = waiter(call.store, in_vain)
+    if in_vain is None or known is None:
+        calls.pop(in_vain or "", None)
+    elif call.told[6]:
+        places[in_vain] = known.since
+    else:
+        places[in_vain] = AWAY + call.now + min(int(call.told[3]) * 2**known.vain, AWAY_AT_MOST)
+        calls[in_vain] = str(Waiter(known.vain + 1, False, known.since, known.call))
+    return places, calls
+
+
+def _paced_till(call: Call) -> int:
+    """Until when the pace lets nobody start; 0 if one may.
+
+    A start counts for a period. A permit that is kept for a task counts as a start, but for the one that this
+    service takes back or has handed over.
+    """
+    count, period = pace_of(_terms_of(call)) if "#" in call.verb else (0, 0)
+    number, now, permits = _served(call), call.now, _permits(call)
+    is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
+    left = count - sum(_is_to_come(permit, now) for permit in permits) + is_again
+    starts = _starts_that_count(call, period)
+    if not count or len(starts) < left:
+        return 0
+    if left > 0:
+        return starts[-left]
+    return max([now + min(period, SECOND), *starts])
+
+
+def _starts_that_count(call: Call, period: int) -> list[int]:
+    """When each start that counts now will count no more, in order; so much ahead as a call is on its way."""
+    ends = [began + period - AHEAD for began, *_ in call.store.starts.times if began <= call.now]
+    return [end for end in ends if call.now < end]
+
+
+def _is_served(call: Call, found: Played) -> bool:
+    return call.name == "serve" and not found.error and found.word != "more"
+
+
+def serves_the_permit_that_is_due(script: Script, call: Call, found: Played) -> bool:
+    """A permit that nobody has is kept for the heir. Without an heir it is free, if it was kept for another."""
+    if call.name != "serve" or found.word == "more":
+        return True
+    service = _service_of(call)
+    if isinstance(service.permit.record, str):
+        return found.word == "FOREIGNRECORD"
+    before, after = service.permit, at(_after(call, found), service.number)
+    record = before.holder
+    if service.heir is not None:
+        kept = Record(call.told[0], service.until, record.fence, "handed", call.now, service.heir)
+        return (after.value, after.record) == (seconds(service.until), kept)
+    if service.in_vain is not None:
+        return (after.value, after.record) == (None, record._replace(deadline=0, state="released"))
+    return before[:4] == after[:4]
 
 
 def serves_the_first_in_line(script: Script, call: Call, found: Played) -> bool:
-    """A permit that is nobody's is handed to the first in line who is there; all else is as it was."""
-    if call.name != "serve" or found.word == "more":
+    """The heir leaves the line, and so do those before it that are gone. The others stand where they should."""
+    if not _is_served(call, found):
         return True
-    number = served(call)
-    permit, after = at(call.store, number), after_of(call, found)
-    if isinstance(permit.record, str):
-        return found.word == "FOREIGNRECORD"
-    passed = is_passed_on(call, permit)
-    vain_heir = heir_of(permit) if passed else None
-    tasks = {task for _, task in call.store.line.places} | dict(call.store.calls.fields).keys()
-    found_at = {task: stands(call, task, vain_heir) for task in tasks}
-    places = {task: place for task, (place, _) in found_at.items() if place is not None}
-    calls = {task: text for task, (_, text) in found_at.items() if text is not None}
-    lease = call.store.line.lease
-    if places != {task: since for since, task in call.store.line.places} or vain_heir in places:
-        lease = max(lease, call.store.calls.lease)
-    heir, gone = None, []
-    stays = number >= _limit(call) or paced_till(call, number) or call.told[6]
-    if passed and not stays:
-        heir, gone = first_there(call, standing(places, 0), calls)
-    for task in gone:
+    service = _service_of(call)
+    places, calls = _stand(call, service.in_vain)
+    is_moved = places != _places(call.store) or service.in_vain in places.keys() & calls.keys()
+    for task in service.gone:
         del places[task]
         calls.pop(task, None)
-    until = call.now + int(call.told[1])
-    if heir is not None:
-        del places[heir]
-        if calls.get(heir, "").startswith("@"):
-            until = int(calls[heir][1:]) + KEPT_AFTER_A_LINGERER
-    expected = call.store._replace(
-        line=standing(places, lease), calls=kept_calls(calls, call.store.calls.lease), known=after.known,
-        starts=after.starts,
-    )  # fmt: skip
-    expected = at(_handed(call, at(expected, number), heir, vain_heir, until, at(after, number)), number)
-    return (
-        after == expected
-        and after.known == _known_after_serve(call, heir, until)
-        and after.starts == _starts_after_serve(call, number)
-        and found.word == _word_of_serve(call, permit, heir)
-        and _tells_of_serve(call, found, permit, heir, after)
-        and int(told(found)[6] or 0) == min(looks_again(call, found, number, after, until, gone), default=0)
-    )
+    places.pop(service.heir or "", None)
+    return _has_line(call, found, places, calls, since=call.store.calls.lease if is_moved else 0)
 
 
-def _limit(call: Call) -> int:
-    return limit_of(terms_of(call, 7)) if "#" in call.verb else 1
+def keeps_the_starts_that_are_asked_for(script: Script, call: Call, found: Played) -> bool:
+    """The starts stay. If the pace lets nobody start, they are kept for another two periods."""
+    if not _is_served(call, found):
+        return True
+    starts, now_ms = call.store.starts, call.now // MS
+    ms = up(pace_of(_terms_of(call))[1], MS)
+    if starts.expiry is not None and _paced_till(call) and starts.expiry < now_ms + ms:
+        starts = starts._replace(expiry=now_ms + 2 * ms)
+    return _after(call, found).starts == starts
 
 
-def first_there(call: Call, line: Line, calls: dict[str, str]) -> tuple[str | None, list[str]]:
-    """Who is first in line, and the ones before that have not asked again in time."""
-    gone: list[str] = []
-    for task in waiting(Store(line=line))[:LOOKED_AT]:
-        text = calls.get(task, "")
-        if not text.startswith("@") or call.now < int(text[1:]):
-            return task, gone
-        gone.append(task)
-    return None, gone
-
-
-def _handed(call: Call, permit: Store, heir: str | None, vain_heir: str | None, until: int, after: Store) -> Store:
-    """What becomes of the permit: kept for the heir, or nobody's if it was kept for another; or as it was.
-
-    How long it lasts is for the other clauses to say.
-    """
-    record = permit.holder
-    if heir is not None:
-        record = Record(call.told[0], until, record.fence, "handed", call.now, heir)
-        kept = permit._replace(value=seconds(until), record=record)
-    elif vain_heir is not None:
-        kept = permit._replace(value=None, record=record._replace(deadline=0, state="released"))
-    else:
-        return permit
-    return kept._replace(expiry=after.expiry, record_expiry=after.record_expiry)
-
-
-def _known_after_serve(call: Call, heir: str | None, until: int) -> Known | None:
-    """New terms are noted with who is handed a permit on them."""
-    terms = terms_of(call, 7)
-    if heir is None or "#" not in call.verb or terms == terms_in(call.store):
-        return call.store.known
-    return known_after(call, terms, up(until - call.now, MS) + int(call.told[2]))
-
-
-def _starts_after_serve(call: Call, number: int) -> object:
-    """The starts last for as long as those who wait for one of them to count no more."""
-    starts, ms = call.store.starts, up(pace_of(terms_of(call, 7))[1], MS)
-    short = starts.expiry is not None and starts.expiry - call.now // MS < ms
-    is_asked = paced_till(call, number) > 0
-    return starts._replace(expiry=call.now // MS + 2 * ms) if is_asked and short else starts
-
-
-def _word_of_serve(call: Call, permit: Store, heir: str | None) -> str:
-    if is_served_already(call, permit):
-        return "handed"
-    if not is_passed_on(call, permit):
-        return "held"
-    if heir is None:
-        return "empty"
-    recorded = permit.holder.deadline > 0 and permit.value == seconds(permit.holder.deadline)
-    if permit.value is None:
-        return "handed"
-    if is_live(permit, call.now):
-        return "taken_over" if is_dead(permit, call.told[4]) else "handed"
-    died = not recorded or permit.holder.state not in ("resting", "handed")
-    return "taken_over" if died else "handed"
-
-
-def _tells_of_serve(call: Call, found: Played, permit: Store, heir: str | None, after: Store) -> bool:
-    """The reply has what was found of the permit, whom it is kept for, and what that one is woken with."""
-    if is_served_already(call, permit):
-        heir = heir_of(permit)
-    known = waiter(after, heir)
+def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
+    """The reply says who the heir is, what it is woken with if it must be woken, and what the permit was."""
+    if not _is_served(call, found):
+        return True
+    service, permit = _service_of(call), _service_of(call).permit
+    heir, word = service.heir, "held"
+    if _is_kept(call, permit):
+        heir, word = _heir_of(permit), "handed"
+    elif service.is_due:
+        word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
+    known = waiter(_after(call, found), heir)
     wakes = known.call if known is not None and not known.comes else None
-    record = None if permit.record is None else str(permit.record)
-    return told(found)[2:6] == [permit.value, record, heir, wakes]
+    return found.word == word and _told(found)[2:6] == [*_pair_of(permit), heir, wakes]
 
 
-def looks_again(
-    call: Call, found: Played, number: int, after: Store, until: int, gone: list[str]
-) -> Iterator[int]:
-    """All for which it is time to look at the line again, and when.
+def _is_taken_over(call: Call, permit: Store) -> bool:
+    """Whether the holder has died: that is proved, or its deadline has passed without a release."""
+    record = permit.holder
+    if permit.value is None or _is_live(permit, call.now):
+        return _has_died(call, permit)
+    is_recorded = record.deadline > 0 and permit.value == seconds(record.deadline)
+    return not is_recorded or record.state not in ("resting", "handed")
 
-    When the permit ends, or another; when somebody's time away ends; if anybody waits, when one more may start.
-    At once if another permit is free, or was handed over in vain; or if only those were looked at who are gone.
+
+def says_when_to_look_again(script: Script, call: Call, found: Played) -> bool:
+    """The reply says the earliest time at which there is a reason to look at the line again; or 0."""
+    if not _is_served(call, found):
+        return True
+    return int(_told(found)[6] or 0) == min(_looks(call, _after(call, found)), default=0)
+
+
+def _looks(call: Call, after: Store) -> Iterator[int]:
+    """The reasons to look again: a permit ends, a task is no longer passed over, one more may start.
+
+    And at once: another permit was handed over in vain; or is free, and somebody waits; or all that this service
+    has looked at are gone.
     """
-    now, permit = call.now, at(call.store, number)
-    if found.word in ("handed", "taken_over"):
-        yield permit.holder.deadline if is_served_already(call, permit) else until
-    elif found.word == "held" and ends(permit, now) != NEVER:
-        yield ends(permit, now)
-    elif len(gone) == LOOKED_AT:
+    now, service = call.now, _service_of(call)
+    others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
+    yield from (end for _, permit in others if 0 < (end := _ends(permit, now)) < LATER_THAN_ANY)
+    until = service.until if service.is_due else _ends(service.permit, now)
+    yield from [until] * (0 < until < NEVER)
+    yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
+    if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
         yield now
-    yield from (place - AWAY for place, _ in after.line.places if place >= AWAY)
-    if "#" not in call.verb:
+    if "#" not in call.verb or not waiting(after):
         return
-    others = {other: at(call.store, other) for other in numbers(call) if other != number}
-    yield from (until for other in others.values() if 0 < (until := ends(other, now)) < NEVER)
-    if any(is_in_vain(other, now) for other in others.values()):
-        yield now
-    if not waiting(after):
-        return
-    paced, period = paced_till(call, number), pace_of(terms_of(call, 7))[1]
-    if paced:
-        yield paced
-        return
-    yield from (at_ + period - AHEAD for at_, *_ in call.store.starts.times if now - period + AHEAD < at_ <= now)
-    if any(ends(other, now) == 0 for place, other in others.items() if place < _limit(call)):
+    paced = _paced_till(call)
+    yield from [paced] if paced else _starts_that_count(call, pace_of(_terms_of(call))[1])
+    if not paced and any(_ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
         yield now
 
 
 CLAUSES: tuple[Clause, ...] = (
-    parks_where_it_says,
-    parks_unless_it_is_its_turn,
-    leaves_nothing_of_its_own,
+    touches_nothing_else,
+    has_its_ticket,
+    has_its_place,
+    has_its_turn,
+    notes_the_terms,
     forgets_this_run_alone,
+    serves_the_permit_that_is_due,
     serves_the_first_in_line,
+    keeps_the_starts_that_are_asked_for,
+    says_whom_it_serves,
+    says_when_to_look_again,
 )
