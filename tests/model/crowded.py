@@ -71,13 +71,13 @@ def _beside_waiters(call: Call, draw: random.Random) -> Call:
             continue
         for known in (places, calls):
             known.pop(task, None)
-        known = Waiter(draw.choice((0, 1, 2, 11)), draw.random() < 0.3, since, "0")
+        wakes = Waiter(draw.choice((0, 1, 2, 11)), draw.random() < 0.3, since, "0")
         if kind < 0.6:
-            places[task], calls[task] = draw.choice((since, AWAY + now + beside)), str(known)
+            places[task], calls[task] = draw.choice((since, AWAY + now + beside)), str(wakes)
         elif kind < 0.75:
             places[task], calls[task] = since, f"@{now + beside}"
         elif kind < 0.85:
-            calls[task] = str(known)
+            calls[task] = str(wakes)
     return call._replace(store=_in_line(store, places, calls))
 
 

@@ -240,8 +240,8 @@ def _has_line(
 def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     """A task is told `handed` if a permit is kept for it, be it past its deadline, while nobody else has it.
 
-    Its courier is told so whoever has it, unless the call has left the line. The reply tells of this permit; or
-    else of a free one; or else of the one that ends first.
+    Its courier is told so whoever has it, unless the call has left the line. The reply tells of this permit;
+    or else of a free one; or else of the one that ends first.
     """
     if call.name != "park" or found.error or found.word == "more":
         return True
@@ -262,7 +262,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
-    """A task that parks notes its terms. A service notes its terms if they are new and it hands over a permit."""
+    """A task that parks notes its terms. A service notes new terms if it hands over a permit."""
     if call.name not in ("park", "serve") or found.error:
         return True
     known = call.store.known
@@ -328,8 +328,8 @@ class Service(NamedTuple):
 def _served(call: Call) -> int:
     """The permit that a service is about, as a number.
 
-    First comes one that it has handed over before, or whose heir cannot come. Then one whose heir has not come
-    in time; then a free one; then a dead holder's; then the one that ends first.
+    First comes one that it has handed over before, or whose heir cannot come. Then one whose heir has not
+    come in time; then a free one; then a dead holder's; then the one that ends first.
     """
 
     def rank_of(permit: Store) -> int:
@@ -388,8 +388,8 @@ def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, s
     """Where the tasks stand, and with what each is woken, once one was handed a permit in vain.
 
     That one is passed over for a lease, for twice as long each time, for an hour at most. If nobody has woken
-    it, it stands where it stood, as does a task that was passed over for long enough. A task that asks again by
-    itself is forgotten.
+    it, it stands where it stood. So does a task that was passed over for long enough. If it asks again by
+    itself, it is forgotten.
     """
     places, calls = _places(call.store), dict(call.store.calls.fields)
     for task, place in tuple(places.items()):
@@ -437,7 +437,7 @@ def _is_served(call: Call, found: Played) -> bool:
 
 
 def serves_the_permit_that_is_due(script: Script, call: Call, found: Played) -> bool:
-    """A permit that nobody has is kept for the heir. Without an heir it is free, if it was kept for another."""
+    """A permit that nobody has is kept for the heir. If there is none, it is kept for nobody."""
     if call.name != "serve" or found.word == "more":
         return True
     service = _service_of(call)
@@ -454,7 +454,7 @@ def serves_the_permit_that_is_due(script: Script, call: Call, found: Played) -> 
 
 
 def serves_the_first_in_line(script: Script, call: Call, found: Played) -> bool:
-    """The heir leaves the line, and so do those before it that are gone. The others stand where they should."""
+    """The heir leaves the line, and so do those before it that are gone. Others stay, or come back."""
     if not _is_served(call, found):
         return True
     service = _service_of(call)
@@ -512,8 +512,8 @@ def says_when_to_look_again(script: Script, call: Call, found: Played) -> bool:
 def _looks(call: Call, after: Store) -> Iterator[int]:
     """The reasons to look again: a permit ends, a task is no longer passed over, one more may start.
 
-    And at once: another permit was handed over in vain; or is free, and somebody waits; or all that this service
-    has looked at are gone.
+    And at once: another permit was handed over in vain; or is free, and somebody waits; or all that this
+    service has looked at are gone.
     """
     now, service = call.now, _service_of(call)
     others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
