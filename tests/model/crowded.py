@@ -151,7 +151,7 @@ def _paced(call: Call, draw: random.Random) -> Call:
     if b"starts" not in call.keys:
         return call
     if not pace_of(terms)[1]:
-        terms += f":{draw.choice((1, 2, 3))}/2000000"
+        terms += f":{draw.choice((1, 2, 3))}/{draw.choice((2_000_000, 2_000_500))}"
         call = call._replace(told=(*call.told[:7], terms))
     period, now = pace_of(terms)[1], call.now
     moments = [now - period + AHEAD + beside for beside in (-1, 0, 1)] + [

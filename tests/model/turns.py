@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.model.layout import read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, limit_of, pace_of, terms_in
+from tests.model.permits import at, highest_in, limit_of, pace_of, terms_in
 from tests.model.rules import is_anothers
 from tests.model.store import (
     MS,
@@ -162,6 +162,14 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
     elif call.name == "forget":
         before = before._replace(**{name: getattr(after, name) for name in ("record", "others")})
     return before == after
+
+
+def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
+    """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
+    highest = highest_in(call.store)[0]
+    if call.name not in TURNS or b"permits" not in call.keys or highest <= len(_numbers(call)):
+        return found.word != "more" or call.name not in TURNS
+    return _told(found) == ["more", str(highest)]
 
 
 # Places: park and leave.
@@ -533,6 +541,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
 
 CLAUSES: tuple[Clause, ...] = (
     touches_nothing_else,
+    asks_for_all_permits,
     has_its_ticket,
     has_its_place,
     has_its_turn,
