@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from tests.model.layout import PERMITS, RECORD, STARTS
 from tests.model.line import AWAY, Waiter
 from tests.model.lock import Call
 from tests.model.permits import at, pace_of, terms_in
@@ -132,12 +133,12 @@ def _soon_forgotten(call: Call, draw: random.Random) -> Call:
 
 def _on_other_terms(call: Call, draw: random.Random) -> Call:
     """Other terms are known than the call is told, or more permits are in use than it knows of."""
-    count = 1 + sum(name.startswith(b"lock#") for name in call.keys)
+    count = sum(name.startswith(RECORD) for name in call.keys)
     limit = draw.randrange(1, count + 1)
     highest = draw.choice((limit, count, count, count + 1))
     terms = draw.choice((str(limit), f"{limit}:1/2000000"))
     store, told = call.store, list(call.told)
-    if b"permits" in call.keys:
+    if PERMITS in call.keys:
         store = store._replace(known=Known(f"{max(limit, highest)} {terms}", 60_500))
     place = {"park": 6, "serve": 7}.get(call.name)
     if place is not None:
@@ -148,7 +149,7 @@ def _on_other_terms(call: Call, draw: random.Random) -> Call:
 def _paced(call: Call, draw: random.Random) -> Call:
     """Calls have started: a period ago, to the moment; or the clock was set back since."""
     terms = call.told[7] if call.told[7] != "0" else terms_in(call.store)
-    if b"starts" not in call.keys:
+    if STARTS not in call.keys:
         return call
     if not pace_of(terms)[1]:
         terms += f":{draw.choice((1, 2, 3))}/{draw.choice((2_000_000, 2_000_500))}"

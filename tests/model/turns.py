@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.model.layout import read_back
+from tests.model.layout import PERMITS, RECORD, read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, highest_in, limit_of, pace_of, terms_in
@@ -46,7 +46,7 @@ TURNS = ("serve", "park", "leave", "look", "forget")
 
 def _numbers(call: Call) -> range:
     """The permits that a script is told of."""
-    return range(sum(name.startswith((b"lock", b"holder")) for name in call.keys if name != b"lock"))
+    return range(sum(name.startswith(RECORD) for name in call.keys))
 
 
 def _permits(call: Call) -> list[Store]:
@@ -167,7 +167,7 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
 def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
     """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
     highest = highest_in(call.store)[0]
-    if call.name not in TURNS or b"permits" not in call.keys or highest <= len(_numbers(call)):
+    if call.name not in TURNS or PERMITS not in call.keys or highest <= len(_numbers(call)):
         return found.word != "more" or call.name not in TURNS
     return _told(found) == ["more", str(highest)]
 
