@@ -249,7 +249,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     """A task is told `handed` if a permit is kept for it, be it past its deadline, while nobody else has it.
 
     Its courier is told so whoever has it, unless the call has left the line. The reply tells of this permit;
-    or else of a free one; or else of the one that ends first.
+    or else of a free one; or else of the one that ends first. It says the time, and the task's place.
     """
     if call.name != "park" or found.error or found.word == "more":
         return True
@@ -266,7 +266,9 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
     is_handed = permit.value is not None and _heir_of(permit) == task and comes
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
-    return is_right and _told(found)[2:4] == _pair_of(permit)
+    line = [name for _, name in _after(call, found).line.places]
+    place = 1 + line.index(task) if task in line else 0
+    return is_right and _told(found)[1:] == [str(call.now), *_pair_of(permit), str(place)]
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
@@ -498,7 +500,7 @@ def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
         word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
     known = waiter(_after(call, found), heir)
     wakes = known.call if known is not None and not known.comes else None
-    return found.word == word and _told(found)[2:6] == [*_pair_of(permit), heir, wakes]
+    return found.word == word and _told(found)[1:6] == [str(call.now), *_pair_of(permit), heir, wakes]
 
 
 def _is_taken_over(call: Call, permit: Store) -> bool:
