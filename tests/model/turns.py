@@ -81,9 +81,6 @@ def _limit_of(call: Call) -> int:
     return limit_of(_terms_of(call)) if "#" in call.verb else 1
 
 
-# Permits.
-
-
 def _ends(permit: Store, now: int) -> int:
     """When a permit will be free: 0 if it is, NEVER if no time ends what another program has written."""
     value, deadline = permit.value, permit.holder.deadline
@@ -140,9 +137,6 @@ def _noted(call: Call, ms: int) -> Known | None:
     return Known(text, lease if known and known.text == text else max(lease, 60_000))
 
 
-# What stays.
-
-
 def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
     """Each of these scripts changes a few keys, of which other clauses tell; all others stay as they are."""
     if call.name not in TURNS or found.error:
@@ -170,9 +164,6 @@ def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
     if call.name not in TURNS or PERMITS not in call.keys or highest <= len(_numbers(call)):
         return found.word != "more" or call.name not in TURNS
     return _told(found) == ["more", str(highest)]
-
-
-# Places: park and leave.
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
@@ -285,9 +276,6 @@ def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
     return _after(call, found).known == known
 
 
-# Successes: forget.
-
-
 def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
     """This run's success is forgotten, or that of an earlier run of its task. The run has failed."""
     if call.name != "forget" or found.error:
@@ -314,9 +302,6 @@ def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
 def _failed(permit: Store) -> Record:
     record = permit.holder
     return record._replace(state="failed") if record.state == "running" else record
-
-
-# Turns: serve.
 
 
 class Service(NamedTuple):
