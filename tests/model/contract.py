@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
-from tests.model.line import AWAY, waiter, waiting
+from tests.model.line import AWAY, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, highest_in
 from tests.model.rules import is_stale, rule_of, word_of
 from tests.model.store import MS, NUMBER, Record, Store, seconds, task_of, up
+from tests.model.turns import CLAUSES as OF_TURNS
 from tests.simulation.scripts import Script
 from tests.simulation.server import COMMANDS, Entry, Reply, Server, ServerError
 
@@ -244,30 +245,6 @@ def _tells_renew(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     return right and (int(reply[2]), reply[3]) == (call.now, old.value)
 
 
-def _tells_park(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    order = [task for _, task in after.line.places]
-    place = order.index(call.told[0]) + 1 if call.told[0] in order else 0
-    pairs = [(at(call.store, n).value, _record(at(call.store, n))) for n in range(1 + len(call.store.others))]
-    pairs.append((None, None))
-    if word in ("new", "parked") and waiter(after, call.told[0]) is None:  # it is to be woken
-        return False
-    return (int(reply[1]), int(reply[4])) == (call.now, place) and (reply[2], reply[3]) in pairs
-
-
-def _tells_serve(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    states = [at(after, number).holder for number in range(1 + len(after.others))]
-    heirs = [record.info for record in states if record.state == "handed" and record.token == call.told[0]]
-    heir = reply[4]
-    if int(reply[1]) != call.now or (heir is not None and heir not in heirs):
-        return False
-    told = dict(after.calls.fields).get(heir or "", "")
-    vain, _, rest = told.partition("|")
-    wakes = rest.split("|", 1)[1] if heir and vain.isdigit() else None
-    backs = [int(until) - AWAY for until, _ in after.line.places if until >= AWAY]
-    soon = min(backs, default=0)
-    return reply[5] == wakes and (not soon or 0 < int(reply[6]) <= max(soon, call.now))
-
-
 def _tells_mark(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     if word == "WRONGTYPE":
         return True
@@ -292,8 +269,6 @@ _TELLS: dict[str, Callable[[Call, str, list[Any], Store], bool]] = {
     "release": _tells_release,
     "hold": _tells_release,
     "renew": _tells_renew,
-    "park": _tells_park,
-    "serve": _tells_serve,
     "mark": _tells_mark,
 }
 
@@ -399,6 +374,7 @@ CLAUSES: tuple[Clause, ...] = (
     all_or_nothing_on_full,
     forbidden_leaves_no_key_for_ever,
     is_the_same_again,
+    *OF_TURNS,
 )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 from tests.model.contract import Call
+from tests.model.crowded import crowded
 from tests.model.line import AWAY
 from tests.model.permits import at
 from tests.model.store import MS, NOT_A_STRING, NUMBER, SECOND, Record, Store, purge, seconds, task_of
+from tests.model.turns import TURNS
 
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
 FOREIGN_RECORDS = ("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n")
@@ -22,6 +24,8 @@ def perturbed(call: Call, seed: int) -> Call:
     for _ in range(draw.choice((1, 1, 2))):
         change = draw.choice((_at_a_boundary, _beside_foreigners, _of_another, _without_a_key, _told_other))
         call = change(call, draw)
+    if call.name in TURNS and draw.random() < 0.7:
+        call = crowded(call, draw)
     return call._replace(store=purge(call.store, call.now))
 
 

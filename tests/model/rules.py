@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.model.line import waiter, waiting
+from tests.model.line import waiter
 from tests.model.lock import Call
 from tests.model.permits import at, highest_in
 from tests.model.store import NUMBER, SECOND, Store, seconds, task_of
@@ -160,25 +160,6 @@ def _of_park(call: Call, store: Store) -> str | None:
     return "new" if ticket is None or has_begun else "parked"
 
 
-def _of_serve(call: Call, store: Store) -> str | None:
-    record, value, (token, *_, dead, away, unsent, _) = store.holder, store.value, call.told
-    if "#" in call.verb or value is None or isinstance(store.record, str):
-        return None
-    if not NUMBER.fullmatch(value):
-        return "held"
-    if call.now < record.deadline:
-        if record.state == "handed" and record.token == token:
-            return "handed"
-        is_dead = dead != "" and record.state == "running" and record.token == dead
-        if not is_dead and not (record.state == "handed" and record.info == away):
-            return "held"
-    elif not _is_ours(store) and call.now < (min(float(value), 1e11) + 1) * SECOND:
-        return "held"
-    if unsent or not (waiting(call.store) or call.store.line.places):
-        return "empty"
-    return None
-
-
 def rule_of(call: Call, store: Store) -> str:
     """By which rule acquire.lua lets a caller have a lock."""
     record, value, token, dead = store.holder, store.value, call.told[0], call.told[4]
@@ -216,5 +197,4 @@ _RULES: dict[str, Callable[[Call, Store], str | None]] = {
     "unmark": _of_unmark,
     "leave": _of_leave,
     "park": _of_park,
-    "serve": _of_serve,
 }

@@ -1,0 +1,542 @@
+"""The contract of the scripts that give turns: who has the next one, who waits where, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.model.layout import PERMITS, RECORD, read_back
+from tests.model.line import AWAY, Waiter, waiter, waiting
+from tests.model.lock import Call
+from tests.model.permits import at, highest_in, limit_of, pace_of, terms_in
+from tests.model.rules import is_anothers
+from tests.model.store import (
+    MS,
+    NOT_A_STRING,
+    NUMBER,
+    SECOND,
+    Known,
+    Line,
+    Permit,
+    Record,
+    Store,
+    Ticket,
+    seconds,
+    task_of,
+    up,
+)
+
+if TYPE_CHECKING:
+    from tests.model.contract import Clause, Played
+    from tests.simulation.scripts import Script
+
+AHEAD = 20_000
+"""How long (us) before its start a call may be handed a permit."""
+AWAY_AT_MOST = 3600 * SECOND
+LOOKED_AT = 10
+"""How many in line one service looks at."""
+MAY_COME_LATE = 50_000
+"""How much longer (us) a permit is kept for a call than that one asks again by itself."""
+LATER_THAN_ANY, NEVER = 10**17, 10**18
+"""A time (us) that nobody lives to see, though another program may write a later one; and no time at all."""
+REFUSED = ("more", "stale", "taken")
+TURNS = ("serve", "park", "leave", "look", "forget")
+
+
+def _numbers(call: Call) -> range:
+    """The permits that a script is told of."""
+    return range(sum(name.startswith(RECORD) for name in call.keys))
+
+
+def _permits(call: Call) -> list[Store]:
+    """The keys as those of each permit."""
+    return [at(call.store, number) for number in _numbers(call)]
+
+
+def _after(call: Call, found: Played) -> Store:
+    return read_back(found.keys, call.now // MS)
+
+
+def _told(found: Played) -> list[str | None]:
+    """What a script says."""
+    words = found.reply.split(b" ") if isinstance(found.reply, bytes) else found.reply
+    return [
+        word.decode() if isinstance(word, bytes) else None if word is None else str(word) for word in words
+    ]
+
+
+def _pair_of(permit: Store) -> list[str | None]:
+    """A permit's value and record, as scripts tell them."""
+    return [permit.value, None if permit.record is None else str(permit.record)]
+
+
+def _terms_of(call: Call) -> str:
+    """The terms that a call is told, or else those that are known."""
+    terms = call.told[{"park": 6, "serve": 7}[call.name]]
+    return terms if terms != "0" else terms_in(call.store)
+
+
+def _limit_of(call: Call) -> int:
+    return limit_of(_terms_of(call)) if "#" in call.verb else 1
+
+
+def _ends(permit: Store, now: int) -> int:
+    """When a permit will be free: 0 if it is, NEVER if no time ends what another program has written."""
+    value, deadline = permit.value, permit.holder.deadline
+    if value is None:
+        return 0
+    if not NUMBER.fullmatch(value):
+        return NEVER
+    is_recorded = now < deadline or (deadline > 0 and value == seconds(deadline))
+    until = deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
+    return until if now < until else 0
+
+
+def _is_live(permit: Store, now: int) -> bool:
+    """Whether a permit is somebody's, as its record says."""
+    return bool(permit.value and NUMBER.fullmatch(permit.value)) and now < permit.holder.deadline
+
+
+def _heir_of(permit: Store) -> str | None:
+    """The task for which a permit is kept, or was until its deadline."""
+    return permit.holder.info if permit.holder.state == "handed" else None
+
+
+def _is_to_come(permit: Store, now: int) -> bool:
+    """Whether a permit is kept for a task still, whatever its value."""
+    return (
+        _heir_of(permit) is not None
+        and permit.value not in (None, NOT_A_STRING)
+        and now < permit.holder.deadline
+    )
+
+
+def _is_in_vain(permit: Store, now: int) -> bool:
+    """Whether a permit was handed to a task that has not come in time."""
+    return _heir_of(permit) is not None and _ends(permit, now) == 0
+
+
+def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
+    """The permit that fits best: rank 4 is a free one, 9 one that is held; of several that which ends first.
+
+    Beyond the limit only one that fits better than a free one.
+    """
+    ranks = [(rank_of(permit), _ends(permit, call.now)) for permit in _permits(call)]
+    return min((*ranks[n], n) for n in _numbers(call) if n < _limit_of(call) or ranks[n][0] < 4)[2]
+
+
+def _noted(call: Call, ms: int) -> Known | None:
+    """What is known of the permits once a call's terms are noted: for so long; if it is new, for a minute."""
+    used = [n for n, permit in enumerate(_permits(call)) if permit.value not in (None, NOT_A_STRING)]
+    terms, known = _terms_of(call), call.store.known
+    highest = max(limit_of(terms), 1 + max(used, default=0))
+    text, lease = f"{highest} {terms}", max(known.lease if known else 0, ms)
+    if text == "1 1":
+        return None
+    return Known(text, lease if known and known.text == text else max(lease, 60_000))
+
+
+def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
+    """Each of these scripts changes a few keys, of which other clauses tell; all others stay as they are."""
+    if call.name not in TURNS or found.error:
+        return True
+    may = {
+        "park": ("line", "calls", "tickets", "known"),
+        "leave": ("line", "calls", "tickets"),
+        "serve": ("line", "calls", "known", "starts"),
+        "forget": ("done",),
+        "look": (),
+    }
+    before, after = call.store, _after(call, found)
+    before = before._replace(**{name: getattr(after, name) for name in may[call.name]})
+    if call.name == "serve" and found.word != "more":
+        changed = Permit(*at(after, number := _served(call))[:4])
+        before = at(at(before, number)._replace(**changed._asdict()), number)
+    elif call.name == "forget":
+        before = before._replace(**{name: getattr(after, name) for name in ("record", "others")})
+    return before == after
+
+
+def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
+    """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
+    highest = highest_in(call.store)[0]
+    if call.name not in TURNS or PERMITS not in call.keys or highest <= len(_numbers(call)):
+        return found.word != "more" or call.name not in TURNS
+    return _told(found) == ["more", str(highest)]
+
+
+def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
+    """A task's ticket says which attempt waits, or which message of it left, and the wake-ups in vain.
+
+    A courier may find that its call has begun, and was never woken in vain. Then the ticket is kept for a
+    shorter time. Other tickets stay.
+    """
+    if call.name not in ("park", "leave") or found.error:
+        return True
+    task, attempt, copy = call.told[:3]
+    ms, tickets = int(call.told[5 if call.name == "park" else 3]), dict(call.store.tickets)
+    if found.word not in REFUSED:
+        text = f"{attempt}|{copy if call.name == 'leave' else ''}|{_vain_of(call)}"
+        tickets[task] = Ticket(text, ms)
+    elif (call.name, found.word, copy) == ("park", "stale", ""):
+        ticket = tickets[task]
+        if (ticket.attempt, ticket.vain) == (int(attempt), "0"):
+            tickets[task] = ticket._replace(lease=min(ticket.lease, ms))
+    return dict(_after(call, found).tickets) == tickets
+
+
+def _vain_of(call: Call) -> str:
+    """How often a task was woken in vain: as its own place says, or else the ticket of this attempt."""
+    task, attempt, *_, shared = call.told
+    known, ticket = waiter(call.store, task), dict(call.store.tickets).get(task)
+    if known is not None and not is_anothers(call, shared):
+        return str(known.vain)
+    return ticket.vain if ticket is not None and ticket.attempt == int(attempt) else "0"
+
+
+def has_its_place(script: Script, call: Call, found: Played) -> bool:
+    """A task that parks stands in line, and its call is known. A task that leaves does not. Others stay.
+
+    What its courier finds of its place and its call stays as it is, unless an earlier attempt has left it. A
+    task that is told `handed` gets no place.
+    """
+    if call.name not in ("park", "leave") or found.error:
+        return True
+    task, attempt, copy, since, wakes = call.told[:5]
+    places, calls, lasts = _places(call.store), dict(call.store.calls.fields), 0
+    if call.name == "leave" and found.word not in REFUSED and not is_anothers(call, call.told[-1]):
+        places.pop(task, None)
+        calls.pop(task, None)
+    elif call.name == "park" and found.word not in REFUSED:
+        ticket, lasts = dict(call.store.tickets).get(task), int(call.told[5])
+        is_known = waiter(call.store, task) and not (ticket and ticket.attempt < int(attempt))
+        is_handed = found.word == "handed"
+        if not is_known or not (is_handed or (copy == "" and task in places)):
+            calls[task] = f"{_vain_of(call)}|{since}|{wakes}"
+            places.update({} if is_handed else {task: int(since)})
+    return _has_line(call, found, places, calls, lasts)
+
+
+def _places(store: Store) -> dict[str, int]:
+    return {task: since for since, task in store.line.places}
+
+
+def _has_line(
+    call: Call, found: Played, places: dict[str, int], calls: dict[str, str], lasts: int = 0, since: int = 0
+) -> bool:
+    """Whether these stand in line, and are woken with this; and both last for so long (ms) at least."""
+    before, after = call.store, _after(call, found)
+    lasts_line = max(before.line.lease, lasts, since)
+    return (
+        after.line.places == tuple(sorted((since, task) for task, since in places.items()))
+        and dict(after.calls.fields) == calls
+        and (not places or after.line.lease == lasts_line)
+        and (not calls or after.calls.lease == max(before.calls.lease, lasts))
+    )
+
+
+def has_its_turn(script: Script, call: Call, found: Played) -> bool:
+    """A task is told `handed` if a permit is kept for it, be it past its deadline, while nobody else has it.
+
+    Its courier is told so whoever has it, unless the call has left the line. The reply tells of this permit;
+    or else of a free one; or else of the one that ends first. It says the time, and the task's place.
+    """
+    if call.name != "park" or found.error or found.word == "more":
+        return True
+    task, _, copy, *_ = call.told
+
+    def rank_of(permit: Store) -> int:
+        until = _ends(permit, call.now)
+        is_its_own = _heir_of(permit) == task and until in (0, permit.holder.deadline)
+        return 1 if is_its_own else 9 if until else 4
+
+    permit = at(call.store, _best(call, rank_of))
+    deadline = permit.holder.deadline
+    is_nobody_elses = call.now < deadline or permit.value == seconds(deadline)
+    comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
+    is_handed = permit.value is not None and _heir_of(permit) == task and comes
+    is_right = found.word in REFUSED or (found.word == "handed") == is_handed
+    line = [name for _, name in _after(call, found).line.places]
+    place = 1 + line.index(task) if task in line else 0
+    return is_right and _told(found)[1:] == [str(call.now), *_pair_of(permit), str(place)]
+
+
+def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
+    """A task that parks notes its terms. A service notes new terms if it hands over a permit."""
+    if call.name not in ("park", "serve") or found.error:
+        return True
+    known = call.store.known
+    if "#" in call.verb and found.word != "more":
+        service = _service_of(call) if call.name == "serve" else None
+        if service is None:
+            known = _noted(call, int(call.told[5]))
+        elif service.heir is not None and _terms_of(call) != terms_in(call.store):
+            known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]))
+    return _after(call, found).known == known
+
+
+def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
+    """This run's success is forgotten, or that of an earlier run of its task. The run has failed."""
+    if call.name != "forget" or found.error:
+        return True
+    token, done, after = call.told[0], call.store.done, _after(call, found)
+    began = {permit.holder.token: permit.holder.since for permit in _permits(call)}
+    counts = done is not None and (
+        done.task_id == token
+        or (
+            task_of(done.task_id)[0] == task_of(token)[0] and began.get(done.task_id, 0) < began.get(token, 0)
+        )
+    )
+    right = all(
+        at(after, number).record == (_failed(permit) if permit.holder.token == token else permit.record)
+        and at(after, number).record_expiry == permit.record_expiry
+        and at(after, number).value == permit.value
+        for number, permit in enumerate(_permits(call))
+    )
+    return (
+        right and after.done == (None if counts else done) and found.word == ("freed" if counts else "lost")
+    )
+
+
+def _failed(permit: Store) -> Record:
+    record = permit.holder
+    return record._replace(state="failed") if record.state == "running" else record
+
+
+class Service(NamedTuple):
+    """Where a permit goes: to the heir, who is the next in line, and for whom it is kept until then.
+
+    `is_due`: whether nobody has it. `in_vain`: the task for which it was kept. `gone`: tasks before the heir
+    that have not asked again in time.
+    """
+
+    number: int
+    permit: Store
+    is_due: bool
+    in_vain: str | None
+    heir: str | None
+    until: int
+    gone: tuple[str, ...]
+
+
+def _served(call: Call) -> int:
+    """The permit that a service is about, as a number.
+
+    First comes one that it has handed over before, or whose heir cannot come. Then one whose heir has not
+    come in time; then a free one; then a dead holder's; then the one that ends first.
+    """
+
+    def rank_of(permit: Store) -> int:
+        if _is_kept(call, permit) or _is_given_up(call, permit):
+            return 1
+        if _is_in_vain(permit, call.now):
+            return 3
+        return 4 if _ends(permit, call.now) == 0 else 5 if _has_died(call, permit) else 9
+
+    return _best(call, rank_of)
+
+
+def _is_kept(call: Call, permit: Store) -> bool:
+    """Whether this very service has handed the permit over: it is sent again."""
+    return _is_live(permit, call.now) and _heir_of(permit) is not None and permit.holder.token == call.told[0]
+
+
+def _is_given_up(call: Call, permit: Store) -> bool:
+    """Whether a permit is kept for a task that cannot come."""
+    return _is_live(permit, call.now) and _heir_of(permit) == call.told[5]
+
+
+def _has_died(call: Call, permit: Store) -> bool:
+    """Whether the holder's process is proved dead."""
+    record, dead = permit.holder, call.told[4]
+    return _is_live(permit, call.now) and dead != "" and (record.state, record.token) == ("running", dead)
+
+
+@lru_cache(1)
+def _service_of(call: Call) -> Service:
+    number = _served(call)
+    permit = at(call.store, number)
+    is_free = _ends(permit, call.now) == 0 or _has_died(call, permit) or _is_given_up(call, permit)
+    service = Service(number, permit, is_free and not _is_kept(call, permit), None, None, 0, ())
+    if not service.is_due:
+        return service
+    service = service._replace(in_vain=_heir_of(permit))
+    if call.told[6] or number >= _limit_of(call) or _paced_till(call):
+        return service  # nobody has it now
+    places, calls = _stand(call, service.in_vain)
+    for task in _in_order(places)[:LOOKED_AT]:
+        asks_until = int(calls.get(task, "")[1:]) if calls.get(task, "").startswith("@") else NEVER
+        if call.now < asks_until:
+            until = call.now + int(call.told[1]) if asks_until == NEVER else asks_until + MAY_COME_LATE
+            return service._replace(heir=task, until=until)
+        service = service._replace(gone=(*service.gone, task))
+    return service
+
+
+def _in_order(places: dict[str, int]) -> list[str]:
+    """Who waits, in order, and is not passed over."""
+    return waiting(Store(line=Line(tuple(sorted((since, task) for task, since in places.items())))))
+
+
+def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, str]]:
+    """Where the tasks stand, and with what each is woken, once one was handed a permit in vain.
+
+    That one is passed over for a lease, for twice as long each time, for an hour at most. If nobody has woken
+    it, it stands where it stood. So does a task that was passed over for long enough. If it asks again by
+    itself, it is forgotten.
+    """
+    places, calls = _places(call.store), dict(call.store.calls.fields)
+    for task, place in tuple(places.items()):
+        known = waiter(call.store, task)
+        if AWAY <= place <= AWAY + call.now:
+            places.pop(task)
+            places.update({task: known.since} if known else {})
+    known = waiter(call.store, in_vain)
+    if in_vain is None or known is None:
+        calls.pop(in_vain or "", None)
+    elif call.told[6]:
+        places[in_vain] = known.since
+    else:
+        places[in_vain] = AWAY + call.now + min(int(call.told[3]) * 2**known.vain, AWAY_AT_MOST)
+        calls[in_vain] = str(Waiter(known.vain + 1, False, known.since, known.call))
+    return places, calls
+
+
+def _paced_till(call: Call) -> int:
+    """Until when the pace lets nobody start; 0 if one may.
+
+    A start counts for a period. A permit that is kept for a task counts as a start, but for the one that this
+    service takes back or has handed over.
+    """
+    count, period = pace_of(_terms_of(call)) if "#" in call.verb else (0, 0)
+    number, now, permits = _served(call), call.now, _permits(call)
+    is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
+    left = count - sum(_is_to_come(permit, now) for permit in permits) + is_again
+    starts = _starts_that_count(call, period)
+    if not count or len(starts) < left:
+        return 0
+    if left > 0:
+        return starts[-left]
+    return max([now + min(period, SECOND), *starts])
+
+
+def _starts_that_count(call: Call, period: int) -> list[int]:
+    """When each start that counts now will count no more, in order; so much ahead as a call is on its way."""
+    ends = [began + period - AHEAD for began, *_ in call.store.starts.times if began <= call.now]
+    return [end for end in ends if call.now < end]
+
+
+def _is_served(call: Call, found: Played) -> bool:
+    return call.name == "serve" and not found.error and found.word != "more"
+
+
+def serves_the_permit_that_is_due(script: Script, call: Call, found: Played) -> bool:
+    """A permit that nobody has is kept for the heir. If there is none, it is kept for nobody."""
+    if call.name != "serve" or found.word == "more":
+        return True
+    service = _service_of(call)
+    if isinstance(service.permit.record, str):
+        return found.word == "FOREIGNRECORD"
+    before, after = service.permit, at(_after(call, found), service.number)
+    record = before.holder
+    if service.heir is not None:
+        kept = Record(call.told[0], service.until, record.fence, "handed", call.now, service.heir)
+        return (after.value, after.record) == (seconds(service.until), kept)
+    if service.in_vain is not None:
+        return (after.value, after.record) == (None, record._replace(deadline=0, state="released"))
+    return before[:4] == after[:4]
+
+
+def serves_the_first_in_line(script: Script, call: Call, found: Played) -> bool:
+    """The heir leaves the line, and so do those before it that are gone. Others stay, or come back."""
+    if not _is_served(call, found):
+        return True
+    service = _service_of(call)
+    places, calls = _stand(call, service.in_vain)
+    is_moved = places != _places(call.store) or service.in_vain in places.keys() & calls.keys()
+    for task in service.gone:
+        del places[task]
+        calls.pop(task, None)
+    places.pop(service.heir or "", None)
+    return _has_line(call, found, places, calls, since=call.store.calls.lease if is_moved else 0)
+
+
+def keeps_the_starts_that_are_asked_for(script: Script, call: Call, found: Played) -> bool:
+    """The starts stay. If the pace lets nobody start, they are kept for another two periods."""
+    if not _is_served(call, found):
+        return True
+    starts, now_ms = call.store.starts, call.now // MS
+    ms = up(pace_of(_terms_of(call))[1], MS)
+    if starts.expiry is not None and _paced_till(call) and starts.expiry < now_ms + ms:
+        starts = starts._replace(expiry=now_ms + 2 * ms)
+    return _after(call, found).starts == starts
+
+
+def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
+    """The reply says who the heir is, what it is woken with if it must be woken, and what the permit was."""
+    if not _is_served(call, found):
+        return True
+    service, permit = _service_of(call), _service_of(call).permit
+    heir, word = service.heir, "held"
+    if _is_kept(call, permit):
+        heir, word = _heir_of(permit), "handed"
+    elif service.is_due:
+        word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
+    known = waiter(_after(call, found), heir)
+    wakes = known.call if known is not None and not known.comes else None
+    return found.word == word and _told(found)[1:6] == [str(call.now), *_pair_of(permit), heir, wakes]
+
+
+def _is_taken_over(call: Call, permit: Store) -> bool:
+    """Whether the holder has died: that is proved, or its deadline has passed without a release."""
+    record = permit.holder
+    if permit.value is None or _is_live(permit, call.now):
+        return _has_died(call, permit)
+    is_recorded = record.deadline > 0 and permit.value == seconds(record.deadline)
+    return not is_recorded or record.state not in ("resting", "handed")
+
+
+def says_when_to_look_again(script: Script, call: Call, found: Played) -> bool:
+    """The reply says the earliest time at which there is a reason to look at the line again; or 0."""
+    if not _is_served(call, found):
+        return True
+    return int(_told(found)[6] or 0) == min(_looks(call, _after(call, found)), default=0)
+
+
+def _looks(call: Call, after: Store) -> Iterator[int]:
+    """The reasons to look again: a permit ends, a task is no longer passed over, one more may start.
+
+    And at once: another permit was handed over in vain; or is free, and somebody waits; or all that this
+    service has looked at are gone.
+    """
+    now, service = call.now, _service_of(call)
+    others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
+    yield from (end for _, permit in others if 0 < (end := _ends(permit, now)) < LATER_THAN_ANY)
+    until = service.until if service.is_due else _ends(service.permit, now)
+    yield from [until] * (0 < until < NEVER)
+    yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
+    if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
+        yield now
+    if "#" not in call.verb or not waiting(after):
+        return
+    paced = _paced_till(call)
+    yield from [paced] if paced else _starts_that_count(call, pace_of(_terms_of(call))[1])
+    if not paced and any(_ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
+        yield now
+
+
+CLAUSES: tuple[Clause, ...] = (
+    touches_nothing_else,
+    asks_for_all_permits,
+    has_its_ticket,
+    has_its_place,
+    has_its_turn,
+    notes_the_terms,
+    forgets_this_run_alone,
+    serves_the_permit_that_is_due,
+    serves_the_first_in_line,
+    keeps_the_starts_that_are_asked_for,
+    says_whom_it_serves,
+    says_when_to_look_again,
+)
