@@ -62,7 +62,7 @@ class Bench(Stage):
         wait_until(is_killed, f"a process of {worker.name} to kill")
 
     def lose_worker(self, worker: Worker, queue: str, aside: str) -> None:
-        """Kill a worker that takes calls from two queues, with its pool; what it had of the first comes again."""
+        """Kill a worker that takes calls from two queues; what it had of the first is delivered again."""
         worker.take_no_more_from(self.tasks.app, queue)
         self.tasks.note.apply_async(queue=aside).get(timeout=60)  # it ends a read that is under way
         children, at = worker_children(worker), time.monotonic()

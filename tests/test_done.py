@@ -128,7 +128,7 @@ def test_next_step_that_cannot_be_sent_takes_the_success_back(tasks, name, journ
 def test_process_that_dies_before_it_stores_its_result_does_not_count(
     tasks, name, journal, gates, locks, counts
 ):
-    """Its worker sees it die, and takes the success back. The lock that was handed on stays the next one's."""
+    """Its worker sees it die, and takes the success back, but not the lock, which was handed on."""
     task, gate = tasks.waiting, f"gated-{name}"
     first = journal.reached("start", task.delay(gate, "deadly"))
     waiter = SetnxLock(locks, task.lock_key(gate), line=True)
