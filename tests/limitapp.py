@@ -103,7 +103,6 @@ slow = {
 }
 quick = {
     "wait": variant("quick_waits", limit=5, rate=RATE, lease=4, celery=LATE),
-    "retry": variant("quick_retries", limit=5, rate=RATE, lease=4, on_conflict="retry", celery=LATE),
     "load": variant("quick_load", circulate, limit=5, rate=RATE),
     "skip": variant("quick_skips", retry_once, limit=2, rate=(1, 2), on_conflict="skip"),
     "held": variant("quick_held", retry_once, limit=1, rate=(1, 2), hold_on_retry=True),

@@ -39,11 +39,9 @@ def held_by(client: redis.Redis, *tokens: str, limit: int = 3, **options: Any) -
     return locks
 
 
-def of_task(
-    client: redis.Redis, task_id: str, limit: int = 3, *, retries: int = 0, **details: Any
-) -> Outcome:
+def of_task(client: redis.Redis, task_id: str, limit: int = 3, **details: Any) -> Outcome:
     """A task's attempt to acquire the lock."""
-    return the_lock(client, limit).acquire(token=task_token(task_id, retries, "0a"), **details)
+    return the_lock(client, limit).acquire(token=task_token(task_id, 0, "0a"), **details)
 
 
 def wait(client: redis.Redis, task_id: str, since: float, limit: int = 3) -> Found:
