@@ -85,7 +85,6 @@ def variant(name: str, base: type[SingletonTask] = SingletonTask, **options: Any
 
 
 daily = variant("daily")
-briefly = variant("briefly", dedupe_for=0.2)
 hooked = variant("hooked", Hooked)
 strict = variant("strict", on_duplicate="raise")
 retrying = variant("retrying", on_conflict="retry")

@@ -19,11 +19,9 @@ BROKER_DB = 7
 # A broker of its own, as the other workers of a test run do not know these tasks; nor do other apps.
 app: Celery = make_app("limitapp", BROKER_DB, broker_transport_options={"polling_interval": 0.1})
 sweep.SWEEP_S = float(app.conf.get("test_sweep_s") or sweep.SWEEP_S)
-LIMIT = int(app.conf.get("test_limit") or 5)
+LIMIT = 5
 RATE = (int(app.conf.get("test_starts") or 10), 1)
 OPTIONS = {"key": "name", "limit": LIMIT, "lease": 600, "retry_delay": 0.05, "retry_delay_max": 0.3}
-# Two hundred that retry three times a second are more than a busy machine can do.
-SELDOM = {"retry_delay_max": 3}
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 
 
@@ -39,16 +37,7 @@ def running(name: str, task_id: str) -> Iterator[dict[str, str]]:
         control.srem(key, me)
 
 
-def meet(name: str) -> None:
-    """Wait until as many bodies run as may, for 2 s at most: on a busy machine short ones hardly meet."""
-    give_up = time.monotonic() + 2
-    while control.exists(f"load:{name}") and control.scard(f"running:{name}") < LIMIT:
-        if time.monotonic() > give_up:
-            break
-        time.sleep(0.01)
-
-
-def body(request: Any, name: str, gate: str, seconds: float, *, meets: bool = False) -> int:
+def body(request: Any, name: str, gate: str, seconds: float) -> int:
     """Journal the start, wait for the gate if one is named, take a while, journal the end: the permit."""
     lock = current_lock()
     assert lock is not None
@@ -57,8 +46,6 @@ def body(request: Any, name: str, gate: str, seconds: float, *, meets: bool = Fa
         journal.write("start", fence=lock.fence, beside=beside, **about)
         if gate:
             wait_for_gate(gate)
-        if meets:
-            meet(name)
         time.sleep(seconds)  # the work
         journal.write("end", **about)
     return lock.permit
@@ -82,8 +69,8 @@ def retry_once(self: Any, name: str, gate: str = "", seconds: float = 0.0) -> in
 
 
 def circulate(self: Any, name: str, seconds: float = 0.0) -> int:
-    """Sends its like before it ends, until the test has had enough; without a pace it meets others."""
-    permit = body(self.request, name, "", seconds, meets=self.name == circulates.name)
+    """Sends its like before it ends, until the test has had enough."""
+    permit = body(self.request, name, "", seconds)
     if control.exists(f"load:{name}"):
         sent = self.apply_async([name, seconds], queue=self.request.delivery_info["routing_key"])
         control.rpush(f"sent:{name}", sent.id)
@@ -102,18 +89,10 @@ def variant(name: str, function: Any = run, celery: Any = None, **options: Any) 
 
 
 work = variant("work", on_conflict="wait")
-retries = variant("retries", on_conflict="retry", **SELDOM)
 auto = variant("auto")
-skips = variant("skips", on_conflict="skip")
 raises = variant("raises", on_conflict="raise")
 tells = variant("tells", on_conflict=told)
 follows = variant("follows", limit=2, dedupe="until_started")
-rests = variant("rests", on_conflict="wait", limit=2, at_least_for=600)
-holds = variant("holds", retry_once, on_conflict="wait", limit=2, hold_on_retry=True)
-late = {
-    "wait": variant("late_waits", on_conflict="wait", lease=4, celery=LATE),
-    "retry": variant("late_retries", on_conflict="retry", lease=4, celery=LATE, **SELDOM),
-}
 paced = variant("paced", limit=10, rate=(50, 2))
 # Two at a time, and two in ten minutes: a test says that those have passed.
 slow = {
@@ -124,7 +103,6 @@ slow = {
 }
 quick = {
     "wait": variant("quick_waits", limit=5, rate=RATE, lease=4, celery=LATE),
-    "retry": variant("quick_retries", limit=5, rate=RATE, lease=4, on_conflict="retry", celery=LATE),
     "load": variant("quick_load", circulate, limit=5, rate=RATE),
     "skip": variant("quick_skips", retry_once, limit=2, rate=(1, 2), on_conflict="skip"),
     "held": variant("quick_held", retry_once, limit=1, rate=(1, 2), hold_on_retry=True),
@@ -132,7 +110,6 @@ quick = {
 often = variant("often", limit=1, rate=(1, 0.1))
 often_rests = variant("often_rests", limit=1, rate=(100, 10), at_least_for=0.2)
 paced_step = variant("paced_step", then, limit=5, rate=RATE)
-circulates = variant("circulates", circulate, on_conflict="wait")
 step = variant("step", then, on_conflict="wait")
 
 

@@ -61,22 +61,18 @@ class Bench(Stage):
 
         wait_until(is_killed, f"a process of {worker.name} to kill")
 
-    def kill_worker(self, worker: Worker) -> None:
-        """kill -9 of a worker, and of its pool."""
+    def lose_worker(self, worker: Worker, queue: str, aside: str) -> None:
+        """Kill a worker that takes calls from two queues; what it had of the first is delivered again."""
+        worker.take_no_more_from(self.tasks.app, queue)
+        self.tasks.note.apply_async(queue=aside).get(timeout=60)  # it ends a read that is under way
         children, at = worker_children(worker), time.monotonic()
         worker.kill()
         wait_until(lambda: all(map(has_ended, children)), "its processes have ended")
         replaced = {start["pid"] for start in self.told() if has_ended(start["pid"])}  # meanwhile
         self.killed = dict.fromkeys(replaced.union(children), at) | self.killed
-
-    def lose_worker(self, worker: Worker, queue: str, aside: str) -> None:
-        """Kill a worker that takes calls from two queues; what it had of the first is delivered again."""
-        worker.take_no_more_from(self.tasks.app, queue)
-        self.tasks.note.apply_async(queue=aside).get(timeout=60)  # it ends a read that is under way
-        self.kill_worker(worker)
         redeliver(self.broker, unacknowledged(self.broker, queue))
 
-    def most(self, since: float = 0.0, until: float = float("inf")) -> int:
+    def most(self) -> int:
         """How many ran at a time, at most, when one started.
 
         Who was killed before does not count, nor who was told, on a busy machine, that its lock was lost.
@@ -87,7 +83,7 @@ class Bench(Stage):
             not_lost = [int(pid) for pid, task_id in start["beside"].items() if task_id not in lost]
             return sum(start["at"] < self.killed.get(pid, float("inf")) for pid in not_lost)
 
-        return max((living(start) for start in self.told() if since <= start["at"] <= until), default=0)
+        return max((living(start) for start in self.told()), default=0)
 
     def free(self, task: Any = None) -> None:
         """Wait until nobody holds a permit, or waits for one."""

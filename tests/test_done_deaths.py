@@ -21,9 +21,9 @@ from tests.limitstage import worker_children
 from tests.stage import redeliver, unacknowledged, wait_for_ends
 
 APP = "tests.windowapp"
-CALLS, KEYS = bound((600, 60), small=(300, 30), full=(5_000, 500))
+CALLS, KEYS = bound((300, 30), full=(5_000, 500))
 PUBLISHERS = 3
-KILLS = bound(20, small=10, full=60)  # of pool processes; every tenth is of a whole worker
+KILLS = bound(10, full=60)  # of pool processes; every tenth is of a whole worker
 CONF = {"test_deaths": 0.02}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(bound(180, full=600))]
 

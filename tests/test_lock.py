@@ -181,34 +181,6 @@ def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
     assert locks.get(NAME) is None
 
 
-@pytest.mark.parametrize("offset", [0, 0.5])
-def test_foreign_second_is_respected_to_its_end(locks, foreign_keys, offset):
-    """A value of the recipe, integer or fraction, is held until its second plus one."""
-    foreign_keys.add(NAME)
-    value = locks.time()[0] + 500 + offset
-    locks.set(NAME, f"{value:.1f}" if offset else int(value))
-    outcome = SetnxLock(locks, NAME).acquire()
-    assert not outcome.acquired
-    assert outcome.server_time + outcome.remaining_s == pytest.approx(value + 1, abs=0.001)
-    age(locks, NAME, 502)
-    taken = SetnxLock(locks, NAME).acquire()
-    assert taken.taken_over_from.state == "foreign"
-    assert locks.ttl(NAME) > 0
-
-
-def test_acquire_again_with_the_same_token_is_acquired(locks):
-    """A resent acquire is answered with the first's fence and deadline; a token is one line."""
-    lock = SetnxLock(locks, NAME, lease=10)
-    with pytest.raises(ValueError, match="line break"):
-        lock.acquire(token="a\nb")
-    first = lock.acquire(token="mine").lock
-    record = locks.get(RECORD)
-    again = lock.acquire(token="mine").lock
-    assert again.fence == first.fence
-    assert locks.get(RECORD) == record
-    assert again.release() == "released"
-
-
 def test_wait_ends_when_the_lock_is_released(locks):
     """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline, at its next try."""
     held = SetnxLock(locks, NAME, lease=600).acquire().lock
@@ -322,6 +294,12 @@ def test_lock_for_no_time_is_refused(locks, options):
     message = "more than 0 seconds" if "lease" in options else "must be 0 seconds or more"
     with pytest.raises(ValueError, match=message):
         SetnxLock(locks, NAME, **options)
+
+
+def test_token_is_one_line(locks):
+    """A record has a line for each of its fields."""
+    with pytest.raises(ValueError, match="line break"):
+        SetnxLock(locks, NAME).acquire(token="a\nb")
 
 
 def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):

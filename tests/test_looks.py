@@ -347,15 +347,14 @@ class Workers:
                 timed._turn()
 
 
-@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
-    ("options", "starts", "period_s"),
+    ("count", "options", "starts", "period_s"),
     [
-        pytest.param({"rate": (1, 0.1)}, 1, 0.1, id="ten a second"),
-        pytest.param({"rate": (1, 0.05)}, 1, 0.05, id="twenty a second"),
-        pytest.param({"rate": (1, 1)}, 1, 1.0, id="one a second"),
-        pytest.param({"rate": (10, 1), "limit": 5}, 10, 1.0, id="ten in a second"),
-        pytest.param({"rate": (100, 10), "at_least_for": 0.5}, 1, 0.5, id="at_least_for"),
+        pytest.param(1, {"rate": (1, 0.1)}, 1, 0.1, id="ten a second, one worker"),
+        pytest.param(4, {"rate": (1, 0.05)}, 1, 0.05, id="twenty a second"),
+        pytest.param(4, {"rate": (1, 1)}, 1, 1.0, id="one a second"),
+        pytest.param(4, {"rate": (10, 1), "limit": 5}, 10, 1.0, id="ten in a second"),
+        pytest.param(1, {"rate": (100, 10), "at_least_for": 0.5}, 1, 0.5, id="at_least_for, one worker"),
     ],
 )
 def test_line_goes_on_at_its_pace_without_a_sweep(

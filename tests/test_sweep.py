@@ -26,7 +26,7 @@ from celery_setnx.run.courier import Order
 from celery_setnx.run.looks import Swept
 from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.sweep import Sweep
-from tests.harness import age, due_set, server_us, wait_until
+from tests.harness import due_set, server_us, wait_until
 
 
 class Courier:
@@ -142,46 +142,6 @@ def test_lines_of_no_task_are_always_found_last(app, locks):
     assert {first() for _ in range(100)} == {"t", "paced"}
 
 
-def test_old_entries_of_a_task_that_no_worker_has_are_dropped_when_one_is_noted(app, locks):
-    """Nobody sweeps them, and the set would grow for ever."""
-    locks.zadd(due_set(app, "t"), {"old": 1_000_000, "young": server_us(locks) - 60_000_000})
-    due(app, locks, "new")
-    assert locks.zrange(due_set(app, "t"), 0, -1) == ["young", "new"]
-    assert locks.ttl(due_set(app, "t")) > 0
-
-
-def test_line_is_noted_and_swept_though_the_servers_memory_is_full(app, locks, swept):
-    """A full server grants nothing, but lets lines go on."""
-    key = app.tasks["t"].lock_key()
-    wait(locks, key)
-    locks.config_set("maxmemory", 1)
-    try:
-        due(app, locks, key)
-        assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
-    finally:
-        locks.config_set("maxmemory", 0)
-
-
-def test_all_lines_are_looked_at_again_though_the_servers_memory_is_full(app, locks, swept, monkeypatch):
-    """Also those of locks that are held: to note when needs no memory that is not there."""
-    monkeypatch.setattr(wake, "_LOOK_S", 30.0)  # tests of workers look sooner
-    keys = [key_name("t", "t", digit * 32) for digit in "012"]
-    for key in keys:
-        SetnxLock(locks, key, line=True, lease=600).acquire()
-        wait(locks, key)
-        due(app, locks, key)
-    began = server_us(locks)
-    locks.config_set("maxmemory", 1)
-    try:
-        assert swept.sweep(app).lines == 3
-    finally:
-        locks.config_set("maxmemory", 0)
-    assert len(swept.woken) == 3
-    looked_at_in_us = [locks.zscore(due_set(app, "t"), key) - began for key in keys]
-    assert min(looked_at_in_us) >= 30_000_000
-    assert locks.pttl(due_set(app, "t")) > 0
-
-
 def test_server_that_forbids_to_expire_keys_is_left_without_lines(app, locks, limited):
     """Nothing is noted that would stay for ever."""
     client = redis.Redis.from_url(limited("~*", "+@all", "-pexpire"), decode_responses=True)
@@ -202,19 +162,6 @@ def test_line_that_cannot_be_served_stops_no_other(app, locks, swept, foreign_ke
     swept.sweep(app)
     assert swept.woken == ["id-1"]
     assert locks.zcard(due_set(app, "t")) == 2
-
-
-def test_entry_of_an_empty_line_is_removed_unless_somebody_has_noted_it_meanwhile(app, locks, swept):
-    """Whoever is about to park has written it first."""
-    key = key_name("t", "t", "")
-    due(app, locks, key)
-    claimed = claim(locks, lines_of(app), ["t"])
-    assert claimed.lines == [("t", key)]
-    due(app, locks, key)
-    sweep.settle(locks, lines_of(app), "t", key, claimed, within=None)
-    assert locks.zcard(due_set(app, "t")) == 1
-    swept.sweep(app)
-    assert not locks.exists(due_set(app, "t"))
 
 
 @pytest.mark.parametrize(("told_s", "noted_s"), [(0.5, 10.0), (10.0, 0.5), (None, 0.5)])
@@ -341,20 +288,6 @@ def app_without_server() -> Celery:
     app = Celery("nowhere", broker="memory://", set_as_current=False)
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
     return app
-
-
-def test_dead_holder_is_taken_over_by_the_first_in_line(app, locks, swept):
-    """When its lease has ended, and the take-over is told with the dead one's record."""
-    key = key_name("t", "t", "")
-    SetnxLock(locks, key, line=True, lease=60).acquire()
-    wait(locks, key)
-    due(app, locks, key)
-    swept.sweep(app)
-    assert swept.woken == [None]
-    age(locks, key, 60)
-    due(app, locks, key)
-    swept.sweep(app)
-    assert swept.woken == [None, "id-1"]
 
 
 @pytest.mark.parametrize("odd", [None, True, "\ud800", 7])

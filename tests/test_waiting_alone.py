@@ -113,7 +113,7 @@ def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server
     park(locks, call.place(600), copy=call.copy, since=10.0, call=packed)
     held.release()
     with running(server.url(1)) as task:
-        task.app.conf.update(broker_url=GONE, broker_connection_retry=False)
+        task.app.conf.update(broker_url=GONE, broker_transport_options={"max_retries": 0})
         wake_all(task.app, lock)
         ((_, due_us),) = locks.zrange(due_set(task.app, "t"), 0, -1, withscores=True)
     assert lock.holder() is None
@@ -200,11 +200,12 @@ def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server,
     assert have_begun(locks, [call.place(600)]) == [None]
 
 
-def test_call_that_no_courier_can_look_after_does_not_wait(task):
+def test_call_that_no_courier_can_look_after_does_not_wait(task, monkeypatch):
     """Without a broker it fails, naming its key and the broker's error: never a silent drop.
 
     With acks_late the broker still has it: it is given back.
     """
+    monkeypatch.setattr(time, "sleep", lambda _s: None)  # it is delivered again at once
     task.app.conf.update(broker_url="amqp://127.0.0.1:1//", broker_transport_options={"max_retries": 0})
     said = (
         r"The call t\[id-1\] of setnx:{t} could not be sent back: .*; it was to .* setnx:{t} is held by token"
@@ -273,6 +274,20 @@ def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
     assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))
+
+
+def test_courier_of_a_call_that_cannot_be_sent_comes_later(server, locks, caplog):
+    """Whatever goes wrong with it. An order of a newer worker, which says more, is understood."""
+    call = Call("t", "id-1", key=KEY, since=1.0)
+    properties = {"compression": "no such"}
+    with running(server.url(1)) as task:
+        broker = broker_of(task.app)
+        message = Message({"task": "t", "id": "id-1"}, properties, "far", ((), {}, {}), JSON, broker=broker)
+        order = Order(call, message.packed(task.app, call), 2.0, 30.0, 3600.0, 7200.0, "")  # 2.0 is over
+        courier._visit(task, KEY, {**order.as_kwargs()["order"], "colour": "blue"})
+        (told,) = couriers(task.app, "far")
+    assert f"The courier of {order} comes back later" in caplog.text
+    assert Order.of(told["order"]).call.task_id == "id-1"
 
 
 @pytest.mark.parametrize("info", [{"task": COURIER}, {"task": "a", "task_id": "b"}, {}])

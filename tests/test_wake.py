@@ -97,9 +97,9 @@ class Shop:
         """Somebody has the lock."""
         return SetnxLock(locks, self.key(), line=True, lease=60).acquire().lock
 
-    def begins(self, locks: Any, task_id: str, **terms: Any) -> Any:
+    def begins(self, locks: Any, task_id: str) -> Any:
         """A call has come, and has the lock."""
-        lock = SetnxLock(locks, self.key(), line=True, lease=60, **terms)
+        lock = SetnxLock(locks, self.key(), line=True, lease=60)
         outcome = lock.acquire(token=f"{task_id}|0|{os.urandom(4).hex()}", copy=f"copy of {task_id}")
         assert outcome.acquired
         return outcome.lock
@@ -228,29 +228,16 @@ def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, shop):
     assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is not None
 
 
-def test_three_permits_go_to_calls_of_two_brokers(locks, shop):
-    """Each is sent by its own worker; the fourth waits."""
-    options = {"lease": 60, "limit": 3}
-    a, b = shop("a", bill=options), shop("b", bill=options)
-    for place, (at, task_id) in enumerate([(b, "b1"), (a, "a1"), (b, "b2"), (a, "a2")]):
-        at.waits(task_id, 10.0 + place)
-    a.serve()
-    b.step.sweep(b.app)
-    assert (a.sent(), sorted(b.sent())) == (["a1"], ["b1", "b2"])
-
-
-def test_paced_line_goes_on_with_calls_of_two_brokers(locks, shop):
-    """One start in a minute: the second is handed nothing yet, whose ever it is."""
-    options = {"lease": 60, "rate": (1, 60)}
-    a, b = shop("a", bill=options), shop("b", bill=options)
-    b.waits("b1", 10.0)
-    a.waits("a1", 11.0)
-    a.serve()
-    b.step.sweep(b.app)
-    assert (a.sent(), b.sent()) == ([], ["b1"])
-    b.begins(locks, "b1", rate=(1, 60.0)).release()
-    a.serve()
-    assert (a.sent(), b.sent()) == ([], [])
+def test_line_hears_of_a_raised_limit_when_a_worker_looks_at_it(locks, shop):
+    """Nobody comes, and nobody ends: a worker that knows of two more permits hands them out."""
+    before, after = shop("a"), shop("a", bill={"lease": 60, "limit": 3})
+    before.hold(locks)
+    for place, task_id in enumerate(("a1", "a2", "a3")):
+        before.waits(task_id, 10.0 + place)
+    before.serve()
+    assert before.sent() == []
+    after.serve()
+    assert after.sent() == ["a1", "a2"]
 
 
 def test_call_of_another_broker_is_not_sent_while_its_lock_rests(locks, shop):
@@ -391,17 +378,6 @@ def test_call_that_was_passed_over_has_its_place_again_when_its_courier_comes(lo
     SetnxLock(locks, call.key, line=True, lease=60).acquire(token="x" * 8)
     put_back(after.app, Order(call, before.packed(call), None, 60.0, 60.0, 600.0, ""), wait_s=0.0)
     assert locks.zscore(line_names(call.key)[0], "b1") == 10e6
-
-
-def test_courier_that_comes_after_its_call_has_begun_sends_nothing(locks, shop):
-    """By whichever name of the broker."""
-    before, after = shop("before"), shop("after")
-    call = before.waits("b1", 10.0)
-    before.serve()
-    before.begins(locks, "b1")
-    order = Order(call, before.packed(call), None, 60.0, 60.0, 600.0, "")
-    assert put_back(after.app, order, wait_s=0.0) is None
-    assert (before.sent(), after.sent()) == (["b1"], [])
 
 
 def held_courier(at: Shop, order: Order) -> CourierRequest:

@@ -1,6 +1,6 @@
 """Tasks that wait in line, or for another's result, on the app of `tests.workerapp`.
 
-A worker may die between a release and the wake-up (the setting `dies_before_wake`: "child" or "worker").
+A process may die between a release and the wake-up (the setting `dies_before_wake`).
 """
 
 import os
@@ -24,16 +24,16 @@ __all__ = ["app", "arrival", "plain"]
 
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
-    """The first process that has handed a lock over dies before it sends the wake-up; or its whole worker."""
-    who, go_on = app.conf.get("dies_before_wake"), vars(acquire)["let_others_start"]
+    """The first process that has handed a lock over dies before it sends the wake-up."""
+    go_on = vars(acquire)["let_others_start"]
 
     def die(app: Celery, task: str, lock: SetnxLock) -> None:
         if lock.heirs and control.set("gate:died", "once", nx=True, ex=60):
             journal.write("died", key=lock.name)
-            os.kill(0 if who == "worker" else os.getpid(), signal.SIGKILL)  # 0: the process group
+            os.kill(os.getpid(), signal.SIGKILL)
         go_on(app, task, lock)
 
-    if who:
+    if app.conf.get("dies_before_wake"):
         vars(acquire)["let_others_start"] = die
 
 
