@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tests.model import grants
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
 from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Call
@@ -399,6 +400,7 @@ CLAUSES: tuple[Clause, ...] = (
     all_or_nothing_on_full,
     forbidden_leaves_no_key_for_ever,
     is_the_same_again,
+    *grants.CLAUSES,
 )
 
 
