@@ -142,7 +142,7 @@ def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
         yield call.keys[5], int(told[6]), True
     elif call.name == "release" and word in ("released", "resting", "repaired"):
         was_released = at(call.store, _number(call)).holder.state != "running"
-        if told[3] != "0" and not was_released:
+        if told[3] != "0" and not was_released and task_of(told[0])[0] is not None:
             yield MARK, int(told[3]), False
 
 

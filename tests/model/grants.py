@@ -666,9 +666,10 @@ def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
     reply, holder = words(found), call.store.holder
     if found.word == "running":
         return reply[1:] == [task_of(holder.token)[0], str(call.now), call.store.value, str(holder)]
-    done = call.store.done
-    if found.word == "done" and done is not None and reply[1] != (task_of(done.task_id)[0] or done.task_id):
-        return False
+    if found.word == "done":
+        token = call.store.done.task_id if call.store.done else ""
+        task = task_of(token)[0]
+        return reply[1:] == [token if task is None else task, str(call.now), None, None]
     return reply[3:] == [None, None]
 
 
