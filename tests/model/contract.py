@@ -119,7 +119,8 @@ def expires(script: Script, call: Call, found: Played) -> bool:
             if (new.value, new.expiry, new.record_expiry) != (seconds(record.deadline), expiry, expiry):
                 return False
             lasts = after.known is None or now_ms + after.known.lease + 1 >= (expiry or 0)
-            if number and not lasts and call.name != "serve":  # to whom it is handed asks for it soon
+            asks_soon = call.name == "serve" or found.word == "paced"  # and says how many permits there are
+            if number and not lasts and not asks_soon:
                 return False
         elif call.name in ("release", "serve", "free"):
             remember = int(told[1] if call.name == "free" else told[2])

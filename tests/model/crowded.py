@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import TypeVar
 
 from tests.model.layout import CALLS, DONE, LINE, MARK, PERMITS, others
@@ -25,21 +26,23 @@ from tests.model.store import (
     task_of,
 )
 
+VERBS = ("acquire", "release", "free", "mark")
+"""The verbs that find all this."""
+
 T = TypeVar("T")
 TASKS = ("a", "b", "c", "b|b")
 TOKENS = ("a|0|0", "a|1|1", "b|0|1", "b|b|0|4", "|0|5", "one")
 STATES = ("running", "resting", "held_for_retry", "handed", "handed", "failed", "released")
 LEASES = (500, 60_000, 1_000_000)  # ms
 PERIODS = (1, 1_500, 1_500_001, 100_000_000, 7_200_000_001)
-HOURS = 8_000_000_000  # us
+LONG = (3_000_000_000, 8_000_000_000)  # us: less than an hour, and more
 BESIDE = (-5_000_000, -1, 0, 0, 1, 400, 3_000_000)  # us from now
 
 
 def crowded(call: Call, seed: int) -> Call:
     """The call, with a few things changed in what it finds and is told."""
     draw = random.Random(seed)
-    changes = [_of_another_token, _amid_permits, _amid_a_line, _amid_marks, _amid_tickets, _amid_starts, _told]
-    for change in draw.sample(changes, draw.choice((1, 2, 4, 7))):
+    for change in draw.sample(CHANGES, draw.choice((1, 2, 4, len(CHANGES)))):
         call = change(call, draw)
     return call._replace(store=purge(call.store, call.now))
 
@@ -62,13 +65,62 @@ def _of_another_token(call: Call, draw: random.Random) -> Call:
     return _with(call, {0: token, 7: 0})._replace(store=store)
 
 
+def _of_its_retry(call: Call, draw: random.Random) -> Call:
+    """A permit is held for this retry."""
+    if call.name != "acquire" or not _tasks_of(call):
+        return call
+    task, retries = task_of(call.told[0])
+    deadline = max(call.now + draw.choice((*BESIDE, *LONG, *LONG)), 1)
+    record = Record(f"{task}|{retries}|5", deadline, 7, "held_for_retry", call.now - SECOND)
+    return _with(call, {0: f"{task}|{retries + 1}|7", 7: 0})._replace(store=_one_of(call, record, draw))
+
+
+def _of_its_like(call: Call, draw: random.Random) -> Call:
+    """Another call with this task id waits; a permit may be handed to it, or still be this one's."""
+    if call.name != "acquire" or not _tasks_of(call):
+        return call
+    task, deadline = _tasks_of(call)[0], max(call.now + draw.choice(BESIDE), 1)
+    handed = Record("h", deadline, 7, "handed", call.now - SECOND, draw.choice((task, task, "c")))
+    record = draw.choice((handed, handed, Record(f"{task}|0|5", deadline, 7, "running", call.now - SECOND)))
+    calls = Calls(((task, f"{draw.choice((0, 2))}|{call.now - 5}|call"),), draw.choice(LEASES))
+    line = draw.choice((call.store.line, Line(((call.now - 5, task),), draw.choice(LEASES))))
+    store = _one_of(call, record, draw)._replace(tickets=(), calls=calls, line=line)
+    return _with(call, {7: 0, 12: 1})._replace(store=store)
+
+
+def _amid_promises(call: Call, draw: random.Random) -> Call:
+    """All the starts of a long period are promised, or have been: a permit is free, another handed."""
+    permits = 1 + sum(key.startswith(b"lock#") for key in call.keys)
+    if call.verb != "acquire#" or permits < 2:
+        return call
+    deadline = call.now + draw.choice((1, 3_000_000))
+    handed = _until(at(call.store, 1), Record("h", deadline, 7, "handed", call.now - SECOND, "c"))
+    store = at(handed, 1)._replace(value=None, expiry=None)
+    began, now_ms = call.now - draw.choice((2, 1_000_000, 90_000_000)), call.now // MS
+    store = store._replace(starts=Starts(((began, 0, 5),), now_ms + 200_000))
+    return _with(call, {10: f"{permits}:{draw.choice((1, 1, 2))}/100000000"})._replace(store=store)
+
+
+def _one_of(call: Call, record: Record, draw: random.Random) -> Store:
+    """The keys with this record of a permit."""
+    number = draw.randrange(1 + len(call.store.others))
+    return at(_until(at(call.store, number), record), number)
+
+
+def _until(permit: Store, record: Record) -> Store:
+    """A permit that is held until its record's deadline."""
+    expiry = record.deadline // MS + 1_000
+    value = seconds(record.deadline)
+    return permit._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
+
+
 def _amid_permits(call: Call, draw: random.Random) -> Call:
     """Other holders, and others that are told how many permits there are."""
     store = call.store
     for number in range(1 + len(store.others)):
-        if draw.random() < 0.5:
+        if draw.random() < 0.7:
             store = at(_held(at(store, number), call, draw), number)
-    if draw.random() < 0.3:
+    if draw.random() < 0.2:
         text = draw.choice(("1 1", "2 1", "3 2", "2 2", "3 2:2/1500", "5 3"))
         store = store._replace(known=Known(text, draw.choice(LEASES)))
     return call._replace(store=store)
@@ -76,19 +128,20 @@ def _amid_permits(call: Call, draw: random.Random) -> Call:
 
 def _held(permit: Store, call: Call, draw: random.Random) -> Store:
     """A permit of any holder, which ends about now, or has no value any more."""
-    deadline = max(call.now + draw.choice((*BESIDE, HOURS)), 1)
+    deadline = max(call.now + draw.choice((*BESIDE, *LONG)), 1)
     tasks, own = _tasks_of(call), _tokens_of(call)
-    if own and draw.random() < 0.4:
-        token, state = draw.choice(own), draw.choice(("running", "held_for_retry", "held_for_retry", "resting"))
+    if own and draw.random() < 0.3:
+        token, state = (
+            draw.choice(own),
+            draw.choice(("running", "held_for_retry", "held_for_retry", "resting")),
+        )
     else:
         token, state = draw.choice((*TOKENS, *own)), draw.choice(STATES)
     info = draw.choice((*TASKS, *tasks * 3)) if state == "handed" else draw.choice(("", "worker"))
     fence = draw.choice((1, 7, call.now, call.now + 5))
     record = Record(token, deadline, fence, state, call.now - draw.randrange(9 * SECOND), info)
-    value, expiry = seconds(deadline), deadline // MS + 1_000
-    if draw.random() < 0.2:
-        return permit._replace(value=None, expiry=None, record=record, record_expiry=expiry)
-    return permit._replace(value=value, expiry=expiry, record=record, record_expiry=expiry)
+    held = _until(permit, record)
+    return held._replace(value=None, expiry=None) if draw.random() < 0.2 else held
 
 
 def _amid_a_line(call: Call, draw: random.Random) -> Call:
@@ -150,8 +203,8 @@ def _amid_tickets(call: Call, draw: random.Random) -> Call:
     """An attempt of its task that waits, or has begun."""
     if call.name != "acquire" or len(call.keys) < 6 or task_of(call.told[0])[0] is None:
         return call
-    attempt = max(int(call.told[9]) + draw.choice((-1, 0, 0, 1)), 0)
-    copy = draw.choice(("", "", "-", call.told[5], call.told[5], "y"))
+    attempt = max(int(call.told[9]) + draw.choice((-1, 0, 0, 0, 1)), 0)
+    copy = draw.choice(("", "", "-", call.told[5], call.told[5], call.told[5], "y"))
     ticket = Ticket(f"{attempt}|{copy}|{draw.choice((0, 2))}", draw.choice(LEASES))
     tickets = {**dict(call.store.tickets), call.keys[5][7:].decode(): ticket}
     return call._replace(store=call.store._replace(tickets=tuple(_by_name(tickets))))
@@ -162,12 +215,14 @@ def _amid_starts(call: Call, draw: random.Random) -> Call:
     if call.verb != "acquire#":
         return call
     limit = draw.randrange(1, 2 + sum(key.startswith(b"lock#") for key in call.keys))
-    count, period = draw.choice((1, 1, 2, 3)), draw.choice(PERIODS)
+    count, period = draw.choice((1, 1, 1, 2, 3)), draw.choice(PERIODS)
     many = draw.choice((1_098, 1_099, 1_100, 1_101)) if draw.random() < 0.05 else 0
     if many:
         count, period = 2_000, PERIODS[-1]
-    beside = (-1, 0, 1, 19_999, 20_000, 20_001, period, period // 2, 0 - period)
-    times = {(call.now - period + draw.choice(beside), draw.randrange(3), 5) for _ in range(draw.randrange(5))}
+    beside = (-1, 0, 1, 19_999, 20_000, 20_001, period, period // 2, period // 2, 0 - period)
+    times = {
+        (call.now - period + draw.choice(beside), draw.randrange(3), 5) for _ in range(draw.randrange(5))
+    }
     times |= {(call.now - 9 - number, 0, 5) for number in range(many)}
     ordered = tuple(sorted(times, key=lambda each: (each[0], b"%d#%d#%d" % each)))
     lasts = draw.choice((period // MS, period // MS + 1, 2 * period // MS, 2 * period // MS + 2, 9_000_000))
@@ -208,8 +263,22 @@ def _told_of_release(call: Call, draw: random.Random) -> Call:
     return _with(call, told)._replace(keys=(*call.keys[:2], LINE, CALLS, MARK, PERMITS, DONE))
 
 
-def _with(call: Call, changed: dict[int, object]) -> Call:
+def _with(call: Call, changed: Mapping[int, object]) -> Call:
     told = list(call.told)
     for place, word in changed.items():
         told[place] = str(word)
     return call._replace(told=tuple(told))
+
+
+CHANGES = (
+    _of_another_token,
+    _of_its_retry,
+    _of_its_like,
+    _amid_promises,
+    _amid_permits,
+    _amid_a_line,
+    _amid_marks,
+    _amid_tickets,
+    _amid_starts,
+    _told,
+)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.model.layout import laid_out, read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in, limit_of, pace_of
+from tests.model.permits import at, limit_of, pace_of
 from tests.model.rules import rule_of
 from tests.model.store import (
     MS,
@@ -19,7 +19,6 @@ from tests.model.store import (
     Known,
     Line,
     Mark,
-    Permit,
     Record,
     Start,
     Starts,
@@ -200,7 +199,9 @@ def rank_of(call: Call, caller: Caller, permit: Store) -> int:
 
 def permits_in(call: Call) -> list[Store]:
     """The permits whose keys the call is told."""
-    return [at(call.store, number) for number in range(1 + sum(key.startswith(b"lock#") for key in call.keys))]
+    return [
+        at(call.store, number) for number in range(1 + sum(key.startswith(b"lock#") for key in call.keys))
+    ]
 
 
 def choice_of(call: Call, caller: Caller) -> Choice:
@@ -304,7 +305,7 @@ def _is_promised(call: Call, permit: Store) -> bool:
 
 
 def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
-    """`paced` is said if, and only if, it is too early to start; and until when, and what it has of its own."""
+    """`paced` is said if, and only if, it is too early to start; and until when, and of which own lock."""
     if not is_about_a_permit(call, found):
         return True
     caller = caller_of(call)
@@ -347,7 +348,7 @@ def says_when_it_ends(script: Script, call: Call, found: Played) -> bool:
 
 
 def _after_acquire(call: Call, found: Played) -> Store:
-    """What is known of the permits, and all that comes of a grant, a pace, or a place in line to ask again."""
+    """How many permits are known, and what comes of a grant, a pace, or a place in line to ask again."""
     store, caller, number = before(call), caller_of(call), 0
     if found.word in ("stale", "more"):
         return store
@@ -363,7 +364,7 @@ def _after_acquire(call: Call, found: Played) -> Store:
 
 
 def _permits_known(call: Call, store: Store, choice: Choice) -> Store:
-    """How many permits are in use, and the terms: for as long as the one that it may have, a minute at least."""
+    """How many permits are in use, and the terms: for as long as the caller's, and a minute at least."""
     lease, retention, terms = int(call.told[1]), int(call.told[2]), call.told[10]
     used = [n for n, permit in enumerate(permits_in(call)) if permit.value not in (None, NOT_A_STRING)]
     highest = max(limit_of(terms), choice.number + 1, *(n + 1 for n in used))
@@ -526,12 +527,14 @@ def _after_release(call: Call, found: Played) -> Store:
     store, number, now_ms = before(call), number_of(call), call.now // MS
     if _is_resent(call) or found.word == "lost":
         return store
-    rest_until, remember, again = (int(word) for word in call.told[1:4])
+    rest_until, remember = int(call.told[1]), int(call.told[2])
     record, heir = at(store, number).holder, heir_in_line(call)
     if found.word == "resting":
         store = kept(store, number, record._replace(deadline=rest_until, state="resting"), remember)
     elif heir.task is not None:
-        record = record._replace(deadline=call.now + heir.keep, state="handed", since=call.now, info=heir.task)
+        record = record._replace(
+            deadline=call.now + heir.keep, state="handed", since=call.now, info=heir.task
+        )
         store = out_of_line(kept(store, number, record, remember), heir.task)
     else:
         store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
@@ -587,7 +590,7 @@ def _longer(call: Call, state: str) -> Store:
 
 
 def _after_free(call: Call, found: Played) -> list[Store]:
-    """A permit that is held for the task's retry is nobody's: which one, if there are several, is not said."""
+    """A permit that is held for the task's retry is nobody's: which of several is not said."""
     store, expiry = before(call), call.now // MS + int(call.told[1])
     if found.word in ("lost", "more"):
         return [store]
@@ -630,7 +633,7 @@ _AFTER: dict[str, Callable[[Call, Any], Store | list[Store]]] = {
 
 
 def changes_that_alone(script: Script, call: Call, found: Played) -> bool:
-    """Nothing changes but what the answer stands for: all other keys, places and expiries are as they were."""
+    """Nothing changes but what the answer stands for: other keys, places and expiries are as they were."""
     expected = _AFTER.get(call.name)
     if expected is None or (found.error and call.name == "acquire"):
         return True
@@ -645,13 +648,9 @@ def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:
     """`stalled` is said if calls wait for a lock that nobody living has, by any of its permits."""
     if call.name != "mark" or found.word not in ("queued", "stalled"):
         return True
-    first, *rest = [at(call.store, number) for number in range(_permits_of_mark(call))]
+    first, *rest = permits_in(call)
     is_idle = first.value is None or call.now >= first.holder.deadline or any(_is_past(call, p) for p in rest)
     return (found.word == "stalled") == (bool(before(call).line.places) and is_idle)
-
-
-def _permits_of_mark(call: Call) -> int:
-    return 1 + sum(key.startswith(b"lock#") for key in call.keys)
 
 
 def _is_past(call: Call, permit: Store) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.bounds import bound
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
+from tests.model.crowded import VERBS, crowded
 from tests.model.explorer import explore
 from tests.model.layout import LINE, LOCK, PERMITS, RECORD, others
 from tests.model.lock import TEXTS, Call, mistaken
@@ -55,9 +56,12 @@ def explored_calls() -> dict[str, list[Call]]:
 
 @cache
 def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
-    """Calls of a script, explored and perturbed, and what it makes of each, also on a server that is full."""
+    """Calls of a script, crowded, perturbed and explored; what it makes of each, also on a full server."""
     explored = explored_calls()[verb][:OF_EACH]
-    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])] + explored
+    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])]
+    if verb.rstrip("#") in VERBS:
+        calls = [*[crowded(call, seed) for seed, call in enumerate(calls)], *calls]
+    calls += explored
     right = script(TEXTS[verb])
     return [(call, played(right, call), played(right, call, is_full=True)) for call in calls]
 
