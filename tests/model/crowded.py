@@ -66,13 +66,15 @@ def _of_another_token(call: Call, draw: random.Random) -> Call:
 
 
 def _of_its_retry(call: Call, draw: random.Random) -> Call:
-    """A permit is held for this retry."""
+    """A permit is held for this retry, or for the next."""
     if call.name != "acquire" or not _tasks_of(call):
         return call
     task, retries = task_of(call.told[0])
     deadline = max(call.now + draw.choice((*BESIDE, *LONG, *LONG)), 1)
     record = Record(f"{task}|{retries}|5", deadline, 7, "held_for_retry", call.now - SECOND)
-    return _with(call, {0: f"{task}|{retries + 1}|7", 7: 0})._replace(store=_one_of(call, record, draw))
+    token = f"{task}|{retries + draw.choice((0, 1, 1))}|7"
+    told = {0: token, 4: draw.choice((call.told[4], record.token)), 7: 0}
+    return _with(call, told)._replace(store=_one_of(call, record, draw))
 
 
 def _of_its_like(call: Call, draw: random.Random) -> Call:
@@ -89,15 +91,16 @@ def _of_its_like(call: Call, draw: random.Random) -> Call:
 
 
 def _amid_promises(call: Call, draw: random.Random) -> Call:
-    """All the starts of a long period are promised, or have been: a permit is free, another handed."""
+    """All the starts of a long period are promised, or have been: a permit is free, another is handed."""
     permits = 1 + sum(key.startswith(b"lock#") for key in call.keys)
     if call.verb != "acquire#" or permits < 2:
         return call
     deadline = call.now + draw.choice((1, 3_000_000))
-    handed = _until(at(call.store, 1), Record("h", deadline, 7, "handed", call.now - SECOND, "c"))
+    heir = draw.choice(("c", *_tasks_of(call)))
+    handed = _until(at(call.store, 1), Record("h", deadline, 7, "handed", call.now - SECOND, heir))
     store = at(handed, 1)._replace(value=None, expiry=None)
-    began, now_ms = call.now - draw.choice((2, 1_000_000, 90_000_000)), call.now // MS
-    store = store._replace(starts=Starts(((began, 0, 5),), now_ms + 200_000))
+    began = call.now - draw.choice((2, 1_000_000, 90_000_000, 99_980_000, 99_979_999))
+    store = store._replace(starts=Starts(((began, 0, 5),), call.now // MS + 200_000))
     return _with(call, {10: f"{permits}:{draw.choice((1, 1, 2))}/100000000"})._replace(store=store)
 
 

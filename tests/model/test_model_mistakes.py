@@ -60,7 +60,7 @@ def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
     explored = explored_calls()[verb][:OF_EACH]
     calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])]
     if verb.rstrip("#") in VERBS:
-        calls = [*[crowded(call, seed) for seed, call in enumerate(calls)], *calls]
+        calls = [*[crowded(call, seed) for seed, call in enumerate(calls * 2)], *calls]
     calls += explored
     right = script(TEXTS[verb])
     return [(call, played(right, call), played(right, call, is_full=True)) for call in calls]
